@@ -1,0 +1,29 @@
+# `make train` and `make test` work on a fresh clone with Python >= 3.11, make and the package registry.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test lint smollm clean
+
+train: $(VENV)/ready
+	$(BIN)/weft train
+
+smollm: $(VENV)/ready
+	$(BIN)/python examples/fetch_smollm.py models/smollm2
+	$(BIN)/weft train examples/smollm.toml
+
+test: $(VENV)/ready
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs models

@@ -1,0 +1,198 @@
+"""Job: what a user writes. Model, data, optimizer, training, plan and output folder; TOML in and out. Imports no torch."""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import Field, ValidationError
+
+from weft.errors import JobError
+from weft.plan import Plan, Table
+
+Count = Annotated[int, Field(ge=1)]
+Number = Annotated[int, Field(ge=0)]
+
+
+class Model(Table):
+    """The model: a folder with weights to continue from, or a configuration to start fresh from. Exactly one of the two."""
+
+    path: str | None = None
+    """Hugging Face folder with config.json and safetensors weights."""
+    config: str | dict[str, Any] | None = None
+    """Path of a Hugging Face config.json, or its contents as a table (with its model_type)."""
+    init_seed: int = 0
+    """Seed of the first weights: the same numbers as plain Transformers after torch.manual_seed(init_seed)."""
+
+
+class Data(Table):
+    """Text or tokens, and how they become rows."""
+
+    source: Literal["python", "text", "jsonl", "parquet", "tokens"] = "python"
+    """python: this interpreter's standard library; text: files by glob; jsonl / parquet: records with a "text" field, by
+    glob or a Hugging Face dataset folder; tokens: an .npy of [rows, seq_len + 1] integers."""
+    path: str | None = None
+    """File, folder or glob; not needed for python."""
+    tokenizer: str = "train"
+    """Folder with a tokenizer, or "train": the model's own if its folder has one, else a byte-level BPE trained on the text."""
+    vocab_size: Annotated[int, Field(ge=257)] = 4096
+    """Entries of a tokenizer that is trained here: 256 bytes, the end-of-text token, and merges."""
+    seq_len: Annotated[int, Field(ge=2)] = 256
+    """Tokens a row feeds to the model."""
+    packing: bool = True
+    """Fill rows with several documents, whose positions restart and whose attention stays inside; false: one piece a row."""
+    shuffle: bool = True
+    """Visit rows in an order drawn from train.seed; false: in the order of the source."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Share of the tokens kept for evaluation."""
+    cache: str = "~/.cache/weft"
+    """Folder for tokenised text, shared by all jobs, named by content."""
+
+
+class Optimizer(Table):
+    """The update rule, clipping and the course of the learning rate."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Applied to matrices; vectors (norms, biases) do not decay."""
+    clip_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; larger ones are scaled down to it. 0 switches clipping off."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After warm-up: cosine to a tenth; wsd: constant, then linear to zero over the last fifth; or constant."""
+    warmup_steps: Number = 10
+
+
+class Train(Table):
+    """Length and rhythm of training."""
+
+    steps: Count = 100
+    global_batch: Count = 8
+    """Rows of one optimizer step, over all ranks and micro-batches."""
+    micro_batch: Count = 8
+    """Rows a rank takes through forward and backward at once."""
+    seed: int = 0
+    """Seed of the data order and of dropout."""
+    evaluate_every: Number = 0
+    """Steps between evaluations on held-out text; it is evaluated at the end in any case. 0: only then."""
+    checkpoint_every: Number = 0
+    """Steps between folders of weights (step-00000100/, Hugging Face format); 0: none but the export at the end."""
+
+
+class Job(Table):
+    """Everything that decides a run. The same job gives the same bits on the same layout and machine."""
+
+    model: Model = Model()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    plan: Plan = Plan()
+    out: str = "runs/first"
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], assignments: Iterable[str] = ()) -> "Job":
+        """Read a job from TOML and apply `key=value` assignments with dotted keys.
+
+        Raises:
+            JobError: the file is missing or no TOML, a key is unknown, or a value breaks its rule.
+        """
+        return cls.parse(read_toml(path), assignments, where=str(path))
+
+    @classmethod
+    def parse(cls, tables: dict[str, Any], assignments: Iterable[str] = (), *, where: str = "job") -> "Job":
+        """Make a job from nested tables, with `key=value` assignments on top. `plan` may be the path of a TOML file.
+
+        Raises:
+            JobError: a key is unknown, or a value breaks its rule.
+        """
+        for assignment in assignments:
+            tables = _assign(tables, assignment)
+        if isinstance(tables.get("plan"), str):
+            tables = {**tables, "plan": read_toml(tables["plan"])}
+        try:
+            job = cls.model_validate(tables)
+        except ValidationError as error:
+            raise _explain(error, where) from None
+        if (job.model.path is None) == (job.model.config is None):
+            raise JobError(
+                "model names both a path and a config" if job.model.path else "model names neither a path nor a config",
+                where=where,
+                rule="a model is a folder with weights (path) or a fresh start from a configuration (config)",
+                fix='set one of them, for example --set model.config="config.json"',
+            )
+        return job
+
+    def to_toml(self) -> str:
+        """The whole job as TOML that `Job.load` reads back to an equal job."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a TOML file into nested tables.
+
+    Raises:
+        JobError: the file is missing or is not TOML.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise JobError(f"there is no file {path}", fix="check the path; it is relative to the current folder") from None
+    except (IsADirectoryError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise JobError(f"{path} is not a TOML file: {error}", fix="see https://toml.io for the format") from None
+
+
+def _assign(tables: dict[str, Any], assignment: str) -> dict[str, Any]:
+    """A copy of the tables with one `dotted.key=value` set. The value is TOML; what is no TOML is taken as a string."""
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise JobError(f"cannot read --set {assignment!r}", rule="a setting is written key=value, with dots in the key")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+
+    def put(table: dict[str, Any], path: list[str]) -> dict[str, Any]:
+        head, *rest = path
+        if not rest:
+            return {**table, head: value}
+        inner = table.get(head, {})
+        if isinstance(inner, str) and head == "plan":  # plan = "plan.toml", with a key of it changed
+            inner = read_toml(inner)
+        if not isinstance(inner, dict):
+            raise JobError(f"--set {assignment}: {head} is a value, not a table", where="command line")
+        return {**table, head: put(inner, rest)}
+
+    return put(tables, key.strip().split("."))
+
+
+def keys(table: type[Table] = Job, prefix: str = "") -> list[str]:
+    """Every dotted key of the job, in order."""
+    found = []
+    for name, field in table.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Table):
+            found += keys(field.annotation, f"{prefix}{name}.")
+        else:
+            found.append(prefix + name)
+    return found
+
+
+def _explain(error: ValidationError, where: str) -> JobError:
+    """Turn pydantic's errors into one error of ours: each key with its value and rule, and the nearest known key."""
+    lines, fixes = [], []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"] if part not in ("constrained-float", "float"))
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key}")
+            known = keys()
+            # The last part decides: a right name in the wrong table is the usual slip.
+            same = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+            near = same or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            fixes.append(f"did you mean {near[0]}?" if near else f"`weft schema` lists the keys; {key} is none of them")
+        else:
+            lines.append(f"{key} = {item['input']!r}: {item['msg']}")
+    return JobError("\n".join(lines), where=where, fix="; ".join(fixes) or None)

@@ -1,0 +1,155 @@
+"""Plan: how a model runs on a cluster, as a small frozen object that TOML can hold. Imports no torch."""
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from weft.errors import PlanError
+
+Degree = Annotated[int, Field(ge=1)]
+DType = Literal["fp64", "fp32", "bf16", "fp16"]
+
+
+class Table(BaseModel):
+    """A frozen table of settings that refuses keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Parallel(Table):
+    """Degrees of each way to split the work; their product is the number of ranks."""
+
+    dp_replicate: Degree = 1
+    """Copies of the whole data-parallel group; gradients are all-reduced between them."""
+    dp_shard: Annotated[int, Field(ge=-1)] = -1
+    """Data ranks that share one copy of the sharded state; -1 takes what is left of the ranks."""
+    zero: Literal[0, 1, 2, 3] = 3
+    """What dp_shard splits: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO stages)."""
+    tp: Degree = 1
+    """Tensor parallelism: ranks that share each matrix."""
+    cp: Degree = 1
+    """Context parallelism: ranks that share each sequence."""
+    ep: Degree = 1
+    """Expert parallelism: ranks that share the experts of a layer."""
+    pp: Degree = 1
+    """Pipeline parallelism: stages."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different rows of a batch (needs a resolved dp_shard)."""
+        return self.dp_replicate * self.dp_shard
+
+
+class Precision(Table):
+    """Number formats of each part of a step."""
+
+    forward: DType = "bf16"
+    """Format of weights and activations in forward and backward."""
+    update: DType = "fp32"
+    """Format of the weights the optimizer updates, and of its state."""
+    reduce: DType = "fp32"
+    """Format in which gradients are summed over ranks and micro-batches."""
+    loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
+    """Factor on the loss that keeps fp16 gradients from underflowing: none, dynamic, or a fixed number."""
+
+
+class Plan(Table):
+    """How a model runs on a cluster. Frozen; read by the runtime, the planner, checkpoints and the report alike."""
+
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+
+    def resolve(self, world_size: int) -> "Plan":
+        """Check every rule and replace -1 by a number.
+
+        Args:
+            world_size: number of ranks the plan must fill exactly.
+
+        Raises:
+            PlanError: a rule of `RULES` is broken, or the degrees do not multiply to `world_size`.
+        """
+        for rule in RULES:
+            if rule.broken(self):
+                raise PlanError(rule.name, where="plan", rule=rule.reason, fix=rule.fix)
+        parallel = self.parallel
+        others = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp
+        degrees = " x ".join(f"{name} {getattr(parallel, name)}" for name in ("dp_replicate", "tp", "cp", "pp"))
+        if parallel.dp_shard == -1:
+            if world_size % others:
+                raise PlanError(
+                    f"{world_size} ranks cannot be divided by {degrees} = {others}",
+                    where="plan.parallel",
+                    rule="the degrees must divide the number of ranks; dp_shard = -1 takes what is left",
+                    fix=f"start a multiple of {others} ranks, or choose degrees whose product divides {world_size}",
+                )
+            parallel = parallel.model_copy(update={"dp_shard": world_size // others})
+        elif others * parallel.dp_shard != world_size:
+            raise PlanError(
+                f"{degrees} x dp_shard {parallel.dp_shard} = {others * parallel.dp_shard}, but there are {world_size} ranks",
+                where="plan.parallel",
+                rule="the product of the degrees is the number of ranks",
+                fix=f"start {others * parallel.dp_shard} ranks, or set dp_shard = -1 to take what is left",
+            )
+        return self.model_copy(update={"parallel": parallel})
+
+
+class Rule(Table):
+    """One line of the table of settings that exclude each other."""
+
+    name: str
+    broken: Callable[[Plan], bool]
+    reason: str
+    fix: str
+
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def _not_built(key: str, what: str) -> Rule:
+    return Rule(
+        name=f"{key} > 1: {what} is not built yet",
+        broken=lambda plan: getattr(plan.parallel, key) > 1,
+        reason="this version of Weft splits data only (dp_replicate, dp_shard, zero)",
+        fix=f"leave plan.parallel.{key} at 1",
+    )
+
+
+# The one table of settings that exclude each other: the runtime, the planner and the docs read it.
+RULES: tuple[Rule, ...] = (
+    _not_built("tp", "tensor parallelism"),
+    _not_built("cp", "context parallelism"),
+    _not_built("ep", "expert parallelism"),
+    _not_built("pp", "pipeline parallelism"),
+    Rule(
+        name="dp_shard = 0",
+        broken=lambda plan: plan.parallel.dp_shard == 0,
+        reason="dp_shard is a number of ranks, or -1 for what is left of them",
+        fix="set plan.parallel.dp_shard to -1 or to a positive number",
+    ),
+    Rule(
+        name="fp16 forward without a loss scale",
+        broken=lambda plan: plan.precision.forward == "fp16" and plan.precision.loss_scale == "none",
+        reason="fp16 gradients below 6e-8 become zero unless the loss is scaled up before backward",
+        fix='set plan.precision.loss_scale = "dynamic", or use forward = "bf16"',
+    ),
+    Rule(
+        name="fp16 update",
+        broken=lambda plan: plan.precision.update == "fp16",
+        reason="fp16 holds no number between 1 and 1.00097, so that small updates of a weight are lost",
+        fix='set plan.precision.update to "fp32" (or "bf16")',
+    ),
+    Rule(
+        name="a forward format wider than the update format",
+        broken=lambda plan: BYTES[plan.precision.forward] > BYTES[plan.precision.update],
+        reason="the forward weights are cast from the updated weights; a wider format adds bytes and no information",
+        fix="set plan.precision.update at least as wide as plan.precision.forward",
+    ),
+    Rule(
+        name="fp16 gradient reduction",
+        broken=lambda plan: plan.precision.reduce == "fp16",
+        reason="a sum over ranks overflows fp16 at 65504",
+        fix='set plan.precision.reduce to "fp32" or "bf16"',
+    ),
+)
