@@ -1,6 +1,5 @@
 """Plan: how a model runs on a cluster, as a small frozen object that TOML can hold. Imports no torch."""
 
-import math
 from collections.abc import Callable
 from typing import Annotated, Literal
 

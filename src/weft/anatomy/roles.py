@@ -1,0 +1,57 @@
+"""Anatomy: a table of roles -> module names for one model. Techniques ask the anatomy, never a model's class."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder block: full module names by role; an empty tuple where the block has no such part."""
+
+    name: str
+    attention: tuple[str, ...]
+    """Softmax attention."""
+    recurrence: tuple[str, ...]
+    """State-space, linear-attention or convolution mixers, which carry a state along the sequence."""
+    mlp: tuple[str, ...]
+    """Feed-forward part, dense or Mixture-of-Experts (router and experts inside)."""
+    router: tuple[str, ...]
+    experts: tuple[str, ...]
+    shared_experts: tuple[str, ...]
+    norms: tuple[str, ...]
+
+    @property
+    def is_moe(self) -> bool:
+        return bool(self.experts)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What one causal language model is made of."""
+
+    family: str
+    """model_type of its configuration."""
+    embedding: str
+    blocks: tuple[Block, ...]
+    final_norm: str | None
+    head: str
+    tied: bool
+    """The head shares the embedding's weight."""
+    parameters: int
+    active_parameters: int
+    """Parameters that take part in one token: all but the experts that are not chosen."""
+    vocab_size: int
+    max_positions: int | None
+    """Longest sequence the configuration allows; None where it sets no limit."""
+
+    def table(self) -> list[tuple[str, str, int]]:
+        """Rows (role, module names with * for the number of the block, how often), in forward order."""
+        rows: dict[tuple[str, str], int] = {}
+        for block in self.blocks:
+            for role in ("attention", "recurrence", "router", "experts", "shared_experts", "mlp", "norms"):
+                for name in getattr(block, role):
+                    pattern = f"{block.name.rsplit('.', 1)[0]}.*{name.removeprefix(block.name)}"
+                    rows[role, pattern] = rows.get((role, pattern), 0) + 1
+        first, last = [("embedding", self.embedding, 1)], [("head", self.head + (" (tied)" if self.tied else ""), 1)]
+        if self.final_norm:
+            last.insert(0, ("final norm", self.final_norm, 1))
+        return first + [(role, pattern, count) for (role, pattern), count in rows.items()] + last

@@ -1,0 +1,130 @@
+"""The tokenizer: found in a folder or trained on the text, and fed with bounded batches.
+
+Transformers and tokenizers are imported inside the functions, because ranks read this package and need neither.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_TEXT = "<|endoftext|>"
+FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json", "added_tokens.json")
+TRAIN_CHARACTERS = 2**28  # merges settle long before this; it bounds the time to train on a large corpus
+PIECE_CHARACTERS = 2**17
+BATCH_CHARACTERS = 2**22
+
+
+def has_tokenizer(folder: Path | None) -> bool:
+    """Whether a model's folder brings a tokenizer."""
+    return folder is not None and any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json"))
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """The Hugging Face tokenizer of a folder, from its files alone and without running code of theirs.
+
+    Raises:
+        DataError: there is no such folder, it holds no tokenizer, or the tokenizer has no end-of-text token.
+    """
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        rule = 'data.tokenizer is a folder, or "train"'
+        raise DataError(f"there is no folder {folder}", where="data.tokenizer", rule=rule, fix="check the path")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises many kinds
+        what = f"cannot load a tokenizer from {folder}: {error}"
+        raise DataError(what, where="data.tokenizer", fix="give a folder with a tokenizer.json") from error
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"the tokenizer in {folder} has no end-of-text token",
+            where="data.tokenizer",
+            rule="each document ends with the tokenizer's eos_token",
+            fix="set eos_token in its tokenizer_config.json",
+        )
+    return tokenizer
+
+
+def digest_tokenizer(folder: Path) -> str:
+    """A digest of the names and contents of a folder's tokenizer files."""
+    files = sorted({path for pattern in FILES for path in folder.glob(pattern) if path.is_file()})
+    lines = [f"{path.name} {hashlib.blake2b(path.read_bytes()).hexdigest()}" for path in files]
+    return hashlib.blake2b("\n".join(lines).encode()).hexdigest()
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> None:
+    """Train a byte-level BPE and save it as a Hugging Face folder. The same texts give the same bytes.
+
+    Args:
+        texts: documents; what comes after the first 2**28 characters is not looked at.
+        vocab_size: the end-of-text token (id 0), 256 bytes, and merges; fewer where the text has too few pairs.
+        folder: an existing folder.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_head(texts, TRAIN_CHARACTERS), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT).save_pretrained(folder)
+
+
+def encode(tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str]) -> Iterator[tuple[list[int], int | None]]:
+    """Token ids of each document, in one or several parts.
+
+    A document longer than 2**17 characters is encoded in pieces, cut after a line where it has lines, so that neither
+    memory nor the number of busy cores depends on how a corpus is cut into documents.
+
+    Yields:
+        The ids of a piece, and the document's 64-bit content digest with its last piece (None with the others). The
+        ids of the last piece end with the end-of-text token.
+    """
+    for batch in _batches(_pieces(texts)):
+        pieces = [text for text, _ in batch]
+        encoded = tokenizer(pieces, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        for ids, (_, digest) in zip(encoded, batch, strict=True):
+            yield (ids if digest is None else [*ids, tokenizer.eos_token_id]), digest
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, int | None]]:
+    for text in texts:
+        digest = int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest())
+        begin = 0
+        while len(text) - begin > PIECE_CHARACTERS:
+            end = text.rfind("\n", begin, begin + PIECE_CHARACTERS) + 1 or begin + PIECE_CHARACTERS
+            yield text[begin:end], None
+            begin = end
+        yield text[begin:], digest
+
+
+def _batches(pieces: Iterable[tuple[str, int | None]]) -> Iterator[list[tuple[str, int | None]]]:
+    batch, characters = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece[0])
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _head(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        yield text[:characters]
+        characters -= len(text)
+        if characters <= 0:
+            return

@@ -1,0 +1,219 @@
+"""report.html: what a run did, on one page that opens anywhere, made from the files in the run folder alone."""
+
+import math
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.job import Job
+from weft.observe import figures, page
+from weft.observe.record import Run, missing, read_run
+from weft.plan import Plan
+from weft.train.metrics import StepMetrics, format_count, format_seconds
+
+
+def write_report(run: Path) -> Path:
+    """Write `report.html` into a run folder: one page with figures, plots, plan, job and environment. Needs no network.
+
+    Args:
+        run: the folder a run wrote; an aborted run's will do.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        DataError: there is no such folder, or a file in it is damaged.
+        JobError: `job.toml` is no job of this version.
+    """
+    record = read_run(run)
+    title = " · ".join([_family(record), *_size(record.facts)])
+    content = [
+        page.header("Weft training run", title, _summary(record)),
+        page.notice("This run is not complete", missing(record)),
+        page.key_figures(key_figures(record)),
+        page.section("Training", _training_plots(record)),
+        page.section("Speed and memory", _resource_plots(record)),
+        page.section("Sample", _text(record.facts.get("sample"), "No sample text was recorded.")),
+        page.section("Plan", _plan_table(record.job)),
+        page.group("columns", [page.section("Job", _job_text(record)), _about(record.facts)]),
+        f"<footer>Written by Weft on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files in this folder.</footer>",
+    ]
+    path = run / "report.html"
+    path.write_text(page.document(f"{title} · Weft", content), encoding="utf-8")
+    return path
+
+
+def key_figures(run: Run) -> list[tuple[str, str, str]]:
+    """The first row of the page: (name, value, note)."""
+    rows, unknown = run.rows, "–"
+    cards = [
+        ("Final loss", f"{rows[-1].loss:.4f}", f"from {rows[0].loss:.4f}") if rows else ("Final loss", unknown, "")
+    ]
+    if run.evaluations:
+        held_out = run.evaluations[-1].held_out_loss
+        perplexity = f"perplexity {math.exp(held_out):.4g}" if held_out < 100 else ""
+        cards.append(("Held-out loss", f"{held_out:.4f}", perplexity))
+        cards.append(("Baseline beaten", *best_baseline_beaten(held_out, run.facts.get("baselines", {}))))
+    else:
+        cards += [("Held-out loss", unknown, "not evaluated"), ("Baseline beaten", unknown, "not evaluated")]
+    speed, mfu = _median(rows, "tokens_per_second"), _median(rows, "mfu")
+    cards.append(("Throughput", unknown if speed is None else format_count(speed), "tokens/s, median"))
+    cards.append(("MFU", unknown, "peak rate not known") if mfu is None else ("MFU", f"{mfu:.1%}", "of peak, median"))
+    peak = max((row.peak_memory_bytes for row in rows), default=None)
+    cards.append(("Peak memory", unknown if peak is None else format_bytes(peak), "largest rank"))
+    cards.append(("Skipped steps", str(sum(row.skipped for row in rows)), f"of {len(rows)}"))
+    return cards
+
+
+def best_baseline_beaten(held_out_loss: float, baselines: Mapping[str, float]) -> tuple[str, str]:
+    """The lowest baseline above the held-out loss, and by how much the model is better."""
+    if not baselines:
+        return "–", "not measured"
+    beaten = {loss: name for name, loss in baselines.items() if held_out_loss < loss}
+    if not beaten:
+        return "none", f"lowest is {min(baselines.values()):.4f}"
+    return beaten[min(beaten)], f"by {min(beaten) - held_out_loss:.3f} nats"
+
+
+def format_bytes(size: float) -> str:
+    """Bytes with four digits in MiB, or in GiB from one on."""
+    return f"{size / 2**30:.4g} GiB" if size >= 2**30 else f"{size / 2**20:.4g} MiB"
+
+
+def _training_plots(run: Run) -> str:
+    rows, evaluations = run.rows, run.evaluations
+    if not rows:
+        return page.absent("No step was recorded.")
+    baselines = run.facts.get("baselines", {})
+    clip_norm = run.job.optimizer.clip_norm if run.job else 0.0
+    held_out = f" Held-out loss {evaluations[-1].held_out_loss:.4f}." if evaluations else ""
+    against = f" Dashed: models that only count ({', '.join(baselines)})." if baselines else ""
+    skipped = sum(row.skipped for row in rows)
+    plots = [
+        page.plot(
+            "plot-loss",
+            figures.loss_figure(rows, evaluations, baselines),
+            "Loss",
+            f"From {rows[0].loss:.4f} to {rows[-1].loss:.4f} in {len(rows)} steps.{held_out}{against}",
+            wide=True,
+            tall=True,
+        ),
+        page.plot(
+            "plot-grad-norm",
+            figures.grad_norm_figure(rows, clip_norm),
+            "Gradient norm",
+            f"Before clipping, over all parameters and ranks. Skipped steps: {skipped}.",
+        ),
+        page.plot(
+            "plot-learning-rate",
+            figures.learning_rate_figure(rows),
+            "Learning rate and loss scale",
+            f"Learning rate at most {max(row.learning_rate for row in rows):.3g}; "
+            f"loss scale {rows[-1].loss_scale:g} at the end.",
+        ),
+    ]
+    return page.group("plots", plots)
+
+
+def _resource_plots(run: Run) -> str:
+    rows, memory = run.rows, run.facts.get("memory", {})
+    plots = []
+    if rows:
+        slowest = max(rows, key=lambda row: row.step_seconds)
+        plots += [
+            page.plot(
+                "plot-throughput",
+                figures.throughput_figure(rows),
+                "Throughput",
+                f"Over all ranks, {format_count(sum(row.tokens for row in rows))} target tokens in all.",
+            ),
+            page.plot(
+                "plot-step-time",
+                figures.step_time_figure(rows),
+                "Step time",
+                f"Slowest: step {slowest.step}, {slowest.step_seconds:.3g} s.",
+            ),
+        ]
+    if memory:
+        figure = figures.memory_figure(memory)
+        plots.append(
+            page.plot("plot-memory", figure, "Memory by kind", "As measured and as the plan predicted.", wide=True)
+        )
+    else:
+        plots.append(page.absent("Memory by kind was not recorded."))
+    return page.group("plots", plots)
+
+
+def _plan_table(job: Job | None) -> str:
+    if job is None:
+        return page.absent("job.toml is missing.")
+    rows = [
+        (f"{name}.{key}", str(getattr(getattr(job.plan, name), key)), field.description or "")
+        for name in Plan.model_fields
+        for key, field in type(getattr(job.plan, name)).model_fields.items()
+    ]
+    return page.table(["Setting", "Value", "Meaning"], rows)
+
+
+def _job_text(run: Run) -> str:
+    return page.preformatted(run.job.to_toml()) if run.job else page.absent("job.toml is missing.")
+
+
+def _about(facts: Mapping[str, Any]) -> str:
+    environment = [(name, str(value)) for name, value in facts.get("environment", {}).items()]
+    anatomy = [(role, _names(value)) for role, value in facts.get("anatomy", {}).items()]
+    tables = ("Environment", ["Name", "Value"], environment), ("Anatomy", ["Role", "Modules"], anatomy)
+    return f"<div>{''.join(page.section(title, page.table(columns, rows)) for title, columns, rows in tables)}</div>"
+
+
+def _names(value: Any) -> str:
+    """Names of modules, or their number; of many names the first, the last and how many."""
+    names = value if isinstance(value, list) else [value]
+    return ", ".join(map(str, names)) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)})"
+
+
+def _text(text: str | None, absent: str) -> str:
+    return page.preformatted(text) if text else page.absent(absent)
+
+
+def _family(run: Run) -> str:
+    """Family of the model as recorded, else by the name of what the job points to."""
+    if "model_type" in run.facts or run.job is None:
+        return run.facts.get("model_type", "A model")
+    model = run.job.model
+    if isinstance(model.config, dict):
+        return str(model.config.get("model_type", "A model"))
+    path = Path(model.path or model.config or "")
+    return (path.parent if path.name == "config.json" else path).name.removesuffix(".json") or "A model"
+
+
+def _size(facts: Mapping[str, Any]) -> Iterable[str]:
+    """Number of parameters, and of those that one token meets where they are fewer."""
+    count = facts.get("parameters")
+    if count is None:
+        return
+    yield f"{format_count(count)} parameters"
+    active = facts.get("active_parameters", count)
+    if active != count:
+        yield f"{format_count(active)} active"
+
+
+def _summary(run: Run) -> str:
+    facts, tokens = run.facts, sum(row.tokens for row in run.rows)
+    parts = [f"{len(run.rows)} steps", f"{format_count(tokens)} target tokens"]
+    if "world_size" in facts:
+        parts.append(f"{facts['world_size']} rank{'s' * (facts['world_size'] != 1)}")
+    if "device" in facts:
+        parts.append(str(facts["device"]))
+    if "seconds" in facts:
+        parts.append(f"{format_seconds(facts['seconds'])} in all")
+    return " · ".join(parts)
+
+
+def _median(rows: list[StepMetrics], name: str) -> float | None:
+    """Median of a field over the steps where it is known and finite."""
+    values = figures.column(rows, name)
+    return float(np.nanmedian(values)) if np.isfinite(values).any() else None

@@ -1,0 +1,82 @@
+"""Sharded data parallelism: ZeRO stages 0 to 3 on FSDP2 (Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023).
+
+What one data rank holds between two micro-batches, for P parameters, d ranks in dp_shard, f bytes a forward weight, g bytes
+a reduced gradient and u bytes an updated number (weight and two moments of Adam):
+
+    zero 0    f P + g P + 3 u P         gradients all-reduced once a step
+    zero 1    f P + g P + 3 u P / d     reduce-scattered once a step
+    zero 2    f P + (g + 3 u) P / d     reduce-scattered every micro-batch
+    zero 3    (g + 3 u) P / d           and weights gathered block by block, twice a micro-batch
+
+Weights of stages 0 to 2 are gathered once a step, kept until the last backward, and freed before the update.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from weft.anatomy.roles import Anatomy
+from weft.cluster.mesh import DATA_AXES
+from weft.plan import BYTES, Plan
+from weft.precision.dtypes import DTYPES
+
+
+def shard_data_parallel(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
+    """Shard parameters over the data axes in place; gradients become means over the data ranks.
+
+    Each block is one unit of communication; so are the embedding and the head, together where they share a weight.
+
+    Args:
+        model: on any device, the meta device included; all ranks hold equal weights.
+        anatomy: its roles.
+        plan: resolved.
+        mesh: with the axes of `weft.cluster.mesh`.
+    """
+    replicated = mesh["dp_replicate"].size() > 1
+    policy = MixedPrecisionPolicy(DTYPES[plan.precision.forward], DTYPES[plan.precision.reduce])
+    settings: dict[str, Any] = {"mesh": mesh[DATA_AXES] if replicated else mesh["dp_shard"], "mp_policy": policy}
+    settings["reshard_after_forward"] = plan.parallel.zero == 3
+    for block in anatomy.blocks:
+        fully_shard(model.get_submodule(block.name), **settings)
+    if not anatomy.tied:
+        fully_shard(model.get_submodule(anatomy.embedding), **settings)
+        # Backward starts at the head: gathered in forward, it is kept for the few moments between.
+        fully_shard(model.get_submodule(anatomy.head), **{**settings, "reshard_after_forward": False})
+    fully_shard(model, **{**settings, "reshard_after_forward": False})
+
+
+def begin_micro_batch(model: nn.Module, plan: Plan, *, last: bool) -> None:
+    """Say what the coming backward does with gradients and gathered weights.
+
+    Args:
+        model: sharded by `shard_data_parallel`.
+        plan: resolved.
+        last: whether this is the last micro-batch of the step, after which gradients are complete and weights are freed.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_is_last_backward(last)
+    model.set_requires_gradient_sync(last or plan.parallel.zero >= 2)
+    model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or plan.parallel.zero == 3)
+
+
+def model_state_bytes(parameters: int, plan: Plan, *, micro_batches: int = 2) -> dict[str, float]:
+    """Predicted bytes a rank holds at its fullest moment, between micro-batches, by kind (formulas above).
+
+    Args:
+        parameters: trainable parameters of the whole model.
+        plan: resolved.
+        micro_batches: with one micro-batch no whole gradient is ever kept, whatever the stage.
+    """
+    p, precision = plan.parallel, plan.precision
+    shards = 1 if p.zero == 0 else p.dp_shard
+    gradient = BYTES[precision.reduce] if micro_batches > 1 else BYTES[precision.update]
+    whole_gradients = p.zero <= 1 and micro_batches > 1
+    return {
+        "parameters": BYTES[precision.update] * parameters / shards,
+        "gathered parameters": 0.0 if p.zero == 3 else float(BYTES[precision.forward] * parameters),
+        "gradients": gradient * parameters / (1 if whole_gradients else shards),
+        "optimizer": 2 * BYTES[precision.update] * parameters / shards,
+    }

@@ -1,0 +1,237 @@
+"""What a run says while it trains: one line of numbers a step, on disk, in TensorBoard and on the terminal.
+
+`metrics.jsonl` holds one `StepMetrics` a line and `evaluations.jsonl` one `Evaluation` a line, floats in full. A line
+counts once its newline is written: what a killed run left behind it is dropped, by the reader and by a writer that
+appends to the file later.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar, Self, TextIO, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from weft.errors import DataError
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step. Loss and gradient norm are over all target tokens of all ranks."""
+
+    step: int
+    """Number of the step, from 1."""
+    loss: float
+    """Mean cross-entropy of a target token, in nats."""
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    learning_rate: float
+    tokens: int
+    """Target tokens of this step, over all ranks."""
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    """Model FLOPs of the step as a share of the devices' peak; None where the peak is unknown."""
+    peak_memory_bytes: int
+    """Of the rank that held most."""
+    comm_bytes: int
+    """Bytes a rank sent in this step."""
+    loss_scale: float
+    skipped: bool
+    """The guard saw a number that is not finite and left the weights as they were."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean cross-entropy of held-out target tokens, in nats, after `step` optimizer steps."""
+
+    step: int
+    held_out_loss: float
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+class MetricsWriter:
+    """Appends metrics to `metrics.jsonl`, `evaluations.jsonl` and `tensorboard/` of a run folder. For rank 0 only.
+
+    A context manager; every line is on its way to the disk when its call returns.
+
+    Args:
+        out: the run folder; made if it is not there.
+    """
+
+    def __init__(self, out: Path):
+        from tensorboardX import SummaryWriter  # only the rank that writes should pay for it
+
+        out.mkdir(parents=True, exist_ok=True)
+        self._steps = _open_lines(out / "metrics.jsonl")
+        self._evaluations = _open_lines(out / "evaluations.jsonl")
+        self._board = SummaryWriter(str(out / "tensorboard"), flush_secs=10)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write one optimizer step."""
+        self._steps.write(_to_line(metrics))
+        for name, value in asdict(metrics).items():
+            if name != "step" and value is not None:
+                self._scalar(f"train/{name}", value, metrics.step)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Write one evaluation on held-out text."""
+        self._evaluations.write(_to_line(evaluation))
+        self._scalar("evaluation/held_out_loss", evaluation.held_out_loss, evaluation.step)
+
+    def _scalar(self, tag: str, value: float, step: int) -> None:
+        if math.isfinite(value):  # tensorboardX warns on the terminal of every other; the JSON lines keep them
+            self._board.add_scalar(tag, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._steps.close()
+        self._evaluations.close()
+        self._board.close()
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """Read a `metrics.jsonl` back, in order of steps. A step that a resumed run repeated counts once, as written last.
+
+    Raises:
+        DataError: the file is missing, or a line other than a torn last one is damaged.
+    """
+    rows = {metrics.step: metrics for metrics in _read_lines(path, StepMetrics)}
+    return [rows[step] for step in sorted(rows)]
+
+
+def read_evaluations(path: Path) -> list[Evaluation]:
+    """Read an `evaluations.jsonl` back, by the rules of `read_metrics`."""
+    rows = {evaluation.step: evaluation for evaluation in _read_lines(path, Evaluation)}
+    return [rows[step] for step in sorted(rows)]
+
+
+def _open_lines(path: Path) -> TextIO:
+    """Open for appending whole lines, without the torn line that a killed run may have left at the end."""
+    if path.exists():
+        content = path.read_bytes()
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8", buffering=1)
+
+
+def _to_line(record: StepMetrics | Evaluation) -> str:
+    """One JSON object and a newline. JSON has no NaN: such a field is null, and `non_finite` says what it was."""
+    fields = asdict(record)
+    odd = {name: value for name, value in fields.items() if value is not None and not math.isfinite(value)}
+    if odd:
+        fields |= dict.fromkeys(odd) | {"non_finite": " ".join(f"{name}={value}" for name, value in odd.items())}
+    return json.dumps(fields, allow_nan=False) + "\n"
+
+
+def _read_lines(path: Path, kind: type[Record]) -> list[Record]:
+    """Every whole line of a file as a record; what follows the last newline is torn and left out."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise DataError(f"there is no file {path}", fix="name a file that a training run wrote") from None
+    adapter = TypeAdapter(kind)
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            fields = json.loads(line)
+            fields |= dict(entry.split("=") for entry in fields.pop("non_finite", "").split())
+            records.append(adapter.validate_python(fields))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"a damaged line: {line[:80].decode(errors='replace')!r}",
+                where=f"{path}, line {number}",
+                rule=f"every line is one JSON object with the fields of {kind.__name__} ({str(error).splitlines()[0]})",
+                fix="remove the line; only a torn last one, without its newline, is left out by itself",
+            ) from None
+    return records
+
+
+class Progress:
+    """Shows a run on the terminal: a live bar where there is one, else 25 to 50 plain lines for the whole run.
+
+    A context manager. Tokens a second and the time left are smoothed over about the last ten steps.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        console: where to print; `console.is_terminal` decides between the bar and the lines.
+    """
+
+    def __init__(self, total_steps: int, console: Console):
+        self._total, self._console = total_steps, console
+        self._every = max(1, total_steps // 25)
+        self._seconds = self._tokens = 0.0
+        self._last: StepMetrics | None = None
+        self._held_out: float | None = None
+        columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[status]}")
+        self._bar = Bar(*columns, console=console, expand=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=total_steps, status="")
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show one optimizer step."""
+        first = self._last is None
+        weight = 1.0 if first else 0.1
+        self._seconds += weight * (metrics.step_seconds - self._seconds)
+        self._tokens += weight * (metrics.tokens - self._tokens)
+        self._last = metrics
+        self._bar.update(self._task, completed=metrics.step, status=self._status(metrics))
+        if self._bar.disable and (first or metrics.step % self._every == 0 or metrics.step == self._total):
+            self.message(f"step {metrics.step}/{self._total}  {self._status(metrics)}")
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Show one evaluation; its loss stays in sight from then on."""
+        self._held_out = evaluation.held_out_loss
+        if self._bar.disable:
+            self.message(f"step {evaluation.step}/{self._total}  held-out {self._held_out:.4f}")
+        elif self._last is not None:
+            self._bar.update(self._task, status=self._status(self._last))
+
+    def message(self, text: str) -> None:
+        """Print a line as it is: above the bar, or between the lines."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _status(self, metrics: StepMetrics) -> str:
+        """The numbers beside the bar."""
+        held_out = "" if self._held_out is None else f"  held-out {self._held_out:.4f}"
+        speed = self._tokens / self._seconds if self._seconds else math.nan
+        left = format_seconds(self._seconds * (self._total - metrics.step))
+        memory = metrics.peak_memory_bytes / 2**30
+        return f"loss {metrics.loss:.4f}{held_out}  {format_count(speed)} tokens/s  {memory:.2f} GiB  {left} left"
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+
+def format_count(value: float) -> str:
+    """A count with three digits and a unit of thousands: 950, 12.3k, 1.27M, 30.5B."""
+    for unit, size in ("B", 1e9), ("M", 1e6), ("k", 1e3):
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration with two units at most: 48s, 3m 20s, 2h 05m, 3d 04h."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}h"
+    if hours:
+        return f"{hours}h {minute:02}m"
+    return f"{minutes}m {second:02}s" if minutes else f"{second}s"

@@ -1,0 +1,79 @@
+"""The update: AdamW over shards, the course of the learning rate, and the global gradient norm."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from weft.job import Optimizer
+
+COSINE_FLOOR = 0.1  # of the peak learning rate, at the last step
+DECAY_SHARE = 0.2  # of all steps, spent decaying by "wsd" (Hägele et al., Scaling Laws Beyond Fixed Durations, 2024)
+
+
+def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+    """Fused AdamW on the model's parameters as they are, sharded or not. Matrices decay; vectors do not."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def learning_rate(step: int, steps: int, settings: Optimizer) -> float:
+    """Learning rate of a step (from 1 to `steps`): linear warm-up, then the schedule."""
+    warmup = min(settings.warmup_steps, steps)
+    if step <= warmup:
+        return settings.lr * step / warmup
+    done = (step - warmup) / max(steps - warmup, 1)
+    if settings.schedule == "cosine":
+        return settings.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+    if settings.schedule == "wsd":
+        left = steps - step
+        return settings.lr * min(1.0, (left + 1) / max(DECAY_SHARE * steps, 1.0))
+    return settings.lr
+
+
+def global_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """2-norm of all gradients of the whole model, the same on every rank, whatever the layout.
+
+    Each rank squares its own shards; sums travel only over the mesh axes that shard a tensor, so that replicas count
+    once. Gradients may live on different meshes.
+
+    Returns:
+        A scalar in float32 (float64 for float64 gradients); zero without gradients.
+    """
+    local: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            axes = [axis for axis, placement in enumerate(gradient.placements) if isinstance(placement, Shard)]
+            groups = tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
+            gradient = gradient.to_local()
+        local[groups].append(gradient)
+    total = torch.zeros(())
+    for groups, gradients in local.items():
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=_norm_dtype(gradients[0])))
+        square = norms.square().sum()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        total = total.to(square) + square
+    return total.sqrt()
+
+
+def _norm_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by a factor, in place."""
+    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,130 @@
+"""One optimizer step: forward and backward over micro-batches, reduce, guard, clip, update."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.cluster.mesh import DATA_AXES
+from weft.comm.collectives import all_reduce
+from weft.data import MicroBatch
+from weft.parallel.data import begin_micro_batch
+from weft.plan import Plan
+from weft.precision.guard import find_culprit
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import global_norm, scale_gradients
+
+IGNORED = -100  # target of a position that does not count
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; the same values on every rank."""
+
+    loss: float
+    """Mean cross entropy over all target tokens of the global batch, in nats."""
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    tokens: int
+    """Target tokens of the global batch."""
+    loss_scale: LossScale
+    """The scale of the next step."""
+    problem: str | None
+    """Why the step was skipped; None when the weights were updated."""
+
+
+def token_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Sum of cross entropies over the target tokens of a micro-batch, in float32 (float64 for a float64 model).
+
+    Args:
+        model: any causal language model of Transformers, parallelized or not.
+        batch: input_ids, position_ids and targets, [rows, seq_len] each.
+    """
+    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def forward_backward(model: nn.Module, batches: Sequence[MicroBatch], plan: Plan, factor: float) -> Tensor:
+    """Forward and backward of each micro-batch; gradients of `factor` times the loss add up in the parameters.
+
+    Returns:
+        Sum of cross entropies over this rank's target tokens, float64 scalar, without the factor.
+    """
+    loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
+    for index, batch in enumerate(batches):
+        begin_micro_batch(model, plan, last=index == len(batches) - 1)
+        loss = token_loss(model, batch)
+        (loss * factor).backward()
+        loss_sum += loss.detach()
+    return loss_sum
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[MicroBatch],
+    plan: Plan,
+    mesh: DeviceMesh,
+    loss_scale: LossScale,
+    clip_norm: float,
+) -> StepResult:
+    """Run one optimizer step on this rank's share of a global batch.
+
+    The loss is divided by the number of target tokens of the global batch, so that every split of it over ranks and
+    micro-batches has the same loss and the same gradients. A step whose loss or gradient is not finite anywhere is skipped
+    on all ranks together, weights untouched.
+
+    Args:
+        model: parallelized.
+        optimizer: over its parameters; its learning rate is set by the caller.
+        batches: micro-batches of this rank, on its device; as many on every rank.
+        plan: resolved.
+        mesh: of all ranks.
+        loss_scale: the scale of this step.
+        clip_norm: largest norm of the gradient; 0 for no limit.
+    """
+    tokens = int(all_reduce(sum((batch.targets != IGNORED).sum() for batch in batches), mesh, DATA_AXES))
+    # Gradients are means over the data ranks; their sum is wanted.
+    factor = plan.parallel.data_ranks * loss_scale.value / max(tokens, 1)
+    loss_sum = forward_backward(model, batches, plan, factor)
+    mean_loss = all_reduce(loss_sum, mesh, DATA_AXES).item() / max(tokens, 1)
+
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    grad_norm = global_norm(parameters).item() / loss_scale.value
+    finite = math.isfinite(grad_norm) and math.isfinite(mean_loss)
+    problem = None
+    if finite:
+        clip = min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0
+        scale_gradients(parameters, clip / loss_scale.value)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    following = loss_scale.after(finite)
+    if not finite and following.value < loss_scale.value:
+        problem = f"gradients overflowed at loss scale {loss_scale.value:g}; the next scale is {following.value:g}"
+    elif not finite:
+        problem = find_culprit(model, lambda: forward_backward(model, batches, plan, factor).item())
+        optimizer.zero_grad(set_to_none=True)
+    return StepResult(mean_loss, grad_norm, tokens, following, problem)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Sequence[MicroBatch], mesh: DeviceMesh) -> float:
+    """Mean cross entropy in nats over all target tokens of the batches of all data ranks, the same on every rank.
+
+    Args:
+        model: parallelized; left in training mode.
+        batches: of this rank, on its device; as many on every rank.
+        mesh: of all ranks.
+    """
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=batches[0].targets.device)
+    for batch in batches:
+        totals += torch.stack([token_loss(model, batch).double(), (batch.targets != IGNORED).sum().double()])
+    model.train()
+    loss_sum, tokens = all_reduce(totals, mesh, DATA_AXES).tolist()
+    return loss_sum / tokens

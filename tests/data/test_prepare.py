@@ -1,0 +1,223 @@
+import itertools
+import json
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from tests.data.synthetic import saved_rows
+from weft.data import Prepared, corpus, prepare
+from weft.data import tokenizer as tok
+from weft.data.store import building
+from weft.job import Data
+
+TEXTS = [f"Text {i}: " + " ".join(f"wörd{i * j % 17}" for j in range(30)) + "\n" for i in range(40)]
+
+
+def quiet(line: str) -> None:
+    """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tok.train_tokenizer(TEXTS, vocab_size=300, folder=folder)
+    return folder
+
+
+@pytest.fixture
+def job(tmp_path, tokenizer_folder):
+    """A data table with small rows, a cache of its own and a tokenizer that is there already."""
+
+    def make(**settings):
+        defaults = {
+            "source": "text",
+            "cache": str(tmp_path / "cache"),
+            "tokenizer": str(tokenizer_folder),
+            "seq_len": 16,
+        }
+        return Data(**{**defaults, "held_out": 0.1, **settings})
+
+    return make
+
+
+def documents_in(prepared: Prepared) -> list[str]:
+    """The text of every document, decoded, in the order of the stream."""
+    tokenizer = tok.load_tokenizer(Path(prepared.tokenizer))
+    texts = []
+    for span in [*prepared.train, *prepared.held_out]:
+        tokens, starts = np.load(span.tokens), np.load(span.starts)
+        edges = [*starts[(starts >= span.first) & (starts < span.last)], span.last]
+        for begin, end in itertools.pairwise(edges):
+            assert tokens[end - 1] == prepared.end_of_text
+            texts.append(tokenizer.decode(tokens[begin : end - 1]))
+    return texts
+
+
+def write_source(source: str, folder: Path) -> str:
+    """The texts in the form of a source; returns what goes into data.path."""
+    (folder / "deep" / "er").mkdir(parents=True)
+    halves = {"a": TEXTS[:25], "deep/er/b": TEXTS[25:]}
+    for name, texts in halves.items():
+        if source == "jsonl":
+            lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts)]
+            (folder / f"{name}.jsonl").write_text("\n".join([*lines, "", '{"text": ""}']), encoding="utf-8")
+        elif source == "parquet":
+            table = arrow.table({"id": range(len(texts)), "text": texts})
+            parquet.write_table(table, folder / f"{name}.parquet", row_group_size=7)
+        else:
+            for i, text in enumerate(texts):
+                (folder / f"{name}{i:02d}.txt").write_text(text, encoding="utf-8")
+    (folder / ".hidden.txt").write_bytes(b"\xff")
+    return str(folder)
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
+def test_each_source_gives_every_document_in_order(tmp_path, job, source):
+    path = write_source(source, tmp_path / "corpus")
+    prepared = prepare(job(source=source, path=path, shuffle=False), model_folder=None, say=quiet)
+    assert documents_in(prepared) == TEXTS
+    assert prepared.vocab_size == 300
+    share = prepared.held_out_tokens / (prepared.train_tokens + prepared.held_out_tokens)
+    assert share == pytest.approx(0.1, abs=0.02)
+    assert Prepared.from_json(prepared.to_json()) == prepared
+
+
+def test_globs_and_single_files(tmp_path, job):
+    path = write_source("text", tmp_path / "corpus")
+    deep = prepare(job(path=f"{path}/**/b*.txt", shuffle=False), model_folder=None, say=quiet)
+    assert documents_in(deep) == TEXTS[25:]
+    one = prepare(job(path=f"{path}/a03.txt", held_out=0, seq_len=8), model_folder=None, say=quiet)
+    assert documents_in(one) == [TEXTS[3]]
+    assert one.held_out == ()
+
+
+def test_shuffled_documents_do_not_depend_on_file_names(tmp_path, job):
+    texts = random.Random(0).sample(TEXTS, len(TEXTS))
+    for name, ordered in (("x", TEXTS), ("y", texts)):
+        (tmp_path / name).mkdir()
+        for i, text in enumerate(ordered):
+            (tmp_path / name / f"{i:02d}.txt").write_text(text, encoding="utf-8")
+    prepared = [
+        prepare(job(path=str(tmp_path / name), cache=str(tmp_path / f"cache-{name}")), model_folder=None, say=quiet)
+        for name in "xy"
+    ]
+    assert documents_in(prepared[0]) == documents_in(prepared[1])
+    assert sorted(documents_in(prepared[0])) == sorted(TEXTS)
+    assert documents_in(prepared[0]) != TEXTS
+
+
+def test_the_standard_library_is_the_default_source(tmp_path):
+    files = corpus.find_files(Data())
+    names = {path.name for path in files}
+    assert {"argparse.py", "heapq.py"} <= names
+    assert not any("site-packages" in path.parts[-3:] for path in files)
+    argparse = next(path for path in files if path.name == "argparse.py")
+    assert list(corpus.documents("python", [argparse])) == [argparse.read_text(encoding="utf-8")]
+    for name, raw in {"null.py": b"x = 1\0", "latin.py": b"# \xe9", "empty.py": b"", "good.py": b"x = 1"}.items():
+        (tmp_path / name).write_bytes(raw)
+    assert list(corpus.documents("python", sorted(tmp_path.iterdir()))) == ["x = 1"]
+
+
+def test_ready_rows_are_used_where_they_lie(tmp_path, job):
+    (span,) = saved_rows(tmp_path / "rows.npy", 50, 16)
+    prepared = prepare(job(source="tokens", path=span.tokens), model_folder=None, say=quiet)
+    assert (prepared.train[0].last, prepared.held_out[0].first, prepared.held_out[0].last) == (
+        45 * 17,
+        45 * 17,
+        50 * 17,
+    )
+    assert (prepared.tokenizer, prepared.end_of_text, prepared.vocab_size) == (None, None, 50 * 17)
+    assert Prepared.from_json(prepared.to_json()) == prepared
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_same_content_is_tokenised_once(tmp_path, job, monkeypatch):
+    path = write_source("text", tmp_path / "corpus")
+    first = prepare(job(path=path), model_folder=None, say=quiet)
+    # Loading a tokenizer is what a cache hit must not need.
+    monkeypatch.setattr(tok, "load_tokenizer", lambda folder: pytest.fail("tokenised again"))
+    (tmp_path / "corpus").rename(tmp_path / "moved")
+    (tmp_path / "moved" / "a00.txt").rename(tmp_path / "moved" / "z.txt")
+    said = []
+    again = prepare(job(path=str(tmp_path / "moved"), seq_len=8), model_folder=None, say=said.append)
+    assert again == first
+    assert "cache" in said[0]
+    other = prepare(job(path=str(tmp_path / "moved"), held_out=0.3), model_folder=None, say=quiet)
+    assert other.held_out_tokens > first.held_out_tokens
+    monkeypatch.undo()
+    (tmp_path / "moved" / "z.txt").write_text("something else", encoding="utf-8")
+    changed = prepare(job(path=str(tmp_path / "moved")), model_folder=None, say=quiet)
+    assert changed.train[0].tokens != first.train[0].tokens
+
+
+def test_the_order_is_part_of_the_cached_content(tmp_path, job):
+    path = write_source("jsonl", tmp_path / "corpus") + "/a.jsonl"
+    in_order, shuffled = [
+        prepare(job(source="jsonl", path=path, shuffle=shuffle), model_folder=None, say=quiet)
+        for shuffle in (False, True)
+    ]
+    assert documents_in(in_order) == TEXTS[:25]
+    assert documents_in(shuffled) != TEXTS[:25]
+    assert sorted(documents_in(shuffled)) == sorted(TEXTS[:25])
+
+
+def test_the_tokenizer_is_the_models_or_trained(tmp_path, job, tokenizer_folder):
+    path = write_source("text", tmp_path / "corpus")
+    trained = job(path=path, tokenizer="train", vocab_size=280)
+    of_model = prepare(trained, model_folder=tokenizer_folder, say=quiet)
+    assert (of_model.tokenizer, of_model.vocab_size) == (str(tokenizer_folder), 300)
+    said = []
+    here = prepare(trained, model_folder=tmp_path, say=said.append)
+    assert here.vocab_size == 280
+    assert said[0] == "training a tokenizer of 280 entries"
+    assert documents_in(here)
+    again = prepare(
+        trained.model_copy(update={"cache": str(tmp_path / "other")}), model_folder=None, say=quiet
+    )  # trained anew, with the same bytes
+    assert tok.digest_tokenizer(Path(again.tokenizer)) == tok.digest_tokenizer(Path(here.tokenizer))
+    assert again.tokenizer != here.tokenizer
+    ids = tok.load_tokenizer(Path(here.tokenizer)).encode("any bytes: \x00 é 漢 \U0001f9f5")
+    assert tok.load_tokenizer(Path(here.tokenizer)).decode(ids) == "any bytes: \x00 é 漢 \U0001f9f5"
+
+
+def test_long_documents_are_encoded_in_pieces(tokenizer_folder, monkeypatch):
+    tokenizer = tok.load_tokenizer(tokenizer_folder)
+    texts = ["line one\nline two\nline three\n", "x" * 25, "short"]
+    whole = list(tok.encode(tokenizer, texts))
+    assert [digest is not None for _, digest in whole] == [True] * 3
+    monkeypatch.setattr(tok, "PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(tok, "BATCH_CHARACTERS", 12)
+    parts = list(tok.encode(tokenizer, texts))
+    assert [tokenizer.decode(ids) for ids, _ in parts] == [
+        *("line one\n", "line two\n", "line three", "\n<|endoftext|>"),
+        *("x" * 10, "x" * 10, "xxxxx<|endoftext|>", "short<|endoftext|>"),
+    ]
+    assert [digest for _, digest in parts if digest is not None] == [digest for _, digest in whole]
+
+
+def test_two_launchers_build_the_same_folder_at_once(tmp_path):
+    folder, both_inside = tmp_path / "cache" / "store", threading.Barrier(2, timeout=10)
+
+    def launch():
+        with building(folder, estimate=0) as scratch:
+            (scratch / "file").write_text("content")
+            both_inside.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        for launched in [pool.submit(launch) for _ in range(2)]:
+            launched.result()  # neither fails
+    assert [p.name for p in folder.parent.iterdir()] == ["store"]
+    assert (folder / "file").read_text() == "content"
+
+
+def test_ranks_load_no_tokenizer_and_no_arrow():
+    program = "import sys, weft.data; print(sorted({'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"

@@ -1,0 +1,165 @@
+"""Parity: the untouched model in one process against a plan on several ranks, over loss, logits, every gradient and steps."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from tests.lab.pool import run_ranks
+from weft.checkpoint.huggingface import build_on_meta, build_plain, gather_weights, materialize, read_config
+from weft.cluster.mesh import build_mesh
+from weft.data import MicroBatch
+from weft.job import Model, Optimizer
+from weft.parallel.parallelize import parallelize
+from weft.plan import Parallel, Plan, Precision
+from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer, learning_rate
+from weft.train.step import forward_backward, train_step
+
+STEPS = 3
+# A large eps: Adam divides by the gradient's size, and where a gradient is all rounding, so would be the step.
+SETTINGS = Optimizer(lr=1e-2, eps=1e-3, warmup_steps=0, clip_norm=0.5)
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+
+
+@dataclass
+class Trace:
+    """What both sides must agree on."""
+
+    losses: list[float]
+    norms: list[float]
+    logits: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def plan_for(dtype: str, **parallel: int) -> Plan:
+    return Plan(parallel=Parallel(**parallel), precision=Precision(forward=dtype, update=dtype, reduce=dtype))  # type: ignore[arg-type]
+
+
+def packed_batches(vocab_size: int, rows: int = 4, seq_len: int = 16) -> list[MicroBatch]:
+    """A global batch a step: random tokens, a document border in each row, and unequal numbers of target tokens."""
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for _ in range(STEPS):
+        tokens = torch.randint(3, vocab_size, (rows, seq_len + 1), generator=generator)
+        targets, positions = tokens[:, 1:].clone(), torch.arange(seq_len).repeat(rows, 1)
+        for row in range(rows):
+            border = 3 + 3 * row % seq_len
+            targets[row, border - 1] = -100
+            positions[row, border:] -= border
+        targets[0, 9:] = -100  # a row with padding
+        found.append(MicroBatch(tokens[:, :-1].contiguous(), positions, targets))
+    return found
+
+
+def share(batch: MicroBatch, part: int, parts: int, micro_batch: int) -> list[MicroBatch]:
+    """The micro-batches of one data rank."""
+    tensors = [
+        tensor.chunk(parts)[part].split(micro_batch) for tensor in (batch.input_ids, batch.position_ids, batch.targets)
+    ]
+    return [MicroBatch(*pieces) for pieces in zip(*tensors, strict=True)]
+
+
+def reference(source: Model, dtype: str, batches: list[MicroBatch], rows_at_once: int) -> Trace:
+    """The untouched model, PyTorch's own AdamW and clipping, one process."""
+    model = build_plain(source, read_config(source), DTYPES[dtype])
+    model.train()
+
+    def forward(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum"), logits.detach()
+
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decay, "weight_decay": SETTINGS.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, foreach=False)
+    losses, norms, gradients = [], [], {}
+    for step, batch in enumerate(batches, 1):
+        pieces, tokens = share(batch, 0, 1, rows_at_once), int((batch.targets != -100).sum())
+        results = [forward(piece) for piece in pieces]
+        loss = torch.stack([loss for loss, _ in results]).sum() / tokens
+        loss.backward()
+        if step == 1:
+            first_logits = torch.cat([logits for _, logits in results])
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, STEPS, SETTINGS)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm, foreach=False).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Trace(losses, norms, first_logits, gradients, dict(model.state_dict()))
+
+
+def run_plan(
+    rank: int, world_size: int, source: Model, plan: Plan, batches: list[MicroBatch], micro_batch: int
+) -> Trace:
+    """The same steps through Weft, on one rank of several."""
+    config = read_config(source)
+    plan = plan.resolve(world_size)
+    mesh = build_mesh(plan, "cpu", world_size)
+    model = parallelize(build_on_meta(config, DTYPES[plan.precision.update]), plan, mesh)
+    materialize(model, source, torch.device("cpu"))
+    model.train()
+    optimizer = build_optimizer(model, SETTINGS)
+    data_rank, data_ranks = rank, world_size  # data parallelism only: every rank is a data rank
+
+    shares = [share(batch, data_rank, data_ranks, micro_batch) for batch in batches]
+    tokens = int((batches[0].targets != -100).sum())
+    forward_backward(model, shares[0], plan, data_ranks / tokens)
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.zero_grad()
+
+    with torch.no_grad():
+        logits = [model(input_ids=b.input_ids, position_ids=b.position_ids, use_cache=False).logits for b in shares[0]]
+    losses, norms, scale = [], [], LossScale.from_plan(plan.precision.loss_scale)
+    for step, mine in enumerate(shares, 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, STEPS, SETTINGS)
+        result = train_step(model, optimizer, mine, plan, mesh, scale, SETTINGS.clip_norm)
+        assert result.problem is None, result.problem
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        scale = result.loss_scale
+    return Trace(losses, norms, torch.cat(logits), gradients, gather_weights(model))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_parity(source: Model, plan: Plan, world_size: int, micro_batch: int, rows_at_once: int = 4) -> None:
+    """Fail with the first thing that differs by more than the tolerance (relative to the largest value of its tensor).
+
+    Args:
+        source: the model.
+        plan: its update format says in which format to compare.
+        world_size: ranks.
+        micro_batch: rows a rank takes at once.
+        rows_at_once: rows the untouched model takes at once: the whole batch of 4, unless a model sums in float32 inside.
+    """
+    dtype = plan.precision.update
+    batches = packed_batches(read_config(source).vocab_size)
+    expected = reference(source, dtype, batches, rows_at_once)
+    traces = run_ranks(world_size, run_plan, source, plan, batches, micro_batch, timeout=120)
+    tolerance = TOLERANCE[dtype]
+
+    for rank, trace in enumerate(traces):
+        compare(f"rank {rank}: losses", torch.tensor(trace.losses), torch.tensor(expected.losses), tolerance)
+        compare(f"rank {rank}: gradient norms", torch.tensor(trace.norms), torch.tensor(expected.norms), tolerance)
+        assert set(trace.gradients) == set(expected.gradients)
+        for name, gradient in expected.gradients.items():
+            compare(f"rank {rank}: gradient of {name}", trace.gradients[name], gradient, tolerance)
+    compare("logits", torch.cat([trace.logits for trace in traces]), expected.logits, tolerance)
+    for name, weight in expected.weights.items():
+        compare(f"weight {name}", traces[0].weights[name], weight, tolerance)
+
+
+def compare(what: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    largest = expected.abs().max().item()
+    error = (found - expected).abs().max().item()
+    assert error <= tolerance * max(largest, 1e-12), f"{what}: off by {error:.3g}, largest value {largest:.3g}"

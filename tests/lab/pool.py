@@ -1,0 +1,185 @@
+"""A pool of ranks, forked from the warm test process: a test on four ranks takes milliseconds, not seconds of imports.
+
+    def share(rank, world_size, x):          # at module level, so that it can be sent by name
+        dist.all_reduce(x)
+        return x
+
+    results = run_ranks(2, share, torch.ones(3))
+
+Ranks stay alive between tests, so a task must not change module globals. They have the modules of the moment of the
+fork: what a test patches in its own process, a rank does not see.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# How a rank speaks of a peer that is gone: the consequence of another rank's failure, not the failure.
+SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+GRACE_SECONDS = 0.5
+GROUP_TIMEOUT = timedelta(seconds=120)
+
+
+class RankError(Exception):
+    """A rank raised, died or hung: `rank` is the one to look at first, with its traceback, signal or stack."""
+
+    def __init__(self, rank: int, text: str):
+        self.rank = rank
+        super().__init__(f"rank {rank}: {text}")
+
+
+class Pool:
+    """`world_size` processes in one gloo process group, each waiting for functions to run."""
+
+    def __init__(self, world_size: int):
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        fork = multiprocessing.get_context("fork")
+        self.connections, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = fork.Pipe()
+            arguments = (rank, world_size, theirs, Path(self.folder.name), os.getpid())
+            process = fork.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def run(self, task: bytes, timeout: float) -> list[Any]:
+        """Run a pickled (function, arguments) on every rank.
+
+        Raises:
+            RankError: a rank raised, died, or did not answer within `timeout` seconds. The pool is of no use then.
+        """
+        for connection in self.connections:
+            connection.send_bytes(task)
+        results: dict[int, Any] = {}
+        failures: list[tuple[int, str]] = []  # in the order in which they were seen
+        pending = set(range(len(self.processes)))
+        deadline = time.monotonic() + timeout
+        while pending and (remaining := deadline - time.monotonic()) > 0:
+            handles = [self.connections[rank] for rank in pending] + [self.processes[rank].sentinel for rank in pending]
+            wait(handles, remaining)
+            for rank in sorted(pending):
+                if self.connections[rank].poll():
+                    pending.discard(rank)
+                    succeeded, value = self._receive(rank)
+                    if succeeded:
+                        results[rank] = value
+                    else:
+                        failures.append((rank, value))
+                elif not self.processes[rank].is_alive():
+                    pending.discard(rank)
+                    failures.append((rank, self._death(rank)))
+            if failures:  # the others wait for a rank that will not come: collect what they say at once, and stop
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failures:
+            # False sorts before True, and the sort is stable: the first failure that is no mere consequence.
+            raise RankError(*min(failures, key=lambda failure: any(mark in failure[1] for mark in SECONDARY)))
+        if pending:
+            raise RankError(min(pending), self._stacks(pending, timeout))
+        return [results[rank] for rank in range(len(self.processes))]
+
+    def kill(self) -> None:
+        """End every rank now."""
+        for process in self.processes:
+            process.kill()
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            process.join()
+            connection.close()
+        self.folder.cleanup()
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            return pickle.loads(self.connections[rank].recv_bytes())
+        except EOFError:
+            return False, self._death(rank)
+
+    def _death(self, rank: int) -> str:
+        self.processes[rank].join()
+        code = self.processes[rank].exitcode
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+
+    def _stacks(self, pending: set[int], timeout: float) -> str:
+        for rank in pending:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.2)  # faulthandler writes from the signal handler; nothing tells when it is done
+        stacks = [f"rank {r}\n{(Path(self.folder.name) / f'stack-{r}').read_text()}" for r in sorted(pending)]
+        return f"timeout: no answer within {timeout} s from ranks {sorted(pending)}\n" + "\n".join(stacks)
+
+
+_pools: dict[int, Pool] = {}
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` on every rank of an initialised gloo group; return the results by rank.
+
+    `fn`, the arguments and the results travel by pickle: `fn` stands at module level. Each task starts with seeds 0,
+    one thread, default dtype float32 and autograd on.
+
+    Raises:
+        RankError: a rank raised, died, or did not answer within `timeout` seconds. The next call gets fresh ranks.
+    """
+    task = pickle.dumps((fn, args))
+    if world_size not in _pools:
+        _pools[world_size] = Pool(world_size)
+    try:
+        return _pools[world_size].run(task, timeout)
+    except BaseException:  # also an interrupt: ranks in the middle of a task cannot take another one
+        _pools.pop(world_size).kill()
+        raise
+
+
+def close_pools() -> None:
+    """End the ranks of all pools."""
+    while _pools:
+        _pools.popitem()[1].kill()
+
+
+def _serve(rank: int, world_size: int, connection: Connection, folder: Path, parent: int) -> None:
+    """The life of a rank: join the group, then run one task after the other."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which kills its ranks
+    with open(folder / f"stack-{rank}", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.FileStore(str(folder / "store"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+        while True:
+            while not connection.poll(1):
+                if os.getppid() != parent:  # the test process was killed
+                    os._exit(1)
+            task = connection.recv_bytes()
+            _reset()
+            try:
+                fn, args = pickle.loads(task)
+                answer = pickle.dumps((True, fn(rank, world_size, *args)))
+            except BaseException:  # a rank must answer, whatever a test does
+                answer = pickle.dumps((False, traceback.format_exc()))
+            connection.send_bytes(answer)
+
+
+def _reset() -> None:
+    """Undo what an earlier task may have set."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)

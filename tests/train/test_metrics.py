@@ -1,0 +1,174 @@
+"""Metrics: what is written is read back to the bit; torn and damaged files; terminal output."""
+
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from weft.errors import DataError
+from weft.train.metrics import (
+    Evaluation,
+    MetricsWriter,
+    Progress,
+    StepMetrics,
+    format_count,
+    format_seconds,
+    read_evaluations,
+    read_metrics,
+)
+
+STEP = StepMetrics(
+    step=1,
+    loss=0.1 + 0.2,
+    grad_norm=1e-300,
+    learning_rate=3e-4,
+    tokens=2048,
+    step_seconds=0.25,
+    tokens_per_second=8192.0,
+    mfu=None,
+    peak_memory_bytes=2**33,
+    comm_bytes=12,
+    loss_scale=65536.0,
+    skipped=False,
+)
+CONTRACT = """step, loss, grad_norm, learning_rate, tokens, step_seconds, tokens_per_second, mfu, peak_memory_bytes,
+comm_bytes, loss_scale, skipped"""
+
+
+def write(folder: Path, *steps: StepMetrics, evaluations: tuple[Evaluation, ...] = ()) -> Path:
+    with MetricsWriter(folder) as writer:
+        for step in steps:
+            writer.step(step)
+        for evaluation in evaluations:
+            writer.evaluation(evaluation)
+    return folder / "metrics.jsonl"
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    steps = [STEP, replace(STEP, step=2, loss=math.pi, mfu=0.4, skipped=True)]
+    path = write(tmp_path, *steps, evaluations=(Evaluation(2, 1 / 3),))
+    assert read_metrics(path) == steps
+    assert read_evaluations(tmp_path / "evaluations.jsonl") == [Evaluation(2, 1 / 3)]
+    assert list(json.loads(path.read_text().splitlines()[0])) == re.findall(r"\w+", CONTRACT)
+    assert list(tmp_path.glob("tensorboard/events.out.tfevents.*"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@given(loss=st.floats(), grad_norm=st.floats(), mfu=st.none() | st.floats())
+def test_every_float_is_valid_json_and_comes_back(folder: Path, loss: float, grad_norm: float, mfu: float | None):
+    step = replace(STEP, loss=loss, grad_norm=grad_norm, mfu=mfu)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    path = write(folder, step)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    fields = json.loads(path.read_text(), parse_constant=refuse)
+    odd = [name for name in ("loss", "grad_norm", "mfu") if not math.isfinite(getattr(step, name) or 0)]
+    assert re.findall(r"(\w+)=", fields.get("non_finite", "")) == odd
+    assert repr(read_metrics(path)) == repr([step])
+
+
+def test_a_line_is_on_disk_before_the_writer_is_closed(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.step(STEP)
+        assert read_metrics(tmp_path / "metrics.jsonl") == [STEP]
+
+
+@pytest.mark.parametrize("kept", [1, 40, -1])
+def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_writer(tmp_path: Path, kept: int) -> None:
+    path = write(tmp_path, STEP, replace(STEP, step=2))
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second[:kept])
+    assert read_metrics(path) == [STEP]
+    write(tmp_path, replace(STEP, step=2, loss=5.0))
+    assert read_metrics(path) == [STEP, replace(STEP, step=2, loss=5.0)]
+
+
+def test_a_step_that_a_resumed_run_repeats_counts_once(tmp_path: Path) -> None:
+    write(tmp_path, STEP, replace(STEP, step=2), replace(STEP, step=3))
+    path = write(tmp_path, replace(STEP, step=2, loss=7.0))
+    assert [(row.step, row.loss) for row in read_metrics(path)] == [(1, STEP.loss), (2, 7.0), (3, STEP.loss)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"{\n", b"\n", b"[1]\n", b"\xff\n", b'{"step": 1}\n', b'{"step": 1, "held_out_loss": 2.0, "extra": 1}\n'],
+)
+def test_any_other_damage_names_file_and_line(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    path.write_bytes(b'{"step": 1, "held_out_loss": 2.5}\n' + damage + b'{"step": 3, "held_out_loss": 2.0}\n')
+    with pytest.raises(DataError) as caught:
+        read_evaluations(path)
+    assert caught.value.where == f"{path}, line 2"
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no file"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def show(console: Console, total: int) -> str:
+    """What a run of some steps prints, with a message and an evaluation half-way."""
+    with Progress(total, console) as progress:
+        for step in range(1, total + 1):
+            progress.step(replace(STEP, step=step))
+            if step == max(1, total // 2):
+                progress.message("step skipped: [red] loss is nan")
+                progress.evaluation(Evaluation(step, 2.5))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("total", [2, 7, 24, 25, 49, 50, 99, 1000])
+def test_plain_lines_are_few_and_hold_the_first_and_the_last_step(total: int) -> None:
+    lines = show(Console(file=io.StringIO(), width=40), total).splitlines()
+    shown = [int(found[1]) for line in lines if (found := re.match(rf"step (\d+)/{total}  loss 0\.3000 ", line))]
+    assert shown[0] == 1
+    assert shown[-1] == total
+    assert min(total, 20) <= len(shown) <= 50
+    assert len(lines) == len(shown) + 2  # the message and the evaluation, one line each, whatever the width
+    assert "step skipped: [red] loss is nan" in lines
+    assert "held-out 2.5000" in lines[-1]
+    assert "8.19k tokens/s  8.00 GiB  0s left" in lines[-1]
+
+
+def test_on_a_terminal_a_bar_ends_full_and_messages_stand_above_it() -> None:
+    text = show(Console(file=io.StringIO(), force_terminal=True, color_system=None, width=120), 30)
+    assert "step skipped: [red] loss is nan\n" in text
+    assert "step 30/30" in text.splitlines()[-1] or "step 30/30" in text.splitlines()[-2]
+    assert text.count("\n") <= 3
+
+
+def test_time_left_follows_the_recent_steps() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with Progress(20, console) as progress:
+        progress.step(replace(STEP, step=1, step_seconds=60.0))
+        progress.step(replace(STEP, step=2, step_seconds=0.0))
+    first, second = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert first.endswith("19m 00s left")
+    assert second.endswith("16m 12s left")  # 18 steps at 0.9 * 60 seconds
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (999.4, "999"), (999.9, "1k"), (12_345, "12.3k"), (1.5e6, "1.5M"), (30.5e9, "30.5B")]
+)
+def test_counts_have_a_unit(value: float, text: str) -> None:
+    assert format_count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m 00s"), (200, "3m 20s"), (7500, "2h 05m"), (275_000, "3d 04h")]
+)
+def test_durations_have_two_units_at_most(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
