@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model
+from weft.precision.dtypes import DTYPES
 
 
 def read_config(source: Model) -> PretrainedConfig:
@@ -177,3 +178,23 @@ def save_folder(
 def config_summary(config: PretrainedConfig) -> dict[str, Any]:
     """What differs from the family's defaults, and the family."""
     return {"model_type": config.model_type, **config.to_diff_dict()}
+
+
+def convert_folder(source: Path, target: Path, dtype: str) -> Path:
+    """Copy a Hugging Face folder with its tokenizer, its weights in another number format.
+
+    Args:
+        source: folder with config.json and safetensors.
+        target: folder to write; it must not exist.
+        dtype: a name of `weft.precision.dtypes`.
+
+    Raises:
+        CheckpointError: there is no such folder, its weights are damaged, or the target exists.
+    """
+    if not (source / "config.json").is_file():
+        raise CheckpointError(f"there are no weights in {source}", fix="name a run that ended, or a step it saved")
+    if target.exists():
+        raise CheckpointError(f"{target} exists", rule="an export overwrites nothing", fix="name another folder")
+    model = build_plain(Model(path=str(source)), AutoConfig.from_pretrained(source), DTYPES[dtype])
+    save_folder(model.config, dict(model.state_dict()), source, target, DTYPES[dtype])
+    return target

@@ -35,3 +35,8 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
     shape = mesh_shape(plan.resolve(world_size))
     single: dict[int | str, str] = {name: "fake" for name, size in zip(AXES, shape, strict=True) if size == 1}
     return init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=single)  # type: ignore[arg-type]
+
+
+def data_rank(mesh: DeviceMesh) -> int:
+    """Which share of every global batch this rank takes, counted over `DATA_AXES`."""
+    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")

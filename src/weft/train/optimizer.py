@@ -40,6 +40,12 @@ def learning_rate(step: int, steps: int, settings: Optimizer) -> float:
     return settings.lr
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Use this learning rate for the next step, in every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def global_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """2-norm of all gradients of the whole model, the same on every rank, whatever the layout.
 

@@ -1,0 +1,23 @@
+"""Floating-point operations of training, from the anatomy: the numerator of MFU."""
+
+from transformers import PretrainedConfig
+
+from weft.anatomy.roles import Anatomy
+
+
+def training_flops_per_token(anatomy: Anatomy, config: PretrainedConfig, seq_len: int) -> float:
+    """Operations of forward and backward for one token: 6 N + 6 layers seq_len width (Chowdhery et al., PaLM, 2022, causal).
+
+    N counts the active parameters that multiply: all but the input embedding (a tied head multiplies and counts). The
+    second term is causal attention over the whole row, `width` = heads x mean of query and value head sizes; attention
+    that stays inside shorter documents does less. Recomputation is not counted.
+    """
+    text = config.get_text_config()
+    embedding = anatomy.vocab_size * text.hidden_size
+    multiplying = anatomy.active_parameters - (0 if anatomy.tied else embedding)
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    query_dim = getattr(text, "qk_head_dim", None) or head_dim
+    value_dim = getattr(text, "v_head_dim", None) or head_dim
+    attending = sum(1 for block in anatomy.blocks if block.attention)
+    return 6.0 * multiplying + 6.0 * attending * seq_len * heads * (query_dim + value_dim) / 2

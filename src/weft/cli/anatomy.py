@@ -1,0 +1,26 @@
+"""weft anatomy"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def anatomy(config: Annotated[Path, typer.Argument(help="A Hugging Face config.json, or a folder with one.")]) -> None:
+    """Print what a model is made of: roles and module names. No weights are needed."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.anatomy.transformers import read_anatomy
+    from weft.checkpoint.huggingface import build_on_meta, read_config
+    from weft.job import Model
+
+    source = Model(path=str(config)) if config.is_dir() else Model(config=str(config))
+    found = read_anatomy(build_on_meta(read_config(source), torch.float32))
+    table = Table("role", "module", "count", title=f"{found.family}, {len(found.blocks)} blocks")
+    for role, pattern, count in found.table():
+        table.add_row(role, pattern, str(count))
+    console = Console()
+    console.print(table)
+    console.print(f"{found.parameters:,} parameters, {found.active_parameters:,} active for one token", highlight=False)

@@ -1,0 +1,20 @@
+"""All commands, by name. Each one imports what it needs when it runs, so that `weft --help` is quick."""
+
+import typer
+
+from weft.cli.anatomy import anatomy
+from weft.cli.export import export
+from weft.cli.report import report
+from weft.cli.schema import schema
+from weft.cli.train import train
+
+app = typer.Typer(
+    name="weft",
+    help="Trains the PyTorch models people already have, on many devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (train, export, report, anatomy, schema):
+    app.command()(command)

@@ -1,0 +1,64 @@
+"""Counts what a rank holds of the model between two micro-batches, to set beside the prediction."""
+
+import gc
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.data import MicroBatch
+from weft.parallel.data import begin_micro_batch
+from weft.plan import Plan
+from weft.train.step import token_loss
+
+
+def measure_model_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: MicroBatch, plan: Plan
+) -> dict[str, int]:
+    """Bytes on this rank by kind, as `weft.parallel.data.model_state_bytes` predicts them. Every rank must call it.
+
+    Runs two micro-batches and looks between them; no weight changes.
+
+    Args:
+        model: parallelized, without gradients.
+        optimizer: over its parameters, after at least one step.
+        batch: one micro-batch, on the device.
+        plan: resolved.
+    """
+    shards = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    before = _live_bytes() - _gathered_bytes(model)
+    begin_micro_batch(model, plan, last=False)
+    token_loss(model, batch).backward()
+    gathered = _gathered_bytes(model)
+    gradients = _live_bytes() - gathered - before
+    begin_micro_batch(model, plan, last=True)
+    token_loss(model, batch).backward()
+    optimizer.zero_grad(set_to_none=True)
+    return {
+        "parameters": _storage_bytes(shards),
+        "gathered parameters": gathered,
+        "gradients": gradients,
+        "optimizer": _storage_bytes(state for state in states if state.ndim),
+    }
+
+
+def _gathered_bytes(model: nn.Module) -> int:
+    """Whole weights that FSDP2 has put in the place of the shards for now."""
+    return _storage_bytes(parameter for parameter in model.parameters() if not isinstance(parameter, DTensor))
+
+
+def _live_bytes() -> int:
+    """Bytes of all tensors that Python knows of."""
+    gc.collect()
+    return _storage_bytes(thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors; of a DTensor, those of the local shard."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in local if tensor.device.type != "meta")
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
