@@ -1,1 +1,31 @@
-"""Weft trains the PyTorch models people already have: fast, in little memory, on many devices."""
+"""Weft trains the PyTorch models people already have: fast, in little memory, on many devices.
+
+The names below are imported when they are first used: a Plan or a Job needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.checkpoint.huggingface import materialize
+    from weft.cluster.mesh import build_mesh
+    from weft.job import Job
+    from weft.parallel.parallelize import parallelize
+    from weft.plan import Plan
+    from weft.train.run import train
+
+HOMES = {
+    "Job": "weft.job",
+    "Plan": "weft.plan",
+    "build_mesh": "weft.cluster.mesh",
+    "materialize": "weft.checkpoint.huggingface",
+    "parallelize": "weft.parallel.parallelize",
+    "train": "weft.train.run",
+}
+__all__ = ["Job", "Plan", "build_mesh", "materialize", "parallelize", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module weft has no {name}; it has {', '.join(HOMES)}")
+    return getattr(import_module(HOMES[name]), name)

@@ -15,7 +15,8 @@ class LiveBytes(TorchDispatchMode):
 
     Seen are the results of every operation inside the context (also in backward), and what `track` was given. Frees and
     `UntypedStorage.resize_` are followed. Views count once; of a DTensor the local shard counts. Scratch memory inside
-    one kernel is not seen.
+    one kernel is not seen. A buffer of a collective counts until the thread of the back end drops it, which can be a
+    moment after the collective is done.
     """
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> 
         torch.manual_seed(source.init_seed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **_implementations(dtype))
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
             config=config,
             dtype=dtype,
@@ -81,6 +81,7 @@ def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> 
             where=str(source.path),
             rule="a folder has config.json and *.safetensors files written by save_pretrained",
         ) from None
+    model, report = loaded
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise CheckpointError(
@@ -144,7 +145,8 @@ def _broadcast_text(text: str) -> str:
 
 def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """All weights, whole, on rank 0's host; empty on other ranks. Every rank must call it."""
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    gathered: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return gathered
 
 
 def save_folder(

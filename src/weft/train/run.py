@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
@@ -152,7 +153,8 @@ def sample(folder: Path, prepared: Prepared, *, prompt_tokens: int = 24, new_tok
     """Text the exported model writes after the beginning of a held-out row, loaded and run by plain Transformers."""
     spans = prepared.held_out or prepared.train
     row = Rows(spans, seq_len=prompt_tokens, packing=True, shuffle=False, seed=0)[0].tokens[:prompt_tokens]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     ids = row.to(torch.int64)[None]
     mask = torch.ones_like(ids)

@@ -88,7 +88,8 @@ def train_step(
         loss_scale: the scale of this step.
         clip_norm: largest norm of the gradient; 0 for no limit.
     """
-    tokens = int(all_reduce(sum((batch.targets != IGNORED).sum() for batch in batches), mesh, DATA_AXES))
+    counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
+    tokens = int(all_reduce(counts.sum(), mesh, DATA_AXES))
     # Gradients are means over the data ranks; their sum is wanted.
     factor = plan.parallel.data_ranks * loss_scale.value / max(tokens, 1)
     loss_sum = forward_backward(model, batches, plan, factor)
