@@ -79,7 +79,9 @@ class Train(Table):
     seed: int = 0
     """Seed of the data order and of dropout."""
     evaluate_every: Number = 0
-    """Steps between evaluations on held-out text; it is evaluated at the end in any case. 0: only then."""
+    """Steps between evaluations on held-out text, the first before training; 0: only one, at the end."""
+    evaluate_rows: Count = 256
+    """Held-out rows an evaluation looks at, at most."""
     checkpoint_every: Number = 0
     """Steps between folders of weights (step-00000100/, Hugging Face format); 0: none but the export at the end."""
 

@@ -50,8 +50,11 @@ def train(job: Job, *, ranks: int | None = None, say: Callable[[str], None] = pr
     say(
         f"{anatomy.family} with {anatomy.parameters / 1e6:.1f} M parameters on {ranks} x {device.name}, output in {out}"
     )
-    launch([sys.executable, "-m", "weft.train.rank", str(out)], ranks=ranks, log_dir=out / "logs")
-    _complete_summary(job, prepared, out)
+    try:
+        launch([sys.executable, "-m", "weft.train.rank", str(out)], ranks=ranks, log_dir=out / "logs")
+    finally:
+        if (out / "run.json").exists():  # the ranks ended by themselves, at the last step or after a signal
+            _complete_summary(job, prepared, out)
     return out
 
 

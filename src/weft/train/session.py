@@ -1,0 +1,114 @@
+"""What one rank trains with, from the first handshake to the saved weights."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from weft.anatomy.roles import Anatomy
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize, read_config, save_folder
+from weft.cluster.device import Device, detect
+from weft.cluster.launch import connect
+from weft.cluster.mesh import build_mesh, data_rank
+from weft.data import MicroBatch, Prepared, Rows, batches, evaluation_batches
+from weft.job import Job
+from weft.parallel.parallelize import parallelize
+from weft.precision.dtypes import DTYPES
+from weft.train.optimizer import build_optimizer
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's share of a run."""
+
+    job: Job
+    """With its plan resolved."""
+    prepared: Prepared
+    device: Device
+    place: torch.device
+    """This rank's own device."""
+    rank: int
+    mesh: DeviceMesh
+    anatomy: Anatomy
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    train_rows: Rows
+    held_out_rows: Rows
+
+
+def open_session(job: Job, prepared: Prepared) -> Session:
+    """Join the other ranks, split the model, give it its weights, and open the data."""
+    device = detect()
+    rank, world_size, local_rank = connect(device)
+    place = device.torch_device(local_rank)
+    plan = job.plan.resolve(world_size)
+    mesh = build_mesh(plan, device.type, world_size)
+    model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
+    anatomy = read_anatomy(model)
+    parallelize(model, plan, mesh)
+    materialize(model, job.model, place)
+    model.train()
+    torch.manual_seed(job.train.seed + data_rank(mesh))  # dropout
+    data, seed = job.data, job.train.seed
+    return Session(
+        job=job.model_copy(update={"plan": plan}),
+        prepared=prepared,
+        device=device,
+        place=place,
+        rank=rank,
+        mesh=mesh,
+        anatomy=anatomy,
+        model=model,
+        optimizer=build_optimizer(model, job.optimizer),
+        train_rows=Rows(prepared.train, seq_len=data.seq_len, packing=data.packing, shuffle=data.shuffle, seed=seed),
+        held_out_rows=Rows(prepared.held_out, seq_len=data.seq_len, packing=data.packing, shuffle=False, seed=seed),
+    )
+
+
+def train_batches(session: Session) -> Iterator[list[MicroBatch]]:
+    """This rank's micro-batches of each step, on its device."""
+    train = session.job.train
+    steps = batches(
+        session.train_rows,
+        steps=train.steps,
+        global_batch=train.global_batch,
+        micro_batch=train.micro_batch,
+        data_rank=data_rank(session.mesh),
+        data_ranks=session.job.plan.parallel.data_ranks,
+    )
+    for micro_batches in steps:
+        yield [_to_device(batch, session.place) for batch in micro_batches]
+
+
+def held_out_batches(session: Session) -> list[MicroBatch]:
+    """This rank's micro-batches of an evaluation, on its device; empty where nothing is held out."""
+    found = evaluation_batches(
+        session.held_out_rows,
+        micro_batch=session.job.train.micro_batch,
+        data_rank=data_rank(session.mesh),
+        data_ranks=session.job.plan.parallel.data_ranks,
+        max_rows=session.job.train.evaluate_rows,
+    )
+    return [_to_device(batch, session.place) for batch in found]
+
+
+def _to_device(batch: MicroBatch, place: torch.device) -> MicroBatch:
+    tensors = (getattr(batch, field.name).to(place, non_blocking=True) for field in fields(batch))
+    return MicroBatch(*tensors)
+
+
+def save_weights(session: Session, folder: Path) -> None:
+    """Write the weights as a Hugging Face folder with tokenizer. Every rank must call it; rank 0 writes."""
+    weights = gather_weights(session.model)
+    if session.rank == 0:
+        config = session.model.config
+        if session.job.model.path is None:  # a fresh model learns where texts end from its tokenizer
+            config.bos_token_id = config.eos_token_id = session.prepared.end_of_text
+        tokenizer = Path(session.prepared.tokenizer) if session.prepared.tokenizer else None
+        save_folder(config, weights, tokenizer, folder, DTYPES[session.job.plan.precision.update])
+    dist.barrier()
