@@ -8,7 +8,8 @@ a reduced gradient and u bytes an updated number (weight and two moments of Adam
     zero 2    f P + (g + 3 u) P / d     reduce-scattered every micro-batch
     zero 3    (g + 3 u) P / d           and weights gathered block by block, twice a micro-batch
 
-Weights of stages 0 to 2 are gathered once a step, kept until the last backward, and freed before the update.
+Weights of stages 0 to 2 are gathered once a step, kept until the last backward, and freed before the update. Stages 2 and 3
+also hold the gradient of one unit of communication, whole, until the next one is reduced.
 """
 
 from typing import Any

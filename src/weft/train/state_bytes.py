@@ -52,9 +52,11 @@ def _gathered_bytes(model: nn.Module) -> int:
 
 
 def _live_bytes() -> int:
-    """Bytes of all tensors that Python knows of."""
+    """Bytes of all tensors that Python knows of, and of their gradients, which it may not have met yet."""
     gc.collect()
-    return _storage_bytes(thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    known = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    gradients = [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None]
+    return _storage_bytes([*known, *gradients])
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,0 +1,71 @@
+"""What stays resident per ZeRO stage is counted, and equals the formulas."""
+
+import pytest
+import torch
+
+from tests.lab.families import family
+from tests.lab.live import LiveBytes
+from tests.lab.parity import SETTINGS, packed_batches, share
+from tests.lab.pool import run_ranks
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.cluster.mesh import build_mesh
+from weft.job import Model
+from weft.parallel.data import begin_micro_batch, model_state_bytes
+from weft.parallel.parallelize import parallelize
+from weft.plan import Parallel, Plan, Precision
+from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer
+from weft.train.state_bytes import measure_model_state
+from weft.train.step import token_loss, train_step
+
+# Wide enough that weights dwarf activations, norms and shards that do not divide.
+SOURCE = Model(config={**family("llama"), "hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
+EMBEDDING_BYTES = 4 * 96 * 128  # the last unit to be reduced
+
+
+def count(rank: int, world_size: int, plan: Plan) -> tuple[float, dict[str, int], dict[str, float]]:
+    """Live bytes between two micro-batches, the same by kind, and the prediction by kind."""
+    plan = plan.resolve(world_size)
+    mesh = build_mesh(plan, "cpu", world_size)
+    model = build_on_meta(read_config(SOURCE), DTYPES[plan.precision.update])
+    parameters = read_anatomy(model).parameters
+    parallelize(model, plan, mesh)
+    materialize(model, SOURCE, torch.device("cpu"))
+    optimizer = build_optimizer(model, SETTINGS)
+    batches = share(packed_batches(96)[0], rank, world_size, 1)
+    assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None
+    by_kind = measure_model_state(model, optimizer, batches[0], plan)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    with LiveBytes() as live:
+        live.track(model)
+        live.track(states)
+        begin_micro_batch(model, plan, last=False)
+        token_loss(model, batches[0]).backward()
+        total = live.current
+        begin_micro_batch(model, plan, last=True)
+        token_loss(model, batches[0]).backward()
+    return total, by_kind, model_state_bytes(parameters, plan)
+
+
+@pytest.mark.parametrize("forward", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_resident_bytes_equal_the_formula(zero: int, forward: str) -> None:
+    plan = Plan(parallel=Parallel(zero=zero), precision=Precision(forward=forward))  # type: ignore[arg-type]
+    for total, by_kind, predicted in run_ranks(2, count, plan):
+        for kind, expected in predicted.items():
+            unit = EMBEDDING_BYTES if kind == "gradients" and zero >= 2 else 0
+            assert expected - 4096 <= by_kind[kind] <= 1.01 * expected + unit + 4096, kind
+        assert total == pytest.approx(
+            sum(predicted.values()), rel=0.02, abs=3 * EMBEDDING_BYTES
+        )  # gloo frees its buffers a moment later
+
+
+def test_stages_hold_less_and_less() -> None:
+    totals = [sum(model_state_bytes(10**6, Plan(parallel=Parallel(zero=z)).resolve(8)).values()) for z in (0, 1, 2, 3)]  # type: ignore[arg-type]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] == (2 + 4 + 12) * 10**6
+    assert totals[1] == (2 + 4 + 12 / 8) * 10**6
+    assert totals[2] == (2 + (4 + 12) / 8) * 10**6
+    assert totals[3] == (4 + 12) / 8 * 10**6

@@ -1,0 +1,61 @@
+"""Plans: degrees, the table of excluded settings, and what resolving does."""
+
+import pytest
+
+from weft.errors import PlanError
+from weft.plan import RULES, Parallel, Plan, Precision
+
+
+def test_what_is_left_goes_to_dp_shard() -> None:
+    plan = Plan(parallel=Parallel(dp_replicate=2)).resolve(8)
+    assert plan.parallel.dp_shard == 4
+    assert plan.parallel.data_ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "words"),
+    [
+        ({"dp_replicate": 3}, 4, "4 ranks cannot be divided by dp_replicate 3"),
+        ({"dp_replicate": 2, "dp_shard": 3}, 4, "= 6, but there are 4 ranks"),
+        ({"dp_shard": 0}, 1, "dp_shard = 0"),
+        ({"tp": 2}, 2, "tensor parallelism is not built yet"),
+    ],
+)
+def test_degrees_that_do_not_fit(parallel: dict[str, int], world_size: int, words: str) -> None:
+    with pytest.raises(PlanError, match=words) as caught:
+        Plan(parallel=Parallel(**parallel)).resolve(world_size)
+    assert caught.value.rule
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"forward": "fp16"},
+        {"update": "fp16", "forward": "bf16"},
+        {"forward": "fp32", "update": "bf16"},
+        {"reduce": "fp16"},
+    ],
+)
+def test_excluded_formats(precision: dict[str, str]) -> None:
+    with pytest.raises(PlanError):
+        Plan(precision=Precision(**precision)).resolve(1)  # type: ignore[arg-type]
+
+
+def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
+    breaking = [
+        *(Plan(parallel=Parallel(**{key: 2})) for key in ("tp", "cp", "ep", "pp")),
+        Plan(parallel=Parallel(dp_shard=0)),
+        Plan(precision=Precision(forward="fp16")),
+        Plan(precision=Precision(update="fp16")),
+        Plan(precision=Precision(forward="fp32", update="bf16")),
+        Plan(precision=Precision(reduce="fp16")),
+    ]
+    for rule in RULES:
+        assert any(rule.broken(plan) for plan in breaking), rule.name
+        assert not rule.broken(Plan()), rule.name
+
+
+def test_plans_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Plan().parallel.zero = 1  # type: ignore[misc]

@@ -1,0 +1,118 @@
+"""The step: one loss for every split of a batch, clipping, guards."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.lab.families import family
+from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
+from tests.lab.pool import run_ranks
+from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize, read_config
+from weft.cluster.mesh import build_mesh
+from weft.job import Model
+from weft.parallel.parallelize import parallelize
+from weft.plan import Parallel, Plan, Precision
+from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer
+from weft.train.step import StepResult, evaluate, train_step
+
+SOURCE = Model(config=family("qwen3_moe"))
+
+
+def open_model(
+    plan: Plan, world_size: int
+) -> tuple[Plan, torch.distributed.DeviceMesh, nn.Module, torch.optim.Optimizer]:
+    plan = plan.resolve(world_size)
+    mesh = build_mesh(plan, "cpu", world_size)
+    model = parallelize(build_on_meta(read_config(SOURCE), DTYPES[plan.precision.update]), plan, mesh)
+    materialize(model, SOURCE, torch.device("cpu"))
+    return plan, mesh, model.train(), build_optimizer(model, SETTINGS)
+
+
+def train_split(rank: int, world_size: int, plan: Plan, micro_batch: int) -> list[float]:
+    """Losses of three steps, then the loss of an evaluation."""
+    plan, mesh, model, optimizer = open_model(plan, world_size)
+    batches = packed_batches(96)
+    losses = []
+    for batch in batches:
+        micro_batches = share(batch, rank, world_size, micro_batch)
+        losses.append(train_step(model, optimizer, micro_batches, plan, mesh, LossScale(), 0.5).loss)
+    return [*losses, evaluate(model, share(batches[0], rank, world_size, micro_batch), mesh)]
+
+
+def test_every_split_of_a_batch_has_the_same_loss() -> None:
+    expected = run_ranks(1, train_split, plan_for("fp32"), 4)[0]
+    for world_size, micro_batch in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]:
+        for zero in (0, 2, 3):
+            for losses in run_ranks(world_size, train_split, plan_for("fp32", zero=zero), micro_batch):
+                assert losses == pytest.approx(expected, rel=1e-6), (world_size, micro_batch, zero)
+
+
+def poisoned_step(
+    rank: int, world_size: int, plan: Plan, guilty: int, module: str, every_time: bool
+) -> tuple[StepResult, float]:
+    """A step in which one rank's gradient of one module's output is NaN; and how far the weights moved."""
+    plan, mesh, model, optimizer = open_model(plan, world_size)
+    before = gather_weights(model)
+    fuse = [10**9 if every_time else 1]
+
+    def poison(_: nn.Module, __: object, output: torch.Tensor) -> None:
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            fuse[0] -= 1
+            return gradient * math.nan if fuse[0] >= 0 else gradient
+
+        if rank == guilty and output.requires_grad:
+            output.register_hook(spoil)
+
+    model.get_submodule(module).register_forward_hook(poison)
+    scale = LossScale.from_plan(plan.precision.loss_scale)
+    result = train_step(model, optimizer, share(packed_batches(96)[0], rank, world_size, 1), plan, mesh, scale, 0.5)
+    after = gather_weights(model)
+    return result, max((after[name] - before[name]).abs().max().item() for name in before) if before else 0.0
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_nan_names_its_rank_and_parameter(zero: int, guilty: int) -> None:
+    name = "model.layers.1.self_attn.o_proj"
+    for result, moved in run_ranks(2, poisoned_step, plan_for("fp32", zero=zero), guilty, name, True):
+        assert result.problem == f"rank {guilty}: the gradient of {name}.weight not finite"
+        assert moved == 0
+
+
+def test_a_nan_that_does_not_come_back_is_called_so() -> None:
+    results = run_ranks(2, poisoned_step, plan_for("fp32"), 1, "model.layers.0.mlp", False)
+    for result, moved in results:
+        assert result.problem is not None
+        assert "no rank can be named" in result.problem
+        assert moved == 0
+
+
+def test_overflow_halves_a_dynamic_scale() -> None:
+    plan = Plan(precision=Precision(forward="fp16", loss_scale="dynamic"))
+    for result, moved in run_ranks(2, poisoned_step, plan, 1, "model.layers.0.mlp", True):
+        assert result.problem == "gradients overflowed at loss scale 65536; the next scale is 32768"
+        assert result.loss_scale == LossScale(32768.0, dynamic=True)
+        assert moved == 0
+
+
+def scaled_training(rank: int, world_size: int, plan: Plan) -> list[float]:
+    plan, mesh, model, optimizer = open_model(plan, world_size)
+    scale, found = LossScale.from_plan(plan.precision.loss_scale), []
+    for batch in packed_batches(96):
+        result = train_step(model, optimizer, share(batch, rank, world_size, 1), plan, mesh, scale, 0.5)
+        assert result.problem is None
+        found += [result.loss, result.grad_norm]
+        scale = result.loss_scale
+    return found
+
+
+def test_a_loss_scale_changes_nothing_but_underflow() -> None:
+    plain = run_ranks(2, scaled_training, plan_for("fp32"))[0]
+    scaled = Plan(parallel=Parallel(), precision=Precision(forward="fp32", loss_scale=1024.0))
+    assert run_ranks(2, scaled_training, scaled)[0] == pytest.approx(plain, rel=1e-6)
+    half = Plan(precision=Precision(forward="fp16", loss_scale="dynamic"))
+    assert run_ranks(2, scaled_training, half)[0] == pytest.approx(plain, rel=2e-2)
