@@ -160,8 +160,13 @@ def sample(folder: Path, prepared: Prepared, *, prompt_tokens: int = 24, new_tok
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     ids = row.to(torch.int64)[None]
-    mask = torch.ones_like(ids)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[1] + new_tokens
     written = model.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=True, temperature=0.7, top_k=40
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_length=min(limit, ids.shape[1] + new_tokens),
+        do_sample=True,
+        temperature=0.7,
+        top_k=40,
     )
     return tokenizer.decode(written[0])

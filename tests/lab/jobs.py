@@ -1,0 +1,33 @@
+"""A tiny job on a small text, for tests of whole commands."""
+
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from tests.lab.families import family
+
+
+def write_job(folder: Path, **tables: dict[str, Any]) -> Path:
+    """A job that trains a tiny Llama on a small text, but for what a test changes."""
+    (folder / "text").mkdir(exist_ok=True)
+    for number in range(20):
+        (folder / "text" / f"{number}.txt").write_text(f"The quick brown fox number {number} jumps. " * 60)
+    job: dict[str, Any] = {
+        "model": {"config": {**family("llama"), "vocab_size": 300}},
+        "data": {
+            "source": "text",
+            "path": str(folder / "text"),
+            "vocab_size": 300,
+            "seq_len": 32,
+            "cache": str(folder / "cache"),
+        },
+        "train": {"steps": 2, "global_batch": 4},
+        "plan": {"precision": {"forward": "fp32"}},
+        "out": str(folder / "run"),
+    }
+    for name, table in tables.items():
+        job[name] = {**job.get(name, {}), **table}
+    path = folder / "job.toml"
+    path.write_text(tomli_w.dumps(job))
+    return path

@@ -1,0 +1,132 @@
+"""Whole runs: two ranks as their own processes, from a job to a folder that Transformers loads."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.lab.jobs import write_job
+from weft.data import Prepared, Rows, evaluation_batches
+from weft.job import Job
+from weft.observe.report import write_report
+from weft.train.metrics import read_evaluations, read_metrics
+from weft.train.run import train
+from weft.train.step import token_loss
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 12 steps on two ranks."""
+    folder = tmp_path_factory.mktemp("finished")
+    steps = {"steps": 12, "global_batch": 4, "micro_batch": 1, "evaluate_every": 4, "checkpoint_every": 6}
+    job = write_job(folder, train=steps, optimizer={"lr": 1e-2})
+    return train(Job.load(job), ranks=2, say=lambda text: None)
+
+
+def test_metrics_have_every_step(finished: Path) -> None:
+    rows = read_metrics(finished / "metrics.jsonl")
+    assert [row.step for row in rows] == list(range(1, 13))
+    assert rows[-1].loss < rows[0].loss - 0.5
+    for row in rows:
+        assert not row.skipped
+        assert row.tokens > 0
+        assert row.comm_bytes == rows[0].comm_bytes > 0
+        assert row.peak_memory_bytes > 10**8
+        assert row.mfu is not None
+        assert 0 < row.mfu < 1
+        assert row.tokens_per_second == pytest.approx(row.tokens / row.step_seconds)
+    evaluations = read_evaluations(finished / "evaluations.jsonl")
+    assert [evaluation.step for evaluation in evaluations] == [0, 4, 8, 12]
+    assert evaluations[-1].held_out_loss < evaluations[0].held_out_loss
+
+
+def test_the_export_has_the_weights_that_were_evaluated(finished: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(finished / "export")
+    prepared = Prepared.from_json((finished / "prepared.json").read_text())
+    rows = Rows(prepared.held_out, seq_len=32, packing=True, shuffle=False, seed=0)
+    batches = list(evaluation_batches(rows, micro_batch=4, data_rank=0, data_ranks=1, max_rows=256))
+    with torch.no_grad():
+        total = sum(token_loss(model, batch).item() for batch in batches)
+    tokens = sum(int((batch.targets != -100).sum()) for batch in batches)
+    assert total / tokens == pytest.approx(read_evaluations(finished / "evaluations.jsonl")[-1].held_out_loss, rel=1e-5)
+
+
+def test_the_export_has_its_tokenizer(finished: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(finished / "export")
+    text = "The quick brown fox\n\tjumps."
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    config = json.loads((finished / "export" / "config.json").read_text())
+    assert config["eos_token_id"] == tokenizer.eos_token_id
+    assert config["use_cache"]
+
+
+def test_saved_steps_load_and_differ_from_the_end(finished: Path) -> None:
+    middle = AutoModelForCausalLM.from_pretrained(finished / "step-00000006").state_dict()
+    end = AutoModelForCausalLM.from_pretrained(finished / "step-00000012").state_dict()
+    export = AutoModelForCausalLM.from_pretrained(finished / "export").state_dict()
+    assert all(torch.equal(end[name], export[name]) for name in export)
+    assert not any(torch.equal(middle[name], export[name]) for name in export)
+
+
+def test_the_summary_and_the_report(finished: Path) -> None:
+    summary = json.loads((finished / "run.json").read_text())
+    assert summary["world_size"] == 2
+    assert set(summary["baselines"]) == {"unigram", "bigram"}
+    assert summary["sample"]
+    for kind, size in summary["memory"]["predicted"].items():
+        unit = 4 * 300 * 32 if kind == "gradients" else 0  # the embedding's, until the next reduction
+        assert size - 10_000 <= summary["memory"]["measured"][kind] <= size + unit + 10_000
+    page = write_report(finished).read_text()
+    assert "bigram" in page
+    assert summary["device"] in page
+
+
+def test_the_same_job_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:
+    job = Job.load(finished / "job.toml", [f"out={tmp_path / 'again'}"])
+    again = train(job, ranks=2, say=lambda text: None)
+    for first, second in zip(
+        read_metrics(finished / "metrics.jsonl"), read_metrics(again / "metrics.jsonl"), strict=True
+    ):
+        assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
+    assert (finished / "export/model.safetensors").read_bytes() == (again / "export/model.safetensors").read_bytes()
+
+
+def test_an_earlier_run_is_moved_aside(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    settings = [f"out={out}", "train.steps=1", "train.evaluate_every=0", "train.checkpoint_every=0"]
+    for _ in range(2):
+        train(Job.load(finished / "job.toml", settings), ranks=2, say=lambda text: None)
+    assert (tmp_path / "run.1" / "export").is_dir()
+    assert (out / "export").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_cleanly(number: signal.Signals, tmp_path: Path) -> None:
+    job = write_job(tmp_path, train={"steps": 100_000, "global_batch": 4})
+    out = tmp_path / "run"
+    command = [str(Path(sys.executable).parent / "weft"), "train", str(job), "--ranks", "2"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ)
+    )
+    deadline = time.monotonic() + 90
+    while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 3:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no step within 90 s"
+        time.sleep(0.1)
+    process.send_signal(number)
+    printed = process.communicate(timeout=90)[0]
+    assert process.returncode == 128 + number, printed
+    assert f"stopped by {number.name}" in printed
+    assert "Traceback" not in printed
+    rows = read_metrics(out / "metrics.jsonl")
+    assert [row.step for row in rows] == list(range(1, len(rows) + 1))
+    assert read_evaluations(out / "evaluations.jsonl")[-1].step == rows[-1].step
+    AutoModelForCausalLM.from_pretrained(out / "export")
+    assert (out / "report.html").exists()
