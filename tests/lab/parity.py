@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from tests.lab.pool import run_ranks
+from weft.anatomy.transformers import document_masks
 from weft.checkpoint.huggingface import build_on_meta, build_plain, gather_weights, materialize, read_config
 from weft.cluster.mesh import build_mesh
 from weft.data import MicroBatch
@@ -63,13 +65,20 @@ def share(batch: MicroBatch, part: int, parts: int, micro_batch: int) -> list[Mi
     return [MicroBatch(*pieces) for pieces in zip(*tensors, strict=True)]
 
 
+def logits_of(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
+    masks = document_masks(model, batch.position_ids)
+    return model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks, use_cache=False
+    ).logits
+
+
 def reference(source: Model, dtype: str, batches: list[MicroBatch], rows_at_once: int) -> Trace:
     """The untouched model, PyTorch's own AdamW and clipping, one process."""
     model = build_plain(source, read_config(source), DTYPES[dtype])
     model.train()
 
     def forward(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        logits = logits_of(model, batch)
         return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum"), logits.detach()
 
     decay = [p for p in model.parameters() if p.ndim >= 2]
@@ -114,7 +123,7 @@ def run_plan(
     optimizer.zero_grad()
 
     with torch.no_grad():
-        logits = [model(input_ids=b.input_ids, position_ids=b.position_ids, use_cache=False).logits for b in shares[0]]
+        logits = [logits_of(model, b) for b in shares[0]]
     losses, norms, scale = [], [], LossScale.from_plan(plan.precision.loss_scale)
     for step, mine in enumerate(shares, 1):
         for group in optimizer.param_groups:

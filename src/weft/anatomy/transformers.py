@@ -3,9 +3,12 @@
 import inspect
 import re
 from math import prod
+from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
 from weft.anatomy.roles import Anatomy, Block
 from weft.errors import ModelError
@@ -54,11 +57,34 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
 def can_separate_documents(model: PreTrainedModel, anatomy: Anatomy) -> bool:
     """Whether attention can be kept inside documents by positions that restart.
 
-    Transformers builds the mask of packed rows from position ids; a recurrence has no mask, and a model that takes no
-    position ids (ALiBi) cannot see where a document starts.
+    A recurrence has no mask to be told by, and a model that takes no position ids (ALiBi) counts on from the document before.
     """
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     return takes_positions and not any(block.recurrence for block in anatomy.blocks)
+
+
+def document_masks(model: PreTrainedModel, position_ids: torch.Tensor) -> Any:
+    """The attention masks of packed rows, for the model's `attention_mask`, made by the library itself.
+
+    Most families build these masks from position ids on their own; some (GPT-OSS in 5.17 to 5.23) forget to, and attend
+    across documents without a word. Masks made ahead of the forward, as `generate` makes them, are honoured by all.
+
+    Args:
+        model: a causal language model, parallelized or not.
+        position_ids: [rows, seq_len]; a document starts wherever they do not grow by one.
+
+    Returns:
+        One mask, a mask for each kind of layer, or None where plain causal attention is all that is needed.
+    """
+    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    shape_only = torch.empty((*position_ids.shape, 0), dtype=model.dtype, device=position_ids.device)
+    return make(
+        config=model.config,
+        inputs_embeds=shape_only,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=position_ids,
+    )
 
 
 def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from weft.data import MicroBatch
 from weft.parallel.data import begin_micro_batch
@@ -14,7 +15,7 @@ from weft.train.step import token_loss
 
 
 def measure_model_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: MicroBatch, plan: Plan
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: MicroBatch, plan: Plan
 ) -> dict[str, int]:
     """Bytes on this rank by kind, as `weft.parallel.data.model_state_bytes` predicts them. Every rank must call it.
 

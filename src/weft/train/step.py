@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
+from weft.anatomy.transformers import document_masks
 from weft.cluster.mesh import DATA_AXES
 from weft.comm.collectives import all_reduce
 from weft.data import MicroBatch
@@ -37,19 +39,21 @@ class StepResult:
     """Why the step was skipped; None when the weights were updated."""
 
 
-def token_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+def token_loss(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """Sum of cross entropies over the target tokens of a micro-batch, in float32 (float64 for a float64 model).
 
     Args:
         model: any causal language model of Transformers, parallelized or not.
         batch: input_ids, position_ids and targets, [rows, seq_len] each.
     """
-    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    masks = document_masks(model, batch.position_ids)
+    output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks, use_cache=False)
+    logits = output.logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def forward_backward(model: nn.Module, batches: Sequence[MicroBatch], plan: Plan, factor: float) -> Tensor:
+def forward_backward(model: PreTrainedModel, batches: Sequence[MicroBatch], plan: Plan, factor: float) -> Tensor:
     """Forward and backward of each micro-batch; gradients of `factor` times the loss add up in the parameters.
 
     Returns:
@@ -65,7 +69,7 @@ def forward_backward(model: nn.Module, batches: Sequence[MicroBatch], plan: Plan
 
 
 def train_step(
-    model: nn.Module,
+    model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[MicroBatch],
     plan: Plan,
@@ -114,7 +118,7 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Sequence[MicroBatch], mesh: DeviceMesh) -> float:
+def evaluate(model: PreTrainedModel, batches: Sequence[MicroBatch], mesh: DeviceMesh) -> float:
     """Mean cross entropy in nats over all target tokens of the batches of all data ranks, the same on every rank.
 
     Args:

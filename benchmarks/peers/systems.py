@@ -1,0 +1,159 @@
+"""The systems: each function builds the workload's model in one system's own idiom and returns its training step.
+
+A step takes this rank's rows, int64 [rows, SEQ_LEN], updates the weights once, and returns a loss to log: the mean over
+this rank's tokens, or over those of all ranks. The default process group exists when a function is called. Peers are
+imported where they are used: each is optional.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peers.workload import CONFIG, GLOBAL_BATCH, RANKS, SETTINGS, untouched_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft.checkpoint.huggingface import build_on_meta, read_config
+from weft.data import MicroBatch
+from weft.job import Model
+from weft.plan import Parallel, Plan, Precision
+from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer
+from weft.train.step import IGNORED, train_step
+
+Step = Callable[[Tensor], float]
+
+
+def build_weft(zero: int, dtype: str) -> Step:
+    """Weft's own step on the untouched model."""
+    parallel = Parallel(zero=zero)  # type: ignore[arg-type]
+    plan = Plan(parallel=parallel, precision=Precision(forward=dtype)).resolve(RANKS)  # type: ignore[arg-type]
+    source = Model(config=CONFIG, init_seed=0)
+    mesh = weft.build_mesh(plan, "cpu", RANKS)
+    model = weft.parallelize(build_on_meta(read_config(source), DTYPES[plan.precision.update]), plan, mesh)
+    weft.materialize(model, source, torch.device("cpu"))
+    model.train()
+    optimizer, scale = build_optimizer(model, SETTINGS), LossScale.from_plan(plan.precision.loss_scale)
+
+    def step(rows: Tensor) -> float:
+        positions = torch.arange(rows.shape[1]).expand_as(rows)
+        targets = F.pad(rows[:, 1:], (0, 1), value=IGNORED)  # as Transformers shifts labels
+        batch = MicroBatch(rows, positions, targets)
+        return train_step(model, optimizer, [batch], plan, mesh, scale, SETTINGS.clip_norm).loss
+
+    return step
+
+
+def build_torch(zero: int, dtype: str) -> Step:
+    """A hand-written loop: DistributedDataParallel with autocast for ZeRO 0, fully_shard on each block for 2 and 3."""
+    model = untouched_model().train()
+    return _ddp_loop(model, dtype) if zero == 0 else _fsdp2_loop(model, zero, dtype)
+
+
+def _ddp_loop(plain: nn.Module, dtype: str) -> Step:
+    model = DistributedDataParallel(plain)
+    optimizer = build_optimizer(model, SETTINGS)
+    cast: Any = torch.autocast("cpu", torch.bfloat16) if dtype == "bf16" else nullcontext()
+
+    def step(rows: Tensor) -> float:
+        with cast:
+            loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def _fsdp2_loop(model: nn.Module, zero: int, dtype: str) -> Step:
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
+    for block in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+    optimizer = build_optimizer(model, SETTINGS)
+
+    def step(rows: Tensor) -> float:
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def build_accelerate(zero: int, dtype: str) -> Step:
+    """Accelerate: DistributedDataParallel for ZeRO 0, its FSDP2 plugin for 2 and 3."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if dtype == "bf16" else "no")
+    if zero > 0:
+        # Accelerate 1.15 reads the plugin on accelerators only; on CPU it would go on with DistributedDataParallel.
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=zero == 3,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+        if dtype == "bf16":
+            plugin.set_mixed_precision("bf16")
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    model = untouched_model().train()
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, SETTINGS))
+
+    def step(rows: Tensor) -> float:
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def build_deepspeed(zero: int, dtype: str) -> Step:
+    """DeepSpeed's engine with a client optimizer; in bf16 it keeps fp32 master weights and reduces gradients in bf16."""
+    import deepspeed
+
+    model = untouched_model().train()
+    config = {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // RANKS,
+        "gradient_clipping": SETTINGS.clip_norm,
+        "zero_optimization": {"stage": zero},
+        "bf16": {"enabled": dtype == "bf16"},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=build_optimizer(model, SETTINGS), config=config)
+
+    def step(rows: Tensor) -> float:
+        loss = engine(input_ids=rows, labels=rows, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
+BUILDERS: dict[str, Callable[[int, str], Step]] = {
+    "weft": build_weft,
+    "torch": build_torch,
+    "accelerate": build_accelerate,
+    "deepspeed": build_deepspeed,
+}
+
+
+def installed(system: str) -> bool:
+    """Whether the package of a system can be imported."""
+    return find_spec(system) is not None
