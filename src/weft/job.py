@@ -56,9 +56,13 @@ class Optimizer(Table):
     """The update rule, clipping and the course of the learning rate."""
 
     name: Literal["adamw"] = "adamw"
+    """The update rule: AdamW (Loshchilov and Hutter, 2019), fused."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate, reached at the end of warm-up."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay of the two moments."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Applied to matrices; vectors (norms, biases) do not decay."""
     clip_norm: Annotated[float, Field(ge=0)] = 1.0
@@ -66,16 +70,18 @@ class Optimizer(Table):
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After warm-up: cosine to a tenth; wsd: constant, then linear to zero over the last fifth; or constant."""
     warmup_steps: Number = 10
+    """Steps in which the learning rate rises from zero."""
 
 
 class Train(Table):
     """Length and rhythm of training."""
 
     steps: Count = 100
+    """Optimizer steps."""
     global_batch: Count = 8
     """Rows of one optimizer step, over all ranks and micro-batches."""
     micro_batch: Count = 8
-    """Rows a rank takes through forward and backward at once."""
+    """Rows a rank takes through forward and backward at once, at most."""
     seed: int = 0
     """Seed of the data order and of dropout."""
     evaluate_every: Number = 0
@@ -95,6 +101,7 @@ class Job(Table):
     train: Train = Train()
     plan: Plan = Plan()
     out: str = "runs/first"
+    """Folder for everything the run leaves; an earlier run in it is moved aside."""
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], assignments: Iterable[str] = ()) -> "Job":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "own_loop.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--local-addr", "127.0.0.1"]
 
 
 def losses(*launcher: str) -> list[float]:
@@ -20,5 +20,5 @@ def losses(*launcher: str) -> list[float]:
 def test_learns_the_same_on_one_and_two_ranks() -> None:
     alone = losses()
     assert len(alone) == 20
-    assert all(later < earlier for earlier, later in zip(alone, alone[1:], strict=False))
+    assert alone == sorted(set(alone), reverse=True)  # each is below the one before
     assert losses(*TORCHRUN) == pytest.approx(alone, abs=2e-4)  # two ranks print what one rank prints, but for rounding
