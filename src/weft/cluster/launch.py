@@ -101,7 +101,7 @@ def launch(
                 max_restarts=0,
                 local_addr=LOOPBACK,
             )
-            result = LocalElasticAgent(spec, files, shutdown_timeout=SECONDS_TO_END).run()
+            result = PatientAgent(spec, files).run()
     except SignalException as stop:
         raise Stopped(stop.sigval) from None
     if result.is_failed():
@@ -158,6 +158,14 @@ def connect(device: Device) -> tuple[int, int, int]:
     device.use(local_rank)
     dist.init_process_group(device.backend)
     return rank, world_size, local_rank
+
+
+class PatientAgent(LocalElasticAgent):
+    """Gives ranks the time to finish a step before it kills them; torch 2.11 has no parameter for that."""
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SECONDS_TO_END) -> None:
+        if self._pcontext:
+            self._pcontext.close(death_sig, SECONDS_TO_END)
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
