@@ -177,11 +177,6 @@ def save_folder(
     half.rename(folder)
 
 
-def config_summary(config: PretrainedConfig) -> dict[str, Any]:
-    """What differs from the family's defaults, and the family."""
-    return {"model_type": config.model_type, **config.to_diff_dict()}
-
-
 def convert_folder(source: Path, target: Path, dtype: str) -> Path:
     """Copy a Hugging Face folder with its tokenizer, its weights in another number format.
 

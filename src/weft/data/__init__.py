@@ -4,12 +4,13 @@ The launcher calls `prepare` once; each rank opens `Rows` on what it found and d
 """
 
 from weft.data.baselines import scored_pairs, unigram_and_bigram
-from weft.data.batches import MicroBatch, batches, evaluation_batches
+from weft.data.batches import IGNORED, MicroBatch, batches, evaluation_batches
 from weft.data.prepare import Prepared, prepare
 from weft.data.rows import Row, Rows
 from weft.data.shards import Span
 
 __all__ = [
+    "IGNORED",
     "MicroBatch",
     "Prepared",
     "Row",

@@ -13,14 +13,12 @@ from transformers import PreTrainedModel
 from weft.anatomy.transformers import document_masks
 from weft.cluster.mesh import DATA_AXES
 from weft.comm.collectives import all_reduce
-from weft.data import MicroBatch
+from weft.data import IGNORED, MicroBatch
 from weft.parallel.data import begin_micro_batch
 from weft.plan import Plan
 from weft.precision.guard import find_culprit
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import global_norm, scale_gradients
-
-IGNORED = -100  # target of a position that does not count
 
 
 @dataclass(frozen=True)

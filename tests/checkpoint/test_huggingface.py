@@ -1,0 +1,127 @@
+"""Hugging Face in and out: folders, shards, damage."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.lab.families import FAMILIES, family
+from tests.lab.parity import plan_for
+from tests.lab.pool import RankError, run_ranks
+from weft.checkpoint.huggingface import (
+    build_on_meta,
+    build_plain,
+    convert_folder,
+    gather_weights,
+    materialize,
+    read_config,
+    save_folder,
+)
+from weft.cluster.mesh import build_mesh
+from weft.errors import CheckpointError, ModelError
+from weft.job import Model
+from weft.parallel.parallelize import parallelize
+
+
+def save_plain(folder: Path, name: str = "qwen3_moe") -> Model:
+    source = Model(config=family(name), init_seed=5)
+    build_plain(source, read_config(source), torch.float32).save_pretrained(folder)
+    return Model(path=str(folder))
+
+
+def load_on_ranks(
+    rank: int, world_size: int, source: Model
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    """Whole weights (rank 0), this rank's buffers, and how many numbers it holds."""
+    plan = plan_for("fp32").resolve(world_size)
+    model = build_on_meta(read_config(source), torch.float32)
+    parallelize(model, plan, build_mesh(plan, "cpu", world_size))
+    materialize(model, source, torch.device("cpu"))
+    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    return gather_weights(model), dict(model.named_buffers()), held
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_arrives_in_shards_with_all_buffers(name: str, tmp_path: Path) -> None:
+    source = save_plain(tmp_path, name)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    results = run_ranks(2, load_on_ranks, source)
+    weights = results[0][0]
+    for key, value in plain.state_dict().items():
+        assert torch.equal(weights[key], value), key
+    for _, buffers, held in results:
+        assert held <= 0.7 * sum(parameter.numel() for parameter in plain.parameters())
+        for key, buffer in plain.named_buffers():
+            assert torch.equal(buffers[key], buffer), key
+
+
+def test_fresh_weights_are_those_of_plain_transformers() -> None:
+    config = read_config(Model(config=family("llama")))
+    torch.manual_seed(11)
+    plain = AutoModelForCausalLM.from_config(config).state_dict()
+    weights = run_ranks(2, load_on_ranks, Model(config=family("llama"), init_seed=11))[0][0]
+    assert all(torch.equal(weights[key], value) for key, value in plain.items())
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "one weight missing"])
+def test_damage_is_an_error_on_every_rank(damage: str, tmp_path: Path) -> None:
+    source = save_plain(tmp_path)
+    file = tmp_path / "model.safetensors"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        weights = model.state_dict()
+        del weights["model.norm.weight"]
+        model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(RankError, match="CheckpointError") as caught:
+        run_ranks(2, load_on_ranks, source)
+    assert "model.norm.weight" in str(caught.value) or damage != "one weight missing"
+    with pytest.raises(CheckpointError):
+        build_plain(source, read_config(source), torch.float32)
+
+
+def test_a_saved_folder_loads_with_the_same_weights(tmp_path: Path) -> None:
+    for name in ("gpt2", "qwen3_moe", "deepseek_v3"):
+        source = Model(config=family(name))
+        config = read_config(source)
+        plain = build_plain(source, config, torch.float32)
+        save_folder(config, dict(plain.state_dict()), None, tmp_path / name, torch.float32)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        for (key, value), found in zip(plain.state_dict().items(), again.state_dict().values(), strict=True):
+            assert torch.equal(found, value), key
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_converting_changes_the_format_and_overwrites_nothing(tmp_path: Path) -> None:
+    save_plain(tmp_path / "from")
+    convert_folder(tmp_path / "from", tmp_path / "to", "bf16")
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "from").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "to", dtype="auto").state_dict()
+    assert all(torch.equal(after[key], value.bfloat16()) for key, value in before.items())
+    with pytest.raises(CheckpointError, match="exists"):
+        convert_folder(tmp_path / "from", tmp_path / "to", "bf16")
+    with pytest.raises(CheckpointError, match="no weights"):
+        convert_folder(tmp_path / "nowhere", tmp_path / "new", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (Model(config={"hidden_size": 32}), "model_type"),
+        (Model(config={"model_type": "no_such_family"}), "no_such_family"),
+        (Model(config="nowhere/config.json"), "there is no file"),
+        (Model(path="nowhere"), "there is no file"),
+    ],
+)
+def test_bad_configurations(source: Model, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        read_config(source)
+
+
+def test_a_family_without_a_causal_model() -> None:
+    with pytest.raises(ModelError, match="cannot build a causal language model"):
+        build_on_meta(read_config(Model(config={"model_type": "vit"})), torch.float32)
