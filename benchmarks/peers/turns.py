@@ -17,7 +17,12 @@ from peers.workload import GLOBAL_BATCH, RANKS, SEQ_LEN, rows_of
 
 from weft.errors import RankFailure
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "ACCELERATE_USE_CPU": "true",
+    "DS_ACCELERATOR": "cpu",
+}
 
 
 @dataclass(frozen=True)

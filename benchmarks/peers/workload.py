@@ -1,5 +1,7 @@
 """What every system trains on: the same model, rows and update rule. The systems differ in how they split it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -9,7 +11,7 @@ from weft.job import Optimizer
 RANKS = 2
 GLOBAL_BATCH = 4  # rows of one step, over all ranks
 SEQ_LEN = 256
-CONFIG = {  # 10.6 million parameters
+CONFIG: dict[str, Any] = {  # 10.6 million parameters
     "model_type": "llama",
     "vocab_size": 8192,
     "hidden_size": 256,
@@ -26,9 +28,8 @@ NUM_BATCHES = 2  # taken in turn, so that the model can learn them: what does ot
 
 def untouched_model() -> PreTrainedModel:
     """The model as Transformers builds it, in float32, with the same weights in every process."""
-    settings = dict(CONFIG)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
 
 
 def rows_of(step: int, rank: int) -> Tensor:

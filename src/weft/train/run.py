@@ -20,6 +20,7 @@ from weft.cluster.launch import default_ranks, launch
 from weft.data import Prepared, Rows, prepare, scored_pairs, unigram_and_bigram
 from weft.errors import JobError
 from weft.job import Job
+from weft.train.metrics import format_count
 
 BASELINE_ROWS = 40_000  # rows of the train split that the bigram counts look at, at most
 
