@@ -25,11 +25,11 @@ def main() -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    plan = weft.Plan(
-        precision=Precision(forward="fp32")
-    )  # by default, weights and optimizer are sharded over all ranks
+    plan = weft.Plan(precision=Precision(forward="fp32"))  # weights and optimizer are sharded over all ranks
     mesh = weft.build_mesh(plan, device.type, ranks)
-    model = weft.parallelize(LlamaForCausalLM(config).to(place), plan, mesh)
+    with place:
+        model = LlamaForCausalLM(config)
+    weft.parallelize(model, plan, mesh)  # in place: the class, the forward and the names stay
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     rows = (torch.arange(32) * torch.arange(1, 9)[:, None]) % 256  # eight rows that count by one, by two, ...

@@ -1,5 +1,6 @@
 """The loop that users copy: it runs alone and under torchrun, learns, and does not depend on the number of ranks."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalon
 
 def losses(*launcher: str) -> list[float]:
     """The losses that the script prints."""
-    result = subprocess.run([sys.executable, *launcher, str(SCRIPT)], capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # two ranks need two of them, or none
+    argv = [sys.executable, *launcher, str(SCRIPT)]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0, result.stderr
     return [float(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("step")]
 

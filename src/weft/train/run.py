@@ -48,9 +48,8 @@ def train(job: Job, *, ranks: int | None = None, say: Callable[[str], None] = pr
     out = _new_folder(Path(job.out), say)
     (out / "job.toml").write_text(job.to_toml(), encoding="utf-8")
     (out / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
-    say(
-        f"{anatomy.family} with {anatomy.parameters / 1e6:.1f} M parameters on {ranks} x {device.name}, output in {out}"
-    )
+    size = format_count(anatomy.parameters)
+    say(f"{anatomy.family} with {size} parameters on {ranks} x {device.name}, output in {out}")
     try:
         launch([sys.executable, "-m", "weft.train.rank", str(out)], ranks=ranks, log_dir=out / "logs")
     finally:
