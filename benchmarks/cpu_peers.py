@@ -1,4 +1,4 @@
-"""Weft beside its peers on two CPU ranks: the same model, rows and update rule, taking turns step by step.
+"""Weft beside its peers on two CPU ranks: the same model, rows and update rule, taking turns.
 
     python benchmarks/cpu_peers.py            # every system that is installed; below 8 minutes on two free cores
     python benchmarks/cpu_peers.py --quick    # a smoke run
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated
 
-from peers.turns import ONE_THREAD
-
-os.environ.update(ONE_THREAD)  # before the ranks' server starts: OpenMP reads it once
-
 import typer
 from peers.systems import BUILDERS, installed
-from peers.turns import System, Turn, start, stop, take_turn, wait_built
+from peers.turns import ENVIRONMENT, System, Turn, start, stop, take_turn, wait_built
 from rich.console import Console
 from rich.table import Table
 
+from weft.errors import RankFailure
+
+PEERS = [name for name in BUILDERS if name != "weft"]
+STAGES = ["0", "2", "3"]
 CHECKED_STEPS = 5
 WARM_UP_STEPS = 1  # after the checked ones
 # Accelerate rounds its loss to bf16: 0.03 at 9. DeepSpeed's ZeRO 0 in bf16 drifts further than the others.
@@ -72,10 +72,13 @@ def spread(values: Sequence[float], style: str) -> str:
     return f"{median(values):{style}} ({min(values):{style}}-{max(values):{style}})"
 
 
-def differing(results: dict[str, Result], dtype: str) -> dict[str, float]:
-    """Systems whose first losses differ from Weft's by more than the tolerance, with the largest difference."""
-    apart = {name: distance(result.losses, results["weft"].losses) for name, result in results.items()}
-    return {name: difference for name, difference in apart.items() if not difference <= TOLERANCE[dtype]}
+def report_losses(console: Console, results: dict[str, Result], zero: int, dtype: str) -> bool:
+    """Print the first losses of each system; whether all are Weft's to the tolerance."""
+    console.print(f"ZeRO {zero} {dtype}, losses of the first {CHECKED_STEPS} steps, and how far from Weft's")
+    differences = {name: distance(result.losses, results["weft"].losses) for name, result in results.items()}
+    for name, result in results.items():
+        console.print(f"  {name:10}", *(f"{loss:.5f}" for loss in result.losses), f"  {differences[name]:.1e}")
+    return max(differences.values()) <= TOLERANCE[dtype]
 
 
 def distance(losses: Sequence[float], others: Sequence[float]) -> float:
@@ -84,38 +87,51 @@ def distance(losses: Sequence[float], others: Sequence[float]) -> float:
     return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
+def choose(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """Split a value with commas, each one of the known ones."""
+    chosen = text.split(",")
+    unknown = [value for value in chosen if value not in known]
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)}: known are {', '.join(known)}", param_hint=option)
+    return chosen
+
+
 def main(
-    quick: Annotated[bool, typer.Option(help="A smoke run: two repeats of one step.")] = False,
-    repeats: Annotated[int, typer.Option(help="Turns of each system.")] = 9,
-    steps: Annotated[int, typer.Option(help="Steps of a turn.")] = 2,
-    systems: Annotated[str, typer.Option(help="Which to run, with commas; weft is always one.")] = ",".join(BUILDERS),
-    stages: Annotated[str, typer.Option(help="ZeRO stages, with commas.")] = "0,2,3",
-    dtypes: Annotated[str, typer.Option(help="Formats of forward and backward, with commas.")] = "fp32,bf16",
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke run: two repeats of one step.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each system.")] = 9,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 2,
+    systems: Annotated[str, typer.Option(help="Peers to run beside weft, with commas.")] = ",".join(PEERS),
+    stages: Annotated[str, typer.Option(help="ZeRO stages, with commas.")] = ",".join(STAGES),
+    dtypes: Annotated[str, typer.Option(help="Formats of forward and backward, with commas.")] = ",".join(TOLERANCE),
 ) -> None:
     """Print tokens a second of each system and the ratio Weft / system, and check that their losses agree."""
+    os.environ.update(ENVIRONMENT)
+    asked = choose("--systems", systems, PEERS)
+    cells = [
+        (int(zero), dtype)
+        for dtype in choose("--dtypes", dtypes, list(TOLERANCE))
+        for zero in choose("--stages", stages, STAGES)
+    ]
     if quick:
         repeats, steps = 2, 1
-    console, started = Console(), time.perf_counter()
-    asked = ["weft", *(name for name in systems.split(",") if name != "weft")]
-    present = [name for name in asked if installed(name)]
+    console, started = Console(highlight=False), time.perf_counter()
     for name in asked:
-        if name not in present:
+        if not installed(name):
             console.print(f"{name}: not installed")
+    present = ["weft", *filter(installed, asked)]
     table = Table("system", "ZeRO", "dtype", "tokens/s: median (min-max)", "Weft / system")
     agreed = True
-    for dtype in dtypes.split(","):
-        for zero in map(int, stages.split(",")):
+    for zero, dtype in cells:
+        try:
             results = measure(present, zero, dtype, repeats, steps)
-            add_rows(table, results, zero, dtype)
-            console.print(f"ZeRO {zero} {dtype}, losses of the first {CHECKED_STEPS} steps", highlight=False)
-            for name, result in results.items():
-                console.print(f"  {name:10}", *(f"{loss:.5f}" for loss in result.losses), highlight=False)
-            for name, difference in differing(results, dtype).items():
-                agreed = False
-                console.print(f"  {name} differs from weft by {difference:.2g}, allowed {TOLERANCE[dtype]:g}")
+        except RankFailure as failure:
+            console.print(str(failure), markup=False)
+            raise typer.Exit(failure.exit_code) from None
+        add_rows(table, results, zero, dtype)
+        agreed &= report_losses(console, results, zero, dtype)
     console.print(table)
-    console.print(f"losses {'agree' if agreed else 'DO NOT AGREE'}; {repeats} repeats of {steps} steps;", end=" ")
-    console.print(f"{time.perf_counter() - started:.0f} s", highlight=False)
+    seconds = time.perf_counter() - started
+    console.print(f"losses {'agree' if agreed else 'DIFFER'}; {repeats} repeats of {steps} steps; {seconds:.0f} s")
     raise typer.Exit(0 if agreed else 1)
 
 

@@ -6,14 +6,14 @@ imported where they are used: each is optional.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from peers.workload import CONFIG, GLOBAL_BATCH, RANKS, SETTINGS, untouched_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +21,7 @@ import weft
 from weft.checkpoint.huggingface import build_on_meta, read_config
 from weft.data import MicroBatch
 from weft.job import Model
-from weft.plan import Parallel, Plan, Precision
+from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import build_optimizer
@@ -32,8 +32,7 @@ Step = Callable[[Tensor], float]
 
 def build_weft(zero: int, dtype: str) -> Step:
     """Weft's own step on the untouched model."""
-    parallel = Parallel(zero=zero)  # type: ignore[arg-type]
-    plan = Plan(parallel=parallel, precision=Precision(forward=dtype)).resolve(RANKS)  # type: ignore[arg-type]
+    plan = Plan.model_validate({"parallel": {"zero": zero}, "precision": {"forward": dtype}}).resolve(RANKS)
     source = Model(config=CONFIG, init_seed=0)
     mesh = weft.build_mesh(plan, "cpu", RANKS)
     model = weft.parallelize(build_on_meta(read_config(source), DTYPES[plan.precision.update]), plan, mesh)
@@ -52,37 +51,22 @@ def build_weft(zero: int, dtype: str) -> Step:
 
 def build_torch(zero: int, dtype: str) -> Step:
     """A hand-written loop: DistributedDataParallel with autocast for ZeRO 0, fully_shard on each block for 2 and 3."""
-    model = untouched_model().train()
-    return _ddp_loop(model, dtype) if zero == 0 else _fsdp2_loop(model, zero, dtype)
-
-
-def _ddp_loop(plain: nn.Module, dtype: str) -> Step:
-    model = DistributedDataParallel(plain)
+    model: nn.Module = untouched_model().train()
+    cast: AbstractContextManager[object] = nullcontext()
+    if zero == 0:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if dtype == "bf16":
+            cast = torch.autocast("cpu", torch.bfloat16)
+    else:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+        for module in (*model.get_submodule("model.layers").children(), model):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
     optimizer = build_optimizer(model, SETTINGS)
-    cast: Any = torch.autocast("cpu", torch.bfloat16) if dtype == "bf16" else nullcontext()
 
     def step(rows: Tensor) -> float:
         with cast:
             loss = model(input_ids=rows, labels=rows, use_cache=False).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
-
-
-def _fsdp2_loop(model: nn.Module, zero: int, dtype: str) -> Step:
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
-    for block in model.model.layers:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
-    optimizer = build_optimizer(model, SETTINGS)
-
-    def step(rows: Tensor) -> float:
-        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
         optimizer.step()

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 import warnings
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -17,12 +18,8 @@ from peers.workload import GLOBAL_BATCH, RANKS, SEQ_LEN, rows_of
 
 from weft.errors import RankFailure
 
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "ACCELERATE_USE_CPU": "true",
-    "DS_ACCELERATOR": "cpu",
-}
+# Of every rank, set before the server that the ranks come out of starts: OpenMP reads it once.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Turn:
 def start(name: str, zero: int, dtype: str) -> System:
     """Start the ranks of a system and let them build the model; wait with `wait_built`.
 
-    The ranks come out of a server process that has imported torch and Transformers once.
+    The ranks come out of a server process that has imported torch and Transformers once, with `ENVIRONMENT` set.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "peers.systems"])
@@ -99,19 +96,20 @@ def _answers(system: System) -> list[tuple[list[float], float]]:
         return [connection.recv() for connection in system.connections]
     except EOFError:
         raise RankFailure(
-            f"a rank of {system.name} ended", fix="see its traceback above; --systems leaves a system out"
+            f"a rank of {system.name} ended", fix="see its traceback above; --systems chooses which systems run"
         ) from None
 
 
 def _rank_main(name: str, zero: int, dtype: str, rank: int, port: int, turns: Connection) -> None:
     """Build the system, then run as many steps as each turn says; 0 ends."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS}
-    os.environ.update({key: str(value) for key, value in (ONE_THREAD | place).items()})
+    os.environ.update({key: str(value) for key, value in place.items()})
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
-    train_step = BUILDERS[name](zero, dtype)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # DeepSpeed tells of what it compiles
+        train_step = BUILDERS[name](zero, dtype)
     turns.send(([], 0.0))
     done = 0
     while steps := turns.recv():

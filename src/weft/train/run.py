@@ -54,6 +54,7 @@ def train(job: Job, *, ranks: int | None = None, say: Callable[[str], None] = pr
         launch([sys.executable, "-m", "weft.train.rank", str(out)], ranks=ranks, log_dir=out / "logs")
     finally:
         if (out / "run.json").exists():  # the ranks ended by themselves, at the last step or after a signal
+            say("counting baselines on the same tokens, and writing a sample")
             _complete_summary(job, prepared, out)
     return out
 
