@@ -50,6 +50,7 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(precision=Precision(update="fp16")),
         Plan(precision=Precision(forward="fp32", update="bf16")),
         Plan(precision=Precision(reduce="fp16")),
+        Plan(parallel=Parallel(zero=0), precision=Precision(reduce="bf16")),
     ]
     for rule in RULES:
         assert any(rule.broken(plan) for plan in breaking), rule.name

@@ -146,6 +146,12 @@ RULES: tuple[Rule, ...] = (
         fix="set plan.precision.update at least as wide as plan.precision.forward",
     ),
     Rule(
+        name="zero = 0 with gradients reduced in another format than the update's",
+        broken=lambda plan: plan.parallel.zero == 0 and plan.precision.reduce != plan.precision.update,
+        reason="replicated gradients are reduced where they are accumulated, in the update format",
+        fix="set plan.precision.reduce to plan.precision.update, or use zero = 1",
+    ),
+    Rule(
         name="fp16 gradient reduction",
         broken=lambda plan: plan.precision.reduce == "fp16",
         reason="a sum over ranks overflows fp16 at 65504",

@@ -119,7 +119,7 @@ def run_plan(
     shares = [share(batch, data_rank, data_ranks, micro_batch) for batch in batches]
     tokens = int((batches[0].targets != -100).sum())
     forward_backward(model, shares[0], plan, data_ranks / tokens)
-    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     optimizer.zero_grad()
 
     with torch.no_grad():

@@ -123,6 +123,7 @@ def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> 
     if problem:
         raise CheckpointError(problem)
     model.to_empty(device=device)
+    model.tie_weights()  # each use of a tied weight got a memory of its own
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, dict(plain.state_dict()) if plain else {}, options=options)
     originals = dict(plain.named_buffers()) if plain else {}

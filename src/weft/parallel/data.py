@@ -1,14 +1,14 @@
-"""Sharded data parallelism: ZeRO stages 0 to 3 on FSDP2 (Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023).
+"""Sharded data parallelism: ZeRO stages 1 to 3 on FSDP2 (Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023).
 
 What one data rank holds between two micro-batches, for P parameters, d ranks in dp_shard, f bytes a forward weight, g bytes
 a reduced gradient and u bytes an updated number (weight and two moments of Adam):
 
-    zero 0    f P + g P + 3 u P         gradients all-reduced once a step
+    zero 0    g P + 3 u P               gradients all-reduced once a step (replicate.py)
     zero 1    f P + g P + 3 u P / d     reduce-scattered once a step
     zero 2    f P + (g + 3 u) P / d     reduce-scattered every micro-batch
     zero 3    (g + 3 u) P / d           and weights gathered block by block, twice a micro-batch
 
-Weights of stages 0 to 2 are gathered once a step, kept until the last backward, and freed before the update. Stages 2 and 3
+Weights of stages 1 and 2 are gathered once a step, kept until the last backward, and freed before the update. Stages 2 and 3
 also hold the gradient of one unit of communication, whole, until the next one is reduced.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from weft.anatomy.roles import Anatomy
 from weft.cluster.mesh import DATA_AXES
@@ -48,15 +48,17 @@ def shard_data_parallel(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: De
     fully_shard(model, **{**settings, "reshard_after_forward": False})
 
 
-def begin_micro_batch(model: nn.Module, plan: Plan, *, last: bool) -> None:
+def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:
     """Say what the coming backward does with gradients and gathered weights.
 
     Args:
-        model: sharded by `shard_data_parallel`.
+        model: parallelized.
         plan: resolved.
         last: whether this is the last micro-batch of the step, after which gradients are complete and weights are freed.
     """
-    assert isinstance(model, FSDPModule)
+    if plan.parallel.zero == 0:
+        model.gradient_reducer.last_micro_batch = last
+        return
     model.set_is_last_backward(last)
     model.set_requires_gradient_sync(last or plan.parallel.zero >= 2)
     model.set_requires_all_reduce(last)
@@ -77,7 +79,7 @@ def model_state_bytes(parameters: int, plan: Plan, *, micro_batches: int = 2) ->
     whole_gradients = p.zero <= 1 and micro_batches > 1
     return {
         "parameters": BYTES[precision.update] * parameters / shards,
-        "gathered parameters": 0.0 if p.zero == 3 else float(BYTES[precision.forward] * parameters),
+        "gathered parameters": 0.0 if p.zero in (0, 3) else float(BYTES[precision.forward] * parameters),
         "gradients": gradient * parameters / (1 if whole_gradients else shards),
         "optimizer": 2 * BYTES[precision.update] * parameters / shards,
     }

@@ -5,13 +5,14 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.transformers import read_anatomy
 from weft.parallel.data import shard_data_parallel
+from weft.parallel.replicate import replicate_data_parallel
 from weft.plan import Plan
 
 
 def parallelize(model: PreTrainedModel, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     """Split an unmodified Transformers model over the ranks of a mesh, in place, as the plan says.
 
-    The model keeps its class, its forward and its parameter names. Afterwards parameters are DTensors: make the optimizer
+    The model keeps its class, its forward and its parameter names. Afterwards parameters are sharded: make the optimizer
     from `model.parameters()` now. Gradients are means over the data ranks, as under DistributedDataParallel.
 
     Args:
@@ -28,5 +29,6 @@ def parallelize(model: PreTrainedModel, plan: Plan, mesh: DeviceMesh) -> PreTrai
     """
     plan = plan.resolve(mesh.size())
     anatomy = read_anatomy(model)
-    shard_data_parallel(model, anatomy, plan, mesh)
+    split_data = replicate_data_parallel if plan.parallel.zero == 0 else shard_data_parallel
+    split_data(model, anatomy, plan, mesh)
     return model

@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterable
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -31,37 +30,36 @@ def measure_model_state(
     states = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
     ]
-    before = _live_bytes() - _gathered_bytes(model)
+    before = _live_storages()
     begin_micro_batch(model, plan, last=False)
     token_loss(model, batch).backward()
-    gathered = _gathered_bytes(model)
-    gradients = _live_bytes() - gathered - before
+    gathered = _storages(parameter for parameter in model.parameters()).keys() - _storages(shards).keys()
+    # Buckets of replicated gradients outlive the step: they are counted although they were there before.
+    own = _storages(shard.grad for shard in shards if shard.grad is not None)
+    after = _live_storages()
+    gradients = sum(size for place, size in after.items() if place in own or place not in before.keys() | gathered)
+    gathered_bytes = sum(after[place] for place in gathered)
     begin_micro_batch(model, plan, last=True)
     token_loss(model, batch).backward()
     optimizer.zero_grad(set_to_none=True)
     return {
-        "parameters": _storage_bytes(shards),
-        "gathered parameters": gathered,
+        "parameters": sum(_storages(shards).values()),
+        "gathered parameters": gathered_bytes,
         "gradients": gradients,
-        "optimizer": _storage_bytes(state for state in states if state.ndim),
+        "optimizer": sum(_storages(state for state in states if state.ndim).values()),
     }
 
 
-def _gathered_bytes(model: nn.Module) -> int:
-    """Whole weights that FSDP2 has put in the place of the shards for now."""
-    return _storage_bytes(parameter for parameter in model.parameters() if not isinstance(parameter, DTensor))
-
-
-def _live_bytes() -> int:
-    """Bytes of all tensors that Python knows of, and of their gradients, which it may not have met yet."""
+def _live_storages() -> dict[int, int]:
+    """Storages of all tensors that Python knows of, and of their gradients, which it may not have met yet."""
     gc.collect()
     known = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     gradients = [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None]
-    return _storage_bytes([*known, *gradients])
+    return _storages([*known, *gradients])
 
 
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors; of a DTensor, those of the local shard."""
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Address and bytes of the distinct storages behind some tensors; of a DTensor, those of the local shard."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     storages = (tensor.untyped_storage() for tensor in local if tensor.device.type != "meta")
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

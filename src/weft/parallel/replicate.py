@@ -1,0 +1,134 @@
+"""Replicated data parallelism (ZeRO stage 0): every rank holds all state, and gradients are averaged while backward runs.
+
+Gradients live in flat buckets, one for each block, that are made once; a bucket is reduced as soon as its last gradient is
+there, behind the backward of the blocks before it (Li et al., PyTorch Distributed, 2020). Sharded data parallelism over one
+rank would do the same with two more copies of weights and gradients, every step, and without the overlap.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.anatomy.roles import Anatomy
+from weft.plan import Plan
+from weft.precision.dtypes import DTYPES
+
+
+def replicate_data_parallel(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
+    """Average gradients over the data ranks, in place, by the end of each backward.
+
+    Args:
+        model: on any device, the meta device included; all ranks hold equal weights.
+        anatomy: its roles.
+        plan: resolved, with zero = 0.
+        mesh: with the axes of `weft.cluster.mesh`; all data ranks are on dp_replicate.
+    """
+    reducer = GradientReducer([block.name for block in anatomy.blocks], mesh.get_group("dp_replicate"))
+    model.gradient_reducer = reducer
+    # Weights may still be on the meta device: their hooks wait for the first forward.
+    model.register_forward_pre_hook(reducer.prepare)
+    if plan.precision.forward != plan.precision.update:
+        _cast_in_forward(model, DTYPES[plan.precision.forward])
+
+
+class Bucket:
+    """Gradients of some parameters, side by side in one tensor."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.flat = torch.zeros(
+            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
+        )
+        pieces = self.flat.split([p.numel() for p in parameters])
+        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+        self.missing = len(parameters)
+
+    def reduce(self, group: dist.ProcessGroup) -> dist.Work:
+        """Start the average over ranks; a parameter without gradient on this rank adds zeros."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+        self.missing = len(self.parameters)
+        return dist.all_reduce(self.flat, dist.ReduceOp.AVG, group, async_op=True)
+
+
+class GradientReducer:
+    """Moves gradients into buckets as they are made, and reduces full buckets if this backward is the step's last."""
+
+    def __init__(self, block_names: list[str], group: dist.ProcessGroup):
+        self.block_names, self.group = block_names, group
+        self.last_micro_batch = True
+        self.buckets: list[Bucket] = []
+        self.works: list[dist.Work] = []
+        self.reduced: set[int] = set()
+
+    def prepare(self, model: nn.Module, _: object) -> None:
+        """Make the buckets, once: one a block, in the order of backward, and one for what is in no block."""
+        if self.buckets:
+            return
+        rest = {id(p): p for p in model.parameters() if p.requires_grad}
+        for name in reversed(self.block_names):
+            inside = [p for p in model.get_submodule(name).parameters() if rest.pop(id(p), None) is not None]
+            self.buckets += [Bucket(inside)] if inside else []
+        self.buckets += [Bucket(list(rest.values()))] if rest else []
+        for index, bucket in enumerate(self.buckets):
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.register_post_accumulate_grad_hook(self._keeper(index, view))
+
+    def _keeper(self, index: int, view: Tensor) -> Any:
+        def keep(parameter: Tensor) -> None:
+            if parameter.grad is not view:
+                view.copy_(parameter.grad)  # type: ignore[arg-type]
+                parameter.grad = view
+            if self.last_micro_batch and dist.get_world_size(self.group) > 1:
+                self._count(index)
+
+        return keep
+
+    def _count(self, index: int) -> None:
+        if not self.reduced and all(bucket.missing == len(bucket.parameters) for bucket in self.buckets):
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        bucket = self.buckets[index]
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._reduce(index)
+
+    def _reduce(self, index: int) -> None:
+        self.reduced.add(index)
+        self.works.append(self.buckets[index].reduce(self.group))
+
+    def _finish(self) -> None:
+        """At the end of backward: reduce what never got full, and wait for all."""
+        for index in range(len(self.buckets)):
+            if index not in self.reduced:
+                self._reduce(index)
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        self.reduced.clear()
+
+
+def _cast_in_forward(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let forward see the weights in another format; backward casts their gradients back."""
+    originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+
+    def swap_in(*_: object) -> None:
+        casts: dict[nn.Parameter, Tensor] = {}  # a tied weight is cast once
+        for module in model.modules():
+            tables = [(name, p) for name, p in module._parameters.items() if p is not None and p.is_floating_point()]
+            originals.extend((module._parameters, name, parameter) for name, parameter in tables)
+        for table, name, parameter in originals:
+            if parameter not in casts:
+                casts[parameter] = parameter.to(dtype)
+            table[name] = casts[parameter]
+
+    def swap_out(*_: object) -> None:
+        for table, name, parameter in originals:
+            table[name] = parameter
+        originals.clear()
+
+    model.register_forward_pre_hook(swap_in)
+    model.register_forward_hook(swap_out, always_call=True)
