@@ -27,7 +27,7 @@ from weft.precision.dtypes import DTYPES
 def shard_data_parallel(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
     """Shard parameters over the data axes in place; gradients become means over the data ranks.
 
-    Each block is one unit of communication; so are the embedding and the head, together where they share a weight.
+    Each block is one unit of communication; embedding, last norm and head are another.
 
     Args:
         model: on any device, the meta device included; all ranks hold equal weights.
@@ -41,10 +41,9 @@ def shard_data_parallel(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: De
     settings["reshard_after_forward"] = plan.parallel.zero == 3
     for block in anatomy.blocks:
         fully_shard(model.get_submodule(block.name), **settings)
-    if not anatomy.tied:
+    if plan.parallel.zero == 3 and not anatomy.tied:  # used at both ends of a pass, and freed in between
         fully_shard(model.get_submodule(anatomy.embedding), **settings)
-        # Backward starts at the head: gathered in forward, it is kept for the few moments between.
-        fully_shard(model.get_submodule(anatomy.head), **{**settings, "reshard_after_forward": False})
+    # The rest is one unit. Backward starts at the head: gathered in forward, it is kept for the few moments between.
     fully_shard(model, **{**settings, "reshard_after_forward": False})
 
 
