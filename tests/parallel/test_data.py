@@ -22,8 +22,9 @@ def test_two_ranks(name: str, dtype: str, zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_two_by_two(name: str, zero: int) -> None:
-    rows = ROWS_AT_ONCE.get((name, "fp64"), 4)
-    plan = plan_for("fp64", zero=zero, dp_replicate=2)
+def test_two_by_two(name: str, dtype: str, zero: int) -> None:
+    rows = ROWS_AT_ONCE.get((name, dtype), 4)
+    plan = plan_for(dtype, zero=zero, dp_replicate=2)
     assert_parity(Model(config=family(name)), plan, world_size=4, micro_batch=1, rows_at_once=rows)
