@@ -64,21 +64,18 @@ def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:
     model.set_reshard_after_backward(last or plan.parallel.zero == 3)
 
 
-def model_state_bytes(parameters: int, plan: Plan, *, micro_batches: int = 2) -> dict[str, float]:
+def model_state_bytes(parameters: int, plan: Plan) -> dict[str, float]:
     """Predicted bytes a rank holds at its fullest moment, between micro-batches, by kind (formulas above).
 
     Args:
         parameters: trainable parameters of the whole model.
         plan: resolved.
-        micro_batches: with one micro-batch no whole gradient is ever kept, whatever the stage.
     """
     p, precision = plan.parallel, plan.precision
     shards = 1 if p.zero == 0 else p.dp_shard
-    gradient = BYTES[precision.reduce] if micro_batches > 1 else BYTES[precision.update]
-    whole_gradients = p.zero <= 1 and micro_batches > 1
     return {
         "parameters": BYTES[precision.update] * parameters / shards,
         "gathered parameters": 0.0 if p.zero in (0, 3) else float(BYTES[precision.forward] * parameters),
-        "gradients": gradient * parameters / (1 if whole_gradients else shards),
+        "gradients": BYTES[precision.reduce] * parameters / (1 if p.zero <= 1 else shards),
         "optimizer": 2 * BYTES[precision.update] * parameters / shards,
     }

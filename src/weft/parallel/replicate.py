@@ -63,7 +63,7 @@ class GradientReducer:
         self.last_micro_batch = True
         self.buckets: list[Bucket] = []
         self.works: list[dist.Work] = []
-        self.reduced: set[int] = set()
+        self.finish_is_queued = False
 
     def prepare(self, model: nn.Module, _: object) -> None:
         """Make the buckets, once: one a block, in the order of backward, and one for what is in no block."""
@@ -89,26 +89,25 @@ class GradientReducer:
         return keep
 
     def _count(self, index: int) -> None:
-        if not self.reduced and all(bucket.missing == len(bucket.parameters) for bucket in self.buckets):
+        if not self.finish_is_queued:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        bucket = self.buckets[index]
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            self._reduce(index)
+            self.finish_is_queued = True
+        self.buckets[index].missing -= 1
+        # In one order on every rank, whichever is full first: a rank may not use what another does.
+        while len(self.works) < len(self.buckets) and self.buckets[len(self.works)].missing == 0:
+            self._reduce_next()
 
-    def _reduce(self, index: int) -> None:
-        self.reduced.add(index)
-        self.works.append(self.buckets[index].reduce(self.group))
+    def _reduce_next(self) -> None:
+        self.works.append(self.buckets[len(self.works)].reduce(self.group))
 
     def _finish(self) -> None:
         """At the end of backward: reduce what never got full, and wait for all."""
-        for index in range(len(self.buckets)):
-            if index not in self.reduced:
-                self._reduce(index)
+        while len(self.works) < len(self.buckets):
+            self._reduce_next()
         for work in self.works:
             work.wait()
         self.works.clear()
-        self.reduced.clear()
+        self.finish_is_queued = False
 
 
 def _cast_in_forward(model: nn.Module, dtype: torch.dtype) -> None:
