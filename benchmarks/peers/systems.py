@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.checkpoint.huggingface import build_on_meta, read_config
+from weft.cluster.device import detect
 from weft.data import MicroBatch
 from weft.job import Model
 from weft.plan import Plan
@@ -34,7 +35,9 @@ def build_weft(zero: int, dtype: str) -> Step:
     """Weft's own step on the untouched model."""
     plan = Plan.model_validate({"parallel": {"zero": zero}, "precision": {"forward": dtype}}).resolve(RANKS)
     source = Model(config=CONFIG, init_seed=0)
-    mesh = weft.build_mesh(plan, "cpu", RANKS)
+    device = detect()
+    device.use(0)  # as `weft.cluster.launch.connect` does in every rank
+    mesh = weft.build_mesh(plan, device.type, RANKS)
     model = weft.parallelize(build_on_meta(read_config(source), DTYPES[plan.precision.update]), plan, mesh)
     weft.materialize(model, source, torch.device("cpu"))
     model.train()

@@ -54,6 +54,10 @@ class DeviceError(WeftError):
     exit_code = 2
 
 
+class CommunicationError(WeftError):
+    """Ranks do not agree on what they send each other."""
+
+
 class CheckpointError(WeftError):
     """A folder with weights is missing, incomplete or damaged."""
 

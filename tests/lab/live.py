@@ -15,8 +15,8 @@ class LiveBytes(TorchDispatchMode):
 
     Seen are the results of every operation inside the context (also in backward), and what `track` was given. Frees and
     `UntypedStorage.resize_` are followed. Views count once; of a DTensor the local shard counts. Scratch memory inside
-    one kernel is not seen. A buffer of a collective counts until the thread of the back end drops it, which can be a
-    moment after the collective is done.
+    one kernel is not seen, nor is memory that processes share: the slabs of their collectives, 2 MB a rank. A buffer of
+    gloo counts until its thread drops it, which can be a moment after the collective is done.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
             if hasattr(tensor, "__tensor_flatten__"):
                 inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
                 self._see(part for part in inner if isinstance(part, torch.Tensor))
-            elif tensor.layout is torch.strided:
+            elif tensor.layout is torch.strided and not tensor.is_shared():
                 self._set(tensor.untyped_storage())
 
     def _set(self, storage: torch.UntypedStorage) -> None:

@@ -4,6 +4,7 @@ Nothing is asked of an accelerator before it is needed: `detect` and `count` lea
 call them and still hand the whole device to its ranks.
 """
 
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -24,6 +25,9 @@ Feature = Literal["bf16", "fp16", "fp64", "grouped_matmul", "float8"]
 
 # Process group back end of each accelerator. Other accelerators of torch have none that we know, and count as cpu.
 COLLECTIVES = {"cuda": "nccl", "npu": "hccl"}
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of malloc.h
+TOP_PAD_BYTES = 2**26
 
 
 class Device(ABC):
@@ -154,7 +158,12 @@ class Cpu(Device):
         return torch.device("cpu")
 
     def use(self, local_rank: int) -> None:
-        pass
+        """Let the C library keep what is freed: large tensors of every step else come as new pages that fault one by one."""
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+        if mallopt is not None:
+            mallopt(M_MMAP_MAX, 0)
+            mallopt(M_TRIM_THRESHOLD, -1)
+            mallopt(M_TOP_PAD, TOP_PAD_BYTES)
 
     def stream(self) -> "NoStream":
         return NoStream()

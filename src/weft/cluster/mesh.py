@@ -3,6 +3,7 @@
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend of axes with one rank)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from weft.cluster.shared_memory import register_backend
 from weft.plan import Plan
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -22,7 +23,8 @@ def mesh_shape(plan: Plan) -> tuple[int, ...]:
 def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
     """The mesh of all ranks, with every name of `AXES`; tp is innermost, so that its ranks are neighbours.
 
-    An axis of one rank costs nothing: its group has no connections and never communicates.
+    An axis of one rank costs nothing: its group has no connections and never communicates. On CPU, ranks of one host
+    communicate through shared memory.
 
     Args:
         plan: may still hold -1; it is resolved against `world_size`.
@@ -33,8 +35,10 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
         PlanError: the plan does not fit the number of ranks.
     """
     shape = mesh_shape(plan.resolve(world_size))
-    single: dict[int | str, str] = {name: "fake" for name, size in zip(AXES, shape, strict=True) if size == 1}
-    return init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=single)  # type: ignore[arg-type]
+    backends: dict[int | str, str] = {name: "fake" for name, size in zip(AXES, shape, strict=True) if size == 1}
+    if device_type == "cpu":
+        backends |= {name: register_backend() for name, size in zip(AXES, shape, strict=True) if size > 1}
+    return init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=backends)  # type: ignore[arg-type]
 
 
 def data_rank(mesh: DeviceMesh) -> int:

@@ -1,0 +1,69 @@
+"""Collectives of CPU ranks through shared memory beside gloo: microseconds and ratios, taking turns in one run.
+
+python benchmarks/cpu_collectives.py [--ranks 2] [--repeats 30]
+"""
+
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.multiprocessing.spawn import spawn
+
+from weft.cluster.shared_memory import register_backend
+
+SIZES = (64, 2**16, 2**20, 2**24)  # bytes of the full tensor
+
+
+def operations(count: int, ranks: int) -> dict[str, Callable[[Any], object]]:
+    """Each collective on a full tensor of `count` numbers, as a function of the group."""
+    full, other, share = torch.ones(count), torch.empty(count), torch.ones(count // ranks)
+    return {
+        "all_reduce": lambda group: dist.all_reduce(full.zero_(), group=group),
+        "all_gather": lambda group: dist.all_gather_into_tensor(full, share, group),
+        "reduce_scatter": lambda group: dist.reduce_scatter_tensor(share, full.zero_(), group=group),
+        "all_to_all": lambda group: dist.all_to_all_single(other, full, group=group),
+    }
+
+
+def measure(rank: int, ranks: int, repeats: int) -> None:
+    """What one rank does; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    groups = {"shared memory": dist.new_group(backend=register_backend()), "gloo": dist.group.WORLD}
+    table = Table("collective", "bytes", *(f"{name}, us: median (min-max)" for name in groups), "gloo / shared memory")
+    for size in SIZES:
+        for name, run in operations(size // 4, ranks).items():
+            times: dict[str, list[float]] = {group: [] for group in groups}
+            for _ in range(repeats + 3):
+                for group, handle in groups.items():
+                    start = time.perf_counter()
+                    run(handle)
+                    times[group].append((time.perf_counter() - start) * 1e6)
+            kept = {group: values[3:] for group, values in times.items()}
+            cells = [f"{median(values):.0f} ({min(values):.0f}-{max(values):.0f})" for values in kept.values()]
+            table.add_row(name, str(size), *cells, f"{median(kept['gloo']) / median(kept['shared memory']):.1f}")
+    if rank == 0:
+        Console(width=130).print(table)
+    dist.barrier()
+    os._exit(0)
+
+
+def main(
+    ranks: Annotated[int, typer.Option(min=2)] = 2,
+    repeats: Annotated[int, typer.Option(min=1)] = 30,
+) -> None:
+    """Start the ranks on loopback and print the table."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    spawn(measure, (ranks, repeats), nprocs=ranks)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,393 @@
+"""Collectives of CPU ranks on one host through shared memory: a message is copied once in and once out.
+
+Gloo sends the same bytes through loopback TCP, which costs several copies, system calls and a thread that takes a core
+from the computation. Here every rank owns a slab of anonymous memory that its peers have mapped. A collective goes in
+rounds: each rank writes its piece into a slot of its own slab and raises its counter, waits for the counters of the
+others, and reads from their slabs what it needs; a slot is written again once all have read it.
+
+Every collective blocks until this rank's part is done, as on one stream of an accelerator. Point-to-point messages go
+through gloo, and so does every operation that is not written here. Sums are made in the order of ranks, and in float32
+for shorter formats: all ranks have the same bits, run after run.
+"""
+# mypy: disable-error-code="call-arg,override,assignment,attr-defined,arg-type"
+# The stubs of ProcessGroup list what may be called from Python; torch.distributed itself calls one form of each.
+
+import json
+import os
+import platform
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from weft.errors import CommunicationError
+
+BACKEND = "weft_shm"
+SLOT_BYTES = 2**20  # small enough to stay in cache between the writer and its readers
+NUM_SLOTS = 2  # one is written while slower ranks still read the other
+HEADER_BYTES = 4096
+LINE_INTS = 8  # 64 bytes: what is written at different times stands on cache lines of its own
+SIGNATURE_INTS = 4  # what is done, of which format, how many numbers, and a detail
+SPINS, YIELD_SECONDS, SLEEP_SECONDS = 100, 2e-3, 50e-6
+
+REDUCTIONS: list[tuple[Any, Callable[[Tensor, Tensor], object]]] = [
+    (dist.ReduceOp.SUM, Tensor.add_),
+    (dist.ReduceOp.AVG, Tensor.add_),
+    (dist.ReduceOp.MAX, lambda total, other: torch.maximum(total, other, out=total)),
+    (dist.ReduceOp.MIN, lambda total, other: torch.minimum(total, other, out=total)),
+]
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16)
+DTYPES += (torch.int8, torch.uint8, torch.bool)
+
+
+def register_backend() -> str:
+    """Make the backend known to torch, once; its name for `init_device_mesh` and `new_group`.
+
+    A group whose ranks cannot share memory (several hosts or containers, or not Linux on x86-64, whose order of stores
+    the counters rely on) is a plain gloo group under the same name.
+    """
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create_group, devices=["cpu"])
+    return BACKEND
+
+
+def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """The group of some ranks, as torch asks for it; all of them come to the same decision."""
+    descriptor = -1
+    if _can_share():
+        descriptor = os.memfd_create("weft")
+        os.ftruncate(descriptor, HEADER_BYTES + NUM_SLOTS * SLOT_BYTES)
+    store.set(f"slab/{rank}", json.dumps([_place(), os.getpid(), descriptor]))
+    said = [json.loads(store.get(f"slab/{peer}")) for peer in range(size)]
+    slabs: list[_Slab] = []
+    if all(place == _place() and number >= 0 for place, _, number in said):
+        with suppress(OSError, RuntimeError):  # a hardened host hides the descriptors of other processes
+            slabs = [_Slab(f"/proc/{process}/fd/{number}") for _, process, number in said]
+    store.set(f"open/{rank}", str(len(slabs)))
+    shared = all(int(store.get(f"open/{peer}")) == size for peer in range(size))
+    if descriptor >= 0:
+        os.close(descriptor)  # mappings hold the memory from here on
+    gloo = ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+    return SharedMemoryGroup(slabs, gloo, rank, timeout) if shared else gloo
+
+
+def _can_share() -> bool:
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def _place() -> list[str]:
+    """What ranks that may share memory have in common. A network of its own makes an emulated host."""
+    if not _can_share():
+        return []
+    names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return [boot.read().strip(), platform.node(), *names]
+
+
+class _Slab:
+    """The memory that one rank writes and all ranks of a group read. It goes when its last process goes."""
+
+    def __init__(self, path: str):
+        memory = torch.from_file(path, shared=True, size=HEADER_BYTES + NUM_SLOTS * SLOT_BYTES, dtype=torch.uint8)
+        ints = memoryview(memory[:HEADER_BYTES].numpy()).cast("q")
+        lines = [ints[start : start + LINE_INTS] for start in range(0, len(ints), LINE_INTS)]
+        self.written, self.read = lines[0], lines[1]  # rounds its rank has written and read
+        self.signatures = lines[2 : 2 + NUM_SLOTS]
+        self.slots = memory[HEADER_BYTES:].view(NUM_SLOTS, SLOT_BYTES).unbind()
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """Ranks that share memory. The methods are those that torch.distributed calls; see its functions for their meaning.
+
+    `observers` are called with (operation, bytes, dtype) before each collective: the bytes of the full tensor (the gathered
+    or not yet scattered side), or of all_to_all those that leave this rank.
+
+    Every collective raises CommunicationError, on every rank, when the ranks do not call the same operation with the same
+    format and size, or when one of them does not come within the timeout. The group is of no use then.
+    """
+
+    def __init__(self, slabs: list[_Slab], gloo: dist.Backend, rank: int, timeout: timedelta):
+        super().__init__(rank, len(slabs))
+        self.slabs, self.own, self.ranks, self.place = slabs, slabs[rank], len(slabs), rank
+        self.gloo: Any = gloo
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)  # for what is not below
+        self.seconds, self.round = timeout.total_seconds(), 0
+        self.observers: list[Callable[[str, int, torch.dtype], None]] = []
+        self._name = ""
+
+    # Rounds
+
+    @contextmanager
+    def _exchange(self, signature: tuple[int, ...], fill: Callable[[Tensor], object]) -> Iterator[list[Tensor]]:
+        """One round: `fill` writes this rank's slot; inside the context the slots of all ranks may be read."""
+        self.round += 1
+        slot = self.round % NUM_SLOTS
+        self._wait("read", self.round - NUM_SLOTS)
+        self.own.signatures[slot][:SIGNATURE_INTS] = array("q", signature)
+        fill(self.own.slots[slot])
+        self.own.written[0] = self.round
+        self._wait("written", self.round)
+        for peer, slab in enumerate(self.slabs):
+            if slab.signatures[slot] != self.own.signatures[slot]:
+                raise self._mismatch(signature, peer, tuple(slab.signatures[slot][:SIGNATURE_INTS]))
+        yield [slab.slots[slot] for slab in self.slabs]
+        self.own.read[0] = self.round
+
+    def _wait(self, counter: str, value: int) -> None:
+        """Until a counter of every rank has come to a value: first awake, then leaving the core to others."""
+        started = 0.0
+        for peer, slab in enumerate(self.slabs):
+            count: Any = getattr(slab, counter)
+            spins = 0
+            while count[0] < value:
+                spins += 1
+                if spins < SPINS:
+                    continue
+                now = time.monotonic()
+                started = started or now
+                if now - started < YIELD_SECONDS:
+                    os.sched_yield()
+                elif now - started < self.seconds:
+                    time.sleep(SLEEP_SECONDS)
+                else:
+                    raise CommunicationError(
+                        f"rank {peer} of group {self._name} did not come within {self.seconds:.0f} s",
+                        where=f"rank {self.place} of the group, in its collective {self.round}",
+                        rule="all ranks of a group call the same collectives in the same order",
+                        fix="look for a rank that ended, hangs, or took another branch",
+                    )
+
+    def _mismatch(self, ours: tuple[int, ...], peer: int, theirs: tuple[int, ...]) -> CommunicationError:
+        def words(signature: tuple[int, ...]) -> str:
+            operation, dtype, count, detail = signature
+            return f"{OPERATIONS[operation]} of {count} numbers of {DTYPES[dtype]}, detail {detail}"
+
+        return CommunicationError(
+            f"rank {self.place} calls {words(ours)}; rank {peer} calls {words(theirs)}",
+            where=f"group {self._name}, round {self.round}",
+            rule="all ranks of a group call the same collectives in the same order, with the same sizes and formats",
+            fix="look for a branch or a size that depends on the rank",
+        )
+
+    def _observe(self, operation: str, numbers: int, dtype: torch.dtype) -> None:
+        for observer in self.observers:
+            observer(operation, numbers * dtype.itemsize, dtype)
+
+    # Collectives
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        (tensor,) = tensors
+        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        self._observe("all_reduce", tensor.numel(), tensor.dtype)
+        if not self._takes(tensor, op):
+            return self.gloo.allreduce(tensors, opts)
+        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        signature = _signature("all_reduce", tensor)
+        for piece in flat.view(-1).split(SLOT_BYTES // tensor.element_size()):
+            if self.ranks == 2 or piece.numel() < 4096:
+                with self._exchange(signature, _writer(piece)) as slots:
+                    _reduce([_typed(slot, piece) for slot in slots], op, piece)
+                continue
+            shares = list(piece.tensor_split(self.ranks))  # every rank reduces one, and all fetch the results
+            starts = [0, *accumulate(share.numel() for share in shares)]
+            mine = slice(starts[self.place], starts[self.place + 1])
+            with self._exchange(signature, _writer(piece)) as slots:
+                _reduce([_typed(slot, piece)[mine] for slot in slots], op, shares[self.place])
+            with self._exchange(signature, _writer(shares[self.place])) as slots:
+                for share, slot in zip(shares, slots, strict=True):
+                    share.copy_(_typed(slot, share))
+        if flat is not tensor:
+            tensor.copy_(flat)
+        return _done(tensors)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        self._observe("all_gather", output.numel(), input.dtype)
+        if not self._takes(input):
+            return self.gloo._allgather_base(output, input, opts)
+        self._gather(list(output.view(self.ranks, -1).unbind()), input)
+        return _done([output])
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        (tensors,), (input,) = outputs, inputs
+        self._observe("all_gather", sum(tensor.numel() for tensor in tensors), input.dtype)
+        sizes_differ = any(tensor.numel() != input.numel() for tensor in tensors)
+        if not self._takes(input) or sizes_differ or not all(tensor.is_contiguous() for tensor in tensors):
+            return self.gloo.allgather(outputs, inputs, opts)
+        self._gather([tensor.view(-1) for tensor in tensors], input)
+        return _done(outputs)
+
+    def _gather(self, outputs: list[Tensor], input: Tensor) -> None:
+        signature, step = _signature("all_gather", input), SLOT_BYTES // input.element_size()
+        for start, piece in zip(range(0, input.numel(), step), input.reshape(-1).split(step), strict=False):
+            with self._exchange(signature, _writer(piece)) as slots:
+                for output, slot in zip(outputs, slots, strict=True):
+                    output[start : start + piece.numel()].copy_(_typed(slot, piece))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        self._observe("reduce_scatter", input.numel(), input.dtype)
+        if not self._takes(input, op) or not output.is_contiguous():
+            return self.gloo._reduce_scatter_base(output, input, opts)
+        signature, step = _signature("reduce_scatter", input), SLOT_BYTES // input.element_size() // self.ranks
+        rows, flat = input.reshape(self.ranks, -1), output.view(-1)
+        for start, piece in zip(range(0, flat.numel(), step), flat.split(step), strict=False):
+            columns = rows[:, start : start + piece.numel()]
+            with self._exchange(signature, _writer(columns)) as slots:
+                _reduce([_typed(slot, columns)[self.place] for slot in slots], op, piece)
+        return _done([output])
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        (output,), (tensors,) = outputs, inputs
+        if any(tensor.numel() != output.numel() for tensor in tensors):
+            return self.gloo.reduce_scatter(outputs, inputs, opts)
+        return self.reduce_scatter_single(output, torch.cat([tensor.reshape(-1) for tensor in tensors]), opts)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> dist.Work:
+        width = input[:1].numel() if len(input) else output[:1].numel()
+        sends = torch.tensor(input_splits or [len(input) // self.ranks] * self.ranks) * width
+        self._observe("all_to_all", input.numel() - int(sends[self.place]), input.dtype)
+        if input.dtype not in DTYPES:
+            return self.gloo.alltoall_base(output, input, output_splits, input_splits, opts)
+        sizes = torch.empty(self.ranks, self.ranks, dtype=torch.int64)
+        with self._exchange(_signature("all_to_all", sends), _writer(sends)) as slots:
+            for row, slot in zip(sizes, slots, strict=True):
+                row.copy_(_typed(slot, row))
+        takes = [rows * width for rows in output_splits or [len(output) // self.ranks] * self.ranks]
+        if takes != sizes[:, self.place].tolist():
+            raise CommunicationError(
+                f"rank {self.place} expects {takes} numbers; its peers send {sizes[:, self.place].tolist()}",
+                where=f"all_to_all of group {self._name}",
+                rule="what a rank sends to another is what that one expects",
+                fix="exchange the sizes first",
+            )
+        step = SLOT_BYTES // input.element_size() // self.ranks
+        outgoing, incoming = input.reshape(-1).split(sends.tolist()), output.view(-1).split(takes)
+        largest = int(sizes.max())
+        signature = (OPERATIONS.index("all_to_all"), DTYPES.index(input.dtype), largest, 1)
+        for start in range(0, largest, step):
+            pieces = [tensor[start : start + step] for tensor in outgoing]
+
+            def write(slot: Tensor, pieces: list[Tensor] = pieces) -> None:
+                places = slot.view(input.dtype)[: self.ranks * step].view(self.ranks, step)
+                for place, piece in zip(places, pieces, strict=True):
+                    place[: piece.numel()].copy_(piece)
+
+            with self._exchange(signature, write) as slots:
+                for tensor, slot in zip(incoming, slots, strict=True):
+                    piece = tensor[start : start + step]
+                    place = slot.view(input.dtype)[self.place * step : self.place * step + piece.numel()]
+                    piece.copy_(place)
+        return _done([output])
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        (tensor,) = tensors
+        self._observe("broadcast", tensor.numel(), tensor.dtype)
+        if not self._takes(tensor):
+            return self.gloo.broadcast(tensors, opts)
+        flat, root = tensor if tensor.is_contiguous() else tensor.contiguous(), opts.rootRank
+        for piece in flat.view(-1).split(SLOT_BYTES // tensor.element_size()):
+            fill = _writer(piece) if root == self.place else lambda slot: None
+            with self._exchange(_signature("broadcast", tensor, root), fill) as slots:
+                if root != self.place:
+                    piece.copy_(_typed(slots[root], piece))
+        if flat is not tensor:
+            tensor.copy_(flat)
+        return _done(tensors)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        with self._exchange((OPERATIONS.index("barrier"), 0, 0, 0), lambda slot: None):
+            pass
+        return _done([])
+
+    def _takes(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> bool:
+        return tensor.dtype in DTYPES and any(op == known for known, _ in REDUCTIONS) and tensor.numel() > 0
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        for tensor in tensors:
+            self.allreduce([tensor], opts)
+        return _done(tensors)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        for output, input in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, input, opts)
+        return _done(outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        for output, input in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, input, opts)
+        return _done(outputs)
+
+    # As torch 2.11 and 2.12 name them
+
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # What torch asks of a group
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.place
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        super()._set_group_name(name)
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+
+def _signature(operation: str, tensor: Tensor, detail: int = 0) -> tuple[int, int, int, int]:
+    return OPERATIONS.index(operation), DTYPES.index(tensor.dtype), tensor.numel(), detail
+
+
+def _typed(slot: Tensor, like: Tensor) -> Tensor:
+    """The front of a slot, as a tensor of the shape and format of another."""
+    return slot[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+
+def _writer(piece: Tensor) -> Callable[[Tensor], object]:
+    return lambda slot: _typed(slot, piece).copy_(piece)
+
+
+def _reduce(parts: list[Tensor], op: Any, out: Tensor) -> None:
+    """Reduce parts in their order into `out`, which may be one of them; short floats are added up in float32."""
+    wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
+    first, *others = parts
+    combine = next(function for known, function in REDUCTIONS if op == known)
+    total = first.to(wide, copy=True) if wide != out.dtype else out.copy_(first)
+    for other in others:
+        combine(total, other)
+    if op == dist.ReduceOp.AVG:
+        total.div_(len(parts))
+    if total is not out:
+        out.copy_(total)
+
+
+def _done(result: Any) -> dist.Work:
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)
