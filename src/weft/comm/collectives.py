@@ -1,4 +1,16 @@
-"""The door to torch.distributed for small reductions, and a recorder that counts what travels."""
+"""The door to torch.distributed: differentiable collectives along one tensor dim, small reductions, and a recorder.
+
+Each differentiable collective is the transpose of another: the gradient of a gather is a reduce-scatter, and so on. `x` is
+any float tensor on the group's device; gradients may come non-contiguous.
+
+    copy            forward: nothing       backward: all-reduce      into a region that splits the work of every row
+    reduce          forward: all-reduce    backward: nothing         out of it
+    gather          forward: all-gather    backward: reduce-scatter  into it, from a split sequence
+    reduce_scatter  forward: reduce-scatter  backward: all-gather    out of it, to a split sequence
+    split           forward: own part      backward: all-gather      equal work on all ranks -> a part each
+    unsplit         forward: all-gather    backward: own part        a part each -> equal work on all ranks
+    all_to_all      forward: exchange      backward: exchange back
+"""
 
 import os
 import sys
@@ -44,6 +56,158 @@ def all_gather_rows(row: torch.Tensor, world_size: int) -> torch.Tensor:
     gathered = [torch.empty_like(row) for _ in range(world_size)]
     dist.all_gather(gathered, row)
     return torch.stack(gathered)
+
+
+def gather_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """The parts of all ranks side by side along a dim, in the order of ranks. Not differentiable."""
+    ranks = group.size()
+    parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(parts, x.contiguous(), group)
+    dim = dim % x.ndim
+    return parts.unflatten(0, (ranks, -1)).movedim(0, dim).reshape(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+
+
+def reduce_scatter_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """This rank's part along a dim of the sum over ranks. Not differentiable."""
+    ranks, dim = group.size(), dim % x.ndim
+    parts = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group)
+    return mine
+
+
+def part_of_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """This rank's part along a dim. Not differentiable."""
+    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=ctx.group)
+        pieces = flat.split([gradient.numel() for gradient in gradients])
+        return None, *(piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True))
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gather_dim(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return reduce_scatter_dim(gradient, ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter_dim(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gather_dim(gradient, ctx.group, ctx.dim), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return part_of_dim(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gather_dim(gradient, ctx.group, ctx.dim), None, None
+
+
+class _Unsplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gather_dim(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return part_of_dim(gradient, ctx.group, ctx.dim), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None, sends: list[int] | None
+    ) -> torch.Tensor:
+        ctx.group, ctx.takes, ctx.sends = group, takes, sends
+        return exchange(x, group, takes, sends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return exchange(gradient, ctx.group, ctx.sends, ctx.takes), None, None, None
+
+
+def exchange(
+    x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
+) -> torch.Tensor:
+    """Rows to and from every rank. Not differentiable; see `all_to_all`."""
+    out = x.new_empty((sum(takes) if takes is not None else len(x), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), takes, sends, group)
+    return out
+
+
+def copy(group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same tensors; their gradients are summed over the ranks, all in one message, when the last of them is there."""
+    return _Copy.apply(group, *tensors)  # type: ignore[no-any-return]
+
+
+def reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks; every rank goes on with the same values and has the same gradient."""
+    return _Reduce.apply(x, group)  # type: ignore[no-any-return]
+
+
+def gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """The parts of all ranks along a dim; what the ranks then do differs, so their gradients add up."""
+    return _Gather.apply(x, group, dim)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """This rank's part, along a dim that the number of ranks divides, of the sum over ranks."""
+    return _ReduceScatter.apply(x, group, dim)  # type: ignore[no-any-return]
+
+
+def split(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """This rank's part, along a dim that the number of ranks divides, of a tensor that is the same on all ranks."""
+    return _Split.apply(x, group, dim)  # type: ignore[no-any-return]
+
+
+def unsplit(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """The parts of all ranks along a dim; all ranks then do the same, so each keeps its own part of the gradient."""
+    return _Unsplit.apply(x, group, dim)  # type: ignore[no-any-return]
+
+
+def all_to_all(
+    x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
+) -> torch.Tensor:
+    """Exchange rows (dim 0): `sends[r]` go to rank r, `takes[r]` come from it, in the order of ranks; equal parts by default."""
+    return _AllToAll.apply(x, group, takes, sends)  # type: ignore[no-any-return]
 
 
 # Bytes that one rank sends when n ranks run a ring (Patarasuk and Yuan, 2009), given the bytes of the full tensor; of

@@ -1,0 +1,88 @@
+"""Each differentiable collective against its definition on whole tensors, with gradients that come non-contiguous."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.lab.pool import run_ranks
+from weft.cluster.shared_memory import register_backend
+from weft.comm import collectives
+
+SHAPE = (4, 6, 8)
+
+
+def inputs(ranks: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(ranks)]
+
+
+def apply(rank: int, ranks: int, name: str, dim: int, shared: bool, same: bool) -> tuple[Tensor, Tensor]:
+    """Output and input gradient of one collective, for a gradient of the output that is permuted in memory."""
+    group = dist.new_group(backend=register_backend() if shared else "gloo")
+    x = inputs(1 if same else ranks)[0 if same else rank]
+    function = getattr(collectives, name)
+    if name == "copy":
+        (out,) = function(group, x)
+    else:
+        out = function(x, group) if name in ("reduce", "all_to_all") else function(x, group, dim)
+    out.backward(weights(out.shape, 0 if same and name != "split" else rank))
+    assert x.grad is not None
+    return out.detach(), x.grad
+
+
+def weights(shape: torch.Size, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(20 + rank)
+    return torch.randn(shape[::-1], generator=generator, dtype=torch.float64).permute(*range(len(shape))[::-1])
+
+
+DEFINITIONS: dict[str, Callable[[list[Tensor], int], list[Tensor]]] = {
+    "copy": lambda xs, dim: xs,
+    "reduce": lambda xs, dim: [torch.stack(xs).sum(0)] * len(xs),
+    "gather": lambda xs, dim: [torch.cat(xs, dim)] * len(xs),
+    "reduce_scatter": lambda xs, dim: list(torch.stack(xs).sum(0).chunk(len(xs), dim)),
+    "all_to_all": lambda xs, dim: [torch.cat([x.chunk(len(xs))[i] for x in xs]) for i in range(len(xs))],
+}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("name", ["gather", "reduce_scatter", "all_to_all"])
+def test_sums_of_different_work(name: str, dim: int, shared: bool) -> None:
+    """The gradient is that of the sum of what all ranks do with their outputs."""
+    xs = inputs(2)
+    outs = DEFINITIONS[name](xs, dim)
+    torch.autograd.backward(outs, [weights(out.shape, rank) for rank, out in enumerate(outs)])
+    found = run_ranks(2, apply, name, dim, shared, False)
+    for (out, gradient), expected, x in zip(found, outs, xs, strict=True):
+        torch.testing.assert_close(out, expected.detach(), rtol=0, atol=0)
+        torch.testing.assert_close(gradient, x.grad)
+
+
+def test_copy_adds_up_gradients() -> None:
+    for out, gradient in run_ranks(2, apply, "copy", 0, True, True):
+        torch.testing.assert_close(out, inputs(1)[0].detach(), rtol=0, atol=0)
+        torch.testing.assert_close(gradient, 2 * weights(torch.Size(SHAPE), 0))
+
+
+def test_reduce_passes_the_gradient_on() -> None:
+    for out, gradient in run_ranks(2, apply, "reduce", 0, True, True):
+        torch.testing.assert_close(out, 2 * inputs(1)[0].detach())
+        torch.testing.assert_close(gradient, weights(torch.Size(SHAPE), 0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_split_and_unsplit(dim: int) -> None:
+    x = inputs(1)[0].detach()
+    parts = x.chunk(2, dim)
+    found = run_ranks(2, apply, "split", dim, True, True)
+    whole = torch.cat([weights(part.shape, rank) for rank, part in enumerate(parts)], dim)
+    for (out, gradient), part in zip(found, parts, strict=True):
+        torch.testing.assert_close(out, part, rtol=0, atol=0)
+        torch.testing.assert_close(gradient, whole, rtol=0, atol=0)
+    for rank, (out, gradient) in enumerate(run_ranks(2, apply, "unsplit", dim, True, True)):
+        doubled = torch.cat([x, x], dim)
+        torch.testing.assert_close(out, doubled, rtol=0, atol=0)
+        torch.testing.assert_close(gradient, weights(doubled.shape, 0).chunk(2, dim)[rank], rtol=0, atol=0)
