@@ -206,7 +206,7 @@ def unsplit(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor
 def all_to_all(
     x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
 ) -> torch.Tensor:
-    """Exchange rows (dim 0): `sends[r]` go to rank r, `takes[r]` come from it, in the order of ranks; equal parts by default."""
+    """Exchange rows (dim 0): `sends[r]` go to rank r, `takes[r]` come from it, in the order of ranks; else equal parts."""
     return _AllToAll.apply(x, group, takes, sends)  # type: ignore[no-any-return]
 
 
