@@ -64,7 +64,11 @@ def gather_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
     parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
     dist.all_gather_into_tensor(parts, x.contiguous(), group)
     dim = dim % x.ndim
-    return parts.unflatten(0, (ranks, -1)).movedim(0, dim).reshape(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+    return (
+        parts.unflatten(0, (ranks, -1))
+        .movedim(0, dim)
+        .reshape(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+    )
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
