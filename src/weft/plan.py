@@ -28,8 +28,12 @@ class Parallel(Table):
     """What dp_shard splits: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO stages)."""
     tp: Degree = 1
     """Tensor parallelism: ranks that share each matrix."""
+    sp: bool = True
+    """Sequence parallelism: between the matrices, tp ranks hold a part of the sequence each."""
     cp: Degree = 1
     """Context parallelism: ranks that share each sequence."""
+    cp_ulysses: Degree = 1
+    """Of cp, the ranks that trade heads for tokens (Ulysses); the others pass keys and values on (ring)."""
     ep: Degree = 1
     """Expert parallelism: ranks that share the experts of a layer."""
     pp: Degree = 1
@@ -39,6 +43,11 @@ class Parallel(Table):
     def data_ranks(self) -> int:
         """Ranks that see different rows of a batch (needs a resolved dp_shard)."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks whose gradients are averaged: those that see different tokens, tp ranks apart."""
+        return self.data_ranks * self.cp
 
 
 class Precision(Table):
@@ -91,6 +100,14 @@ class Plan(Table):
                 rule="the product of the degrees is the number of ranks",
                 fix=f"start {others * parallel.dp_shard} ranks, or set dp_shard = -1 to take what is left",
             )
+        inside = parallel.cp * parallel.tp * (parallel.data_ranks if parallel.zero == 0 else parallel.dp_shard)
+        if inside % parallel.ep:
+            raise PlanError(
+                f"ep {parallel.ep} does not divide dp_shard {parallel.dp_shard} x cp {parallel.cp} x tp {parallel.tp}",
+                where="plan.parallel.ep",
+                rule="experts are shared by ranks of dp_shard x cp x tp (zero = 0: of dp_replicate too)",
+                fix=f"set plan.parallel.ep to a divisor of {inside}",
+            )
         return self.model_copy(update={"parallel": parallel})
 
 
@@ -110,17 +127,20 @@ def _not_built(key: str, what: str) -> Rule:
     return Rule(
         name=f"{key} > 1: {what} is not built yet",
         broken=lambda plan: getattr(plan.parallel, key) > 1,
-        reason="this version of Weft splits data only (dp_replicate, dp_shard, zero)",
+        reason="this version of Weft splits data, matrices, sequences and experts",
         fix=f"leave plan.parallel.{key} at 1",
     )
 
 
 # The one table of settings that exclude each other: the runtime, the planner and the docs read it.
 RULES: tuple[Rule, ...] = (
-    _not_built("tp", "tensor parallelism"),
-    _not_built("cp", "context parallelism"),
-    _not_built("ep", "expert parallelism"),
     _not_built("pp", "pipeline parallelism"),
+    Rule(
+        name="cp_ulysses does not divide cp",
+        broken=lambda plan: plan.parallel.cp % plan.parallel.cp_ulysses > 0,
+        reason="the ranks of a sequence form a grid: cp = cp_ulysses x ring",
+        fix="set plan.parallel.cp_ulysses to a divisor of plan.parallel.cp",
+    ),
     Rule(
         name="dp_shard = 0",
         broken=lambda plan: plan.parallel.dp_shard == 0,

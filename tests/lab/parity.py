@@ -1,19 +1,30 @@
 """Parity: the untouched model in one process against a plan on several ranks, over loss, logits, every gradient and steps."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import document_masks
-from weft.checkpoint.huggingface import build_on_meta, build_plain, gather_weights, materialize, read_config
-from weft.cluster.mesh import build_mesh
+from weft.checkpoint.huggingface import (
+    arrange_packed,
+    build_on_meta,
+    build_plain,
+    gather_weights,
+    materialize,
+    read_config,
+)
+from weft.cluster.mesh import CONTEXT_AXES, build_mesh, data_rank
 from weft.data import MicroBatch
 from weft.job import Model, Optimizer
 from weft.parallel.parallelize import parallelize
+from weft.parallel.rows import part_of_rows
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -35,6 +46,7 @@ class Trace:
     logits: torch.Tensor
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+    data_rank: int = 0
 
 
 def plan_for(dtype: str, **parallel: int) -> Plan:
@@ -114,16 +126,16 @@ def run_plan(
     materialize(model, source, torch.device("cpu"))
     model.train()
     optimizer = build_optimizer(model, SETTINGS)
-    data_rank, data_ranks = rank, world_size  # data parallelism only: every rank is a data rank
-
-    shares = [share(batch, data_rank, data_ranks, micro_batch) for batch in batches]
+    data_ranks, gradient_ranks = plan.parallel.data_ranks, plan.parallel.gradient_ranks
+    shares = [share(batch, data_rank(mesh), data_ranks, micro_batch) for batch in batches]
     tokens = int((batches[0].targets != -100).sum())
-    forward_backward(model, shares[0], plan, data_ranks / tokens)
+    forward_backward(model, shares[0], plan, mesh, gradient_ranks / tokens)
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = arrange_packed(model, gradients, to_rest=False)
     optimizer.zero_grad()
 
     with torch.no_grad():
-        logits = [logits_of(model, b) for b in shares[0]]
+        logits = [whole_logits(model, b, mesh) for b in shares[0]]
     losses, norms, scale = [], [], LossScale.from_plan(plan.precision.loss_scale)
     for step, mine in enumerate(shares, 1):
         for group in optimizer.param_groups:
@@ -133,7 +145,30 @@ def run_plan(
         losses.append(result.loss)
         norms.append(result.grad_norm)
         scale = result.loss_scale
-    return Trace(losses, norms, torch.cat(logits), gradients, gather_weights(model))
+    return Trace(losses, norms, torch.cat(logits), gradients, gather_weights(model), data_rank(mesh))
+
+
+def whole_logits(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh) -> torch.Tensor:
+    """Logits of all the vocabulary and of whole rows, in natural order."""
+    split = mesh[CONTEXT_AXES].size() > 1
+    masks = None if split else document_masks(model, batch.position_ids)
+    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks).logits
+    logits = torch.cat(gather_objects(logits, mesh.get_group("tp")), -1)
+    if not split:
+        return logits
+    seq_len = batch.input_ids.shape[1]
+    places = part_of_rows(torch.arange(seq_len)[None], mesh)[0]
+    parts = gather_objects((places, logits), mesh["cp"].get_group())
+    order = torch.cat([places for places, _ in parts]).argsort()
+    return torch.cat([logits for _, logits in parts], 1)[:, order]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    parts: list[Any] = [value]
+    if group.size() > 1:
+        parts = [None] * group.size()
+        dist.all_gather_object(parts, value, group)
+    return parts
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,7 +197,8 @@ def assert_parity(source: Model, plan: Plan, world_size: int, micro_batch: int, 
         assert set(trace.gradients) == set(expected.gradients)
         for name, gradient in expected.gradients.items():
             compare(f"rank {rank}: gradient of {name}", trace.gradients[name], gradient, tolerance)
-    compare("logits", torch.cat([trace.logits for trace in traces]), expected.logits, tolerance)
+    shares = {trace.data_rank: trace.logits for trace in traces}
+    compare("logits", torch.cat([shares[i] for i in sorted(shares)]), expected.logits, tolerance)
     for name, weight in expected.weights.items():
         compare(f"weight {name}", traces[0].weights[name], weight, tolerance)
 

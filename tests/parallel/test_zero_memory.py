@@ -38,17 +38,17 @@ def count(rank: int, world_size: int, plan: Plan) -> tuple[float, dict[str, int]
     optimizer = build_optimizer(model, SETTINGS)
     batches = share(packed_batches(96)[0], rank, world_size, 1)
     assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None
-    by_kind = measure_model_state(model, optimizer, batches[0], plan)
+    by_kind = measure_model_state(model, optimizer, batches[0], plan, mesh)
     states = [value for state in optimizer.state.values() for value in state.values()]
     with LiveBytes() as live:
         live.track(model)
         live.track(states)
         begin_micro_batch(model, plan, last=False)
-        token_loss(model, batches[0]).backward()
+        token_loss(model, batches[0], mesh).backward()
         time.sleep(0.2)  # gloo's thread lets go of its buffers a moment later
         total = live.current
         begin_micro_batch(model, plan, last=True)
-        token_loss(model, batches[0]).backward()
+        token_loss(model, batches[0], mesh).backward()
     return total, by_kind, model_state_bytes(parameters, plan)
 
 

@@ -53,7 +53,7 @@ def test_the_export_has_the_weights_that_were_evaluated(finished: Path) -> None:
     rows = Rows(prepared.held_out, seq_len=32, packing=True, shuffle=False, seed=0)
     batches = list(evaluation_batches(rows, micro_batch=4, data_rank=0, data_ranks=1, max_rows=256))
     with torch.no_grad():
-        total = sum(token_loss(model, batch).item() for batch in batches)
+        total = sum(token_loss(model, batch, None).item() for batch in batches)
     tokens = sum(int((batch.targets != -100).sum()) for batch in batches)
     assert total / tokens == pytest.approx(read_evaluations(finished / "evaluations.jsonl")[-1].held_out_loss, rel=1e-5)
 

@@ -125,7 +125,8 @@ def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> 
     model.to_empty(device=device)
     model.tie_weights()  # each use of a tied weight got a memory of its own
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, dict(plain.state_dict()) if plain else {}, options=options)
+    weights = arrange_packed(model, dict(plain.state_dict()), to_rest=True) if plain else {}
+    set_model_state_dict(model, weights, options=options)
     originals = dict(plain.named_buffers()) if plain else {}
     for name, buffer in model.named_buffers():  # those that are not saved, such as rotary frequencies
         if plain is not None:
@@ -147,7 +148,21 @@ def _broadcast_text(text: str) -> str:
 def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """All weights, whole, on rank 0's host; empty on other ranks. Every rank must call it."""
     gathered: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return gathered
+    return arrange_packed(model, gathered, to_rest=False)
+
+
+def arrange_packed(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], *, to_rest: bool
+) -> dict[str, torch.Tensor]:
+    """Bring the rows of packed matrices from the order of the model's authors into that at rest, or back."""
+    for name, module in model.named_modules():
+        packed = getattr(module, "packed", None)
+        for last in packed.dim if packed else ():
+            full = f"{name}.{last}"
+            if full in weights:
+                arrange = packed.by_rank if to_rest else packed.by_projection
+                weights[full] = arrange(weights[full], last)
+    return weights
 
 
 def save_folder(

@@ -6,8 +6,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from weft.cluster.shared_memory import register_backend
 from weft.plan import Plan
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
+CONTEXT_AXES = ("cp_ring", "cp_ulysses")
+AXES = ("pp", *DATA_AXES, *CONTEXT_AXES, "tp")
+EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
+
+# Axes seen as one, where there is context parallelism: ranks that share a sequence also share its weights' gradients.
+CONTEXT = "cp"
+SHARD = "dp_shard_cp"
+REPLICATE = "dp_replicate_cp"
 
 
 def mesh_shape(plan: Plan) -> tuple[int, ...]:
@@ -17,7 +24,7 @@ def mesh_shape(plan: Plan) -> tuple[int, ...]:
     """
     p = plan.parallel
     replicate, shard = (p.data_ranks, 1) if p.zero == 0 else (p.dp_replicate, p.dp_shard)
-    return (p.pp, replicate, shard, p.cp, p.tp)
+    return (p.pp, replicate, shard, p.cp // p.cp_ulysses, p.cp_ulysses, p.tp)
 
 
 def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
@@ -34,11 +41,41 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
     Raises:
         PlanError: the plan does not fit the number of ranks.
     """
-    shape = mesh_shape(plan.resolve(world_size))
-    backends: dict[int | str, str] = {name: "fake" for name, size in zip(AXES, shape, strict=True) if size == 1}
+    plan = plan.resolve(world_size)
+    mesh = _named_mesh(device_type, mesh_shape(plan), AXES)
+    if plan.parallel.cp > 1:
+        backend = register_backend() if device_type == "cpu" else None
+        mesh[CONTEXT_AXES]._flatten(CONTEXT, backend_override=backend)
+        name, axes = (
+            (REPLICATE, ("dp_replicate", *CONTEXT_AXES))
+            if plan.parallel.zero == 0
+            else (SHARD, ("dp_shard", *CONTEXT_AXES))
+        )
+        mesh[axes]._flatten(name, backend_override=backend)
+    return mesh
+
+
+def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    """The same ranks as experts see them, with the names of `EXPERT_AXES`: ep ranks share the experts of a layer.
+
+    The ranks of dp_shard, cp and tp (with zero = 0, those of dp_replicate too) are folded into edp_shard x ep, with ep
+    innermost: attention may be split in one way and experts, whole, in another (Liu et al., MoE Parallel Folding, 2025).
+
+    Args:
+        plan: resolved.
+        device_type: "cpu", "cuda" or "npu".
+    """
+    p = plan.parallel
+    inside = p.cp * p.tp * (p.data_ranks if p.zero == 0 else p.dp_shard) // p.ep
+    replicate, shard = (inside, 1) if p.zero == 0 else (p.dp_replicate, inside)
+    return _named_mesh(device_type, (p.pp, replicate, shard, p.ep), EXPERT_AXES)
+
+
+def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    backends: dict[int | str, str] = {name: "fake" for name, size in zip(names, shape, strict=True) if size == 1}
     if device_type == "cpu":
-        backends |= {name: register_backend() for name, size in zip(AXES, shape, strict=True) if size > 1}
-    return init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=backends)  # type: ignore[arg-type]
+        backends |= {name: register_backend() for name, size in zip(names, shape, strict=True) if size > 1}
+    return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=backends)  # type: ignore[arg-type]
 
 
 def data_rank(mesh: DeviceMesh) -> int:

@@ -35,6 +35,10 @@ CARRIERS = (
     "contextlib.py",
 )
 
+# torch 2.13 gave these two their new names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op: str = "sum") -> torch.Tensor:
     """Reduce a tensor in place over the ranks of some mesh axes; every rank of them ends with the same values.
@@ -62,7 +66,7 @@ def gather_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
     """The parts of all ranks side by side along a dim, in the order of ranks. Not differentiable."""
     ranks = group.size()
     parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(parts, x.contiguous(), group)
+    _all_gather(parts, x.contiguous(), group)
     dim = dim % x.ndim
     return (
         parts.unflatten(0, (ranks, -1))
@@ -76,7 +80,7 @@ def reduce_scatter_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> t
     ranks, dim = group.size(), dim % x.ndim
     parts = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group)
+    _reduce_scatter(mine, parts.flatten(0, 1), group=group)
     return mine
 
 
@@ -96,7 +100,7 @@ class _Copy(torch.autograd.Function):
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=ctx.group)
         pieces = flat.split([gradient.numel() for gradient in gradients])
-        return None, *(piece.view_as(gradient) for piece, gradient in zip(pieces, gradients, strict=True))
+        return None, *(piece.view_as(g).to(g.dtype) for piece, g in zip(pieces, gradients, strict=True))
 
 
 class _Reduce(torch.autograd.Function):

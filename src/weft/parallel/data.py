@@ -19,12 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from weft.anatomy.roles import Anatomy
-from weft.cluster.mesh import DATA_AXES
+from weft.cluster.mesh import SHARD
 from weft.plan import BYTES, Plan
 from weft.precision.dtypes import DTYPES
 
 
-def shard_data_parallel(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
+def shard_data_parallel(
+    model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None
+) -> None:
     """Shard parameters over the data axes in place; gradients become means over the data ranks.
 
     Each block is one unit of communication; embedding, last norm and head are another.
@@ -34,17 +36,26 @@ def shard_data_parallel(model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: De
         anatomy: its roles.
         plan: resolved.
         mesh: with the axes of `weft.cluster.mesh`.
+        expert_mesh: the same ranks as experts see them; None where experts are split like all else.
     """
-    replicated = mesh["dp_replicate"].size() > 1
+    shard = "dp_shard" if plan.parallel.cp == 1 else SHARD
     policy = MixedPrecisionPolicy(DTYPES[plan.precision.forward], DTYPES[plan.precision.reduce])
-    settings: dict[str, Any] = {"mesh": mesh[DATA_AXES] if replicated else mesh["dp_shard"], "mp_policy": policy}
+    settings: dict[str, Any] = {"mesh": _shard_mesh(mesh, "dp_replicate", shard), "mp_policy": policy}
     settings["reshard_after_forward"] = plan.parallel.zero == 3
     for block in anatomy.blocks:
+        for name in block.experts if expert_mesh else ():
+            own_mesh = _shard_mesh(expert_mesh, "edp_replicate", "edp_shard")
+            fully_shard(model.get_submodule(name), **{**settings, "mesh": own_mesh})
         fully_shard(model.get_submodule(block.name), **settings)
     if plan.parallel.zero == 3 and not anatomy.tied:  # used at both ends of a pass, and freed in between
         fully_shard(model.get_submodule(anatomy.embedding), **settings)
     # The rest is one unit. Backward starts at the head: gathered in forward, it is kept for the few moments between.
     fully_shard(model, **{**settings, "reshard_after_forward": False})
+
+
+def _shard_mesh(mesh: DeviceMesh | None, replicate: str, shard: str) -> DeviceMesh:
+    assert mesh is not None
+    return mesh[replicate, shard] if mesh[replicate].size() > 1 else mesh[shard]
 
 
 def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:

@@ -3,9 +3,15 @@
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
+from weft.cluster.mesh import build_expert_mesh
 from weft.parallel.data import shard_data_parallel
+from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.replicate import replicate_data_parallel
+from weft.parallel.rows import split_sequences
+from weft.parallel.tensor import check_heads, split_tensors
+from weft.parallel.weights import Layout, LocalWeights, shard_parameter
 from weft.plan import Plan
 
 
@@ -29,6 +35,35 @@ def parallelize(model: PreTrainedModel, plan: Plan, mesh: DeviceMesh) -> PreTrai
     """
     plan = plan.resolve(mesh.size())
     anatomy = read_anatomy(model)
-    split_data = replicate_data_parallel if plan.parallel.zero == 0 else shard_data_parallel
-    split_data(model, anatomy, plan, mesh)
+    p = plan.parallel
+    check_experts(model, anatomy, p.ep)
+    is_moe = any(block.experts for block in anatomy.blocks)
+    expert_mesh = build_expert_mesh(plan, mesh.device_type) if is_moe and p.ep * p.tp > 1 else None
+    if expert_mesh is not None:
+        split_all_experts(model, anatomy, plan, expert_mesh)
+    if p.tp > 1:
+        check_heads(model, anatomy, p.tp)
+        split_tensors(model, anatomy, plan, mesh)
+    if p.cp > 1:
+        split_sequences(model, anatomy, plan, mesh)
+    split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel
+    split_data(model, anatomy, plan, mesh, expert_mesh)
     return model
+
+
+def split_all_experts(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh) -> None:
+    """Leave each rank of ep its share of every layer's experts.
+
+    Experts see tokens of all ranks, and each is on fewer of them than the other weights: where those have the mean of
+    their gradients over the ranks that see different tokens, experts have the mean over the ranks that hold them.
+    """
+    holders = expert_mesh["edp_replicate"].size() * expert_mesh["edp_shard"].size()
+    for name in (name for block in anatomy.blocks for name in block.experts):
+        experts = model.get_submodule(name)
+        names = [parameter for parameter, _ in experts.named_parameters()]
+        if plan.parallel.ep > 1:
+            for parameter in names:
+                shard_parameter(experts, parameter, 0, expert_mesh["ep"])
+            split_experts(experts, expert_mesh.get_group("ep"))
+        layouts = dict.fromkeys(names, Layout("shard"))
+        LocalWeights(experts, layouts, expert_mesh.get_group("ep"), holders / plan.parallel.gradient_ranks)

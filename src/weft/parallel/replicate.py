@@ -5,19 +5,24 @@ there, behind the backward of the blocks before it (Li et al., PyTorch Distribut
 rank would do the same with two more copies of weights and gradients, every step, and without the overlap.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from weft.anatomy.roles import Anatomy
+from weft.cluster.mesh import REPLICATE
+from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 
 
-def replicate_data_parallel(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
+def replicate_data_parallel(
+    model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None
+) -> None:
     """Average gradients over the data ranks, in place, by the end of each backward.
 
     Args:
@@ -25,8 +30,14 @@ def replicate_data_parallel(model: Any, anatomy: Anatomy, plan: Plan, mesh: Devi
         anatomy: its roles.
         plan: resolved, with zero = 0.
         mesh: with the axes of `weft.cluster.mesh`; all data ranks are on dp_replicate.
+        expert_mesh: the same ranks as experts see them; None where experts are split like all else.
     """
-    reducer = GradientReducer([block.name for block in anatomy.blocks], mesh.get_group("dp_replicate"))
+    group = mesh.get_group("dp_replicate") if plan.parallel.cp == 1 else mesh[REPLICATE].get_group()
+    units = [Unit(block.name, group) for block in reversed(anatomy.blocks)]
+    if expert_mesh is not None:
+        experts = expert_mesh.get_group("edp_replicate")
+        units = [Unit(name, experts) for block in reversed(anatomy.blocks) for name in block.experts] + units
+    reducer = GradientReducer([*units, Unit("", group)])
     model.gradient_reducer = reducer
     # Weights may still be on the meta device: their hooks wait for the first forward.
     model.register_forward_pre_hook(reducer.prepare)
@@ -34,46 +45,67 @@ def replicate_data_parallel(model: Any, anatomy: Anatomy, plan: Plan, mesh: Devi
         _cast_in_forward(model, DTYPES[plan.precision.forward])
 
 
+class Unit(NamedTuple):
+    """Parameters whose gradients travel together."""
+
+    module: str
+    """Name of the module that has them, those of earlier units apart."""
+    group: dist.ProcessGroup
+    """Ranks whose gradients are averaged."""
+
+
 class Bucket:
     """Gradients of some parameters, side by side in one tensor."""
 
-    def __init__(self, parameters: list[nn.Parameter]):
+    def __init__(self, parameters: list[nn.Parameter], unit: Unit):
+        self.unit = unit
         self.parameters = parameters
-        self.flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-        )
-        pieces = self.flat.split([p.numel() for p in parameters])
-        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+        locals_ = [to_local(p.detach()) for p in parameters]
+        sizes = [local.numel() for local in locals_]
+        self.flat = torch.zeros(sum(sizes), dtype=locals_[0].dtype, device=locals_[0].device)
+        pieces = self.flat.split(sizes)
+        views = [piece.view_as(local) for piece, local in zip(pieces, locals_, strict=True)]
+        self.views = [_like(view, p) for view, p in zip(views, parameters, strict=True)]
         self.missing = len(parameters)
 
-    def reduce(self, group: dist.ProcessGroup) -> dist.Work:
+    def reduce(self) -> dist.Work | None:
         """Start the average over ranks; a parameter without gradient on this rank adds zeros."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
         self.missing = len(self.parameters)
-        return dist.all_reduce(self.flat, dist.ReduceOp.AVG, group, async_op=True)
+        if self.unit.group.size() == 1:
+            return None
+        return dist.all_reduce(self.flat, dist.ReduceOp.AVG, self.unit.group, async_op=True)
+
+
+def _like(view: Tensor, parameter: Tensor) -> Tensor:
+    """A local gradient, as the gradient of its parameter."""
+    if isinstance(parameter, DTensor):
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(view, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
+    return view
 
 
 class GradientReducer:
     """Moves gradients into buckets as they are made, and reduces full buckets if this backward is the step's last."""
 
-    def __init__(self, block_names: list[str], group: dist.ProcessGroup):
-        self.block_names, self.group = block_names, group
+    def __init__(self, units: list[Unit]):
+        self.units = units
+        self.communicates = any(unit.group.size() > 1 for unit in units)
         self.last_micro_batch = True
         self.buckets: list[Bucket] = []
-        self.works: list[dist.Work] = []
+        self.works: list[dist.Work | None] = []
         self.finish_is_queued = False
 
     def prepare(self, model: nn.Module, _: object) -> None:
-        """Make the buckets, once: one a block, in the order of backward, and one for what is in no block."""
+        """Make the buckets, once, one a unit, in the order of backward."""
         if self.buckets:
             return
         rest = {id(p): p for p in model.parameters() if p.requires_grad}
-        for name in reversed(self.block_names):
-            inside = [p for p in model.get_submodule(name).parameters() if rest.pop(id(p), None) is not None]
-            self.buckets += [Bucket(inside)] if inside else []
-        self.buckets += [Bucket(list(rest.values()))] if rest else []
+        for unit in self.units:
+            inside = [p for p in model.get_submodule(unit.module).parameters() if rest.pop(id(p), None) is not None]
+            self.buckets += [Bucket(inside, unit)] if inside else []
         for index, bucket in enumerate(self.buckets):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.register_post_accumulate_grad_hook(self._keeper(index, view))
@@ -83,7 +115,7 @@ class GradientReducer:
             if parameter.grad is not view:
                 view.copy_(parameter.grad)  # type: ignore[arg-type]
                 parameter.grad = view
-            if self.last_micro_batch and dist.get_world_size(self.group) > 1:
+            if self.last_micro_batch and self.communicates:
                 self._count(index)
 
         return keep
@@ -98,14 +130,15 @@ class GradientReducer:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
-        self.works.append(self.buckets[len(self.works)].reduce(self.group))
+        self.works.append(self.buckets[len(self.works)].reduce())
 
     def _finish(self) -> None:
         """At the end of backward: reduce what never got full, and wait for all."""
         while len(self.works) < len(self.buckets):
             self._reduce_next()
         for work in self.works:
-            work.wait()
+            if work is not None:
+                work.wait()
         self.works.clear()
         self.finish_is_queued = False
 

@@ -129,7 +129,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
 
 def _summarize(session: Session, batch: MicroBatch, out: Path, seconds: float) -> None:
     """Write run.json: what the report shows beside the metrics."""
-    measured = measure_model_state(session.model, session.optimizer, batch, session.job.plan)
+    measured = measure_model_state(session.model, session.optimizer, batch, session.job.plan, session.mesh)
     if session.rank == 0:
         anatomy = session.anatomy
         summary = {

@@ -3,11 +3,12 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from weft.job import Optimizer
 
@@ -18,11 +19,13 @@ DECAY_SHARE = 0.2  # of all steps, spent decaying by "wsd" (Hägele et al., Scal
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
     """Fused AdamW on the model's parameters as they are, sharded or not. Matrices decay; vectors do not."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in trainable:  # one fused update takes tensors of one mesh only
+        by_mesh[parameter.ndim >= 2, getattr(parameter, "device_mesh", None)].append(parameter)
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": parameters, "weight_decay": settings.weight_decay if decays else 0.0}
+        for (decays, _), parameters in by_mesh.items()
     ]
-    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 
@@ -60,7 +63,7 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            axes = [axis for axis, placement in enumerate(gradient.placements) if isinstance(placement, Shard)]
+            axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
             groups = tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
             gradient = gradient.to_local()
         local[groups].append(gradient)

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterable
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -14,7 +15,7 @@ from weft.train.step import token_loss
 
 
 def measure_model_state(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: MicroBatch, plan: Plan
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: MicroBatch, plan: Plan, mesh: DeviceMesh
 ) -> dict[str, int]:
     """Bytes on this rank by kind, as `weft.parallel.data.model_state_bytes` predicts them. Every rank must call it.
 
@@ -25,6 +26,7 @@ def measure_model_state(
         optimizer: over its parameters, after at least one step.
         batch: one micro-batch, on the device.
         plan: resolved.
+        mesh: of all ranks.
     """
     shards = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [
@@ -32,7 +34,7 @@ def measure_model_state(
     ]
     before = _live_storages()
     begin_micro_batch(model, plan, last=False)
-    token_loss(model, batch).backward()
+    token_loss(model, batch, mesh).backward()
     gathered = _storages(parameter for parameter in model.parameters()).keys() - _storages(shards).keys()
     # Buckets of replicated gradients outlive the step: they are counted although they were there before.
     own = _storages(shard.grad for shard in shards if shard.grad is not None)
@@ -40,7 +42,7 @@ def measure_model_state(
     gradients = sum(size for place, size in after.items() if place in own or place not in before.keys() | gathered)
     gathered_bytes = sum(after[place] for place in gathered)
     begin_micro_batch(model, plan, last=True)
-    token_loss(model, batch).backward()
+    token_loss(model, batch, mesh).backward()
     optimizer.zero_grad(set_to_none=True)
     return {
         "parameters": sum(_storages(shards).values()),

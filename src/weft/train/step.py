@@ -5,16 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.transformers import document_masks
-from weft.cluster.mesh import DATA_AXES
+from weft.cluster.mesh import CONTEXT_AXES, DATA_AXES
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED, MicroBatch
 from weft.parallel.data import begin_micro_batch
+from weft.parallel.loss import cross_entropy_sum
+from weft.parallel.rows import part_of_rows
 from weft.plan import Plan
 from weft.precision.guard import find_culprit
 from weft.precision.scaling import LossScale
@@ -37,21 +38,26 @@ class StepResult:
     """Why the step was skipped; None when the weights were updated."""
 
 
-def token_loss(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+def token_loss(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh | None) -> Tensor:
     """Sum of cross entropies over the target tokens of a micro-batch, in float32 (float64 for a float64 model).
 
     Args:
-        model: any causal language model of Transformers, parallelized or not.
-        batch: input_ids, position_ids and targets, [rows, seq_len] each.
+        model: any causal language model of Transformers, parallelized over the mesh.
+        batch: input_ids, position_ids and targets, [rows, seq_len] each; the same on all ranks that share rows.
+        mesh: of all ranks; None for a model that is not split.
     """
-    masks = document_masks(model, batch.position_ids)
+    split = (
+        mesh is not None and mesh[CONTEXT_AXES].size() > 1
+    )  # then rows are cut, and documents kept apart, on their way in
+    masks = None if split else document_masks(model, batch.position_ids)
     output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks, use_cache=False)
-    logits = output.logits
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    targets = part_of_rows(batch.targets, mesh) if mesh and split else batch.targets
+    return cross_entropy_sum(output.logits, targets, IGNORED, mesh.get_group("tp") if mesh else None)
 
 
-def forward_backward(model: PreTrainedModel, batches: Sequence[MicroBatch], plan: Plan, factor: float) -> Tensor:
+def forward_backward(
+    model: PreTrainedModel, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh, factor: float
+) -> Tensor:
     """Forward and backward of each micro-batch; gradients of `factor` times the loss add up in the parameters.
 
     Returns:
@@ -60,7 +66,7 @@ def forward_backward(model: PreTrainedModel, batches: Sequence[MicroBatch], plan
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
     for index, batch in enumerate(batches):
         begin_micro_batch(model, plan, last=index == len(batches) - 1)
-        loss = token_loss(model, batch)
+        loss = token_loss(model, batch, mesh)
         (loss * factor).backward()
         loss_sum += loss.detach()
     return loss_sum
@@ -92,10 +98,10 @@ def train_step(
     """
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
     tokens = int(all_reduce(counts.sum(), mesh, DATA_AXES))
-    # Gradients are means over the data ranks; their sum is wanted.
-    factor = plan.parallel.data_ranks * loss_scale.value / max(tokens, 1)
-    loss_sum = forward_backward(model, batches, plan, factor)
-    mean_loss = all_reduce(loss_sum, mesh, DATA_AXES).item() / max(tokens, 1)
+    # Gradients are means over the ranks that see different tokens; their sum is wanted.
+    factor = plan.parallel.gradient_ranks * loss_scale.value / max(tokens, 1)
+    loss_sum = forward_backward(model, batches, plan, mesh, factor)
+    mean_loss = all_reduce(loss_sum, mesh, (*DATA_AXES, *CONTEXT_AXES)).item() / max(tokens, 1)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     grad_norm = global_norm(parameters).item() / loss_scale.value
@@ -110,7 +116,7 @@ def train_step(
     if not finite and following.value < loss_scale.value:
         problem = f"gradients overflowed at loss scale {loss_scale.value:g}; the next scale is {following.value:g}"
     elif not finite:
-        problem = find_culprit(model, lambda: forward_backward(model, batches, plan, factor).item())
+        problem = find_culprit(model, lambda: forward_backward(model, batches, plan, mesh, factor).item())
         optimizer.zero_grad(set_to_none=True)
     return StepResult(mean_loss, grad_norm, tokens, following, problem)
 
@@ -125,9 +131,10 @@ def evaluate(model: PreTrainedModel, batches: Sequence[MicroBatch], mesh: Device
         mesh: of all ranks.
     """
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=batches[0].targets.device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
     for batch in batches:
-        totals += torch.stack([token_loss(model, batch).double(), (batch.targets != IGNORED).sum().double()])
+        loss_sum += token_loss(model, batch, mesh).double()
     model.train()
-    loss_sum, tokens = all_reduce(totals, mesh, DATA_AXES).tolist()
-    return loss_sum / tokens
+    tokens = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
+    all_reduce(loss_sum, mesh, (*DATA_AXES, *CONTEXT_AXES))
+    return loss_sum.item() / int(all_reduce(tokens, mesh, DATA_AXES))

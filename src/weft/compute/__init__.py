@@ -1,0 +1,1 @@
+"""Doing less work per step."""

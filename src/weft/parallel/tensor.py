@@ -1,0 +1,363 @@
+"""Tensor and sequence parallelism of any decoder (Shoeybi et al., Megatron-LM, 2019; Korthikanti et al., 2022).
+
+The matrices of attention and MLP are split over the tp axis: the first ones by rows of the weight (column-parallel: each rank
+makes its own heads or hidden units), the last one by columns (row-parallel: each rank makes a share of every output, and the
+shares add up). Between those regions ranks hold all of the residual stream, or, with sequence parallelism, a part of the
+sequence each:
+
+                     enter a region                    leave it, behind the row-parallel matrix
+    sp = true        all-gather the sequence           reduce-scatter it
+    sp = false       nothing (backward: all-reduce)    all-reduce
+
+The model keeps its modules and their forward; collectives stand in hooks at the borders of the regions.
+"""
+
+import re
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from weft.anatomy.roles import Anatomy, Block
+from weft.comm import collectives
+from weft.errors import PlanError
+from weft.parallel.weights import Layout, LocalWeights, Packed, part_bounds, shard_parameter
+from weft.plan import Plan
+
+# Last names of matrices, as found in the families of Transformers 5.17 to 5.23.
+QUERY = re.compile(r"q_proj|q_b_proj|query|wq")
+KEY_VALUE = re.compile(r"k_proj|v_proj|key|value|wk|wv")
+LATENT_KEY_VALUE = re.compile(r"kv_b_proj")  # a key and a value for every query head
+PACKED_QUERY_KEY_VALUE = re.compile(r"qkv_proj|c_attn|query_key_value|Wqkv")
+PACKED_UP = re.compile(r"gate_up_proj")
+UP = re.compile(r"gate_proj|up_proj|c_fc|fc1|fc_in|w1|w3|dense_h_to_4h")
+DOWN = re.compile(r"o_proj|out_proj|down_proj|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h")
+REPLICATED = re.compile(r"q_a_proj|kv_a_proj_with_mqa|.*norm.*|ln_.*")
+PER_HEAD = re.compile(r"sinks")
+
+SEQUENCE = 1  # dim of [batch, sequence, hidden]
+
+
+def split_tensors(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
+    """Split every block, the embedding and the head over the tp axis, in place.
+
+    Logits come out split by vocabulary: `weft.parallel.loss.cross_entropy_sum` takes them as they are.
+
+    Raises:
+        PlanError: the model's heads or hidden units cannot be divided, or a matrix has no known role.
+    """
+    tp, sp = mesh["tp"], plan.parallel.sp
+    group = tp.get_group()
+    for block in anatomy.blocks:
+        _split_block(model, block, sp, tp)
+    _split_ends(model, anatomy, sp, group, tp)
+
+
+def check_heads(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
+    """Refuse a number of tp ranks that heads, KV heads or hidden units cannot be divided by.
+
+    Raises:
+        PlanError: with the numbers.
+    """
+    config = model.config.get_text_config()
+    heads, kv_heads = config.num_attention_heads, _kv_heads(config)
+    if heads % tp:
+        raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}", heads)
+    if kv_heads % tp and tp % kv_heads:
+        raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by them", kv_heads)
+    for block in anatomy.blocks:
+        if block.recurrence:
+            raise _refusal(anatomy, f"{block.recurrence[0]} carries a state that tp = {tp} cannot split", 1)
+
+
+def _refusal(anatomy: Anatomy, what: str, number: int) -> PlanError:
+    divisors = [str(i) for i in range(1, number + 1) if number % i == 0]
+    return PlanError(
+        what,
+        where=f"plan.parallel.tp, model_type {anatomy.family}",
+        rule="every tp rank has as many whole heads; with fewer KV heads than ranks, as many ranks for each KV head",
+        fix=f"set plan.parallel.tp to one of {', '.join(divisors)}",
+    )
+
+
+def _kv_heads(config: Any) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _split_block(model: PreTrainedModel, block: Block, sp: bool, tp: DeviceMesh) -> None:
+    group, unit = tp.get_group(), model.get_submodule(block.name)
+    layouts: dict[str, Layout] = {}
+
+    def inside(names: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+        return [(name.removeprefix(f"{block.name}."), model.get_submodule(name)) for name in names]
+
+    for name, module in inside(block.attention):
+        layouts |= _split_attention(name, module, model.config.get_text_config(), tp)
+        module.register_forward_pre_hook(_enter(group, sp, SEQUENCE), with_kwargs=True)
+        _leave_behind(module, group, sp, SEQUENCE)
+    for name, module in inside(block.mlp):
+        if block.is_moe:  # experts take whole tokens, of which every rank has its own
+            if not sp:
+                module.register_forward_pre_hook(_take_part(group), with_kwargs=True)
+                module.register_forward_hook(_put_together(group))
+            continue
+        layouts |= _split_mlp(name, module, tp)
+        # An MLP works row by row: the parts of the sequence may stand one below the other, in place of side by side.
+        enters = module if not isinstance(module, nn.Linear | Conv1D) or UP.fullmatch(name) else None
+        if enters is not None:
+            enters.register_forward_pre_hook(_enter(group, sp, 0), with_kwargs=True)
+        _leave_behind(module, group, sp, 0, name)
+    experts = tuple(f"{name}." for name, _ in inside(block.experts))
+    for name, _ in unit.named_parameters():
+        in_region = any(name.startswith(f"{part}.") for part, _ in inside(block.attention + block.mlp))
+        # Without sequence parallelism, what is outside of the regions does the same work on all ranks.
+        if name not in layouts and not name.startswith(experts or ("/",)) and (sp or in_region):
+            layouts[name] = Layout("copy")
+    LocalWeights(unit, layouts, group)
+
+
+def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceMesh) -> dict[str, Layout]:
+    """Cut the matrices of one attention; layouts by name of the parameter inside the block."""
+    ranks, heads, kv_heads = tp.size(), config.num_attention_heads, _kv_heads(config)
+    layouts: dict[str, Layout] = {}
+    for name, module in attention.named_modules():
+        last, full = name.rpartition(".")[2], f"{prefix}.{name}"
+        if not isinstance(module, nn.Linear | Conv1D):
+            continue
+        if KEY_VALUE.fullmatch(last) and kv_heads % ranks:
+            width = (module.weight.shape[0]) // kv_heads
+            start = tp.get_local_rank() * kv_heads // ranks * width
+            layouts |= {f"{full}.{p}": Layout("narrow", 0, start, width) for p, _ in module.named_parameters()}
+        elif QUERY.fullmatch(last) or KEY_VALUE.fullmatch(last) or LATENT_KEY_VALUE.fullmatch(last):
+            layouts |= _split_column(full, module, tp)
+        elif PACKED_QUERY_KEY_VALUE.fullmatch(last):
+            width = _out_features(module) // (heads + 2 * kv_heads)
+            sizes = (heads * width, kv_heads * width, kv_heads * width)
+            layouts |= _split_column(full, module, tp, sizes)
+        elif DOWN.fullmatch(last):
+            layouts |= _split_row(full, module, tp)
+        elif not REPLICATED.fullmatch(last):
+            raise _unknown(full, last)
+    for name in [name for name, _ in attention.named_parameters(recurse=False) if PER_HEAD.fullmatch(name)]:
+        shard_parameter(attention, name, 0, tp)
+        layouts[f"{prefix}.{name}"] = Layout("shard")
+    _tell_heads(attention, ranks, heads, kv_heads)
+    _gather_for_wide_norms(attention, config, tp.get_group())
+    return layouts
+
+
+def _split_mlp(prefix: str, mlp: nn.Module, tp: DeviceMesh) -> dict[str, Layout]:
+    layouts: dict[str, Layout] = {}
+    for name, module in mlp.named_modules():
+        full = f"{prefix}.{name}" if name else prefix
+        last = full.rpartition(".")[2]
+        if not isinstance(module, nn.Linear | Conv1D):
+            continue
+        if PACKED_UP.fullmatch(last):
+            half = _out_features(module) // 2
+            layouts |= _split_column(full, module, tp, (half, half))
+        elif UP.fullmatch(last):
+            layouts |= _split_column(full, module, tp)
+        elif DOWN.fullmatch(last):
+            layouts |= _split_row(full, module, tp)
+        else:
+            raise _unknown(full, last)
+    return layouts
+
+
+def _split_column(name: str, module: Any, tp: DeviceMesh, packed: tuple[int, ...] = ()) -> dict[str, Layout]:
+    """Each rank makes a part of the outputs."""
+    out_features = _out_features(module)
+    for size in packed or (out_features,):
+        if size % tp.size():
+            raise PlanError(
+                f"{size} outputs of {name} cannot be divided by tp = {tp.size()}",
+                where="plan.parallel.tp",
+                rule="every tp rank makes as many outputs of a matrix",
+                fix="choose a tp that divides them",
+            )
+    dim = 1 if isinstance(module, Conv1D) else 0
+    if packed:
+        module.packed = Packed({"weight": dim, "bias": 0}, packed, tp.size())
+    shard_parameter(module, "weight", dim, tp)
+    if module.bias is not None:
+        shard_parameter(module, "bias", 0, tp)
+    if isinstance(module, Conv1D):
+        module.nf = out_features // tp.size()
+    return {f"{name}.{parameter}": Layout("shard") for parameter, _ in module.named_parameters()}
+
+
+def _split_row(name: str, module: Any, tp: DeviceMesh) -> dict[str, Layout]:
+    """Each rank takes a part of the inputs; the outputs of all ranks add up."""
+    shard_parameter(module, "weight", 0 if isinstance(module, Conv1D) else 1, tp)
+    layouts = {f"{name}.weight": Layout("shard")}
+    return layouts | ({f"{name}.bias": Layout("once")} if module.bias is not None else {})
+
+
+def _out_features(module: Any) -> int:
+    return int(module.weight.shape[1 if isinstance(module, Conv1D) else 0])
+
+
+def _unknown(name: str, last: str) -> PlanError:
+    return PlanError(
+        f"tensor parallelism does not know the role of {name}",
+        where="plan.parallel.tp",
+        rule=f"a matrix is split by rows or columns according to its name; {last} is not among the known ones",
+        fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tensor.py this name",
+    )
+
+
+def _tell_heads(attention: Any, ranks: int, heads: int, kv_heads: int) -> None:
+    """Where an attention counts heads by itself, in place of reading them from shapes, tell it how many a rank has."""
+    own_kv = max(kv_heads // ranks, 1)
+    for name, value in (("num_heads", heads // ranks), ("num_key_value_heads", own_kv)):
+        if hasattr(attention, name):
+            setattr(attention, name, value)
+    if hasattr(attention, "num_key_value_groups"):
+        attention.num_key_value_groups = heads // ranks // own_kv
+    if hasattr(attention, "split_size"):  # GPT-2
+        attention.split_size //= ranks
+    if any(
+        PACKED_QUERY_KEY_VALUE.fullmatch(name) for name, _ in attention.named_children()
+    ):  # Phi-3 asks its configuration
+        attention.config = copy(attention.config)
+        attention.config.num_attention_heads, attention.config.num_key_value_heads = heads // ranks, own_kv
+
+
+def _gather_for_wide_norms(attention: nn.Module, config: Any, group: dist.ProcessGroup) -> None:
+    """OLMo-2 normalises queries and keys over all heads at once: such a norm sees the outputs of all ranks."""
+    head_dim = getattr(attention, "head_dim", None)
+    for name, module in attention.named_children():
+        weight = getattr(module, "weight", None)
+        if not re.fullmatch(r"[qk]_norm|[qk]_layernorm", name) or weight is None or weight.numel() == head_dim:
+            continue
+        if _kv_heads(config) % group.size():
+            raise PlanError(
+                f"{name} normalises over all heads, and {_kv_heads(config)} KV heads cannot be divided by tp = {group.size()}",
+                where="plan.parallel.tp",
+                rule="a norm over all heads needs each head once",
+                fix=f"set plan.parallel.tp to a divisor of {_kv_heads(config)}",
+            )
+        module.register_forward_pre_hook(lambda _, args: (collectives.gather(args[0], group, -1), *args[1:]))
+        module.register_forward_hook(lambda _, args, out: out.chunk(group.size(), -1)[group.rank()])
+
+
+# Borders of regions
+
+
+def _enter(group: dist.ProcessGroup, sp: bool, dim: int) -> Callable[..., Any]:
+    """Before a region: every rank gets all of the sequence; the gradients that come back add up."""
+
+    def enter(hidden: Tensor) -> Tensor:
+        return collectives.gather(hidden, group, dim) if sp else collectives.copy(group, hidden)[0]
+
+    return lambda _, args, kwargs: _change_hidden(args, kwargs, enter)
+
+
+def _change_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the hidden states among a module's arguments: the first one, by position or by name."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+
+def _leave_behind(region: nn.Module, group: dist.ProcessGroup, sp: bool, dim: int, own_name: str = "") -> None:
+    """Behind the row-parallel matrices of a region: shares add up, and each rank keeps its part of the sequence.
+
+    Right there, and not at the region's end: what follows (GPT-2's dropout) works on sums.
+    """
+
+    def leave(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return collectives.reduce_scatter(out, group, dim) if sp else collectives.reduce(out, group)
+
+    for name, module in region.named_modules():
+        last = (name or own_name).rpartition(".")[2]
+        if isinstance(module, nn.Linear | Conv1D) and DOWN.fullmatch(last):
+            module.register_forward_hook(leave)
+
+
+def _take_part(group: dist.ProcessGroup) -> Callable[..., Any]:
+    return lambda _, args, kwargs: _change_hidden(args, kwargs, lambda x: collectives.split(x, group, SEQUENCE))
+
+
+def _put_together(group: dist.ProcessGroup) -> Callable[..., Any]:
+    def put(_: nn.Module, args: Any, out: Any) -> Any:
+        if isinstance(out, tuple):  # GPT-OSS also returns what its router scored
+            return (collectives.unsplit(out[0], group, SEQUENCE), *out[1:])
+        return collectives.unsplit(out, group, SEQUENCE)
+
+    return put
+
+
+# Embedding and head
+
+
+def _split_ends(model: PreTrainedModel, anatomy: Anatomy, sp: bool, group: dist.ProcessGroup, tp: DeviceMesh) -> None:
+    embedding: Any = model.get_submodule(anatomy.embedding)
+    head: Any = model.get_submodule(anatomy.head)
+    vocabulary = embedding.weight.shape[0]
+    start, length = part_bounds(vocabulary, group.size(), group.rank())
+    if vocabulary % group.size() == 0:
+        layout = Layout("shard")
+        shard_parameter(embedding, "weight", 0, tp)
+        if anatomy.tied:
+            head._parameters["weight"] = embedding._parameters["weight"]
+        else:
+            shard_parameter(head, "weight", 0, tp)
+        if head.bias is not None:
+            shard_parameter(head, "bias", 0, tp)
+    else:  # whole at rest, as FSDP2 splits evenly only; the work is split all the same
+        layout = Layout("narrow", 0, start, length)
+    LocalWeights(embedding, {"weight": layout}, group)
+    LocalWeights(head, {name: layout for name, _ in head.named_parameters()}, group)
+    _embed_own_tokens(embedding, start, length, group, sp)
+
+    for name, module in model.named_modules():
+        in_block = any(name.startswith(f"{block.name}.") for block in anatomy.blocks)
+        if isinstance(module, nn.Embedding) and module is not embedding and not in_block and sp:
+            LocalWeights(module, {"weight": Layout("copy")}, group)
+            module.register_forward_hook(lambda _, args, out: out.chunk(group.size(), -2)[group.rank()])
+    last: Any = model.get_submodule(anatomy.final_norm) if anatomy.final_norm else None
+    if last is not None and sp:
+        LocalWeights(last, {name: Layout("copy") for name, _ in last.named_parameters()}, group)
+
+    def whole_sequence(hidden: Tensor) -> Tensor:
+        return collectives.gather(hidden, group, SEQUENCE) if sp else collectives.copy(group, hidden)[0]
+
+    if last is not None:
+        last.register_forward_hook(lambda _, args, out: whole_sequence(out))
+    else:
+        head.register_forward_pre_hook(lambda _, args: (whole_sequence(args[0]),))
+
+
+def _embed_own_tokens(embedding: Any, start: int, length: int, group: dist.ProcessGroup, sp: bool) -> None:
+    """Each rank looks up the tokens of its part of the vocabulary; the others are zero, and the sum has each once."""
+    found: list[Tensor] = []
+    if embedding.padding_idx is not None:  # its row gets no gradient: on the rank that has it
+        own = embedding.padding_idx - start
+        embedding.padding_idx = own if 0 <= own < length else None
+
+    def look_up(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        tokens = args[0] - start
+        found.append((tokens >= 0) & (tokens < length))
+        if sp and tokens.shape[-1] % group.size():
+            raise PlanError(
+                f"a sequence of {tokens.shape[-1]} tokens cannot be divided by tp = {group.size()}",
+                where="plan.parallel.sp = true",
+                rule="sequence parallelism gives every tp rank as many tokens",
+                fix="choose a sequence length that tp divides, or set plan.parallel.sp = false",
+            )
+        return (torch.where(found[-1], tokens, 0), *args[1:])
+
+    def add_up(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+        own = out * found.pop()[..., None]
+        return collectives.reduce_scatter(own, group, SEQUENCE) if sp else collectives.reduce(own, group)
+
+    embedding.register_forward_pre_hook(look_up)
+    embedding.register_forward_hook(add_up)

@@ -1,0 +1,377 @@
+"""Split experts against the untouched module that computes all tokens in one process: outputs, and every gradient."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.lab.families import COMMON, EXPERTS, family
+from tests.lab.parity import compare
+from tests.lab.pool import run_ranks
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_on_meta
+from weft.cluster.mesh import build_mesh
+from weft.cluster.shared_memory import register_backend
+from weft.comm.collectives import Message, Recorder
+from weft.errors import PlanError
+from weft.parallel.expert import check_experts, combine, dispatch, load_imbalance, mixture_of_experts, split_experts
+from weft.plan import Parallel, Plan
+
+NUM_EXPERTS, HIDDEN = 4, 32
+TABLES: dict[str, dict[str, Any]] = {
+    **{name: family(name) for name in ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")},
+    "olmoe": {"model_type": "olmoe", **COMMON, "num_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {"model_type": "glm4_moe", **COMMON, **EXPERTS, "n_routed_experts": 4},
+    "granitemoe": {"model_type": "granitemoe", **COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens of each rank, and where the router sends them."""
+
+    sizes: tuple[int, ...]
+    top_k: int = 2
+    allowed: tuple[int, ...] = (0, 1, 2, 3)
+    """Experts that the router may choose."""
+    dtype: torch.dtype = torch.float64
+    implementation: str = "eager"
+    shared: bool = True
+
+    def tokens(self, seed: int = 5) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Hidden states, experts, weights and the outputs' gradient of each rank."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.dtype)
+
+        found = []
+        for size in self.sizes:
+            chosen = torch.rand(size, len(self.allowed), generator=generator).topk(self.top_k).indices
+            index, weights = torch.tensor(self.allowed)[chosen], draw(size, self.top_k).requires_grad_()
+            found.append((draw(size, HIDDEN).requires_grad_(), index, weights, draw(size, HIDDEN)))
+        return found
+
+
+def build_model(name: str, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
+    """A tiny model whose parameters are all random, biases and norms too."""
+    config = AutoConfig.for_model(**TABLES[name])
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=implementation)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def experts_of(model: PreTrainedModel) -> list[Any]:
+    return [model.get_submodule(name) for block in read_anatomy(model).blocks for name in block.experts]
+
+
+def take_share(experts: Any, group: dist.ProcessGroup) -> None:
+    """Split a module, and leave this rank its part of each parameter."""
+    for name, parameter in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(parameter.detach().chunk(group.size())[group.rank()].clone()))
+    split_experts(experts, group)
+
+
+def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recompute: bool = False) -> dict[str, Any]:
+    """Outputs of an experts module and all its gradients."""
+    hidden, index, weights, gradient = tokens
+    for _ in range(2):  # the second pass must not depend on the first
+        hidden.grad, weights.grad = None, None
+        experts.zero_grad()
+        run = partial(checkpoint, experts, use_reentrant=False) if recompute else experts
+        out = run(hidden, index, weights)
+        out.backward(gradient)
+    of_parameters = {name: parameter.grad for name, parameter in experts.named_parameters()}
+    return {"outputs": out.detach(), "hidden": hidden.grad, "weights": weights.grad, **of_parameters}
+
+
+def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool) -> tuple[dict[str, Any], Tensor]:
+    group = dist.new_group(backend=register_backend() if case.shared else "gloo")
+    experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
+    take_share(experts, group)
+    return gradients(experts, case.tokens()[rank], recompute), experts.load
+
+
+def assert_parity(name: str, case: Case, recompute: bool = False) -> None:
+    """Parts of all ranks, side by side, are what the untouched module has for all tokens."""
+    untouched = experts_of(build_model(name, case.dtype, case.implementation))[-1]
+    hidden, index, weights, gradient = (torch.cat(parts).detach() for parts in zip(*case.tokens(), strict=True))
+    expected = gradients(untouched, (hidden.requires_grad_(), index, weights.requires_grad_(), gradient))
+    found, loads = zip(*run_ranks(len(case.sizes), on_rank, name, case, recompute), strict=True)
+    for key, value in expected.items():
+        compare(f"{name}: {key}", torch.cat([part[key] for part in found]), value, TOLERANCE[case.dtype])
+    assert torch.cat(loads).tolist() == index.flatten().bincount(minlength=NUM_EXPERTS).tolist()
+
+
+@pytest.mark.parametrize("sizes", [(5, 9), (5, 9, 0, 3)])
+@pytest.mark.parametrize("name", TABLES)
+def test_families(name: str, sizes: tuple[int, ...]) -> None:
+    assert_parity(name, Case(sizes))
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", TABLES)
+def test_fast_implementations(name: str, implementation: str) -> None:
+    """What Transformers chooses by itself, in float32."""
+    assert_parity(name, Case((7, 4), dtype=torch.float32, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(
+    ("sizes", "allowed", "top_k"),
+    [
+        ((5, 9), (2,), 1),  # all to one expert: rank 0 computes nothing
+        ((5, 9, 2, 4), (1,), 1),  # three ranks compute nothing
+        ((0, 6), (0, 1), 2),  # the rank with tokens holds none of their experts
+        ((6, 0), (0, 3), 2),  # experts without tokens on both ranks
+        ((4, 3), (0, 1, 2, 3), 1),
+        ((4, 3), (0, 1, 2, 3), 3),
+        ((4, 3), (0, 1, 2, 3), 4),  # every token to every expert
+    ],
+)
+def test_any_counts(sizes: tuple[int, ...], allowed: tuple[int, ...], top_k: int, implementation: str) -> None:
+    dtype = torch.float64 if implementation == "eager" else torch.float32
+    for name in ("gpt_oss", "qwen3_moe"):
+        assert_parity(name, Case(sizes, top_k, allowed, dtype, implementation))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_no_token_anywhere(implementation: str) -> None:
+    """Backward runs on every rank, and parameters have gradients; the untouched module has no graph then."""
+    case = Case((0, 0), dtype=torch.float32, implementation=implementation)
+    for found, load in run_ranks(2, on_rank, "gpt_oss", case, False):
+        assert {key: int(value.count_nonzero()) for key, value in found.items()} == dict.fromkeys(found, 0)
+        assert found["down_proj"].shape == (2, 48, HIDDEN)
+        assert load.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("allowed", [(0, 1, 2, 3), (2, 3)])
+def test_recompute(allowed: tuple[int, ...]) -> None:
+    assert_parity("mixtral", Case((5, 9), allowed=allowed), recompute=True)
+
+
+def test_gloo() -> None:
+    assert_parity("mixtral", Case((5, 0, 2, 4), shared=False))
+
+
+# A space of routings against the plain reference
+
+
+def mix(rank: int, ranks: int, case: Case, matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Dispatch, one matrix for each expert, combine."""
+    group, tokens = dist.group.WORLD, case.tokens()[rank]
+    assert group is not None
+    hidden, index, weights, gradient = tokens
+    rows, local_index, row_weights, route = dispatch(hidden, index, weights, len(matrices), group)
+    mine = matrices.chunk(ranks)[rank]
+    assert local_index.shape == row_weights.shape == (len(rows), 1)
+    assert torch.equal(route.load, local_index.flatten().bincount(minlength=len(mine)))
+    out = combine(torch.einsum("rh,rhg->rg", rows, mine[local_index[:, 0]]) * row_weights, route)
+    out.backward(gradient)
+    assert hidden.grad is not None
+    assert weights.grad is not None
+    return out.detach(), hidden.grad, weights.grad
+
+
+@st.composite
+def cases(draw: Any) -> tuple[Case, int]:
+    """Two ranks, any number of tokens, experts and choices; expert `num_experts` stands for a copy that goes nowhere."""
+    num_experts = 2 * draw(st.integers(1, 4))
+    allowed = draw(st.lists(st.integers(0, num_experts), min_size=1, unique=True))
+    sizes = draw(st.tuples(st.integers(0, 6), st.integers(0, 6)))
+    return Case(sizes, draw(st.integers(1, min(4, len(allowed)))), tuple(allowed)), num_experts
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(cases())
+def test_routings(drawn: tuple[Case, int]) -> None:
+    case, num_experts = drawn
+    matrices = torch.randn(num_experts, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(2)).double()
+    hidden, index, weights, gradient = (torch.cat(parts).detach() for parts in zip(*case.tokens(), strict=True))
+    hidden.requires_grad_()
+    weights.requires_grad_()
+    functions: list[Callable[[Tensor], Tensor]] = [matrix.__rmatmul__ for matrix in matrices]
+    out = mixture_of_experts(hidden, index, weights, functions)
+    out.backward(gradient)
+    parts = [torch.cat(part) for part in zip(*run_ranks(2, mix, case, matrices), strict=True)]
+    for found, expected in zip(parts, (out.detach(), hidden.grad, weights.grad), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_the_reference_is_the_untouched_module() -> None:
+    experts = experts_of(build_model("mixtral", torch.float64, "eager"))[0]
+    ((hidden, index, weights, _),) = Case((9,)).tokens()
+
+    def expert(number: int) -> Callable[[Tensor], Tensor]:
+        def compute(x: Tensor) -> Tensor:
+            gate, up = (x @ experts.gate_up_proj[number].T).chunk(2, -1)
+            return (nn.functional.silu(gate) * up) @ experts.down_proj[number].T
+
+        return compute
+
+    plain = mixture_of_experts(hidden, index, weights, [expert(number) for number in range(NUM_EXPERTS)])
+    torch.testing.assert_close(plain, experts(hidden, index, weights), rtol=0, atol=1e-10)
+
+
+def formats(rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    group = dist.new_group(backend=register_backend())
+    index = (
+        torch.tensor([[3, 0], [1, 2]], dtype=torch.int32) if rank == 0 else torch.tensor([[3, 2]], dtype=torch.int32)
+    )
+    hidden = torch.full((len(index), 4), 1.0 + rank, dtype=torch.bfloat16)
+    rows, local_index, weights, _ = dispatch(hidden, index, index + 0.1 * (1 + rank), 4, group)
+    return rows[:, 0], local_index[:, 0], weights[:, 0]
+
+
+def test_rows_come_by_rank_and_expert_in_their_own_formats() -> None:
+    first, second = run_ranks(2, formats)
+    assert first[0].dtype == torch.bfloat16
+    assert (first[1].tolist(), second[1].tolist()) == ([0, 1], [0, 1, 0, 1])
+    assert second[0].tolist() == [1, 1, 2, 2]
+    torch.testing.assert_close(second[2], torch.tensor([2.1, 3.1, 2.2, 3.2]))
+
+
+# A whole model
+
+
+def model_gradients(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
+    """Gradients of the sum of losses over rows of tokens."""
+    logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def train_on_rank(rank: int, ranks: int, name: str, rows: Tensor, recompute: bool) -> dict[str, Tensor]:
+    group = dist.new_group(backend=register_backend())
+    model = build_model(name, torch.float64, "eager").train()
+    before = type(experts_of(model)[0]), set(model.state_dict())
+    for experts in experts_of(model):
+        take_share(experts, group)
+    assert before == (type(experts_of(model)[0]), set(model.state_dict()))
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model_gradients(model, rows.chunk(ranks)[rank])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_whole_model(name: str, recompute: bool) -> None:
+    """Experts have the gradient of all rows on their rank; what is replicated has it in the sum over ranks."""
+    rows = torch.randint(3, 96, (4, 13), generator=torch.Generator().manual_seed(3))
+    model = build_model(name, torch.float64, "eager").train()
+    expected = model_gradients(model, rows)
+    first, second = run_ranks(2, train_on_rank, name, rows, recompute)
+    assert set(first) == set(expected)
+    for key, gradient in expected.items():
+        split = ".experts." in key
+        found = torch.cat([first[key], second[key]]) if split else first[key] + second[key]
+        compare(key, found, gradient, 1e-10)
+
+
+# Traffic and load
+
+
+def traffic(rank: int, ranks: int, index: Tensor) -> list[Message]:
+    mesh = build_mesh(Plan(parallel=Parallel(zero=1)), "cpu", ranks)
+    experts = experts_of(build_model("mixtral", torch.float32, "eager"))[0]
+    take_share(experts, mesh.get_group("dp_shard"))
+    hidden = torch.ones(len(index), HIDDEN, requires_grad=True)
+    with Recorder(mesh) as recorder:
+        experts(hidden, index, torch.ones(index.shape, requires_grad=True)).sum().backward()
+    return recorder.messages
+
+
+def test_bytes_are_the_textbook_volume() -> None:
+    """Balanced routing: T K (ep - 1) / ep rows leave each rank, in dispatch and in combine, forward and backward."""
+    ranks, num_tokens, top_k = 4, 8, 2
+    index = torch.arange(num_tokens * top_k).view(num_tokens, top_k) % NUM_EXPERTS
+    copies = num_tokens * top_k * (ranks - 1) // ranks
+    counts, rows, weights = 8 * NUM_EXPERTS * (ranks - 1) // ranks, 4 * HIDDEN * copies, 4 * copies
+    for messages in run_ranks(ranks, traffic, index):
+        assert {(message.operation, message.axis) for message in messages} == {("all_to_all", "dp_shard")}
+        forward, backward = [counts, rows, weights, rows], [rows, weights, rows]
+        assert [message.bytes for message in messages] == forward + backward
+
+
+def test_bytes_of_any_routing() -> None:
+    """A rank sends the copies whose expert is elsewhere, and sends back those that came from elsewhere."""
+    index = torch.tensor([[0, 1], [0, 2], [0, 3]])  # 4 copies for rank 0, 2 for rank 1, on both ranks
+    leaving = [2, 4]
+    for rank, messages in enumerate(run_ranks(2, traffic, index)):
+        out, back = leaving[rank], leaving[1 - rank]
+        rows = 4 * HIDDEN
+        forward, backward = [2 * 8, rows * out, 4 * out, rows * back], [rows * out, 4 * back, rows * back]
+        assert [message.bytes for message in messages] == forward + backward
+
+
+def test_load_imbalance() -> None:
+    assert load_imbalance(torch.tensor([3, 3, 3])) == 1
+    assert load_imbalance(torch.tensor([0, 8, 0, 0])) == 4
+    assert load_imbalance(torch.tensor([1, 2, 3])) == 1.5
+    assert load_imbalance(torch.tensor([0, 0])) == 1
+
+
+# What is refused
+
+
+def check(table: dict[str, Any], ep: int) -> None:
+    model = build_on_meta(AutoConfig.for_model(**table), torch.float32)
+    check_experts(model, read_anatomy(model), ep)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_accepted(name: str) -> None:
+    check(TABLES[name], 4)
+
+
+def test_one_rank_is_always_accepted() -> None:
+    check(family("llama"), 1)
+
+
+LLAMA4 = {"model_type": "llama4_text", **COMMON, "num_local_experts": 4, "intermediate_size_mlp": 48}
+LONGCAT = {
+    **{key: TABLES["deepseek_v3"][key] for key in (*COMMON, "q_lora_rank", "kv_lora_rank", "num_experts_per_tok")},
+    **{key: size for key, size in TABLES["deepseek_v3"].items() if key.endswith("_head_dim")},
+    "model_type": "longcat_flash",
+    "num_layers": 1,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+    "expert_ffn_hidden_size": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("table", "ep", "what"),
+    [
+        (family("llama"), 2, "no block of this llama has a module of experts"),
+        (family("mixtral"), 3, "ep = 3 does not divide 4 experts"),
+        (LLAMA4, 2, r"Llama4TextExperts is called with \(hidden_states\)"),
+        (LONGCAT, 2, "LongcatFlashExperts has no num_experts"),
+    ],
+)
+def test_refused(table: dict[str, Any], ep: int, what: str) -> None:
+    with pytest.raises(PlanError, match=what) as error:
+        check(table, ep)
+    assert error.value.where
+    assert error.value.rule
+    assert error.value.fix
+
+
+def test_a_parameter_that_is_not_stacked_by_expert_is_refused() -> None:
+    """As the norm that Muse Spark's experts share, and the flattened matrices of DBRX."""
+    model = build_on_meta(AutoConfig.for_model(**TABLES["mixtral"]), torch.float32)
+    experts_of(model)[0].post_expert_norm = nn.RMSNorm(NUM_EXPERTS, device="meta")
+    with pytest.raises(PlanError, match=r"not stacked by expert: post_expert_norm\.weight"):
+        check_experts(model, read_anatomy(model), 2)
