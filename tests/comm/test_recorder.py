@@ -19,7 +19,7 @@ def record(rank: int, ranks: int, shared: bool) -> list[Message]:
     group = mesh.get_group("dp_shard")
     assert isinstance(group, shared_memory.SharedMemoryGroup) == shared
     x, half, double = torch.ones(8), torch.ones(4), torch.ones(16, dtype=torch.bfloat16)
-    with Recorder(mesh) as recorder:
+    with Recorder() as recorder:
         dist.all_reduce(x, group=group)
         dist.reduce_scatter_tensor(half, x, group=group)
         dist.all_gather_into_tensor(double, double[:8].clone(), group=group)

@@ -20,7 +20,7 @@ from weft.checkpoint.huggingface import (
     materialize,
     read_config,
 )
-from weft.cluster.mesh import CONTEXT_AXES, build_mesh, data_rank
+from weft.cluster.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes
 from weft.data import MicroBatch
 from weft.job import Model, Optimizer
 from weft.parallel.parallelize import parallelize
@@ -158,7 +158,7 @@ def whole_logits(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh) ->
         return logits
     seq_len = batch.input_ids.shape[1]
     places = part_of_rows(torch.arange(seq_len)[None], mesh)[0]
-    parts = gather_objects((places, logits), mesh["cp"].get_group())
+    parts = gather_objects((places, logits), join_axes(mesh, CONTEXT_AXES).get_group())
     order = torch.cat([places for places, _ in parts]).argsort()
     return torch.cat([logits for _, logits in parts], 1)[:, order]
 

@@ -288,7 +288,7 @@ def traffic(rank: int, ranks: int, index: Tensor) -> list[Message]:
     experts = experts_of(build_model("mixtral", torch.float32, "eager"))[0]
     take_share(experts, mesh.get_group("dp_shard"))
     hidden = torch.ones(len(index), HIDDEN, requires_grad=True)
-    with Recorder(mesh) as recorder:
+    with Recorder() as recorder:
         experts(hidden, index, torch.ones(index.shape, requires_grad=True)).sum().backward()
     return recorder.messages
 

@@ -28,7 +28,7 @@ def step_traffic(rank: int, world_size: int, plan: Plan, micro_batch: int) -> tu
     parallelize(model, plan, mesh)
     materialize(model, SOURCE, torch.device("cpu"))
     optimizer = build_optimizer(model, SETTINGS)
-    with Recorder(mesh) as recorder:
+    with Recorder() as recorder:
         batches = share(packed_batches(96)[0], rank, world_size, micro_batch)
         train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0)
     return recorder.bytes_by("operation"), parameters

@@ -125,7 +125,7 @@ def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> 
     model.to_empty(device=device)
     model.tie_weights()  # each use of a tied weight got a memory of its own
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    weights = arrange_packed(model, dict(plain.state_dict()), to_rest=True) if plain else {}
+    weights: Any = arrange_packed(model, dict(plain.state_dict()), to_rest=True) if plain else {}
     set_model_state_dict(model, weights, options=options)
     originals = dict(plain.named_buffers()) if plain else {}
     for name, buffer in model.named_buffers():  # those that are not saved, such as rotary frequencies
@@ -156,7 +156,7 @@ def arrange_packed(
 ) -> dict[str, torch.Tensor]:
     """Bring the rows of packed matrices from the order of the model's authors into that at rest, or back."""
     for name, module in model.named_modules():
-        packed = getattr(module, "packed", None)
+        packed: Any = getattr(module, "packed", None)
         for last in packed.dim if packed else ():
             full = f"{name}.{last}"
             if full in weights:

@@ -11,11 +11,6 @@ CONTEXT_AXES = ("cp_ring", "cp_ulysses")
 AXES = ("pp", *DATA_AXES, *CONTEXT_AXES, "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
 
-# Axes seen as one, where there is context parallelism: ranks that share a sequence also share its weights' gradients.
-CONTEXT = "cp"
-SHARD = "dp_shard_cp"
-REPLICATE = "dp_replicate_cp"
-
 
 def mesh_shape(plan: Plan) -> tuple[int, ...]:
     """Ranks along each of `AXES` for a resolved plan, outermost first.
@@ -41,18 +36,20 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
     Raises:
         PlanError: the plan does not fit the number of ranks.
     """
-    plan = plan.resolve(world_size)
-    mesh = _named_mesh(device_type, mesh_shape(plan), AXES)
-    if plan.parallel.cp > 1:
-        backend = register_backend() if device_type == "cpu" else None
-        mesh[CONTEXT_AXES]._flatten(CONTEXT, backend_override=backend)
-        name, axes = (
-            (REPLICATE, ("dp_replicate", *CONTEXT_AXES))
-            if plan.parallel.zero == 0
-            else (SHARD, ("dp_shard", *CONTEXT_AXES))
-        )
-        mesh[axes]._flatten(name, backend_override=backend)
-    return mesh
+    return _named_mesh(device_type, mesh_shape(plan.resolve(world_size)), AXES)
+
+
+def join_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Several axes seen as one: a mesh of one axis, named dp_shard_cp_ring, say. Made by the first call, on all ranks."""
+    if mesh[axes].size() == mesh[axes[0]].size():  # nothing to join
+        return mesh[axes[0]]
+    backend = register_backend() if mesh.device_type == "cpu" else None
+    return mesh[axes]._flatten("_".join(axes), backend_override=backend)
+
+
+def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """A mesh of two axes out of two meshes of one axis each, of the same ranks."""
+    return DeviceMesh._concatenate([outer, inner])
 
 
 def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -109,8 +109,8 @@ class _Slab:
 class SharedMemoryGroup(dist.ProcessGroup):
     """Ranks that share memory. The methods are those that torch.distributed calls; see its functions for their meaning.
 
-    `observers` are called with (operation, bytes, dtype) before each collective: the bytes of the full tensor (the gathered
-    or not yet scattered side), or of all_to_all those that leave this rank.
+    `observers` of all groups are called with (group, operation, bytes, dtype) before each collective: the bytes of the full
+    tensor (the gathered or not yet scattered side), or of all_to_all those that leave this rank.
 
     Every collective raises CommunicationError, on every rank, when the ranks do not call the same operation with the same
     format and size, or when one of them does not come within the timeout. The group is of no use then.
@@ -122,8 +122,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.gloo: Any = gloo
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)  # for what is not below
         self.seconds, self.round = timeout.total_seconds(), 0
-        self.observers: list[Callable[[str, int, torch.dtype], None]] = []
         self._name = ""
+
+    observers: ClassVar[list[Callable[[dist.ProcessGroup, str, int, torch.dtype], None]]] = []
 
     # Rounds
 
@@ -181,7 +182,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _observe(self, operation: str, numbers: int, dtype: torch.dtype) -> None:
         for observer in self.observers:
-            observer(operation, numbers * dtype.itemsize, dtype)
+            observer(self, operation, numbers * dtype.itemsize, dtype)
 
     # Collectives
 

@@ -16,7 +16,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,39 +182,39 @@ def exchange(
 
 def copy(group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The same tensors; their gradients are summed over the ranks, all in one message, when the last of them is there."""
-    return _Copy.apply(group, *tensors)  # type: ignore[no-any-return]
+    return _Copy.apply(group, *tensors)
 
 
 def reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over ranks; every rank goes on with the same values and has the same gradient."""
-    return _Reduce.apply(x, group)  # type: ignore[no-any-return]
+    return _Reduce.apply(x, group)
 
 
 def gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """The parts of all ranks along a dim; what the ranks then do differs, so their gradients add up."""
-    return _Gather.apply(x, group, dim)  # type: ignore[no-any-return]
+    return _Gather.apply(x, group, dim)
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """This rank's part, along a dim that the number of ranks divides, of the sum over ranks."""
-    return _ReduceScatter.apply(x, group, dim)  # type: ignore[no-any-return]
+    return _ReduceScatter.apply(x, group, dim)
 
 
 def split(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """This rank's part, along a dim that the number of ranks divides, of a tensor that is the same on all ranks."""
-    return _Split.apply(x, group, dim)  # type: ignore[no-any-return]
+    return _Split.apply(x, group, dim)
 
 
 def unsplit(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """The parts of all ranks along a dim; all ranks then do the same, so each keeps its own part of the gradient."""
-    return _Unsplit.apply(x, group, dim)  # type: ignore[no-any-return]
+    return _Unsplit.apply(x, group, dim)
 
 
 def all_to_all(
     x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
 ) -> torch.Tensor:
     """Exchange rows (dim 0): `sends[r]` go to rank r, `takes[r]` come from it, in the order of ranks; else equal parts."""
-    return _AllToAll.apply(x, group, takes, sends)  # type: ignore[no-any-return]
+    return _AllToAll.apply(x, group, takes, sends)
 
 
 # Bytes that one rank sends when n ranks run a ring (Patarasuk and Yuan, 2009), given the bytes of the full tensor; of
@@ -254,18 +253,14 @@ class Message(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every collective over the axes of a mesh that this rank issues inside its context, in `messages`.
+    """Notes every collective that this rank issues inside its context, in `messages`.
 
     Groups of one rank send nothing and are not noted.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.messages: list[Message] = []
-        names = mesh.mesh_dim_names or ()
-        self.axes: dict[str, str] = {mesh.get_group(name).group_name: name for name in names if mesh[name].size() > 1}
-        self.groups = [mesh.get_group(name) for name in self.axes.values()]
-        self.watches: list[tuple[list[Any], Any]] = []
 
     @property
     def total_bytes(self) -> int:
@@ -279,19 +274,13 @@ class Recorder(TorchDispatchMode):
         return dict(sums)
 
     def __enter__(self) -> "Recorder":
-        for group in self.groups:  # those that torch's operators do not go through tell it themselves
-            if isinstance(group, SharedMemoryGroup):
-                observer = partial(self._note, self.axes[group.group_name], group.size())
-                group.observers.append(observer)
-                self.watches.append((group.observers, observer))
+        SharedMemoryGroup.observers.append(self._note)  # torch's operators, which a mode sees, do not go through it
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for observers, observer in self.watches:
-            observers.remove(observer)
-        self.watches.clear()
+        SharedMemoryGroup.observers.remove(self._note)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -311,10 +300,12 @@ class Recorder(TorchDispatchMode):
             full = (len(input) - rows) * input[:1].numel() * input.element_size()
         else:
             full = max(sizes)
-        self._note(self.axes.get(group.group_name, "world"), group.size(), NAMES[name], full, _tensors(args)[0].dtype)
+        self._note(group, NAMES[name], full, _tensors(args)[0].dtype)
 
-    def _note(self, axis: str, ranks: int, operation: str, full: int, dtype: torch.dtype) -> None:
-        self.messages.append(Message(operation, axis, RING[operation](full, ranks), dtype, _call_site()))
+    def _note(self, group: dist.ProcessGroup, operation: str, full: int, dtype: torch.dtype) -> None:
+        mesh_axis = group.group_desc.startswith("mesh_")  # as DeviceMesh describes its groups
+        axis = group.group_desc.removeprefix("mesh_") if mesh_axis else "world"
+        self.messages.append(Message(operation, axis, RING[operation](full, group.size()), dtype, _call_site()))
 
 
 def _tensors(args: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from weft.anatomy.roles import Anatomy
-from weft.cluster.mesh import SHARD
+from weft.cluster.mesh import CONTEXT_AXES, join_axes, join_meshes
 from weft.plan import BYTES, Plan
 from weft.precision.dtypes import DTYPES
 
@@ -38,13 +38,14 @@ def shard_data_parallel(
         mesh: with the axes of `weft.cluster.mesh`.
         expert_mesh: the same ranks as experts see them; None where experts are split like all else.
     """
-    shard = "dp_shard" if plan.parallel.cp == 1 else SHARD
     policy = MixedPrecisionPolicy(DTYPES[plan.precision.forward], DTYPES[plan.precision.reduce])
-    settings: dict[str, Any] = {"mesh": _shard_mesh(mesh, "dp_replicate", shard), "mp_policy": policy}
-    settings["reshard_after_forward"] = plan.parallel.zero == 3
+    settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": plan.parallel.zero == 3}
+    # Ranks that share a sequence also share its weights' gradients.
+    settings["mesh"] = _shard_mesh(mesh["dp_replicate"], join_axes(mesh, ("dp_shard", *CONTEXT_AXES)))
     for block in anatomy.blocks:
         for name in block.experts if expert_mesh else ():
-            own_mesh = _shard_mesh(expert_mesh, "edp_replicate", "edp_shard")
+            assert expert_mesh is not None
+            own_mesh = _shard_mesh(expert_mesh["edp_replicate"], expert_mesh["edp_shard"])
             fully_shard(model.get_submodule(name), **{**settings, "mesh": own_mesh})
         fully_shard(model.get_submodule(block.name), **settings)
     if plan.parallel.zero == 3 and not anatomy.tied:  # used at both ends of a pass, and freed in between
@@ -53,9 +54,8 @@ def shard_data_parallel(
     fully_shard(model, **{**settings, "reshard_after_forward": False})
 
 
-def _shard_mesh(mesh: DeviceMesh | None, replicate: str, shard: str) -> DeviceMesh:
-    assert mesh is not None
-    return mesh[replicate, shard] if mesh[replicate].size() > 1 else mesh[shard]
+def _shard_mesh(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
+    return join_meshes(replicate, shard) if replicate.size() > 1 else shard
 
 
 def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:

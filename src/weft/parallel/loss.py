@@ -22,7 +22,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, ignored: int, group: dist
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     if group is None or group.size() == 1:
         return F.cross_entropy(wide, targets.flatten(), ignore_index=ignored, reduction="sum")
-    return _VocabularyParallel.apply(wide, targets.flatten(), ignored, group)  # type: ignore[no-any-return]
+    return _VocabularyParallel.apply(wide, targets.flatten(), ignored, group)
 
 
 class _VocabularyParallel(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.anatomy.roles import Anatomy
-from weft.cluster.mesh import REPLICATE
+from weft.cluster.mesh import CONTEXT_AXES, join_axes
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
@@ -32,7 +32,7 @@ def replicate_data_parallel(
         mesh: with the axes of `weft.cluster.mesh`; all data ranks are on dp_replicate.
         expert_mesh: the same ranks as experts see them; None where experts are split like all else.
     """
-    group = mesh.get_group("dp_replicate") if plan.parallel.cp == 1 else mesh[REPLICATE].get_group()
+    group = join_axes(mesh, ("dp_replicate", *CONTEXT_AXES)).get_group()
     units = [Unit(block.name, group) for block in reversed(anatomy.blocks)]
     if expert_mesh is not None:
         experts = expert_mesh.get_group("edp_replicate")

@@ -89,7 +89,9 @@ class LocalWeights:
         unit.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: object) -> None:
-        found = [(owner, name, owner._parameters[name]) for owner, name, _ in self.slots]
+        found: list[tuple[nn.Module, str, Any]] = [
+            (owner, name, owner._parameters[name]) for owner, name, _ in self.slots
+        ]
         self.at_rest = [entry for entry in found if entry[2] is not None]
         layouts = [layout for _, _, layout in self.slots]
         values: list[Any] = [to_local(value) for _, _, value in found]
@@ -98,7 +100,7 @@ class LocalWeights:
         copies = collectives.copy(self.group, *(values[i] for i in shared)) if shared else ()
         for i, value in zip(shared, copies, strict=True):
             values[i] = value
-        for (owner, name, _), layout, value in zip(found, layouts, values, strict=True):
+        for (owner, name, layout), value in zip(self.slots, values, strict=True):
             if layout.kind == "narrow":
                 value = value.narrow(layout.dim, layout.start, layout.length)
             elif layout.kind == "once" and self.group.rank() > 0:

@@ -42,7 +42,7 @@ def train(session: Session, out: Path) -> None:
             rate = learning_rate(step, job.train.steps, job.optimizer)
             set_learning_rate(session.optimizer, rate)
             if step == 1:  # every step of a layout sends the same bytes: the first is counted
-                with Recorder(session.mesh) as recorder:
+                with Recorder() as recorder:
                     result = _step(session, micro_batches, scale)
             else:
                 result = _step(session, micro_batches, scale)
