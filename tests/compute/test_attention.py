@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.compute.attention import PLAIN, PRIMITIVES, Primitive, dropout_keep, merge_part, primitive
+from weft.compute.attention import PLAIN, PRIMITIVES, Primitive, merge_part, primitive
+from weft.compute.dropout import dropout_keep
 
 IMPLEMENTATIONS = {"plain": PLAIN, "cpu": PRIMITIVES["cpu"]}
 SCALE = 0.3
@@ -117,7 +118,7 @@ def test_parts_of_the_keys_add_up(name: str) -> None:
 def test_dropout_has_the_gradient_of_its_mask() -> None:
     q, k, v, grad = tensors((4, 2, 6, 6, 8, 8))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    keep = dropout_keep(3, *[torch.arange(size) for size in (2, 4, 6, 6)], 0.4).double()
+    keep = dropout_keep(3, *[torch.arange(size) for size in (2, 4, 6, 6)], rate=0.4).double()
     scores = leaves[0] @ leaves[1].repeat_interleave(2, 1).mT * SCALE
     expected = (torch.softmax(scores, -1) * keep) @ leaves[2].repeat_interleave(2, 1)
     gradients = torch.autograd.grad(expected, leaves, grad)
@@ -129,15 +130,15 @@ def test_dropout_has_the_gradient_of_its_mask() -> None:
 def test_dropped_entries() -> None:
     """Their share is right along every dim, and an entry depends on its place alone."""
     numbers = [torch.arange(size) for size in (4, 8, 64, 64)]
-    keep = dropout_keep(5, *numbers, 0.25)
+    keep = dropout_keep(5, *numbers, rate=0.25)
     assert set(keep.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     for dim in range(4):
         shares = (keep == 0).double().mean([d for d in range(4) if d != dim])
         deviation = math.sqrt(0.25 * 0.75 * len(shares) / keep.numel())
         assert (shares - 0.25).abs().max() < 4.5 * deviation
-    part = dropout_keep(5, numbers[0][1:3], numbers[1][4:], numbers[2][7:9], numbers[3][::5], 0.25)
+    part = dropout_keep(5, numbers[0][1:3], numbers[1][4:], numbers[2][7:9], numbers[3][::5], rate=0.25)
     assert torch.equal(part, keep[1:3, 4:, 7:9, ::5])
-    other = dropout_keep(6, *numbers, 0.25)
+    other = dropout_keep(6, *numbers, rate=0.25)
     assert abs(((keep == 0) & (other == 0)).double().mean().item() - 0.25**2) < 0.01
 
 

@@ -92,6 +92,10 @@ def test_a_window_costs_a_band() -> None:
 
 
 def test_documents_are_runs_of_equal_numbers() -> None:
-    (first, one), (second, other) = read_sights(torch.tensor([[3, 3, 5, 3], [1, 1, 1, 1]]), None)
-    assert (first, second) == (slice(0, 1), slice(1, 2))
-    assert (one.starts, other.starts) == ((0, 2, 3), (0,))
+    found = read_sights(torch.tensor([[3, 3, 5, 3], [1, 1, 1, 1], [2, 2, 2, 2], [0, 0, 9, 0]]), 5)
+    assert found == [
+        (slice(0, 1), Sight((0, 2, 3), 5)),
+        (slice(1, 3), Sight((0,), 5)),  # neighbours that see the same share their blocks
+        (slice(3, 4), Sight((0, 2, 3), 5)),
+    ]
+    assert read_sights(None, None) == [(slice(None), Sight((0,), None))]

@@ -41,6 +41,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**COMMON, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "phi3": {**COMMON},
+    "olmoe": {**COMMON, "num_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        **COMMON,
+        **EXPERTS,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
+    "granitemoe": {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 

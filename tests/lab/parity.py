@@ -23,8 +23,9 @@ from weft.checkpoint.huggingface import (
 from weft.cluster.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes
 from weft.data import MicroBatch
 from weft.job import Model, Optimizer
+from weft.parallel.dropout import set_dropout_seed
 from weft.parallel.parallelize import parallelize
-from weft.parallel.rows import part_of_rows
+from weft.parallel.rows import part_of_rows, separates_documents
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -129,6 +130,7 @@ def run_plan(
     data_ranks, gradient_ranks = plan.parallel.data_ranks, plan.parallel.gradient_ranks
     shares = [share(batch, data_rank(mesh), data_ranks, micro_batch) for batch in batches]
     tokens = int((batches[0].targets != -100).sum())
+    set_dropout_seed(model, 0)
     forward_backward(model, shares[0], plan, mesh, gradient_ranks / tokens)
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     gradients = arrange_packed(model, gradients, to_rest=False)
@@ -140,6 +142,7 @@ def run_plan(
     for step, mine in enumerate(shares, 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, STEPS, SETTINGS)
+        set_dropout_seed(model, step)
         result = train_step(model, optimizer, mine, plan, mesh, scale, SETTINGS.clip_norm)
         assert result.problem is None, result.problem
         losses.append(result.loss)
@@ -150,11 +153,10 @@ def run_plan(
 
 def whole_logits(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh) -> torch.Tensor:
     """Logits of all the vocabulary and of whole rows, in natural order."""
-    split = mesh[CONTEXT_AXES].size() > 1
-    masks = None if split else document_masks(model, batch.position_ids)
+    masks = None if separates_documents(model) else document_masks(model, batch.position_ids)
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks).logits
     logits = torch.cat(gather_objects(logits, mesh.get_group("tp")), -1)
-    if not split:
+    if mesh[CONTEXT_AXES].size() == 1:
         return logits
     seq_len = batch.input_ids.shape[1]
     places = part_of_rows(torch.arange(seq_len)[None], mesh)[0]

@@ -18,7 +18,6 @@ from tests.lab.families import FAMILIES
 from tests.lab.parity import logits_of
 from tests.lab.pool import run_ranks
 from weft.cluster.shared_memory import register_backend
-from weft.compute.attention import read_sights
 from weft.data import MicroBatch
 from weft.errors import ModelError, PlanError
 from weft.parallel.context import (
@@ -332,11 +331,6 @@ def test_settings_that_are_off_are_not_refused() -> None:
     q = torch.zeros(1, 2, 8, 4)
     for config in ({"sliding_window": 8, "use_sliding_window": False}, {"layer_types": ["full_attention"]}):
         context_attention(attention_module(**config), q, q, q, None, sliding_window=None, is_causal=None)
-
-
-def test_rows_without_documents_share_their_blocks() -> None:
-    assert len(read_sights(None, None)) == 1
-    assert len(read_sights(torch.zeros(3, 8), 4)) == 3
 
 
 # Unmodified models

@@ -13,6 +13,7 @@ the whole (Dao et al., FlashAttention, 2022).
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import torch
@@ -185,33 +186,6 @@ def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     lse.copy_(total)
 
 
-def dropout_keep(seed: int, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor, dropout: float) -> Tensor:
-    """What dropout leaves of each probability, as a function of its place: every layout of a job drops the same entries.
-
-    A counter goes through the finalizer of a hash instead of through a generator with a state (Salmon et al., Parallel
-    Random Numbers, 2011).
-
-    Args:
-        seed: another one for every layer and step.
-        rows, heads, queries, keys: int64 [B], [H], [Sq], [Sk]: their numbers in the whole tensor.
-        dropout: share of entries that is dropped, below 1.
-
-    Returns:
-        float32 [B, H, Sq, Sk] of 0 and 1 / (1 - dropout).
-    """
-    mixed = _mix(torch.tensor(seed % 2**32, device=rows.device))
-    for numbers in (rows, heads, queries, keys):
-        mixed = _mix(mixed.unsqueeze(-1) ^ numbers)
-    return (mixed >= dropout * 2**32) / (1 - dropout)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """32 bits, held in int64, to 32 bits that look random. Products stay below 2**63."""
-    for _ in range(2):
-        x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
-    return (x >> 16) ^ x
-
-
 def _scores(
     q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -270,7 +244,7 @@ class Sight(NamedTuple):
     window: int | None
 
     def first(self, token: int) -> int:
-        """The first key that a token sees; it sees all keys from there to itself, and the last one never comes earlier."""
+        """The first key that a token sees; it sees all from there to itself. It only grows along the row."""
         start = self.starts[bisect_right(self.starts, token) - 1]
         return start if self.window is None else max(start, token - self.window + 1)
 
@@ -295,7 +269,7 @@ class Block(NamedTuple):
 
 
 def read_sights(documents: Tensor | None, window: int | None) -> list[tuple[slice, Sight]]:
-    """Which rows of a batch see what.
+    """Which rows of a batch see what; neighbours that see the same are taken together.
 
     Args:
         documents: integers [B, S], the document of every token, or None where each row is one. A document is a run of
@@ -304,11 +278,14 @@ def read_sights(documents: Tensor | None, window: int | None) -> list[tuple[slic
     """
     if documents is None:
         return [(slice(None), Sight((0,), window))]
-    border = documents[:, 1:] != documents[:, :-1]
-    return [
-        (slice(row, row + 1), Sight((0, *(inside.nonzero().flatten() + 1).tolist()), window))
-        for row, inside in enumerate(border)
-    ]
+    borders = documents[:, 1:] != documents[:, :-1]
+    starts = [(0, *(border.nonzero().flatten() + 1).tolist()) for border in borders]
+    sights, row = [], 0
+    for same, group in groupby(starts):
+        count = len(list(group))
+        sights.append((slice(row, row + count), Sight(same, window)))
+        row += count
+    return sights
 
 
 def visible_blocks(

@@ -31,13 +31,13 @@ from weft.compute.attention import (
     PLAIN,
     Block,
     Primitive,
-    dropout_keep,
     merge_part,
     primitive,
     read_sights,
     visible_blocks,
     wide,
 )
+from weft.compute.dropout import dropout_keep
 from weft.errors import ModelError, PlanError
 
 PLAIN_BLOCK = 2048  # tokens on a side of a block where the matrix of scores is really made
@@ -134,6 +134,7 @@ class _Ring:
     dropout: float
     seed: int
     first_head: int
+    row_numbers: Tensor
 
     def query_place(self, block: Block) -> tuple[slice, slice, slice]:
         return block.rows, slice(None), _local(block.queries, self.chunks[self.rank])
@@ -153,9 +154,9 @@ class _Ring:
             arguments["softcap"] = self.softcap
         if self.dropout > 0:
             arange = partial(torch.arange, device=q.device)
-            rows, heads = arange(len(q))[block.rows], arange(self.first_head, self.first_head + q.shape[1])
+            rows, heads = self.row_numbers[block.rows], arange(self.first_head, self.first_head + q.shape[1])
             queries, keys = (arange(tokens.start, tokens.stop) for tokens in (block.queries, block.keys))
-            arguments["keep"] = dropout_keep(self.seed, rows, heads, queries, keys, self.dropout)
+            arguments["keep"] = dropout_keep(self.seed, rows, heads, queries, keys, rate=self.dropout)
         return arguments
 
 
@@ -222,7 +223,7 @@ class _RingAttention(torch.autograd.Function):
         dsinks = None
         if sinks is not None:
             share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # of the sink in each softmax
-            dsinks = -(share * (grad * out).to(lse.dtype).sum(-1)).sum((0, 2)).to(sinks.dtype)
+            dsinks = -(share * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
         return dq.to(q.dtype), dk, dv, dsinks, None
 
 
@@ -285,6 +286,8 @@ def attend(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
     seed: int = 0,
+    rows: Tensor | None = None,
+    first_head: int = 0,
 ) -> Tensor:
     """Causal attention of this rank's tokens over the whole sequence, with gradients.
 
@@ -303,6 +306,8 @@ def attend(
             the sum over the ranks of cp is the gradient.
         dropout: share of the probabilities to drop; computed without the fast operators.
         seed: of the dropout, another one for each layer and step. With one seed on all ranks, every grid drops the same.
+        rows: int64 [B], numbers of the rows that tell the dropout them apart; by default 0, 1, ...
+        first_head: number of the first query head here, where tensor parallelism has split them.
 
     Returns:
         [B, Hq, S / cp, Dv]
@@ -323,12 +328,12 @@ def attend(
             )
         documents = documents.cpu()
     share = heads // context.ulysses
-    first_head = context.ulysses_rank * share
+    own_head = context.ulysses_rank * share
     if context.ulysses_group is not None:
         repeats = math.lcm(kv_heads, context.ulysses) // kv_heads  # until every rank can have whole heads
         k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
         q, k, v = _trade_tokens([q, k, v], context.ulysses_group, context.ulysses)
-        sinks = None if sinks is None else sinks[first_head : first_head + share]
+        sinks = None if sinks is None else sinks[own_head : own_head + share]
     plain = softcap is not None or dropout > 0 or primitive(q.device.type) is PLAIN
     chunks = [ring_chunks(seq_len, context.ring, rank) for rank in range(context.ring)]
     mine, largest = chunks[context.ring_rank], PLAIN_BLOCK if plain else None
@@ -351,7 +356,8 @@ def attend(
         softcap,
         dropout,
         seed,
-        first_head,
+        first_head + own_head,
+        torch.arange(len(q), device=q.device) if rows is None else rows,
     )
     out: Tensor = _RingAttention.apply(q, k, v, sinks, ring)
     if context.ulysses_group is not None:
@@ -377,7 +383,8 @@ def context_attention(
         attention_mask: no mask, but the documents of the whole rows: integers [B, 1, 1, S], best in host memory, or None.
             Transformers passes masks of four dims on as they are.
         scaling: factor on the scores; 1 / sqrt(D) by default.
-        dropout: drawn from a seed that comes from torch's default generator of the host.
+        dropout: by the place that `weft.parallel.dropout` set on the module; without one, by the place in this batch and a
+            seed from torch's default generator of the host.
         kwargs: `sliding_window`, `softcap` and `s_aux` (sinks) are honoured; see `refuse_unknown_attention` for others.
 
     Returns:
@@ -388,6 +395,10 @@ def context_attention(
         PlanError: see `attend`.
     """
     refuse_unknown_attention(module, kwargs)
+    drop: dict[str, Any] = {}
+    if dropout > 0:
+        place = getattr(module, "place", None)
+        drop = place.of_attention(module) if place else {"seed": int(torch.randint(2**31, (), device="cpu"))}
     out = attend(
         query,
         key,
@@ -399,7 +410,7 @@ def context_attention(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
-        seed=int(torch.randint(2**31, ())) if dropout > 0 else 0,
+        **drop,
     )
     return out.transpose(1, 2).contiguous(), None
 

@@ -7,6 +7,7 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.cluster.mesh import build_expert_mesh
 from weft.parallel.data import shard_data_parallel
+from weft.parallel.dropout import has_attention_dropout, place_dropout
 from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.replicate import replicate_data_parallel
 from weft.parallel.rows import split_sequences
@@ -44,7 +45,8 @@ def parallelize(model: PreTrainedModel, plan: Plan, mesh: DeviceMesh) -> PreTrai
     if p.tp > 1:
         check_heads(model, anatomy, p.tp)
         split_tensors(model, anatomy, plan, mesh)
-    if p.cp > 1:
+    place_dropout(model, anatomy, mesh)
+    if p.cp > 1 or has_attention_dropout(model):
         split_sequences(model, anatomy, plan, mesh)
     split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel
     split_data(model, anatomy, plan, mesh, expert_mesh)

@@ -65,6 +65,11 @@ def register_attention() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
 
 
+def separates_documents(model: PreTrainedModel) -> bool:
+    """Whether the model is told documents apart by position ids alone, and wants no mask."""
+    return bool(model.config._attn_implementation == IMPLEMENTATION)
+
+
 def part_of_rows(rows: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's tokens of whole rows [batch, seq_len, ...]: two ends of the row for each, so that causal work is equal."""
     ulysses, ring = mesh["cp_ulysses"].size(), mesh["cp_ring"].size()

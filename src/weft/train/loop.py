@@ -17,6 +17,7 @@ from weft.cluster.mesh import AXES
 from weft.comm.collectives import Recorder, all_reduce
 from weft.data import MicroBatch
 from weft.parallel.data import model_state_bytes
+from weft.parallel.dropout import set_dropout_seed
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.train.metrics import Evaluation, MetricsWriter, Progress, StepMetrics
@@ -26,6 +27,8 @@ from weft.train.state_bytes import measure_model_state
 from weft.train.step import StepResult, evaluate, train_step
 
 Observer = MetricsWriter | Progress
+
+STEPS_OF_A_SEED = 2**24  # no two seeds and steps of real jobs meet
 
 
 def train(session: Session, out: Path) -> None:
@@ -41,6 +44,7 @@ def train(session: Session, out: Path) -> None:
             begin = time.perf_counter()
             rate = learning_rate(step, job.train.steps, job.optimizer)
             set_learning_rate(session.optimizer, rate)
+            set_dropout_seed(session.model, job.train.seed * STEPS_OF_A_SEED + step)
             if step == 1:  # every step of a layout sends the same bytes: the first is counted
                 with Recorder() as recorder:
                     result = _step(session, micro_batches, scale)

@@ -15,7 +15,7 @@ from weft.comm.collectives import all_reduce
 from weft.data import IGNORED, MicroBatch
 from weft.parallel.data import begin_micro_batch
 from weft.parallel.loss import cross_entropy_sum
-from weft.parallel.rows import part_of_rows
+from weft.parallel.rows import part_of_rows, separates_documents
 from weft.plan import Plan
 from weft.precision.guard import find_culprit
 from weft.precision.scaling import LossScale
@@ -46,12 +46,9 @@ def token_loss(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh | Non
         batch: input_ids, position_ids and targets, [rows, seq_len] each; the same on all ranks that share rows.
         mesh: of all ranks; None for a model that is not split.
     """
-    split = (
-        mesh is not None and mesh[CONTEXT_AXES].size() > 1
-    )  # then rows are cut, and documents kept apart, on their way in
-    masks = None if split else document_masks(model, batch.position_ids)
+    masks = None if separates_documents(model) else document_masks(model, batch.position_ids)
     output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks, use_cache=False)
-    targets = part_of_rows(batch.targets, mesh) if mesh and split else batch.targets
+    targets = part_of_rows(batch.targets, mesh) if mesh else batch.targets
     return cross_entropy_sum(output.logits, targets, IGNORED, mesh.get_group("tp") if mesh else None)
 
 

@@ -1,0 +1,60 @@
+"""Every way to split a model, and every pair of them, equals the untouched model in one process, family by family."""
+
+import pytest
+
+from tests.lab.families import FAMILIES, family
+from tests.lab.parity import assert_parity, plan_for
+from weft.job import Model
+
+# Name of the layout -> ranks, plan.parallel.
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "tp2 sp": (2, {"tp": 2, "zero": 1}),
+    "tp2": (2, {"tp": 2, "sp": False, "zero": 0}),
+    "tp4, 2 kv heads": (4, {"tp": 4, "zero": 1}),
+    "cp2 ring": (2, {"cp": 2, "zero": 1}),
+    "cp2 ulysses": (2, {"cp": 2, "cp_ulysses": 2, "zero": 0}),
+    "cp4 as 2 x 2": (4, {"cp": 4, "cp_ulysses": 2, "zero": 2}),
+    "tp2 x cp2": (4, {"tp": 2, "cp": 2, "zero": 3}),
+    "tp2 x dp2": (4, {"tp": 2, "zero": 3}),
+    "tp2 x dp2, replicated": (4, {"tp": 2, "zero": 0}),
+    "tp2 without sp x cp2 ulysses": (4, {"tp": 2, "sp": False, "cp": 2, "cp_ulysses": 2, "zero": 1}),
+    "cp2 x dp2": (4, {"cp": 2, "zero": 2}),
+    "cp2 x dp2, two copies": (4, {"cp": 2, "dp_replicate": 2, "zero": 3}),
+}
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "ep2": (2, {"ep": 2, "zero": 1}),
+    "ep2, replicated": (2, {"ep": 2, "zero": 0}),
+    "ep4": (4, {"ep": 4, "zero": 2}),
+    "tp2 x ep2, folded": (2, {"tp": 2, "ep": 2, "zero": 1}),
+    "tp2 x ep4, folded over dp2": (4, {"tp": 2, "ep": 4, "zero": 3}),
+    "tp2 without sp x ep2": (4, {"tp": 2, "sp": False, "ep": 2, "zero": 2}),
+    "tp2 x cp2 x ep2, replicated": (4, {"tp": 2, "cp": 2, "ep": 2, "zero": 0}),
+    "ep2 x dp2": (4, {"ep": 2, "zero": 3}),
+    "ep2 x dp2, two copies": (4, {"ep": 2, "dp_replicate": 2, "zero": 1}),
+    "cp2 x ep2": (4, {"cp": 2, "ep": 2, "zero": 3}),
+}
+EXPERT_FAMILIES = [name for name, config in FAMILIES.items() if any("experts_per_tok" in key for key in config)]
+# What a family cannot take; the refusal itself is tested in test_refusals.py.
+CANNOT = {("olmo2", "tp4, 2 kv heads"), ("olmoe", "tp4, 2 kv heads"), ("phi3", "tp4, 2 kv heads")}
+CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS if (name, layout) not in CANNOT]
+CASES += [(name, layout) for name in EXPERT_FAMILIES for layout in EXPERT_LAYOUTS]
+# Families that compute in the model's own format throughout, so that float64 is float64.
+EXACT = ("llama", "qwen3_moe", "gpt2", "olmo2", "phi3")
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_float32(name: str, layout: str) -> None:
+    ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    assert_parity(Model(config=family(name)), plan_for("fp32", **parallel), world_size=ranks, micro_batch=1)
+
+
+@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[0] in EXACT])
+def test_float64(name: str, layout: str) -> None:
+    ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    assert_parity(Model(config=family(name)), plan_for("fp64", **parallel), world_size=ranks, micro_batch=2)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_eight_ranks(name: str) -> None:
+    plan = plan_for("fp32", cp=2, ep=2, zero=3)
+    assert_parity(Model(config=family(name)), plan, world_size=8, micro_batch=1)

@@ -1,0 +1,44 @@
+"""With dropout on, every layout has the loss and the gradients of one rank; and dropout does drop."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lab.families import family
+from tests.lab.parity import TOLERANCE, Trace, compare, packed_batches, plan_for, run_plan
+from tests.lab.pool import run_ranks
+from weft.job import Model
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {**family("gpt2"), "resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "qwen3_moe": {**family("qwen3_moe"), "attention_dropout": 0.2},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {  # ranks, plan.parallel, micro-batch
+    "zero 3": (2, {"zero": 3}, 1),
+    "tp2 sp": (2, {"tp": 2, "zero": 1}, 2),
+    "tp2": (2, {"tp": 2, "sp": False, "zero": 1}, 4),
+    "cp2 ring": (2, {"cp": 2, "zero": 0}, 2),
+    "cp2 ulysses x tp2": (4, {"cp": 2, "cp_ulysses": 2, "tp": 2, "zero": 1}, 1),
+}
+
+
+def trace(name: str, ranks: int, parallel: dict[str, Any], micro_batch: int) -> Trace:
+    batches = packed_batches(96)
+    return run_ranks(ranks, run_plan, Model(config=MODELS[name]), plan_for("fp32", **parallel), batches, micro_batch)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layout_drops_the_same(name: str, layout: str) -> None:
+    expected, found = trace(name, 1, {"zero": 1}, 4), trace(name, *LAYOUTS[layout])
+    compare("losses", torch.tensor(found.losses), torch.tensor(expected.losses), TOLERANCE["fp32"])
+    for key, gradient in expected.gradients.items():
+        compare(key, found.gradients[key], gradient, TOLERANCE["fp32"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_dropout_drops(name: str) -> None:
+    config = {key: 0.0 if "drop" in key else value for key, value in MODELS[name].items()}
+    without = run_ranks(1, run_plan, Model(config=config), plan_for("fp32", zero=1), packed_batches(96), 4)[0]
+    assert abs(without.losses[0] - trace(name, 1, {"zero": 1}, 4).losses[0]) > 1e-4
