@@ -33,6 +33,7 @@ import torch.distributed as dist
 # How a rank speaks of a peer that is gone: the consequence of another rank's failure, not the failure.
 SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 GRACE_SECONDS = 0.5
+TASKS_OF_A_POOL = 50  # then ranks are forked anew: every process group that a test made leaves threads of gloo behind
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 
@@ -50,7 +51,7 @@ class Pool:
     def __init__(self, world_size: int):
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         fork = multiprocessing.get_context("fork")
-        self.connections, self.processes = [], []
+        self.connections, self.processes, self.num_tasks = [], [], 0
         for rank in range(world_size):
             ours, theirs = fork.Pipe()
             arguments = (rank, world_size, theirs, Path(self.folder.name), os.getpid())
@@ -66,6 +67,7 @@ class Pool:
         Raises:
             RankError: a rank raised, died, or did not answer within `timeout` seconds. The pool is of no use then.
         """
+        self.num_tasks += 1
         for connection in self.connections:
             connection.send_bytes(task)
         results: dict[int, Any] = {}
@@ -138,6 +140,9 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     """
     task = pickle.dumps((fn, args))
     if world_size not in _pools:
+        _pools[world_size] = Pool(world_size)
+    elif _pools[world_size].num_tasks == TASKS_OF_A_POOL:
+        _pools.pop(world_size).kill()
         _pools[world_size] = Pool(world_size)
     try:
         return _pools[world_size].run(task, timeout)

@@ -149,10 +149,15 @@ def _find_final_norm(model: PreTrainedModel, stack_name: str) -> str | None:
     return f"{parent_name}.{siblings[-1]}".lstrip(".") if siblings else None
 
 
+def experts_per_token(config: Any) -> int | None:
+    """Experts that each token visits, by the configuration of a language model; None where it does not say."""
+    return next((getattr(config, key) for key in TOP_K if isinstance(getattr(config, key, None), int)), None)
+
+
 def _idle_parameters(model: PreTrainedModel, blocks: tuple[Block, ...]) -> int:
     """Parameters of experts that one token does not visit (fused experts: the first dim counts the experts)."""
     config = model.config.get_text_config()
-    top_k = next((getattr(config, key) for key in TOP_K if isinstance(getattr(config, key, None), int)), None)
+    top_k = experts_per_token(config)
     idle = 0
     for name in (name for block in blocks for name in block.experts):
         experts = model.get_submodule(name)

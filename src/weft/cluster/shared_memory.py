@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -37,7 +38,7 @@ NUM_SLOTS = 2  # one is written while slower ranks still read the other
 HEADER_BYTES = 4096
 LINE_INTS = 8  # 64 bytes: what is written at different times stands on cache lines of its own
 SIGNATURE_INTS = 4  # what is done, of which format, how many numbers, and a detail
-SPINS, YIELD_SECONDS, SLEEP_SECONDS = 100, 2e-3, 50e-6
+SPINS, YIELD_SECONDS, SLEEP_SECONDS = 100, 1e-4, 50e-6
 
 REDUCTIONS: list[tuple[Any, Callable[[Tensor, Tensor], object]]] = [
     (dist.ReduceOp.SUM, Tensor.add_),
@@ -77,8 +78,8 @@ def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     shared = all(int(store.get(f"open/{peer}")) == size for peer in range(size))
     if descriptor >= 0:
         os.close(descriptor)  # mappings hold the memory from here on
-    gloo = ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
-    return SharedMemoryGroup(slabs, gloo, rank, timeout) if shared else gloo
+    gloo = partial(ProcessGroupGloo, dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+    return SharedMemoryGroup(slabs, gloo, rank, timeout) if shared else gloo()
 
 
 def _can_share() -> bool:
@@ -116,11 +117,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     format and size, or when one of them does not come within the timeout. The group is of no use then.
     """
 
-    def __init__(self, slabs: list[_Slab], gloo: dist.Backend, rank: int, timeout: timedelta):
+    def __init__(self, slabs: list[_Slab], make_gloo: Callable[[], Any], rank: int, timeout: timedelta):
         super().__init__(rank, len(slabs))
         self.slabs, self.own, self.ranks, self.place = slabs, slabs[rank], len(slabs), rank
-        self.gloo: Any = gloo
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)  # for what is not below
+        self.make_gloo = make_gloo
         self.seconds, self.round = timeout.total_seconds(), 0
         self._name = ""
 
@@ -337,6 +337,33 @@ class SharedMemoryGroup(dist.ProcessGroup):
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # Through gloo, whose threads and connections are made when it is first wanted, by all ranks of the group
+
+    @cached_property
+    def gloo(self) -> Any:
+        return self.make_gloo()
+
+    def send(self, *args: Any) -> dist.Work:
+        return self.gloo.send(*args)
+
+    def recv(self, *args: Any) -> dist.Work:
+        return self.gloo.recv(*args)
+
+    def recv_anysource(self, *args: Any) -> dist.Work:
+        return self.gloo.recv_anysource(*args)
+
+    def reduce(self, *args: Any) -> dist.Work:
+        return self.gloo.reduce(*args)
+
+    def gather(self, *args: Any) -> dist.Work:
+        return self.gloo.gather(*args)
+
+    def scatter(self, *args: Any) -> dist.Work:
+        return self.gloo.scatter(*args)
+
+    def alltoall(self, *args: Any) -> dist.Work:
+        return self.gloo.alltoall(*args)
 
     # What torch asks of a group
 

@@ -1,11 +1,14 @@
 """The straight line: which technique is applied to a model, and in which order."""
 
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.cluster.mesh import build_expert_mesh
+from weft.parallel.balance import RouterWatch
 from weft.parallel.data import shard_data_parallel
 from weft.parallel.dropout import has_attention_dropout, place_dropout
 from weft.parallel.expert import check_experts, split_experts
@@ -16,7 +19,7 @@ from weft.parallel.weights import Layout, LocalWeights, shard_parameter
 from weft.plan import Plan
 
 
-def parallelize(model: PreTrainedModel, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
+def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     """Split an unmodified Transformers model over the ranks of a mesh, in place, as the plan says.
 
     The model keeps its class, its forward and its parameter names. Afterwards parameters are sharded: make the optimizer
@@ -38,6 +41,7 @@ def parallelize(model: PreTrainedModel, plan: Plan, mesh: DeviceMesh) -> PreTrai
     anatomy = read_anatomy(model)
     p = plan.parallel
     check_experts(model, anatomy, p.ep)
+    model.router_watch = RouterWatch(model, anatomy, mesh)
     is_moe = any(block.experts for block in anatomy.blocks)
     expert_mesh = build_expert_mesh(plan, mesh.device_type) if is_moe and p.ep * p.tp > 1 else None
     if expert_mesh is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,6 +110,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
     flops_per_token = training_flops_per_token(session.anatomy, config, job.data.seq_len)
     peak = session.device.peak_flops(DTYPES[job.plan.precision.forward])
     available = peak * dist.get_world_size() if peak else None
+    watch: Any = session.model.router_watch
 
     def to_metrics(
         step: int, result: StepResult, rate: float, scale: LossScale, seconds: float, peak_memory: int, comm_bytes: int
@@ -126,6 +128,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             comm_bytes=comm_bytes,
             loss_scale=scale.value,
             skipped=result.problem is not None,
+            expert_imbalance=watch.take_load(),
         )
 
     return to_metrics

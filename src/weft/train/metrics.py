@@ -45,6 +45,8 @@ class StepMetrics:
     loss_scale: float
     skipped: bool
     """The guard saw a number that is not finite and left the weights as they were."""
+    expert_imbalance: float | None = None
+    """Tokens of the busiest expert over the mean, in the most uneven layer; None without experts."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

@@ -84,13 +84,6 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
             rule="attention stays inside a document only where positions restart and nothing is carried along the row",
             fix="set data.packing = false: one piece of one document a row",
         )
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        raise JobError(
-            "output_router_logits = true: the auxiliary loss of the router is not built yet",
-            where="model.config",
-            rule="a loss that is a product of means differs for every split of a batch",
-            fix="set output_router_logits = false",
-        )
     return config, anatomy
 
 

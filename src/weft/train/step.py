@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,24 +48,41 @@ def token_loss(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh | Non
         mesh: of all ranks; None for a model that is not split.
     """
     masks = None if separates_documents(model) else document_masks(model, batch.position_ids)
-    output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks, use_cache=False)
+    arguments: dict[str, Any] = {"position_ids": batch.position_ids, "attention_mask": masks, "use_cache": False}
+    if getattr(model.config, "output_router_logits", False):  # the auxiliary loss is ours: `weft.parallel.balance`
+        arguments["output_router_logits"] = False
+    output = model(input_ids=batch.input_ids, **arguments)
     targets = part_of_rows(batch.targets, mesh) if mesh else batch.targets
     return cross_entropy_sum(output.logits, targets, IGNORED, mesh.get_group("tp") if mesh else None)
 
 
 def forward_backward(
-    model: PreTrainedModel, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh, factor: float
+    model: Any, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh, factor: float, row_factor: float = 0.0
 ) -> Tensor:
     """Forward and backward of each micro-batch; gradients of `factor` times the loss add up in the parameters.
+
+    The auxiliary loss of routers, where the model asks for one, takes part with its mean over the rows of the global batch.
+
+    Args:
+        model: parallelized.
+        batches: micro-batches of this rank.
+        plan: resolved.
+        mesh: of all ranks.
+        factor: on the sum of cross entropies.
+        row_factor: on the sum over rows of the auxiliary loss.
 
     Returns:
         Sum of cross entropies over this rank's target tokens, float64 scalar, without the factor.
     """
+    watch = model.router_watch
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
     for index, batch in enumerate(batches):
         begin_micro_batch(model, plan, last=index == len(batches) - 1)
         loss = token_loss(model, batch, mesh)
-        (loss * factor).backward()
+        objective = loss * factor
+        if watch.coefficient:
+            objective = objective + watch.take_loss(len(batch.input_ids)) * (watch.coefficient * row_factor)
+        objective.backward()
         loss_sum += loss.detach()
     return loss_sum
 
@@ -96,8 +114,10 @@ def train_step(
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
     tokens = int(all_reduce(counts.sum(), mesh, DATA_AXES))
     # Gradients are means over the ranks that see different tokens; their sum is wanted.
-    factor = plan.parallel.gradient_ranks * loss_scale.value / max(tokens, 1)
-    loss_sum = forward_backward(model, batches, plan, mesh, factor)
+    scale = plan.parallel.gradient_ranks * loss_scale.value
+    rows = plan.parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
+    factors = scale / max(tokens, 1), scale / rows
+    loss_sum = forward_backward(model, batches, plan, mesh, *factors)
     mean_loss = all_reduce(loss_sum, mesh, (*DATA_AXES, *CONTEXT_AXES)).item() / max(tokens, 1)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -113,7 +133,7 @@ def train_step(
     if not finite and following.value < loss_scale.value:
         problem = f"gradients overflowed at loss scale {loss_scale.value:g}; the next scale is {following.value:g}"
     elif not finite:
-        problem = find_culprit(model, lambda: forward_backward(model, batches, plan, mesh, factor).item())
+        problem = find_culprit(model, lambda: forward_backward(model, batches, plan, mesh, *factors).item())
         optimizer.zero_grad(set_to_none=True)
     return StepResult(mean_loss, grad_norm, tokens, following, problem)
 

@@ -1,0 +1,108 @@
+"""How evenly routers use their experts: the load as a metric, and the auxiliary loss that evens it, for any layout.
+
+The auxiliary loss of Switch Transformer (Fedus et al., 2021), as Transformers computes it from router logits, is a product of
+two means over tokens; computed over what one rank happens to hold it would differ for every layout. Here it is computed for
+each row on its own (DeepSeek-V3's sequence-wise loss; Transformers with batches of one row) and averaged over the rows of
+the global batch: so it adds up over micro-batches and ranks, and the sums inside a row travel over cp and tp.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from weft.anatomy.roles import Anatomy
+from weft.anatomy.transformers import experts_per_token
+from weft.cluster.mesh import AXES, CONTEXT_AXES
+from weft.comm import collectives
+
+
+class RouterWatch:
+    """Keeps what the routers of a model say during training, until it is asked for."""
+
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh):
+        self.mesh = mesh
+        config: Any = model.config.get_text_config()
+        asked = bool(getattr(config, "output_router_logits", False))
+        self.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0)) if asked else 0.0
+        self.top_k = experts_per_token(config) or 1
+        self.logits: list[Tensor] = []
+        self.load: dict[str, Tensor] = {}
+        """Copies of tokens for each expert since `take_load`, by layer, [num_experts] int64: those of this rank's tokens."""
+        for block in anatomy.blocks:
+            for name in block.experts:
+                self._watch_load(name, model.get_submodule(name))
+            for name in block.router if self.coefficient else ():
+                model.get_submodule(name).register_forward_hook(self._keep_logits)
+
+    def _watch_load(self, name: str, experts: Any) -> None:
+        num_experts = getattr(experts, "num_experts", None)  # before expert parallelism leaves a part of them here
+        if num_experts is None:
+            return
+
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module.training:
+                index = args[1] if len(args) > 1 else next(value for key, value in kwargs.items() if "ind" in key)
+                load = torch.bincount(index.flatten(), minlength=num_experts)[:num_experts]
+                self.load[name] = self.load[name] + load if name in self.load else load
+
+        experts.register_forward_pre_hook(count, with_kwargs=True)
+
+    def _keep_logits(self, router: nn.Module, args: Any, out: Any) -> None:
+        if router.training:
+            self.logits.append(out[0])
+
+    def take_loss(self, rows: int) -> Tensor:
+        """Sum over the rows of the last forward of their auxiliary loss; every rank of cp and tp has the same value.
+
+        Args:
+            rows: of the micro-batch.
+        """
+        logits, self.logits = self.logits, []
+        return balance_loss(logits, rows, self.top_k, _groups(self.mesh, (*CONTEXT_AXES, "tp"))).sum()
+
+    def take_load(self) -> float | None:
+        """Load of the busiest expert over the mean, in the most uneven layer, since the last call; the same on all ranks.
+
+        None where there are no experts, or none that can be counted.
+        """
+        if not self.load:
+            return None
+        loads = torch.stack(list(self.load.values()))
+        self.load = {}
+        collectives.all_reduce(loads, self.mesh, tuple(axis for axis in AXES if axis != "pp"))
+        shares = loads.double() / loads.sum(1, keepdim=True).clamp(min=1)
+        return float(shares.max() * loads.shape[1])
+
+
+def balance_loss(logits: list[Tensor], rows: int, top_k: int, groups: list[dist.ProcessGroup]) -> Tensor:
+    """Switch Transformer's auxiliary loss of each row, over the tokens of all layers.
+
+    Args:
+        logits: of each layer, [rows * tokens, num_experts], row after row: this rank's tokens.
+        rows: how many.
+        top_k: experts a token goes to.
+        groups: ranks that hold other tokens of the same rows.
+
+    Returns:
+        [rows] float32 (float64 for float64 logits): num_experts x sum over experts of (share of choices x mean probability),
+        which is top_k when the load is even.
+    """
+    stacked = torch.stack([layer.unflatten(0, (rows, -1)) for layer in logits], 1)  # [rows, layers, tokens, experts]
+    num_experts = stacked.shape[-1]
+    probabilities = stacked.to(torch.promote_types(stacked.dtype, torch.float32)).softmax(-1)
+    chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, -1).indices, 1.0)
+    counts, sums = chosen.sum((1, 2)), probabilities.sum((1, 2))
+    tokens = torch.full((rows, 1), stacked.shape[1] * stacked.shape[2], dtype=sums.dtype, device=sums.device)
+    for group in groups:
+        dist.all_reduce(counts, group=group)
+        dist.all_reduce(tokens, group=group)
+        sums = collectives.reduce(sums, group)
+    return num_experts * (counts / tokens * sums / tokens).sum(-1)
+
+
+def _groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> list[dist.ProcessGroup]:
+    return [mesh.get_group(axis) for axis in axes if mesh[axis].size() > 1]

@@ -1,0 +1,89 @@
+"""The routers' auxiliary loss and load: those of Transformers, row by row, for every layout."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.lab.families import family
+from tests.lab.parity import compare, packed_batches, plan_for, share, whole
+from tests.lab.pool import run_ranks
+from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize, read_config
+from weft.cluster.mesh import build_mesh, data_rank
+from weft.data import MicroBatch
+from weft.job import Model
+from weft.parallel.parallelize import parallelize
+from weft.plan import Plan
+from weft.train.step import forward_backward
+
+COEFFICIENT = 0.5
+LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {  # ranks, plan.parallel, micro-batch
+    "one rank": (1, {"zero": 1}, 2),
+    "zero 3": (2, {"zero": 3}, 1),
+    "tp2 sp x ep2": (2, {"tp": 2, "ep": 2, "zero": 1}, 2),
+    "tp2": (2, {"tp": 2, "sp": False, "zero": 0}, 4),
+    "cp2 ring": (2, {"cp": 2, "zero": 0}, 2),
+    "cp2 x tp2 x ep4": (4, {"cp": 2, "tp": 2, "ep": 4, "zero": 1}, 1),
+}
+
+
+def source(name: str) -> Model:
+    return Model(config={**family(name), "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT})
+
+
+def rows() -> MicroBatch:
+    """One document a row: Transformers takes no prepared mask together with router logits."""
+    batch = packed_batches(96)[0]
+    positions = torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids).contiguous()
+    return MicroBatch(batch.input_ids, positions, batch.targets)
+
+
+def split(
+    rank: int, ranks: int, model_source: Model, plan: Plan, micro_batch: int
+) -> tuple[dict[str, torch.Tensor], float]:
+    plan = plan.resolve(ranks)
+    mesh = build_mesh(plan, "cpu", ranks)
+    model = parallelize(build_on_meta(read_config(model_source), torch.float64), plan, mesh)
+    materialize(model, model_source, torch.device("cpu"))
+    model.train()
+    batch = rows()
+    tokens, p = int((batch.targets != -100).sum()), plan.parallel
+    mine = share(batch, data_rank(mesh), p.data_ranks, micro_batch)
+    forward_backward(model, mine, plan, mesh, p.gradient_ranks / tokens, p.gradient_ranks / len(batch.input_ids))
+    gradients = {name: whole(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    return gradients, model.router_watch.take_load()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe"])
+def test_gradients_and_load(name: str, layout: str) -> None:
+    ranks, parallel, micro_batch = LAYOUTS[layout]
+    model, batch = build_plain(source(name), read_config(source(name)), torch.float64), rows()
+    model.train()
+    loads: dict[str, torch.Tensor] = {}
+
+    def count(layer: str, index: torch.Tensor) -> None:
+        loads[layer] = loads.get(layer, 0) + torch.bincount(index.flatten(), minlength=4)
+
+    for layer, module in model.named_modules():
+        if layer.endswith("experts"):
+            module.register_forward_pre_hook(lambda _, args, layer=layer: count(layer, args[1]))
+    for row in range(len(batch.input_ids)):
+        out = model(input_ids=batch.input_ids[row : row + 1], output_router_logits=True, use_cache=False)
+        tokens = (batch.targets != -100).sum()
+        loss = F.cross_entropy(out.logits[0], batch.targets[row], reduction="sum") / tokens
+        (loss + COEFFICIENT * out.aux_loss / len(batch.input_ids)).backward()
+    expected_load = max(float(load.max() / load.double().mean()) for load in loads.values())
+    for gradients, load in run_ranks(ranks, split, source(name), plan_for("fp64", **parallel), micro_batch):
+        assert load == pytest.approx(expected_load, rel=1e-12)
+        for key, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            compare(key, gradients[key], parameter.grad, 1e-6)  # Transformers adds its counts up in float32
+
+
+def test_the_loss_matters() -> None:
+    without = Model(config=family("mixtral"))
+    gradients, _ = run_ranks(1, split, source("mixtral"), plan_for("fp64", zero=1), 2)[0]
+    others, _ = run_ranks(1, split, without, plan_for("fp64", zero=1), 2)[0]
+    assert any((gradients[key] - others[key]).abs().max() > 1e-4 for key in gradients if "gate" in key)
