@@ -38,8 +38,13 @@ EXPERT_FAMILIES = [name for name, config in FAMILIES.items() if any("experts_per
 CANNOT = {("olmo2", "tp4, 2 kv heads"), ("olmoe", "tp4, 2 kv heads"), ("phi3", "tp4, 2 kv heads")}
 CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS if (name, layout) not in CANNOT]
 CASES += [(name, layout) for name in EXPERT_FAMILIES for layout in EXPERT_LAYOUTS]
-# Families that compute in the model's own format throughout, so that float64 is float64.
-EXACT = ("llama", "qwen3_moe", "gpt2", "olmo2", "phi3")
+# Norms of all but GPT-2 compute in float32 even in a float64 model. That is exact where a norm sees what it sees on one
+# rank; where its gradient comes in parts (OLMo-2's norm over all heads, a key that two tp ranks share), parts round apart.
+EXACT = [
+    (name, layout)
+    for name, layout in CASES
+    if name in ("llama", "qwen3_moe", "gpt2", "phi3") and (name == "gpt2" or "2 kv heads" not in layout)
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -48,7 +53,7 @@ def test_float32(name: str, layout: str) -> None:
     assert_parity(Model(config=family(name)), plan_for("fp32", **parallel), world_size=ranks, micro_batch=1)
 
 
-@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[0] in EXACT])
+@pytest.mark.parametrize(("name", "layout"), EXACT)
 def test_float64(name: str, layout: str) -> None:
     ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     assert_parity(Model(config=family(name)), plan_for("fp64", **parallel), world_size=ranks, micro_batch=2)
