@@ -25,7 +25,7 @@ from weft.data import MicroBatch
 from weft.job import Model, Optimizer
 from weft.parallel.dropout import set_dropout_seed
 from weft.parallel.parallelize import parallelize
-from weft.parallel.rows import part_of_rows, separates_documents
+from weft.parallel.rows import part_of_rows
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -153,7 +153,7 @@ def run_plan(
 
 def whole_logits(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh) -> torch.Tensor:
     """Logits of all the vocabulary and of whole rows, in natural order."""
-    masks = None if separates_documents(model) else document_masks(model, batch.position_ids)
+    masks = None if getattr(model, "takes_whole_rows", False) else document_masks(model, batch.position_ids)
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks).logits
     logits = torch.cat(gather_objects(logits, mesh.get_group("tp")), -1)
     if mesh[CONTEXT_AXES].size() == 1:

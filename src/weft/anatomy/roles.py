@@ -43,6 +43,10 @@ class Anatomy:
     max_positions: int | None
     """Longest sequence the configuration allows; None where it sets no limit."""
 
+    @property
+    def has_experts(self) -> bool:
+        return any(block.is_moe for block in self.blocks)
+
     def table(self) -> list[tuple[str, str, int]]:
         """Rows (role, module names with * for the number of the block, how often), in forward order."""
         rows: dict[tuple[str, str], int] = {}

@@ -63,7 +63,9 @@ def can_separate_documents(model: PreTrainedModel, anatomy: Anatomy) -> bool:
     return takes_positions and not any(block.recurrence for block in anatomy.blocks)
 
 
-def document_masks(model: PreTrainedModel, position_ids: torch.Tensor) -> Any:
+def document_masks(
+    model: PreTrainedModel, position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> Any:
     """The attention masks of packed rows, for the model's `attention_mask`, made by the library itself.
 
     Most families build these masks from position ids on their own; some (GPT-OSS in 5.17 to 5.23) forget to, and attend
@@ -72,6 +74,7 @@ def document_masks(model: PreTrainedModel, position_ids: torch.Tensor) -> Any:
     Args:
         model: a causal language model, parallelized or not.
         position_ids: [rows, seq_len]; a document starts wherever they do not grow by one.
+        attention_mask: [rows, seq_len], 0 for padding, or None.
 
     Returns:
         One mask, a mask for each kind of layer, or None where plain causal attention is all that is needed.
@@ -81,7 +84,7 @@ def document_masks(model: PreTrainedModel, position_ids: torch.Tensor) -> Any:
     return make(
         config=model.config,
         inputs_embeds=shape_only,
-        attention_mask=None,
+        attention_mask=attention_mask,
         past_key_values=None,
         position_ids=position_ids,
     )

@@ -8,13 +8,15 @@ from transformers import PreTrainedModel
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.cluster.mesh import build_expert_mesh
+from weft.errors import PlanError
 from weft.parallel.balance import RouterWatch
+from weft.parallel.context import check_sequence
 from weft.parallel.data import shard_data_parallel
 from weft.parallel.dropout import has_attention_dropout, place_dropout
 from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.replicate import replicate_data_parallel
-from weft.parallel.rows import split_sequences
-from weft.parallel.tensor import check_heads, split_tensors
+from weft.parallel.rows import check_attention, split_sequences, take_whole_rows
+from weft.parallel.tensor import check_tensors, split_tensors
 from weft.parallel.weights import Layout, LocalWeights, shard_parameter
 from weft.plan import Plan
 
@@ -40,21 +42,50 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     plan = plan.resolve(mesh.size())
     anatomy = read_anatomy(model)
     p = plan.parallel
-    check_experts(model, anatomy, p.ep)
+    check_axes(model, anatomy, plan)
     model.router_watch = RouterWatch(model, anatomy, mesh)
-    is_moe = any(block.experts for block in anatomy.blocks)
-    expert_mesh = build_expert_mesh(plan, mesh.device_type) if is_moe and p.ep * p.tp > 1 else None
+    expert_mesh = build_expert_mesh(plan, mesh.device_type) if anatomy.has_experts and p.ep * p.tp > 1 else None
     if expert_mesh is not None:
         split_all_experts(model, anatomy, plan, expert_mesh)
     if p.tp > 1:
-        check_heads(model, anatomy, p.tp)
         split_tensors(model, anatomy, plan, mesh)
     place_dropout(model, anatomy, mesh)
     if p.cp > 1 or has_attention_dropout(model):
-        split_sequences(model, anatomy, plan, mesh)
+        split_sequences(model, anatomy, mesh)
+    if p.tp * p.cp > 1 or has_attention_dropout(model):
+        take_whole_rows(model, mesh)
     split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel
     split_data(model, anatomy, plan, mesh, expert_mesh)
     return model
+
+
+def check_axes(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, seq_len: int | None = None) -> None:
+    """Refuse a plan whose axes this model cannot take; the meta device is enough, and no rank is needed.
+
+    Args:
+        model: whole.
+        anatomy: its roles.
+        plan: resolved.
+        seq_len: of the rows, where it is known.
+
+    Raises:
+        PlanError: with the axis, the numbers and the rule.
+    """
+    p = plan.parallel
+    check_experts(model, anatomy, p.ep)
+    if p.tp > 1:
+        check_tensors(model, anatomy, p.tp)
+    if p.cp > 1 or has_attention_dropout(model):
+        check_attention(model, anatomy, plan)
+    if seq_len is not None:
+        check_sequence(seq_len, p.cp_ulysses, p.cp // p.cp_ulysses)
+        if p.tp > 1 and (p.sp or anatomy.has_experts) and seq_len // p.cp % p.tp:
+            raise PlanError(
+                f"{seq_len // p.cp} tokens of a row on each rank of cp cannot be divided by tp = {p.tp}",
+                where="data.seq_len",
+                rule="tp ranks hold as many tokens each, between matrices (sp) and in front of experts",
+                fix=f"choose a sequence length that {p.cp * p.tp} divides",
+            )
 
 
 def split_all_experts(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh) -> None:

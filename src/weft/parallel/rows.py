@@ -1,31 +1,33 @@
 """How whole rows enter a model whose sequences are split over ranks (context parallelism), and which part a rank has."""
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
-from weft.errors import PlanError
+from weft.anatomy.transformers import document_masks
+from weft.cluster.mesh import CONTEXT_AXES
+from weft.comm.collectives import all_reduce
+from weft.data import IGNORED
+from weft.errors import ModelError, PlanError
 from weft.parallel.context import ContextParallel, check_heads, check_sequence, context_attention, natural_positions
+from weft.parallel.loss import cross_entropy_sum
 from weft.plan import Plan
 
 IMPLEMENTATION = "weft_context"
 
 
-def split_sequences(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
-    """Let every rank of cp run its part of each row, in place; attention reaches over all parts.
+def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh) -> None:
+    """Let attention reach over the parts of a row that the ranks of cp hold, in place; `take_whole_rows` cuts the rows.
 
-    The model is called with whole rows, the same on all ranks of cp: `input_ids` and, if rows hold several documents,
-    `position_ids` that restart with each. Outputs are those of this rank's tokens, in the order of `part_of_rows`.
-
-    Raises:
-        PlanError: the model's attention or heads cannot be split, or rows cannot be cut so often.
+    The plan has passed `check_attention`.
     """
     ulysses, ring = mesh["cp_ulysses"], mesh["cp_ring"]
-    check_attention(model, anatomy, plan)
     context = ContextParallel(
         ulysses.get_group() if ulysses.size() > 1 else None,
         ring.get_group() if ring.size() > 1 else None,
@@ -39,22 +41,62 @@ def split_sequences(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, mesh: 
         attention: Any = model.get_submodule(name)
         attention.context = context
         attention.config._attn_implementation = IMPLEMENTATION  # where tensor parallelism gave it a copy
-    config = model.config.get_text_config()
 
-    def cut(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+
+def take_whole_rows(model: Any, mesh: DeviceMesh) -> None:
+    """Let a split model be called as before, with whole rows, the same on all ranks of tp and cp, in place.
+
+    `input_ids` and, if rows hold several documents, `position_ids` that restart with each. What the model would otherwise
+    make from the part of the rows that it sees (positions, masks) is made from the whole; outputs are those of this
+    rank's tokens, in the order of `part_of_rows`. With `labels` the loss is the mean over all targets of the rows.
+    """
+    config = model.config.get_text_config()
+    split = model.config._attn_implementation == IMPLEMENTATION
+
+    def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = ({"input_ids": args[0]} if args else {}) | kwargs
-        rows = arguments["input_ids"]
-        positions = arguments.get("position_ids")
+        rows, positions, mask = (arguments.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
+        if rows is None:
+            raise ModelError(
+                "a split model was called without input_ids",
+                rule="rows of tokens are what tp and cp ranks split",
+                fix="pass input_ids, whole and the same on all ranks of tp and cp",
+            )
         if positions is None:
             positions = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
-        _refuse_mask(arguments.get("attention_mask"))
-        documents = (positions.diff(prepend=positions[:, :1]) != 1).cumsum(1)
-        carrier = documents.cpu()[:, None, None]  # in the place of a mask, where Transformers passes it on as it is
-        kinds = set(getattr(config, "layer_types", None) or ())
+        if split:
+            _refuse_mask(mask)
+            mask = _carry_documents(positions, config)
+        elif mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+            mask = document_masks(model, positions, mask)
         own = {"input_ids": part_of_rows(rows, mesh), "position_ids": part_of_rows(positions, mesh)}
-        return (), arguments | own | {"attention_mask": dict.fromkeys(kinds, carrier) if kinds else carrier}
+        return (), arguments | own | {"attention_mask": mask}
 
-    model.register_forward_pre_hook(cut, with_kwargs=True)
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    model.loss_function = partial(_loss, mesh)
+    model.takes_whole_rows = True
+
+
+def _carry_documents(positions: Tensor, config: Any) -> Any:
+    """The number of each token's document, in the place of a mask: Transformers passes four dims on as they are."""
+    documents = (positions.diff(prepend=positions[:, :1]) != 1).cumsum(1).cpu()[:, None, None]
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return dict.fromkeys(kinds, documents) if kinds else documents
+
+
+def _loss(mesh: DeviceMesh, logits: Tensor, labels: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+    """What a model makes of its `labels`: the mean over the targets of these rows, with gradients for means over ranks.
+
+    Ranks of cp each have a part of the sum, and their gradients will be averaged: each counts for as many ranks.
+    """
+    ignored = kwargs.get("ignore_index", IGNORED)
+    targets = kwargs.get("shift_labels")
+    if targets is None:
+        targets = F.pad(labels[:, 1:], (0, 1), value=ignored)
+    count = (targets != ignored).sum().clamp(min=1) if (n := kwargs.get("num_items_in_batch")) is None else n
+    own = cross_entropy_sum(logits, part_of_rows(targets, mesh), ignored, mesh.get_group("tp")) / count
+    total, ranks = all_reduce(own.detach().clone(), mesh, CONTEXT_AXES), mesh[CONTEXT_AXES].size()
+    return own * ranks + (total - own.detach() * ranks)
 
 
 def register_attention() -> None:
@@ -63,11 +105,6 @@ def register_attention() -> None:
 
     AttentionInterface.register(IMPLEMENTATION, context_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
-
-
-def separates_documents(model: PreTrainedModel) -> bool:
-    """Whether the model is told documents apart by position ids alone, and wants no mask."""
-    return bool(model.config._attn_implementation == IMPLEMENTATION)
 
 
 def part_of_rows(rows: Tensor, mesh: DeviceMesh) -> Tensor:

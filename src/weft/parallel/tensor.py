@@ -13,7 +13,7 @@ The model keeps its modules and their forward; collectives stand in hooks at the
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
@@ -40,6 +40,8 @@ UP = re.compile(r"gate_proj|up_proj|c_fc|fc1|fc_in|w1|w3|dense_h_to_4h")
 DOWN = re.compile(r"o_proj|out_proj|down_proj|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h")
 REPLICATED = re.compile(r"q_a_proj|kv_a_proj_with_mqa|.*norm.*|ln_.*")
 PER_HEAD = re.compile(r"sinks")
+ATTENTION_MATRICES = (QUERY, KEY_VALUE, LATENT_KEY_VALUE, PACKED_QUERY_KEY_VALUE, DOWN, REPLICATED)
+MLP_MATRICES = (PACKED_UP, UP, DOWN)
 
 SEQUENCE = 1  # dim of [batch, sequence, hidden]
 
@@ -49,8 +51,7 @@ def split_tensors(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, mesh: De
 
     Logits come out split by vocabulary: `weft.parallel.loss.cross_entropy_sum` takes them as they are.
 
-    Raises:
-        PlanError: the model's heads or hidden units cannot be divided, or a matrix has no known role.
+    The plan has passed `check_tensors`.
     """
     tp, sp = mesh["tp"], plan.parallel.sp
     group = tp.get_group()
@@ -59,8 +60,8 @@ def split_tensors(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, mesh: De
     _split_ends(model, anatomy, sp, group, tp)
 
 
-def check_heads(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
-    """Refuse a number of tp ranks that heads, KV heads or hidden units cannot be divided by.
+def check_tensors(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
+    """Refuse a number of tp ranks that heads, KV heads or hidden units cannot be divided by, and matrices without a role.
 
     Raises:
         PlanError: with the numbers.
@@ -74,6 +75,55 @@ def check_heads(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
     for block in anatomy.blocks:
         if block.recurrence:
             raise _refusal(anatomy, f"{block.recurrence[0]} carries a state that tp = {tp} cannot split", 1)
+        for name in block.attention:
+            _check_attention(name, model.get_submodule(name), config, tp)
+        for name in () if block.is_moe else block.mlp:
+            _check_matrices(name, model.get_submodule(name), MLP_MATRICES, tp)
+
+
+def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> None:
+    _check_matrices(name, attention, ATTENTION_MATRICES, tp)
+    heads, kv_heads = config.num_attention_heads, _kv_heads(config)
+    packed = any(PACKED_QUERY_KEY_VALUE.fullmatch(child) for child, _ in attention.named_children())
+    wide = any(True for _ in _wide_norms(attention))
+    if kv_heads % tp and (packed or wide):
+        reason = "stand in one matrix with the queries" if packed else "are normalised all at once"
+        raise PlanError(
+            f"{kv_heads} KV heads cannot be divided by tp = {tp}, and those of {name} {reason}",
+            where="plan.parallel.tp",
+            rule="KV heads are copied to several ranks only where they have a matrix and a norm of their own",
+            fix=f"set plan.parallel.tp to a divisor of {kv_heads} (and of {heads})",
+        )
+
+
+def _check_matrices(name: str, part: nn.Module, known: tuple[re.Pattern[str], ...], tp: int) -> None:
+    """Every matrix below a part has a role, and those with outputs for every head or hidden unit can be cut."""
+    for child, module in part.named_modules():
+        full = f"{name}.{child}" if child else name
+        last = full.rpartition(".")[2]
+        if isinstance(module, nn.Linear | Conv1D) and not any(pattern.fullmatch(last) for pattern in known):
+            raise PlanError(
+                f"tensor parallelism does not know the role of {full}",
+                where="plan.parallel.tp",
+                rule=f"a matrix is split by rows or columns according to its name; {last} is not among the known ones",
+                fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tensor.py this name",
+            )
+        if isinstance(module, nn.Linear | Conv1D) and known is MLP_MATRICES:
+            units = _inner_features(module, last)
+            if units % tp:
+                raise PlanError(
+                    f"{units} hidden units of {full} cannot be divided by tp = {tp}",
+                    where="plan.parallel.tp",
+                    rule="every tp rank has as many hidden units of an MLP",
+                    fix="choose a tp that divides them",
+                )
+
+
+def _inner_features(module: Any, last: str) -> int:
+    """Hidden units of the MLP that a matrix belongs to, each projection of a packed one for itself."""
+    if DOWN.fullmatch(last):
+        return int(module.weight.shape[0 if isinstance(module, Conv1D) else 1])
+    return _out_features(module) // (2 if PACKED_UP.fullmatch(last) else 1)
 
 
 def _refusal(anatomy: Anatomy, what: str, number: int) -> PlanError:
@@ -142,13 +192,11 @@ def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceM
             layouts |= _split_column(full, module, tp, sizes)
         elif DOWN.fullmatch(last):
             layouts |= _split_row(full, module, tp)
-        elif not REPLICATED.fullmatch(last):
-            raise _unknown(full, last)
     for name in [name for name, _ in attention.named_parameters(recurse=False) if PER_HEAD.fullmatch(name)]:
         shard_parameter(attention, name, 0, tp)
         layouts[f"{prefix}.{name}"] = Layout("shard")
     _tell_heads(attention, ranks, heads, kv_heads)
-    _gather_for_wide_norms(attention, config, tp.get_group())
+    _gather_for_wide_norms(attention, tp.get_group())
     return layouts
 
 
@@ -166,22 +214,11 @@ def _split_mlp(prefix: str, mlp: nn.Module, tp: DeviceMesh) -> dict[str, Layout]
             layouts |= _split_column(full, module, tp)
         elif DOWN.fullmatch(last):
             layouts |= _split_row(full, module, tp)
-        else:
-            raise _unknown(full, last)
     return layouts
 
 
 def _split_column(name: str, module: Any, tp: DeviceMesh, packed: tuple[int, ...] = ()) -> dict[str, Layout]:
     """Each rank makes a part of the outputs."""
-    out_features = _out_features(module)
-    for size in packed or (out_features,):
-        if size % tp.size():
-            raise PlanError(
-                f"{size} outputs of {name} cannot be divided by tp = {tp.size()}",
-                where="plan.parallel.tp",
-                rule="every tp rank makes as many outputs of a matrix",
-                fix="choose a tp that divides them",
-            )
     dim = 1 if isinstance(module, Conv1D) else 0
     if packed:
         module.packed = Packed({"weight": dim, "bias": 0}, packed, tp.size())
@@ -189,7 +226,7 @@ def _split_column(name: str, module: Any, tp: DeviceMesh, packed: tuple[int, ...
     if module.bias is not None:
         shard_parameter(module, "bias", 0, tp)
     if isinstance(module, Conv1D):
-        module.nf = out_features // tp.size()
+        module.nf //= tp.size()
     return {f"{name}.{parameter}": Layout("shard") for parameter, _ in module.named_parameters()}
 
 
@@ -202,15 +239,6 @@ def _split_row(name: str, module: Any, tp: DeviceMesh) -> dict[str, Layout]:
 
 def _out_features(module: Any) -> int:
     return int(module.weight.shape[1 if isinstance(module, Conv1D) else 0])
-
-
-def _unknown(name: str, last: str) -> PlanError:
-    return PlanError(
-        f"tensor parallelism does not know the role of {name}",
-        where="plan.parallel.tp",
-        rule=f"a matrix is split by rows or columns according to its name; {last} is not among the known ones",
-        fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tensor.py this name",
-    )
 
 
 def _tell_heads(attention: Any, ranks: int, heads: int, kv_heads: int) -> None:
@@ -230,22 +258,20 @@ def _tell_heads(attention: Any, ranks: int, heads: int, kv_heads: int) -> None:
         attention.config.num_attention_heads, attention.config.num_key_value_heads = heads // ranks, own_kv
 
 
-def _gather_for_wide_norms(attention: nn.Module, config: Any, group: dist.ProcessGroup) -> None:
-    """OLMo-2 normalises queries and keys over all heads at once: such a norm sees the outputs of all ranks."""
+def _wide_norms(attention: nn.Module) -> Iterator[nn.Module]:
+    """Norms of queries and keys over all heads at once, as in OLMo-2."""
     head_dim = getattr(attention, "head_dim", None)
     for name, module in attention.named_children():
         weight = getattr(module, "weight", None)
-        if not re.fullmatch(r"[qk]_norm|[qk]_layernorm", name) or weight is None or weight.numel() == head_dim:
-            continue
-        if _kv_heads(config) % group.size():
-            raise PlanError(
-                f"{name} normalises over all heads, and {_kv_heads(config)} KV heads cannot be divided by tp = {group.size()}",
-                where="plan.parallel.tp",
-                rule="a norm over all heads needs each head once",
-                fix=f"set plan.parallel.tp to a divisor of {_kv_heads(config)}",
-            )
-        module.register_forward_pre_hook(lambda _, args: (collectives.gather(args[0], group, -1), *args[1:]))
-        module.register_forward_hook(lambda _, args, out: out.chunk(group.size(), -1)[group.rank()])
+        if re.fullmatch(r"[qk]_(layer)?norm", name) and weight is not None and weight.numel() != head_dim:
+            yield module
+
+
+def _gather_for_wide_norms(attention: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let a norm over all heads see the outputs of all ranks."""
+    for norm in _wide_norms(attention):
+        norm.register_forward_pre_hook(lambda _, args: (collectives.gather(args[0], group, -1), *args[1:]))
+        norm.register_forward_hook(lambda _, args, out: out.chunk(group.size(), -1)[group.rank()])
 
 
 # Borders of regions

@@ -20,6 +20,7 @@ from weft.cluster.launch import default_ranks, launch
 from weft.data import Prepared, Rows, prepare, scored_pairs, unigram_and_bigram
 from weft.errors import JobError
 from weft.job import Job
+from weft.parallel.parallelize import check_axes
 from weft.train.metrics import format_count
 
 BASELINE_ROWS = 40_000  # rows of the train split that the bigram counts look at, at most
@@ -84,6 +85,7 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
             rule="attention stays inside a document only where positions restart and nothing is carried along the row",
             fix="set data.packing = false: one piece of one document a row",
         )
+    check_axes(model, anatomy, job.plan, job.data.seq_len)
     return config, anatomy
 
 

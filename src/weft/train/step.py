@@ -16,7 +16,7 @@ from weft.comm.collectives import all_reduce
 from weft.data import IGNORED, MicroBatch
 from weft.parallel.data import begin_micro_batch
 from weft.parallel.loss import cross_entropy_sum
-from weft.parallel.rows import part_of_rows, separates_documents
+from weft.parallel.rows import part_of_rows
 from weft.plan import Plan
 from weft.precision.guard import find_culprit
 from weft.precision.scaling import LossScale
@@ -47,7 +47,7 @@ def token_loss(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh | Non
         batch: input_ids, position_ids and targets, [rows, seq_len] each; the same on all ranks that share rows.
         mesh: of all ranks; None for a model that is not split.
     """
-    masks = None if separates_documents(model) else document_masks(model, batch.position_ids)
+    masks = None if getattr(model, "takes_whole_rows", False) else document_masks(model, batch.position_ids)
     arguments: dict[str, Any] = {"position_ids": batch.position_ids, "attention_mask": masks, "use_cache": False}
     if getattr(model.config, "output_router_logits", False):  # the auxiliary loss is ours: `weft.parallel.balance`
         arguments["output_router_logits"] = False

@@ -1,0 +1,84 @@
+"""weft compare"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from weft.train.compare import Comparison
+
+
+def compare(
+    job: Annotated[Path, typer.Argument(help="Job as TOML.")],
+    set_a: Annotated[list[str], typer.Option(help="A key of side A, key=value; may be repeated.")] = [],  # noqa: B006
+    set_b: Annotated[list[str], typer.Option(help="A key of side B: plan.* or train.micro_batch.")] = [],  # noqa: B006
+    set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, for both sides.")] = [],  # noqa: B006
+    steps: Annotated[int, typer.Option(min=1, help="Steps to run; tensors are those of the first.")] = 3,
+    rows: Annotated[Optional[int], typer.Option(help="Rows of a step, instead of train.global_batch.")] = None,  # noqa: UP045
+    ranks_a: Annotated[Optional[int], typer.Option(min=1, help="Processes; default as few as the plan needs.")] = None,  # noqa: UP045
+    ranks_b: Annotated[Optional[int], typer.Option(min=1, help="Processes; default as few as the plan needs.")] = None,  # noqa: UP045
+    tolerance: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            help="Largest difference, as a share of a tensor's largest value, that counts as rounding. Default that of the "
+            "coarsest number format in both plans: fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2."
+        ),
+    ] = None,
+    out: Annotated[Optional[Path], typer.Option(help="Folder for both sides; default the job's with .compare.")] = None,  # noqa: UP045
+) -> None:
+    """Run two plans of one job on the same weights and rows; name the first tensor that differs by more than rounding.
+
+    Exit code 0: the plans agree; 1: they differ; 2: the input was refused.
+    """
+    import transformers
+
+    from weft.job import Job
+    from weft.train.compare import compare as compare_jobs
+
+    transformers.logging.set_verbosity_error()
+    both = [*set_, *([f"train.global_batch={rows}"] if rows is not None else [])]
+    job_a, job_b = Job.load(job, [*both, *set_a]), Job.load(job, [*both, *set_b])
+    folder = out or Path(f"{job_a.out}.compare")
+    found = compare_jobs(job_a, job_b, folder, steps=steps, ranks_a=ranks_a, ranks_b=ranks_b, tolerance=tolerance)
+    print_comparison(found, folder)
+    raise typer.Exit(0 if found.agrees else 1)
+
+
+def print_comparison(found: "Comparison", folder: Path) -> None:
+    """Print losses and gradient norms by step, tensors by kind, and the first one that differs."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from weft.train.compare import relative
+
+    console = Console(highlight=False, soft_wrap=True)
+    steps = Table("step", "loss A", "loss B", "apart", "gradient norm A", "norm B", "apart")
+    for step, (a, b) in enumerate(found.steps, 1):
+        loss, norm = relative(a.loss, b.loss), relative(a.grad_norm, b.grad_norm)
+        numbers = (
+            f"{a.loss:.6f}",
+            f"{b.loss:.6f}",
+            f"{loss:.1e}",
+            f"{a.grad_norm:.6f}",
+            f"{b.grad_norm:.6f}",
+            f"{norm:.1e}",
+        )
+        steps.add_row(str(step), *numbers)
+    console.print(steps)
+    kinds = Table("tensors of step 1", "compared", "differ", Column("largest difference", overflow="fold"))
+    for kind, tensors in found.by_kind().items():
+        worst = max(tensors, key=lambda tensor: tensor.size / tensor.tolerance)
+        kinds.add_row(
+            f"{kind}s", str(len(tensors)), str(sum(t.exceeds for t in tensors)), f"{worst.size:.1e} {worst.name}"
+        )
+    console.print(kinds)
+    for side, step, problem in found.problems():
+        console.print(f"step {step} of {side} was skipped: {problem}", markup=False)
+    if first := found.first:
+        console.print(f"The first tensor that differs is the {first}", markup=False)
+    elif found.first_step:
+        console.print(f"No tensor of step 1 differs, but losses or gradient norms do from step {found.first_step} on.")
+    else:
+        console.print(f"The plans agree: no difference exceeds rounding, a share of {found.tolerance:g}.")
+    console.print(f"Both sides are kept in {folder}.", markup=False)

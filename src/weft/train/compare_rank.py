@@ -1,0 +1,243 @@
+"""What each rank of `weft compare` runs: python -m weft.train.compare_rank FOLDER STEPS."""
+
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.checkpoint.huggingface import arrange_packed
+from weft.cluster.launch import rank_main
+from weft.cluster.mesh import AXES, data_rank
+from weft.comm.collectives import all_reduce
+from weft.data import MicroBatch, Prepared
+from weft.job import Job
+from weft.parallel.dropout import set_dropout_seed
+from weft.parallel.rows import part_of_rows
+from weft.parallel.weights import part_bounds
+from weft.precision.scaling import LossScale
+from weft.train.compare import Kind, Seen, SeenStep, Side, tensor_file
+from weft.train.loop import STEPS_OF_A_SEED
+from weft.train.optimizer import learning_rate, set_learning_rate
+from weft.train.session import Session, open_session, train_batches
+from weft.train.step import StepResult, train_step
+
+
+def record(session: Session, folder: Path, steps: int) -> None:
+    """Run the first steps of a job, and leave in a folder what `weft.train.compare.compare_folders` compares.
+
+    Step 1 runs twice: in a rehearsal, which looks at outputs and gradients and updates nothing, then as it would in training.
+    Every rank must call it; rank 0 writes. A rank holds one whole tensor at a time beside its share of the model.
+
+    Args:
+        session: of this rank; its model is trained.
+        folder: exists; files in it are overwritten.
+        steps: how many, at most those of the job.
+    """
+    job, model = session.job, session.model
+    batches = list(islice(train_batches(session), steps))
+    tensors = _rehearse(session, folder, batches[0])
+    seen, scale = [], LossScale.from_plan(job.plan.precision.loss_scale)
+    for step, micro_batches in enumerate(batches, 1):
+        set_learning_rate(session.optimizer, learning_rate(step, job.train.steps, job.optimizer))
+        result = _step(session, session.optimizer, micro_batches, step, scale, job.optimizer.clip_norm)
+        scale = result.loss_scale
+        seen.append(SeenStep(result.loss, result.grad_norm, result.problem))
+        if step == 1:
+            tensors += [_write_whole(session, folder, "weight", name, p) for name, p in model.named_parameters()]
+    if session.rank == 0:
+        Side(seen, learning_rate(1, job.train.steps, job.optimizer), tensors).write(folder)
+
+
+def _rehearse(session: Session, folder: Path, micro_batches: list[MicroBatch]) -> list[Seen]:
+    """Forward and backward of step 1: outputs in forward order, then gradients in backward order, as they are in the files."""
+    gradients: list[Seen] = []
+
+    def look() -> None:
+        for name, parameter in _in_backward_order(session.model, calls):
+            if parameter.grad is not None:
+                gradients.append(_write_whole(session, folder, "gradient", name, parameter.grad))
+
+    observer = GradientObserver([p for group in session.optimizer.param_groups for p in group["params"]], look)
+    scale, before = LossScale.from_plan(session.job.plan.precision.loss_scale), None
+    with _calls_noted(session.model) as calls, _outputs_written(session, folder, len(micro_batches)) as outputs:
+        while scale != before:  # an overflow lowers a dynamic scale: try again with the next one
+            before = scale
+            result = _step(session, observer, micro_batches, 1, scale, clip_norm=0)
+            scale = result.loss_scale if result.problem else scale
+    return [Seen("output", name, largest) for name, largest in outputs.items()] + gradients
+
+
+def _step(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: list[MicroBatch],
+    step: int,
+    scale: LossScale,
+    clip_norm: float,
+) -> StepResult:
+    set_dropout_seed(session.model, session.job.train.seed * STEPS_OF_A_SEED + step)
+    return train_step(session.model, optimizer, micro_batches, session.job.plan, session.mesh, scale, clip_norm)
+
+
+class GradientObserver(torch.optim.Optimizer):
+    """Stands in the place of an optimizer: where that would update the weights, it looks at their gradients."""
+
+    def __init__(self, parameters: list[nn.Parameter], look: Callable[[], None]):
+        super().__init__(parameters, {})
+        self.look = look
+
+    def step(self, closure: Any = None) -> Any:
+        self.look()
+
+
+# Outputs
+
+
+@contextmanager
+def _outputs_written(session: Session, folder: Path, micro_batches: int) -> Iterator[dict[str, float]]:
+    """Write what embedding, blocks, last norm and head put out, whole and by row; yields the largest value of each by name."""
+    anatomy, model = session.anatomy, session.model
+    head: Any = model.get_submodule(anatomy.head)
+    vocabulary = head.weight.shape[0]  # of the whole DTensor
+    names = [anatomy.embedding, *(block.name for block in anatomy.blocks), anatomy.final_norm, anatomy.head]
+    largest: dict[str, float] = {}
+    passes: Counter[str] = Counter()
+
+    @torch.no_grad()
+    def write(name: str, output: Any) -> None:
+        if name == anatomy.embedding:
+            passes["begun"] += 1
+        number = (passes["begun"] - 1) % micro_batches
+        output = output[0] if isinstance(output, tuple) else output
+        whole = _whole_rows(session, output.detach(), vocabulary if name == anatomy.head else output.shape[-1])
+        if session.rank == 0:
+            for row, value in zip(_row_numbers(session.job, number, len(output)), whole, strict=True):
+                if row is not None:
+                    _save(value, tensor_file(folder, "output", name, row))
+            largest[name] = max(largest.get(name, 0.0), _largest(whole))
+
+    hooks = [
+        model.get_submodule(name).register_forward_hook(lambda _, args, output, name=name: write(name, output))
+        for name in names
+        if name
+    ]
+    try:
+        yield largest
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _whole_rows(session: Session, output: Tensor, width: int) -> Tensor:
+    """The rows of all data ranks, [data_ranks * rows, seq_len, width], of one micro-batch, on every rank.
+
+    Each rank puts its part into zeros at its place; the sum over ranks has all parts. What is cut over tp is told by its size.
+
+    Args:
+        session: of this rank.
+        output: [rows, tokens of this rank, width or this rank's part of it].
+        width: of the whole.
+    """
+    mesh, data_ranks = session.mesh, session.job.plan.parallel.data_ranks
+    tp, tp_rank, columns = mesh["tp"].size(), mesh.get_local_rank("tp"), slice(None)
+    places = part_of_rows(torch.arange(session.job.data.seq_len, device=output.device)[None], mesh)[0]
+    cuts_sequence, cuts_width = output.shape[1] < len(places), output.shape[2] < width
+    if cuts_sequence:
+        places = places.chunk(tp)[tp_rank]
+    if cuts_width:
+        start, length = part_bounds(width, tp, tp_rank)
+        columns = slice(start, start + length)
+    whole = output.new_zeros(data_ranks, len(output), session.job.data.seq_len, width)
+    if cuts_sequence or cuts_width or tp_rank == 0:  # else all ranks of tp have the same
+        whole[data_rank(mesh)][:, places, columns] = output
+    return all_reduce(whole, mesh, AXES).flatten(0, 1)
+
+
+def _row_numbers(job: Job, micro_batch: int, rows: int) -> Iterator[int | None]:
+    """Which row of the global batch each row of `_whole_rows` is, as `weft.data.batches` deals them; None: it only fills up."""
+    data_ranks, size = job.plan.parallel.data_ranks, job.train.global_batch
+    for part in range(data_ranks):
+        low, high = part * size // data_ranks, (part + 1) * size // data_ranks
+        first = low + micro_batch * job.train.micro_batch
+        yield from (row if row < high else None for row in range(first, first + rows))
+
+
+# Gradients and weights
+
+
+@contextmanager
+def _calls_noted(model: nn.Module) -> Iterator[dict[str, None]]:
+    """Yields the names of modules that have parameters of their own, in the order in which forward first calls them."""
+    calls: dict[str, None] = {}
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: calls.setdefault(name))
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _in_backward_order(model: nn.Module, calls: dict[str, None]) -> list[tuple[str, nn.Parameter]]:
+    """Named parameters, those of the module that forward called last first."""
+    order = {name: number for number, name in enumerate(calls)}
+    return sorted(model.named_parameters(), key=lambda item: -order.get(item[0].rpartition(".")[0], -1))
+
+
+@torch.no_grad()
+def _write_whole(session: Session, folder: Path, kind: Kind, name: str, tensor: Tensor) -> Seen:
+    """Write a parameter or its gradient as the model's authors know it, and see whether all ranks have the same."""
+    whole = tensor.detach()
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    highest, lowest = (
+        all_reduce(whole.clone(), session.mesh, AXES, "max"),
+        all_reduce(-whole, session.mesh, AXES, "max"),
+    )
+    spread = _largest(highest + lowest)
+    whole = arrange_packed(session.model, {name: whole}, to_rest=False)[name]
+    if session.rank == 0:
+        _save(whole, tensor_file(folder, kind, name))
+    return Seen(kind, name, _largest(whole), spread)
+
+
+def _save(tensor: Tensor, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"tensor": tensor.contiguous().cpu()}, file)
+
+
+def _largest(tensor: Tensor) -> float:
+    """Magnitude of the largest value that is a number."""
+    return tensor.abs().nan_to_num(0, 0, 0).max().item()
+
+
+def main() -> None:
+    """Open the folder of one side, run its steps, and leave."""
+    # FSDP2 of torch 2.13 calls collectives by the names it deprecates itself.
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
+    # It counts the messages of DTensor.full_tensor; here none has to be fast.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+    prepared = Prepared.from_json((folder / "prepared.json").read_text(encoding="utf-8"))
+    record(open_session(Job.load(folder / "job.toml"), prepared), folder, steps)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    rank_main(main)

@@ -1,0 +1,401 @@
+"""Two plans side by side: equal plans agree, and planted bugs are named by the first tensor they touch."""
+
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.lab.families import family
+from tests.lab.pool import run_ranks
+from weft.cli import main
+from weft.data import Prepared, prepare
+from weft.errors import DataError, JobError
+from weft.job import Job
+from weft.parallel.expert import dispatch
+from weft.parallel.weights import LocalWeights
+from weft.plan import Parallel, Plan
+from weft.train import compare as compare_module
+from weft.train import compare_rank
+from weft.train.compare import (
+    Comparison,
+    Seen,
+    SeenStep,
+    Side,
+    compare_folders,
+    least_ranks,
+    relative,
+    tensor_file,
+)
+from weft.train.session import Session, build_optimizer, open_session
+from weft.train.step import forward_backward
+
+SEQ_LEN = 16
+DROPOUT = {"gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}}
+FP64 = {"forward": "fp64", "update": "fp64", "reduce": "fp64"}
+
+
+def job_for(folder: Path, name: str = "llama", rows: int = 5, **tables: dict[str, Any]) -> Job:
+    """A tiny model on rows of random tokens."""
+    generator = np.random.default_rng(3)
+    np.save(folder / "rows.npy", generator.integers(3, 96, (40, SEQ_LEN + 1), dtype=np.int32))
+    job: dict[str, Any] = {
+        "model": {"config": {**family(name), **DROPOUT.get(name, {})}},
+        "data": {"source": "tokens", "path": str(folder / "rows.npy"), "seq_len": SEQ_LEN},
+        "train": {"steps": 2, "global_batch": rows, "micro_batch": 8},
+        "plan": {"parallel": {}, "precision": {"forward": "fp32"}},
+        "out": str(folder / "run"),
+    }
+    for table, values in tables.items():
+        job[table] = {**job[table], **values}
+    return Job.parse(job)
+
+
+# Bugs, planted inside a rank
+
+
+@contextmanager
+def no_bug(rank: int) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def norm_gradient_not_reduced(rank: int) -> Iterator[None]:
+    """The gradient of the first norm of each block stays a rank's own share."""
+
+    def without_norm(unit: nn.Module, layouts: dict[str, Any], *others: Any) -> LocalWeights:
+        return LocalWeights(unit, {k: v for k, v in layouts.items() if k != "input_layernorm.weight"}, *others)
+
+    with mock.patch("weft.parallel.tensor.LocalWeights", without_norm):
+        yield
+
+
+@contextmanager
+def expert_ranks_swapped(rank: int) -> Iterator[None]:
+    """Tokens for the experts of one rank go to the other one."""
+
+    def swapped(hidden: Any, index: Any, weights: Any, num_experts: int, group: Any) -> Any:
+        return dispatch(hidden, (index + num_experts // 2) % num_experts, weights, num_experts, group)
+
+    with mock.patch("weft.parallel.expert.dispatch", swapped):
+        yield
+
+
+@contextmanager
+def micro_batches_not_divided_by(rank: int) -> Iterator[None]:
+    """Gradients add up over micro-batches as if each were the whole step."""
+
+    def too_large(model: Any, batches: Any, plan: Plan, mesh: Any, factor: float, *others: Any) -> torch.Tensor:
+        return forward_backward(model, batches, plan, mesh, factor * len(batches), *others)
+
+    with mock.patch("weft.train.step.forward_backward", too_large):
+        yield
+
+
+@contextmanager
+def parameter_forgotten(rank: int) -> Iterator[None]:
+    """The optimizer does not know the last norm."""
+
+    def without_norm(model: Any, settings: Any) -> torch.optim.Optimizer:
+        model.model.norm.requires_grad_(False)
+        optimizer = build_optimizer(model, settings)
+        model.model.norm.requires_grad_(True)
+        return optimizer
+
+    with mock.patch("weft.train.session.build_optimizer", without_norm):
+        yield
+
+
+@contextmanager
+def one_rank_off(rank: int) -> Iterator[None]:
+    """Rank 1 alone has a wrong gradient of a weight that all ranks hold; what rank 0 writes is right."""
+
+    opened = open_session
+
+    def spoil(*arguments: Any) -> Session:
+        session = opened(*arguments)
+        if rank == 1:
+            session.model.model.layers[0].input_layernorm.weight.register_hook(lambda gradient: gradient * 1.5)
+        return session
+
+    with mock.patch(f"{__name__}.open_session", spoil):
+        yield
+
+
+def run_side(
+    rank: int, world_size: int, job: Job, prepared: Prepared, folder: Path, steps: int, bug: Callable[[int], Any]
+) -> None:
+    """What `weft.train.compare_rank` does, in a group that exists already."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("weft.train.session.connect", return_value=(rank, world_size, rank)))
+        stack.enter_context(bug(rank))
+        compare_rank.record(open_session(job, prepared), folder, steps)
+
+
+def side(job: Job, folder: Path, bug: Callable[[int], Any] = no_bug) -> Path:
+    folder.mkdir()
+    prepared = prepare(job.data, model_folder=None, say=lambda text: None)
+    run_ranks(least_ranks(job.plan), run_side, job, prepared, folder, 2, bug)
+    return folder
+
+
+def with_plan(job: Job, micro_batch: int = 8, **parallel: Any) -> Job:
+    plan = Plan(parallel=Parallel(**parallel), precision=job.plan.precision)
+    return job.model_copy(update={"plan": plan, "train": job.train.model_copy(update={"micro_batch": micro_batch})})
+
+
+def compare_sides(
+    job: Job,
+    folder: Path,
+    a: dict[str, Any],
+    b: dict[str, Any],
+    bug: Callable[[int], Any] = no_bug,
+    tolerance: float = 1e-4,
+) -> Comparison:
+    one, two = side(with_plan(job, **a), folder / "a"), side(with_plan(job, **b), folder / "b", bug)
+    return compare_folders(one, two, tolerance)
+
+
+ONE = {"zero": 0}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "data": ("llama", {"dp_shard": 2, "micro_batch": 2}),
+    "no_sp": ("qwen3", {"tp": 2, "sp": False, "zero": 0}),
+    "packed": ("phi3", {"tp": 2, "zero": 1}),
+    "dropout": ("gpt2", {"tp": 2, "zero": 2, "micro_batch": 2}),
+    "ring": ("llama", {"cp": 2, "zero": 3}),
+    "ulysses": ("qwen3", {"cp": 2, "cp_ulysses": 2}),
+    "tensor_ring": ("llama", {"tp": 2, "cp": 2, "micro_batch": 3}),
+    "tensor_data": ("qwen3_moe", {"tp": 2, "dp_shard": 2, "ep": 2, "zero": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_plans_agree(layout: str, tmp_path: Path) -> None:
+    """In float64, where rounding is far below anything else; all tensors are there, in natural order."""
+    name, plan = LAYOUTS[layout]
+    job = job_for(tmp_path, name, plan={"precision": FP64})
+    found = compare_sides(job, tmp_path, ONE, plan, tolerance=1e-9)
+    assert found.agrees, (found.first, found.steps)
+    kinds = found.by_kind()
+    names = [tensor.name for tensor in kinds["output"]]
+    assert (len(names), names[-1]) == (5, "lm_head")  # embedding, two blocks, last norm, head
+    assert len(kinds["gradient"]) == len(kinds["weight"]) >= 15
+    assert load_file(tensor_file(tmp_path / "b", "output", "lm_head", 4))["tensor"].shape == (SEQ_LEN, 96)
+    assert not tensor_file(tmp_path / "b", "output", "lm_head", 5).exists()
+
+
+@pytest.mark.parametrize(
+    ("bug", "plan", "first", "wrong"),
+    [
+        (norm_gradient_not_reduced, {"tp": 2}, "gradient of model.layers.1.input_layernorm.weight", 2),
+        (expert_ranks_swapped, {"ep": 2}, "output of model.layers.0", 4),
+        (micro_batches_not_divided_by, {"zero": 0, "micro_batch": 2}, "gradient of lm_head.weight", None),
+        (parameter_forgotten, ONE, "weight of model.norm.weight", 1),
+        (one_rank_off, {"tp": 2, "sp": False, "zero": 0}, "gradient of model.layers.0.input_layernorm.weight", 1),
+    ],
+    ids=["norm", "dispatch", "accumulation", "forgotten", "one_rank"],
+)
+def test_a_planted_bug_is_named(
+    bug: Callable[[int], Any], plan: dict[str, Any], first: str, wrong: int | None, tmp_path: Path
+) -> None:
+    """In float32 with the default tolerance. `wrong`: tensors of the first one's kind that differ; None is all of them."""
+    found = compare_sides(job_for(tmp_path, "qwen3_moe" if "ep" in plan else "llama"), tmp_path, ONE, plan, bug)
+    assert not found.agrees
+    assert found.first is not None
+    assert str(found.first).startswith(f"{first}: ")
+    kind = found.by_kind()[found.first.kind]
+    assert sum(tensor.exceeds for tensor in kind) == (len(kind) if wrong is None else wrong)
+    if bug is one_rank_off:  # what rank 0 wrote is right
+        assert found.first.note == "the ranks of B do not have the same values"
+
+
+# Two folders
+
+
+def write_side(folder: Path, tensors: dict[tuple[Any, str], list[torch.Tensor]], loss: float = 1.0) -> Path:
+    """A side of given pieces, as rank 0 would leave it; the learning rate is 0.01."""
+    folder.mkdir(parents=True)
+    seen = []
+    for (kind, name), pieces in tensors.items():
+        seen.append(Seen(kind, name, max(compare_rank._largest(piece) for piece in pieces)))
+        for number, piece in enumerate(pieces):
+            compare_rank._save(piece, tensor_file(folder, kind, name, number))
+    Side([SeenStep(loss, 1.0)], 0.01, seen).write(folder)
+    return folder
+
+
+def pair(folder: Path, a: dict[Any, list[torch.Tensor]], b: dict[Any, list[torch.Tensor]], **loss: float) -> Comparison:
+    return compare_folders(write_side(folder / "a", a), write_side(folder / "b", b, **loss), 1e-4)
+
+
+def test_the_place_of_the_largest_difference(tmp_path: Path) -> None:
+    rows = [torch.ones(4, 3), torch.ones(4, 3)]
+    other = [row.clone() for row in rows]
+    other[1][2, 1] = 1.5
+    first = pair(tmp_path, {("output", "m"): rows}, {("output", "m"): other}).first
+    assert first is not None
+    assert (first.place, first.size) == ((1, 2, 1), pytest.approx(0.5 / 1.5))
+    assert str(first) == "output of m: off by 3.3e-01 of its largest value, tolerance 1.0e-04, at [1, 2, 1]"
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    """They differ where one side has one; not where both have the same."""
+    plain, spoilt = torch.ones(3), torch.tensor([1.0, math.nan, math.inf])
+    assert pair(tmp_path / "1", {("output", "m"): [spoilt]}, {("output", "m"): [spoilt]}).agrees
+    first = pair(tmp_path / "2", {("output", "m"): [plain]}, {("output", "m"): [spoilt]}).first
+    assert str(first) == "output of m: finite on one side only, at [0, 1]"
+    assert not pair(tmp_path / "3", {}, {}, loss=math.nan).agrees
+
+
+def test_tensors_that_do_not_match(tmp_path: Path) -> None:
+    one, two = {("gradient", "w"): [torch.ones(3)]}, {("gradient", "w"): [torch.ones(2)]}
+    assert str(pair(tmp_path / "1", one, two).first) == "gradient of w: shape (3,) in A, (2,) in B"
+    assert str(pair(tmp_path / "2", one, {}).first) == "gradient of w: only A has it"
+    rows = {("output", "m"): [torch.ones(3)] * 2}
+    assert (
+        str(pair(tmp_path / "3", rows, {("output", "m"): [torch.ones(3)]}).first) == "output of m: 2 rows in A, 1 in B"
+    )
+
+
+def test_gradients_that_are_rounding(tmp_path: Path) -> None:
+    """The bias of a key changes no softmax: its gradient is noise, and Adam makes whole steps of it."""
+    large, noise = torch.full((3,), 1.0), torch.full((3,), 3e-8)
+    a = {("gradient", "w"): [large], ("gradient", "b"): [noise], ("weight", "b"): [torch.full((3,), 0.01)]}
+    b = {("gradient", "w"): [large], ("gradient", "b"): [-noise], ("weight", "b"): [torch.full((3,), -0.01)]}
+    assert pair(tmp_path / "1", a, b).agrees
+    b[("gradient", "b")] = [torch.full((3,), 1e-5)]
+    assert str(pair(tmp_path / "2", a, b).first).startswith("gradient of b: ")
+
+
+def test_a_weight_that_was_not_updated(tmp_path: Path) -> None:
+    """Its share of the learning rate decides: a hundredth of a step is far below a hundredth of the weight."""
+    gradient, weight = torch.full((3,), 1e-3), torch.full((3,), 2.0)
+    a = {("gradient", "w"): [gradient], ("weight", "w"): [weight]}
+    b = {("gradient", "w"): [gradient], ("weight", "w"): [weight - 1e-4]}
+    first = pair(tmp_path, a, b).first
+    assert first is not None
+    assert first.kind == "weight"
+    assert first.size == pytest.approx(1e-2, rel=1e-2)
+
+
+def test_steps_alone_may_differ(tmp_path: Path) -> None:
+    found = pair(tmp_path, {}, {}, loss=1.001)
+    assert (found.first, found.first_step, found.agrees) == (None, 1, False)
+    assert relative(math.inf, math.nan) == 0
+    assert relative(math.inf, 1.0) == math.inf
+    assert relative(0.0, 0.0) == 0
+
+
+# From outside
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [
+        ({}, 1),
+        ({"tp": 2, "cp": 2}, 4),
+        ({"ep": 2}, 2),
+        ({"ep": 2, "tp": 2}, 2),
+        ({"ep": 4, "tp": 2}, 4),
+        ({"dp_shard": 3, "dp_replicate": 2}, 6),
+        ({"ep": 4, "dp_replicate": 2, "zero": 0}, 4),
+    ],
+)
+def test_least_ranks(parallel: dict[str, Any], ranks: int) -> None:
+    plan = Plan(parallel=Parallel(**parallel))
+    assert least_ranks(plan) == ranks
+    plan.resolve(ranks)
+
+
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, job: Job, *arguments: str
+) -> tuple[int, str]:
+    """Exit code and output of `weft compare`."""
+    path = Path(job.out).parent / "job.toml"
+    path.write_text(job.to_toml())
+    monkeypatch.setattr(sys, "argv", ["weft", "compare", str(path), *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    return int(stopped.value.code or 0), printed.out + printed.err
+
+
+def in_the_pool(bug: Callable[[int], Any]) -> Callable[..., None]:
+    """Takes the place of `launch`: the ranks of the pool; side B has the bug."""
+
+    def launch(argv: list[str], *, ranks: int, log_dir: Path) -> None:
+        folder, steps = Path(argv[-2]), int(argv[-1])
+        job, prepared = Job.load(folder / "job.toml"), Prepared.from_json((folder / "prepared.json").read_text())
+        run_ranks(ranks, run_side, job, prepared, folder, steps, bug if folder.name == "b" else no_bug)
+
+    return launch
+
+
+PLANS = ("--set-a=plan.parallel.zero=0", "--set-b=plan.parallel.tp=2")
+
+
+def test_the_command_says_where_plans_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_for(tmp_path)
+    monkeypatch.setattr(compare_module, "launch", in_the_pool(no_bug))
+    code, text = command(capsys, monkeypatch, job, *PLANS, "--steps", "1", "--rows", "3")
+    assert code == 0
+    assert "The plans agree" in text
+    assert "B: 2 ranks: tp 2, sp true, zero 3, fp32 forward" in text
+    assert len(list((tmp_path / "run.compare" / "a" / "output" / "lm_head").iterdir())) == 3
+    monkeypatch.setattr(compare_module, "launch", in_the_pool(norm_gradient_not_reduced))
+    code, text = command(capsys, monkeypatch, job, *PLANS)
+    assert code == 1
+    assert "The first tensor that differs is the gradient of model.layers.1.input_layernorm.weight" in text
+    code, text = command(capsys, monkeypatch, job, *PLANS, "--tolerance", "10")
+    assert code == 0
+
+
+def test_bad_input_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_for(tmp_path)
+    monkeypatch.setattr(compare_module, "launch", in_the_pool(no_bug))
+    refusals = {
+        ("--set-b", "train.seed=3"): "train.seed = 0 in A, 3 in B",
+        ("--set-a", "plan.parallel.tpp=3"): "did you mean plan.parallel.tp?",
+        ("--set-b", "plan.parallel.tp=2", "--ranks-b", "3"): "3 ranks cannot be divided",
+        ("--rows", "0"): "train.global_batch = 0",
+        ("--out", str(tmp_path)): "holds something else than a comparison",
+    }
+    for arguments, words in refusals.items():
+        code, text = command(capsys, monkeypatch, job, *arguments)
+        assert code == 2, text
+        assert words in text
+    assert not (tmp_path / "run.compare").exists()
+    assert (tmp_path / "rows.npy").exists()
+
+
+def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_for(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: mock.Mock(free=200_000))
+    with pytest.raises(DataError, match=r"0\.0 GB are free"):
+        compare_module.compare(job, job, tmp_path / "out")
+    with pytest.raises(JobError, match="something else"):
+        compare_module.compare(job, job, tmp_path)
+
+
+def test_ranks_of_their_own(tmp_path: Path) -> None:
+    """Launched as the command launches them, in bf16."""
+    job = job_for(tmp_path, plan={"precision": {}})
+    jobs = with_plan(job, zero=0), with_plan(job, micro_batch=2)
+    found = compare_module.compare(*jobs, tmp_path / "out", steps=2, say=lambda text: None)
+    assert found.agrees
+    assert found.tolerance == 5e-2
+    assert 0 < max(tensor.size for tensor in found.tensors if tensor.kind == "gradient") < 5e-2
