@@ -1,17 +1,32 @@
-"""Writes the generated pages of docs/: keys.md and rules.md. A test fails when they are out of date.
+"""Writes the generated pages of docs/: keys.md, rules.md and families.md. A test fails when they are out of date.
 
 python docs/generate.py
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
+import torch
+import transformers
 from pydantic_core import PydanticUndefined
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from weft.anatomy.roles import Anatomy
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_on_meta
+from weft.errors import WeftError
 from weft.job import Job
-from weft.plan import RULES, Table
+from weft.parallel.parallelize import check_axes
+from weft.plan import RULES, Plan, Table
 
 DOCS = Path(__file__).parent
+# Those of tests/lab/families.py, which tests/parallel/test_axes.py proves.
+FAMILIES = (
+    "deepseek_v3", "gemma3_text", "glm4_moe", "gpt2", "gpt_oss", "granitemoe", "llama", "mixtral", "olmo2", "olmoe",
+    "phi3", "qwen3", "qwen3_moe",
+)  # fmt: skip
 
 
 def rows(table: type[Table], prefix: str) -> list[str]:
@@ -37,7 +52,58 @@ def rules_page() -> str:
     return "\n".join([*head, "| refused | reason | fix |", "|---|---|---|", *lines]) + "\n"
 
 
-PAGES = {"keys.md": keys_page, "rules.md": rules_page}
+AXES: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2},
+    "cp (ring)": {"cp": 2},
+    "cp (Ulysses)": {"cp": 2, "cp_ulysses": 2},
+    "ep": {"ep": 2},
+}
+
+
+def families_page() -> str:
+    """Which family takes which axis: every causal language model of Transformers whose default configuration builds."""
+    head = [
+        "# Families and axes",
+        "",
+        f"Generated with Transformers {transformers.__version__}: every causal language model of Transformers whose default configuration builds and can be read, and what",
+        "`weft.parallel.parallelize.check_axes` says of two ranks on each axis. **yes**: parity with the untouched model is",
+        "proved by `tests/parallel/test_axes.py`; accepted: nothing speaks against it, no parity test yet: try `weft compare`",
+        "first. Data parallelism (zero 0 to 3) takes all of them.",
+        "",
+        f"| family | {' | '.join(AXES)} |",
+        "|---|" + "---|" * len(AXES),
+    ]
+    lines = []
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            model = build_on_meta(small_config(family), torch.float32)
+            anatomy = read_anatomy(model)
+        except Exception:  # its defaults make no model, or none that can be read
+            continue
+        cells = [verdict(model, anatomy, parallel, family in FAMILIES) for parallel in AXES.values()]
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join([*head, *lines]) + "\n"
+
+
+def small_config(family: str) -> Any:
+    """The default configuration, with two layers where it does not list them one by one."""
+    config = AutoConfig.for_model(family)
+    for key in ("num_hidden_layers", "n_layer"):
+        if key in config.to_dict() and getattr(config, "layer_types", None) is None:
+            setattr(config, key, 2)
+    return config
+
+
+def verdict(model: Any, anatomy: Anatomy, parallel: dict[str, Any], proved: bool) -> str:
+    plan = Plan.model_validate({"parallel": parallel}).resolve(2)
+    try:
+        check_axes(model, anatomy, plan)
+    except WeftError as refusal:
+        return "no experts" if not anatomy.has_experts and "ep" in parallel else refusal.what.replace("|", "/")
+    return "**yes**" if proved else "accepted"
+
+
+PAGES = {"keys.md": keys_page, "rules.md": rules_page, "families.md": families_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

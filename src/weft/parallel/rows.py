@@ -17,9 +17,11 @@ from weft.data import IGNORED
 from weft.errors import ModelError, PlanError
 from weft.parallel.context import ContextParallel, check_heads, check_sequence, context_attention, natural_positions
 from weft.parallel.loss import cross_entropy_sum
+from weft.parallel.tensor import count_heads
 from weft.plan import Plan
 
 IMPLEMENTATION = "weft_context"
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
 def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh) -> None:
@@ -130,8 +132,20 @@ def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> Non
                 rule="context parallelism splits softmax attention only",
                 fix="set plan.parallel.cp = 1",
             )
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    check_heads(config.num_attention_heads // p.tp, max(kv_heads // p.tp, 1), p.cp_ulysses)
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in ATTENTION_KINDS}
+    if kinds or not getattr(model, "_supports_attention_backend", False):
+        what = (
+            f"{', '.join(sorted(kinds))} layers" if kinds else "attention that does not go through AttentionInterface"
+        )
+        raise PlanError(
+            f"{anatomy.family} has {what}",
+            where=f"plan.parallel.cp, model_type {anatomy.family}",
+            rule="context parallelism enters by Transformers' AttentionInterface, with full or sliding causal attention",
+            fix="set plan.parallel.cp = 1",
+        )
+    heads = count_heads(config)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    check_heads(heads // p.tp, max(kv_heads // p.tp, 1), p.cp_ulysses)
 
 
 def _refuse_mask(mask: Any) -> None:

@@ -34,8 +34,11 @@ from weft.plan import Plan
 QUERY = re.compile(r"q_proj|q_b_proj|query|wq")
 KEY_VALUE = re.compile(r"k_proj|v_proj|key|value|wk|wv")
 LATENT_KEY_VALUE = re.compile(r"kv_b_proj")  # a key and a value for every query head
-PACKED_QUERY_KEY_VALUE = re.compile(r"qkv_proj|c_attn|query_key_value|Wqkv")
+PACKED_QUERY_KEY_VALUE = re.compile(r"qkv_proj|c_attn")
 PACKED_UP = re.compile(r"gate_up_proj")
+# Families whose packed matrices are known to have one projection below the other. Others (GPT-NeoX) mix them head by head:
+# a split by the wrong order would give wrong numbers without a word.
+PACKED_FAMILIES = ("gpt2", "phi3")
 UP = re.compile(r"gate_proj|up_proj|c_fc|fc1|fc_in|w1|w3|dense_h_to_4h")
 DOWN = re.compile(r"o_proj|out_proj|down_proj|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h")
 REPLICATED = re.compile(r"q_a_proj|kv_a_proj_with_mqa|.*norm.*|ln_.*")
@@ -67,18 +70,38 @@ def check_tensors(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
         PlanError: with the numbers.
     """
     config = model.config.get_text_config()
-    heads, kv_heads = config.num_attention_heads, _kv_heads(config)
+    for block in anatomy.blocks:
+        if block.recurrence:
+            raise PlanError(
+                f"{block.recurrence[0]} carries a state that tp = {tp} cannot split",
+                where=f"plan.parallel.tp, model_type {anatomy.family}",
+                rule="tensor parallelism splits softmax attention and MLPs",
+                fix="set plan.parallel.tp = 1",
+            )
+    heads, kv_heads = count_heads(config), _kv_heads(config)
     if heads % tp:
         raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}", heads)
     if kv_heads % tp and tp % kv_heads:
         raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by them", kv_heads)
     for block in anatomy.blocks:
-        if block.recurrence:
-            raise _refusal(anatomy, f"{block.recurrence[0]} carries a state that tp = {tp} cannot split", 1)
+        for name in (child for part in block.attention + block.mlp for child in _children(model, part)):
+            last = name.rpartition(".")[2]
+            packed = PACKED_QUERY_KEY_VALUE.fullmatch(last) or PACKED_UP.fullmatch(last)
+            if packed and not block.is_moe and anatomy.family not in PACKED_FAMILIES:
+                raise PlanError(
+                    f"the order of rows in {name} is not known",
+                    where=f"plan.parallel.tp, model_type {anatomy.family}",
+                    rule=f"a matrix that holds several projections is split where their order is known: {PACKED_FAMILIES}",
+                    fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tensor.py this family",
+                )
         for name in block.attention:
             _check_attention(name, model.get_submodule(name), config, tp)
         for name in () if block.is_moe else block.mlp:
             _check_matrices(name, model.get_submodule(name), MLP_MATRICES, tp)
+
+
+def _children(model: PreTrainedModel, part: str) -> list[str]:
+    return [f"{part}.{name}" for name, _ in model.get_submodule(part).named_children()]
 
 
 def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> None:
@@ -136,8 +159,25 @@ def _refusal(anatomy: Anatomy, what: str, number: int) -> PlanError:
     )
 
 
+def count_heads(config: Any) -> int:
+    """Query heads of an attention, by the configuration of a language model.
+
+    Raises:
+        PlanError: it does not say.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise PlanError(
+            f"the configuration of {config.model_type} does not say how many attention heads there are",
+            where="plan.parallel",
+            rule="heads are shared by the ranks of tp, and of cp_ulysses",
+            fix="set plan.parallel.tp = 1 and plan.parallel.cp = 1",
+        )
+    return heads
+
+
 def _kv_heads(config: Any) -> int:
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return getattr(config, "num_key_value_heads", None) or count_heads(config)
 
 
 def _split_block(model: PreTrainedModel, block: Block, sp: bool, tp: DeviceMesh) -> None:

@@ -1,0 +1,74 @@
+"""Real weights and real text: under tp 3 (9 heads, 3 KV heads) and cp 2, ten steps have the losses of the untouched model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from tests.examples.test_smollm import smollm, tokens  # noqa: F401  (fixtures)
+from tests.lab.parity import plan_for, share
+from tests.lab.pool import run_ranks
+from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.cluster.mesh import build_mesh, data_rank
+from weft.data import MicroBatch
+from weft.job import Model, Optimizer
+from weft.parallel.parallelize import parallelize
+from weft.plan import Plan
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer
+from weft.train.step import train_step
+
+STEPS = 10
+SETTINGS = Optimizer(lr=1e-5, clip_norm=1.0)
+
+
+def batch(tokens: torch.Tensor) -> MicroBatch:  # noqa: F811
+    positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
+    return MicroBatch(tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous())
+
+
+def curve(rank: int, ranks: int, plan: Plan, folder: Path, tokens: torch.Tensor) -> list[float]:  # noqa: F811
+    source, plan = Model(path=str(folder)), plan.resolve(ranks)
+    mesh = build_mesh(plan, "cpu", ranks)
+    model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
+    materialize(model, source, torch.device("cpu"))
+    model.train()
+    optimizer, scale = build_optimizer(model, SETTINGS), LossScale.from_plan("none")
+    mine = share(batch(tokens), data_rank(mesh), plan.parallel.data_ranks, len(tokens))
+    return [
+        train_step(model, optimizer, mine, plan, mesh, scale, clip_norm=SETTINGS.clip_norm).loss for _ in range(STEPS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(smollm: Path, tokens: torch.Tensor) -> list[float]:  # noqa: F811
+    """The untouched model's losses, with PyTorch's own optimizer and clipping."""
+    model: Any = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
+    model.train()
+    optimizer, rows, losses = build_optimizer(model, SETTINGS), batch(tokens[:2]), []
+    for _ in range(STEPS):
+        logits = model(input_ids=rows.input_ids, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), rows.targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [(3, {"tp": 3, "zero": 1}), (2, {"cp": 2, "zero": 1})])
+def test_ten_steps(
+    smollm: Path,  # noqa: F811
+    tokens: torch.Tensor,  # noqa: F811
+    expected: list[float],
+    ranks: int,
+    parallel: dict[str, int],
+) -> None:
+    assert expected[-1] < expected[0] - 0.1
+    plan = plan_for("fp32", **parallel)
+    for losses in run_ranks(ranks, curve, plan, smollm, tokens[:2], timeout=300):
+        assert losses == pytest.approx(expected, rel=1e-5)
