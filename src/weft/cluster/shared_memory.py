@@ -345,6 +345,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.make_gloo()
 
     def send(self, *args: Any) -> dist.Work:
+        (tensor,) = args[0]
+        self._observe("send", tensor.numel(), tensor.dtype)
         return self.gloo.send(*args)
 
     def recv(self, *args: Any) -> dist.Work:
