@@ -26,12 +26,36 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return text
 
 
+def heads(number: int, kv_number: int) -> list[str]:
+    table = {"num_attention_heads": number, "num_key_value_heads": kv_number, "hidden_size": 48}
+    return [f"model.config.{key}={value}" for key, value in table.items()]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["train.stepz=3"], ["unknown key train.stepz", "did you mean train.steps?"]),
         (["plan.parallel.dp_replicate=3"], ["2 ranks cannot be divided by dp_replicate 3", "multiple of 3"]),
-        (["plan.parallel.tp=2"], ["tensor parallelism is not built yet"]),
+        (["plan.parallel.pp=2"], ["pipeline parallelism is not built yet"]),
+        (
+            ["plan.parallel.tp=2", *heads(3, 3)],
+            ["3 attention heads cannot be divided by tp = 2", "one of 1, 3"],
+        ),
+        (
+            ["plan.parallel.tp=2", *heads(6, 3)],
+            ["3 KV heads cannot be divided by tp = 2"],
+        ),
+        (
+            ["plan.parallel.tp=2", "model.config.intermediate_size=49"],
+            ["49 hidden units", "cannot be divided by tp = 2"],
+        ),
+        (["plan.parallel.tp=2", "data.seq_len=31"], ["31 tokens", "cannot be divided by tp = 2"]),
+        (["plan.parallel.cp=2", "data.seq_len=30"], ["30 tokens", "2 x ring x ulysses"]),
+        (["plan.parallel.ep=2"], ["no block of this llama has a module of experts"]),
+        (["plan.parallel.ep=3"], ["ep 3 does not divide"]),
+        (["plan.parallel.cp=2", "plan.parallel.cp_ulysses=3"], ["cp_ulysses does not divide cp"]),
+        (["plan.parallel.cp=2", "model.config.model_type=bloom", "data.packing=false"], ["AttentionInterface"]),
+        (["plan.parallel.tp=2", "model.config.model_type=gpt_neox"], ["does not know the role of", "query_key_value"]),
         (["data.seq_len=65"], ["data.seq_len = 65 is longer than the model's 64 positions", "64 or less"]),
         (["model.config.vocab_size=200"], ["the model has 200", "data.vocab_size to 200 or less"]),
         (["data.path=/nowhere/*.txt"], ["/nowhere/*.txt"]),

@@ -11,9 +11,9 @@ from tests.lab.parity import SETTINGS, packed_batches, share
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
-from weft.cluster.mesh import build_mesh
+from weft.cluster.mesh import build_mesh, data_rank
 from weft.job import Model
-from weft.parallel.data import begin_micro_batch, model_state_bytes
+from weft.parallel.data import begin_micro_batch, count_split, model_state_bytes
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
@@ -24,19 +24,22 @@ from weft.train.step import token_loss, train_step
 
 # Wide enough that weights dwarf activations, norms and shards that do not divide.
 SOURCE = Model(config={**family("llama"), "hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
+MOE = Model(config={**family("qwen3_moe"), "hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32})
 UNIT_BYTES = 4 * 2 * 96 * 128  # embedding and head, the last unit to be reduced
 
 
-def count(rank: int, world_size: int, plan: Plan) -> tuple[float, dict[str, int], dict[str, float]]:
+def count(
+    rank: int, world_size: int, plan: Plan, source: Model = SOURCE
+) -> tuple[float, dict[str, int], dict[str, float]]:
     """Live bytes between two micro-batches, the same by kind, and the prediction by kind."""
     plan = plan.resolve(world_size)
     mesh = build_mesh(plan, "cpu", world_size)
-    model = build_on_meta(read_config(SOURCE), DTYPES[plan.precision.update])
+    model = build_on_meta(read_config(source), DTYPES[plan.precision.update])
     parameters = read_anatomy(model).parameters
     parallelize(model, plan, mesh)
-    materialize(model, SOURCE, torch.device("cpu"))
+    materialize(model, source, torch.device("cpu"))
     optimizer = build_optimizer(model, SETTINGS)
-    batches = share(packed_batches(96)[0], rank, world_size, 1)
+    batches = share(packed_batches(96)[0], data_rank(mesh), plan.parallel.data_ranks, 1)
     assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None
     by_kind = measure_model_state(model, optimizer, batches[0], plan, mesh)
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -49,7 +52,9 @@ def count(rank: int, world_size: int, plan: Plan) -> tuple[float, dict[str, int]
         total = live.current
         begin_micro_batch(model, plan, last=True)
         token_loss(model, batches[0], mesh).backward()
-    return total, by_kind, model_state_bytes(parameters, plan)
+    dense, experts = count_split(model)
+    assert plan.parallel.tp > 1 or dense + experts == parameters or plan.parallel.ep > 1
+    return total, by_kind, model_state_bytes(dense, plan, experts)
 
 
 @pytest.mark.parametrize("forward", ["fp32", "bf16"])
@@ -62,6 +67,24 @@ def test_resident_bytes_equal_the_formula(zero: int, forward: str) -> None:
             assert expected - 4096 <= by_kind[kind] <= 1.01 * expected + unit + 4096, kind
         slack = 2 * UNIT_BYTES + 8192  # a unit on its way, and small things
         assert total == pytest.approx(sum(predicted.values()), rel=0.02, abs=slack)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        (2, {"tp": 2, "zero": 0}),
+        (4, {"tp": 2, "zero": 3}),
+        (2, {"cp": 2, "zero": 3}),
+        (2, {"ep": 2, "zero": 1}),
+        (4, {"tp": 2, "ep": 2, "zero": 3}),
+    ],
+)
+def test_axes_split_the_model_state(ranks: int, parallel: dict[str, int]) -> None:
+    plan = Plan(parallel=Parallel(**parallel), precision=Precision(forward="bf16"))  # type: ignore[arg-type]
+    for total, by_kind, predicted in run_ranks(ranks, count, plan, MOE):
+        for kind in ("parameters", "optimizer"):
+            assert by_kind[kind] == pytest.approx(predicted[kind], rel=0.01, abs=4096), kind
+        assert total <= 1.02 * sum(predicted.values()) + 2 * UNIT_BYTES + 8192
 
 
 def test_bytes_a_parameter_of_each_stage() -> None:

@@ -8,6 +8,9 @@ a reduced gradient and u bytes an updated number (weight and two moments of Adam
     zero 2    f P + (g + 3 u) P / d     reduce-scattered every micro-batch
     zero 3    (g + 3 u) P / d           and weights gathered block by block, twice a micro-batch
 
+With context parallelism d counts its ranks too; P is what tensor and expert parallelism leave of a model on one rank, and
+experts have a d of their own: the ranks that hold the same ones.
+
 Weights of stages 1 and 2 are gathered once a step, kept until the last backward, and freed before the update. Stages 2 and 3
 also hold the gradient of one unit of communication, whole, until the next one is reduced.
 """
@@ -17,9 +20,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from weft.anatomy.roles import Anatomy
-from weft.cluster.mesh import CONTEXT_AXES, join_axes, join_meshes
+from weft.cluster.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes
 from weft.plan import BYTES, Plan
 from weft.precision.dtypes import DTYPES
 
@@ -75,18 +79,42 @@ def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:
     model.set_reshard_after_backward(last or plan.parallel.zero == 3)
 
 
-def model_state_bytes(parameters: int, plan: Plan) -> dict[str, float]:
+def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str, float]:
     """Predicted bytes a rank holds at its fullest moment, between micro-batches, by kind (formulas above).
 
     Args:
-        parameters: trainable parameters of the whole model.
+        parameters: trainable parameters of one rank before ZeRO shards them: of the whole model, or what tensor
+            parallelism leaves of it; see `count_split`.
         plan: resolved.
+        experts: the same, of experts that are on a mesh of their own.
     """
     p, precision = plan.parallel, plan.precision
-    shards = 1 if p.zero == 0 else p.dp_shard
+    shards = 1 if p.zero == 0 else p.dp_shard * p.cp
+    expert_shards = 1 if p.zero == 0 else p.dp_shard * p.cp * p.tp // p.ep
+    sharded = parameters / shards + experts / expert_shards
+    whole = float(parameters + experts)
     return {
-        "parameters": BYTES[precision.update] * parameters / shards,
-        "gathered parameters": 0.0 if p.zero in (0, 3) else float(BYTES[precision.forward] * parameters),
-        "gradients": BYTES[precision.reduce] * parameters / (1 if p.zero <= 1 else shards),
-        "optimizer": 2 * BYTES[precision.update] * parameters / shards,
+        "parameters": BYTES[precision.update] * sharded,
+        "gathered parameters": 0.0 if p.zero in (0, 3) else BYTES[precision.forward] * whole,
+        "gradients": BYTES[precision.reduce] * (whole if p.zero <= 1 else sharded),
+        "optimizer": 2 * BYTES[precision.update] * sharded,
     }
+
+
+def count_split(model: nn.Module) -> tuple[int, int]:
+    """Parameters of one rank before ZeRO shards them: those that all share, and those of experts on a mesh of their own.
+
+    Args:
+        model: parallelized, with its shards at rest.
+    """
+    totals = {False: 0, True: 0}
+    for parameter in model.parameters():
+        size = parameter.numel()
+        names: tuple[str, ...] = ()
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            for name, placement in zip(names, parameter.placements, strict=True):
+                if name in ("tp", "ep") and not placement.is_replicate():
+                    size //= parameter.device_mesh[name].size()
+        totals[any(name in EXPERT_AXES[1:] for name in names)] += size
+    return totals[False], totals[True]

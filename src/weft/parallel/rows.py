@@ -17,7 +17,7 @@ from weft.data import IGNORED
 from weft.errors import ModelError, PlanError
 from weft.parallel.context import ContextParallel, check_heads, check_sequence, context_attention, natural_positions
 from weft.parallel.loss import cross_entropy_sum
-from weft.parallel.tensor import count_heads
+from weft.parallel.tensor import check_decoder, count_heads, count_kv_heads
 from weft.plan import Plan
 
 IMPLEMENTATION = "weft_context"
@@ -124,6 +124,7 @@ def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> Non
         PlanError: with the reason.
     """
     p, config = plan.parallel, model.config.get_text_config()
+    check_decoder(model, anatomy, "cp")
     for block in anatomy.blocks:
         if block.recurrence:
             raise PlanError(
@@ -144,8 +145,7 @@ def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> Non
             fix="set plan.parallel.cp = 1",
         )
     heads = count_heads(config)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    check_heads(heads // p.tp, max(kv_heads // p.tp, 1), p.cp_ulysses)
+    check_heads(heads // p.tp, max(count_kv_heads(config) // p.tp, 1), p.cp_ulysses)
 
 
 def _refuse_mask(mask: Any) -> None:

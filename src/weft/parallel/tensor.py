@@ -43,6 +43,9 @@ UP = re.compile(r"gate_proj|up_proj|c_fc|fc1|fc_in|w1|w3|dense_h_to_4h")
 DOWN = re.compile(r"o_proj|out_proj|down_proj|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h")
 REPLICATED = re.compile(r"q_a_proj|kv_a_proj_with_mqa|.*norm.*|ln_.*")
 PER_HEAD = re.compile(r"sinks")
+# Norms inside attention that see one head, or all of a projection's output (see `_wide_norms`).
+PROJECTION_NORM = re.compile(r"(q|k|v|query|key|value|q_a|kv_a)_(layer)?norm")
+CROSS_ATTENTION = re.compile(r"encoder_attn|cross_?att(entio)?n")
 ATTENTION_MATRICES = (QUERY, KEY_VALUE, LATENT_KEY_VALUE, PACKED_QUERY_KEY_VALUE, DOWN, REPLICATED)
 MLP_MATRICES = (PACKED_UP, UP, DOWN)
 
@@ -64,12 +67,13 @@ def split_tensors(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, mesh: De
 
 
 def check_tensors(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
-    """Refuse a number of tp ranks that heads, KV heads or hidden units cannot be divided by, and matrices without a role.
+    """Refuse a number of tp ranks that heads, KV heads or hidden units cannot be divided by, and what has no known role.
 
     Raises:
         PlanError: with the numbers.
     """
     config = model.config.get_text_config()
+    check_decoder(model, anatomy, "tp")
     for block in anatomy.blocks:
         if block.recurrence:
             raise PlanError(
@@ -78,7 +82,8 @@ def check_tensors(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
                 rule="tensor parallelism splits softmax attention and MLPs",
                 fix="set plan.parallel.tp = 1",
             )
-    heads, kv_heads = count_heads(config), _kv_heads(config)
+    _check_rest(model, anatomy)
+    heads, kv_heads = count_heads(config), count_kv_heads(config)
     if heads % tp:
         raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}", heads)
     if kv_heads % tp and tp % kv_heads:
@@ -100,13 +105,63 @@ def check_tensors(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
             _check_matrices(name, model.get_submodule(name), MLP_MATRICES, tp)
 
 
+def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str) -> None:
+    """Refuse to split what is not one stack of decoder blocks, each with its own attention over the same tokens.
+
+    Raises:
+        PlanError: blocks attend to an encoder, or have several attentions in one.
+    """
+    for block in anatomy.blocks:
+        children = dict(model.get_submodule(block.name).named_children())
+        cross = [name for name in children if CROSS_ATTENTION.fullmatch(name)]
+        several = [name for name in block.attention if isinstance(model.get_submodule(name), nn.ModuleList)]
+        if cross or several:
+            what = (
+                f"{block.name} attends to an encoder ({cross[0]})" if cross else f"{several[0]} is a list of attentions"
+            )
+            raise PlanError(
+                what,
+                where=f"plan.parallel.{axis}, model_type {anatomy.family}",
+                rule="decoder-only language models are split: one attention a block, over the tokens of the block",
+                fix=f"set plan.parallel.{axis} = 1",
+            )
+
+
+def _check_rest(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    """What is neither in a block nor at the ends would compute with a part of the sequence, and its gradient be a part."""
+    known = {anatomy.embedding, anatomy.head, anatomy.final_norm}
+    blocks = tuple(f"{block.name}." for block in anatomy.blocks)
+    for name, module in model.named_modules():
+        has_weights = any(True for _ in module.parameters(recurse=False))
+        if has_weights and name not in known and not f"{name}.".startswith(blocks):
+            if not isinstance(module, nn.Embedding):
+                raise _unknown_role(name, "between embedding, blocks, final norm and head nothing else is split")
+
+
+def _unknown_role(name: str, rule: str) -> PlanError:
+    return PlanError(
+        f"tensor parallelism does not know the role of {name}",
+        where="plan.parallel.tp",
+        rule=rule,
+        fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tensor.py this name",
+    )
+
+
 def _children(model: PreTrainedModel, part: str) -> list[str]:
     return [f"{part}.{name}" for name, _ in model.get_submodule(part).named_children()]
 
 
 def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> None:
     _check_matrices(name, attention, ATTENTION_MATRICES, tp)
-    heads, kv_heads = config.num_attention_heads, _kv_heads(config)
+    heads, kv_heads = count_heads(config), count_kv_heads(config)
+    for child, module in attention.named_modules():
+        own = [key for key, _ in module.named_parameters(recurse=False) if not PER_HEAD.fullmatch(key)]
+        norm = PROJECTION_NORM.fullmatch(child.rpartition(".")[2])
+        if own and not norm and not isinstance(module, nn.Linear | Conv1D):
+            raise _unknown_role(f"{name}.{child or own[0]}", "weights inside attention are split by heads")
+        if norm and any(parameter.ndim > 1 for parameter in module.parameters()):
+            raise _unknown_role(f"{name}.{child}", "a norm of queries or keys has one weight for each feature")
+    _check_own_heads(name, attention, heads, kv_heads)
     packed = any(PACKED_QUERY_KEY_VALUE.fullmatch(child) for child, _ in attention.named_children())
     wide = any(True for _ in _wide_norms(attention))
     if kv_heads % tp and (packed or wide):
@@ -119,18 +174,33 @@ def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> N
         )
 
 
+def _check_own_heads(name: str, attention: Any, heads: int, kv_heads: int) -> None:
+    """Heads of this attention are as many as the configuration says, where its own sizes tell."""
+    head_dim, groups = getattr(attention, "head_dim", None), getattr(attention, "num_key_value_groups", None)
+    keys = getattr(attention, "k_proj", None)
+    found = _out_features(keys) // head_dim if keys is not None and head_dim and hasattr(keys, "weight") else kv_heads
+    if found != kv_heads or (groups is not None and groups * kv_heads != heads):
+        raise PlanError(
+            f"{name} has another number of KV heads than the {kv_heads} of the configuration",
+            where="plan.parallel.tp",
+            rule="heads are shared by tp ranks by the numbers of the configuration",
+            fix="set plan.parallel.tp = 1",
+        )
+
+
 def _check_matrices(name: str, part: nn.Module, known: tuple[re.Pattern[str], ...], tp: int) -> None:
     """Every matrix below a part has a role, and those with outputs for every head or hidden unit can be cut."""
     for child, module in part.named_modules():
         full = f"{name}.{child}" if child else name
         last = full.rpartition(".")[2]
         if isinstance(module, nn.Linear | Conv1D) and not any(pattern.fullmatch(last) for pattern in known):
-            raise PlanError(
-                f"tensor parallelism does not know the role of {full}",
-                where="plan.parallel.tp",
-                rule=f"a matrix is split by rows or columns according to its name; {last} is not among the known ones",
-                fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tensor.py this name",
+            raise _unknown_role(
+                full, f"a matrix is split by rows or columns according to its name; {last} is not among the known ones"
             )
+        if known is MLP_MATRICES and not isinstance(module, nn.Linear | Conv1D):
+            # A single number, as of a learned activation, is the same for every hidden unit.
+            if any(parameter.numel() > 1 for parameter in module.parameters(recurse=False)):
+                raise _unknown_role(full, "weights inside an MLP are split by hidden units")
         if isinstance(module, nn.Linear | Conv1D) and known is MLP_MATRICES:
             units = _inner_features(module, last)
             if units % tp:
@@ -163,9 +233,9 @@ def count_heads(config: Any) -> int:
     """Query heads of an attention, by the configuration of a language model.
 
     Raises:
-        PlanError: it does not say.
+        PlanError: it does not say, or heads differ from layer to layer.
     """
-    heads = getattr(config, "num_attention_heads", None)
+    heads = _read_heads(config, "num_attention_heads")
     if not isinstance(heads, int):
         raise PlanError(
             f"the configuration of {config.model_type} does not say how many attention heads there are",
@@ -176,8 +246,25 @@ def count_heads(config: Any) -> int:
     return heads
 
 
-def _kv_heads(config: Any) -> int:
-    return getattr(config, "num_key_value_heads", None) or count_heads(config)
+def count_kv_heads(config: Any) -> int:
+    """Heads of keys and values, by the configuration of a language model; as many as query heads where it does not say.
+
+    Raises:
+        PlanError: see `count_heads`.
+    """
+    return _read_heads(config, "num_key_value_heads") or count_heads(config)
+
+
+def _read_heads(config: Any, key: str) -> Any:
+    try:
+        return getattr(config, key, None)
+    except RuntimeError:  # Transformers' AmbiguousGlobalPerLayerAttributeError
+        raise PlanError(
+            f"{key} of {config.model_type} differs from layer to layer",
+            where="plan.parallel",
+            rule="heads are shared by the ranks of tp, and of cp_ulysses, in the same way in every layer",
+            fix="set plan.parallel.tp = 1 and plan.parallel.cp = 1",
+        ) from None
 
 
 def _split_block(model: PreTrainedModel, block: Block, sp: bool, tp: DeviceMesh) -> None:
@@ -214,7 +301,7 @@ def _split_block(model: PreTrainedModel, block: Block, sp: bool, tp: DeviceMesh)
 
 def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceMesh) -> dict[str, Layout]:
     """Cut the matrices of one attention; layouts by name of the parameter inside the block."""
-    ranks, heads, kv_heads = tp.size(), config.num_attention_heads, _kv_heads(config)
+    ranks, heads, kv_heads = tp.size(), count_heads(config), count_kv_heads(config)
     layouts: dict[str, Layout] = {}
     for name, module in attention.named_modules():
         last, full = name.rpartition(".")[2], f"{prefix}.{name}"
@@ -284,9 +371,11 @@ def _out_features(module: Any) -> int:
 def _tell_heads(attention: Any, ranks: int, heads: int, kv_heads: int) -> None:
     """Where an attention counts heads by itself, in place of reading them from shapes, tell it how many a rank has."""
     own_kv = max(kv_heads // ranks, 1)
-    for name, value in (("num_heads", heads // ranks), ("num_key_value_heads", own_kv)):
-        if hasattr(attention, name):
-            setattr(attention, name, value)
+    own = {"num_heads": heads // ranks, "num_attention_heads": heads // ranks, "num_key_value_heads": own_kv}
+    for module in attention.modules():  # GPT-Neo's counts inside
+        for name in own:
+            if hasattr(module, name):
+                setattr(module, name, own[name])
     if hasattr(attention, "num_key_value_groups"):
         attention.num_key_value_groups = heads // ranks // own_kv
     if hasattr(attention, "split_size"):  # GPT-2
@@ -303,7 +392,7 @@ def _wide_norms(attention: nn.Module) -> Iterator[nn.Module]:
     head_dim = getattr(attention, "head_dim", None)
     for name, module in attention.named_children():
         weight = getattr(module, "weight", None)
-        if re.fullmatch(r"[qk]_(layer)?norm", name) and weight is not None and weight.numel() != head_dim:
+        if re.fullmatch(r"([qk]|query|key)_(layer)?norm", name) and weight is not None and weight.numel() != head_dim:
             yield module
 
 

@@ -17,7 +17,7 @@ from weft.anatomy.flops import training_flops_per_token
 from weft.cluster.mesh import AXES
 from weft.comm.collectives import Recorder, all_reduce
 from weft.data import MicroBatch
-from weft.parallel.data import model_state_bytes
+from weft.parallel.data import count_split, model_state_bytes
 from weft.parallel.dropout import set_dropout_seed
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -137,6 +137,8 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
 def _summarize(session: Session, batch: MicroBatch, out: Path, seconds: float) -> None:
     """Write run.json: what the report shows beside the metrics."""
     measured = measure_model_state(session.model, session.optimizer, batch, session.job.plan, session.mesh)
+    dense, experts = count_split(session.model)
+    predicted = model_state_bytes(dense, session.job.plan, experts)
     if session.rank == 0:
         anatomy = session.anatomy
         summary = {
@@ -144,7 +146,7 @@ def _summarize(session: Session, batch: MicroBatch, out: Path, seconds: float) -
             "parameters": anatomy.parameters,
             "active_parameters": anatomy.active_parameters,
             "anatomy": {role: f"{count} x {pattern}" for role, pattern, count in anatomy.table()},
-            "memory": {"measured": measured, "predicted": model_state_bytes(anatomy.parameters, session.job.plan)},
+            "memory": {"measured": measured, "predicted": predicted},
             "world_size": dist.get_world_size(),
             "device": session.device.name,
             "seconds": seconds,
