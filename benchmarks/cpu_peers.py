@@ -6,22 +6,25 @@
 See benchmarks/README.md for what is compared and how.
 """
 
-import math
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 from typing import Annotated
 
 import typer
+from peers.figures import choose, distance, ratios, spread
 from peers.systems import BUILDERS, installed
-from peers.turns import ENVIRONMENT, System, Turn, start, stop, take_turn, wait_built
+from peers.turns import ENVIRONMENT, Job, System, Turn, start, stop, take_turn, wait_built
+from peers.workload import LLAMA, Workload
 from rich.console import Console
 from rich.table import Table
 
 from weft.errors import RankFailure
 
+RANKS = 2
+WORKLOAD = Workload(LLAMA, global_batch=4, seq_len=256)
 PEERS = [name for name in BUILDERS if name != "weft"]
 STAGES = ["0", "2", "3"]
 CHECKED_STEPS = 5
@@ -42,7 +45,8 @@ class Result:
 
 def measure(systems: Sequence[str], zero: int, dtype: str, repeats: int, steps: int) -> dict[str, Result]:
     """Run all systems at one stage and dtype: first steps, warm-up, then repeats in which each takes a turn."""
-    running = [start(name, zero, dtype) for name in systems]
+    jobs = [Job(name, WORKLOAD, RANKS, partial(BUILDERS[name], WORKLOAD, zero, dtype)) for name in systems]
+    running = [start(job) for job in jobs]
     for system in running:
         wait_built(system)
     losses = {system.name: take_turn(system, CHECKED_STEPS).losses for system in running}
@@ -61,15 +65,9 @@ def _round(running: list[System], steps: int) -> dict[str, Turn]:
 def add_rows(table: Table, results: dict[str, Result], zero: int, dtype: str) -> None:
     """A line for each system: speed, and Weft's speed over it, repeat by repeat."""
     for name, result in results.items():
-        ratios = [ours / theirs for ours, theirs in zip(results["weft"].speeds, result.speeds, strict=True)]
-        ratio = "" if name == "weft" else spread(ratios, ".3f")
+        ratio = "" if name == "weft" else spread(ratios(results["weft"].speeds, result.speeds), ".3f")
         table.add_row(name, str(zero), dtype, spread(result.speeds, ".0f"), ratio)
     table.add_section()
-
-
-def spread(values: Sequence[float], style: str) -> str:
-    """median (min-max)"""
-    return f"{median(values):{style}} ({min(values):{style}}-{max(values):{style}})"
 
 
 def report_losses(console: Console, results: dict[str, Result], zero: int, dtype: str) -> bool:
@@ -79,21 +77,6 @@ def report_losses(console: Console, results: dict[str, Result], zero: int, dtype
     for name, result in results.items():
         console.print(f"  {name:10}", *(f"{loss:.5f}" for loss in result.losses), f"  {differences[name]:.1e}")
     return max(differences.values()) <= TOLERANCE[dtype]
-
-
-def distance(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Largest difference of two courses of the loss; infinite where one of them is not finite."""
-    differences = [abs(a - b) for a, b in zip(losses, others, strict=True)]
-    return max(differences) if all(map(math.isfinite, differences)) else math.inf
-
-
-def choose(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """Split a value with commas, each one of the known ones."""
-    chosen = text.split(",")
-    unknown = [value for value in chosen if value not in known]
-    if unknown:
-        raise typer.BadParameter(f"{', '.join(unknown)}: known are {', '.join(known)}", param_hint=option)
-    return chosen
 
 
 def main(

@@ -1,17 +1,19 @@
-"""The systems: each function builds the workload's model in one system's own idiom and returns its training step.
+"""The systems, on data-parallel ranks: each function builds the model in one system's own idiom and returns its step.
 
-A step takes this rank's rows, int64 [rows, SEQ_LEN], updates the weights once, and returns a loss to log: the mean over
-this rank's tokens, or over those of all ranks. The default process group exists when a function is called. Peers are
-imported where they are used: each is optional.
+A step takes the rows of all ranks, int64 [global_batch, seq_len], of which this rank works on its share; it updates the
+weights once, and returns a loss to log: the mean over this rank's tokens, or over those of all ranks. The default process
+group exists when a function is called. Peers are imported where they are used: each is optional.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from peers.workload import CONFIG, GLOBAL_BATCH, RANKS, SETTINGS, untouched_model
+from peers.workload import SETTINGS, Workload
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft.checkpoint.huggingface import build_on_meta, read_config
 from weft.cluster.device import detect
+from weft.cluster.mesh import data_rank
 from weft.data import MicroBatch
 from weft.job import Model
 from weft.plan import Plan
@@ -31,45 +34,58 @@ from weft.train.step import IGNORED, train_step
 Step = Callable[[Tensor], float]
 
 
-def build_weft(zero: int, dtype: str) -> Step:
+def own_rows(rows: Tensor) -> Tensor:
+    """This rank's share where every rank is a data rank."""
+    return rows.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
+
+
+def build_weft(workload: Workload, zero: int, dtype: str) -> Step:
     """Weft's own step on the untouched model."""
-    plan = Plan.model_validate({"parallel": {"zero": zero}, "precision": {"forward": dtype}}).resolve(RANKS)
-    source = Model(config=CONFIG, init_seed=0)
+    return build_weft_plan(workload, {"zero": zero}, dtype)
+
+
+def build_weft_plan(workload: Workload, parallel: dict[str, Any], dtype: str) -> Step:
+    """Weft's own step on the untouched model, under any table of `plan.parallel`."""
+    ranks = dist.get_world_size()
+    plan = Plan.model_validate({"parallel": parallel, "precision": {"forward": dtype}}).resolve(ranks)
+    source = Model(config=workload.config, init_seed=0)
     device = detect()
     device.use(0)  # as `weft.cluster.launch.connect` does in every rank
-    mesh = weft.build_mesh(plan, device.type, RANKS)
+    mesh = weft.build_mesh(plan, device.type, ranks)
     model = weft.parallelize(build_on_meta(read_config(source), DTYPES[plan.precision.update]), plan, mesh)
     weft.materialize(model, source, torch.device("cpu"))
     model.train()
     optimizer, scale = build_optimizer(model, SETTINGS), LossScale.from_plan(plan.precision.loss_scale)
 
     def step(rows: Tensor) -> float:
-        positions = torch.arange(rows.shape[1]).expand_as(rows)
-        targets = F.pad(rows[:, 1:], (0, 1), value=IGNORED)  # as Transformers shifts labels
-        batch = MicroBatch(rows, positions, targets)
+        own = rows.chunk(plan.parallel.data_ranks)[data_rank(mesh)].contiguous()
+        positions = torch.arange(own.shape[1]).expand_as(own)
+        targets = F.pad(own[:, 1:], (0, 1), value=IGNORED)  # as Transformers shifts labels
+        batch = MicroBatch(own, positions, targets)
         return train_step(model, optimizer, [batch], plan, mesh, scale, SETTINGS.clip_norm).loss
 
     return step
 
 
-def build_torch(zero: int, dtype: str) -> Step:
+def build_torch(workload: Workload, zero: int, dtype: str) -> Step:
     """A hand-written loop: DistributedDataParallel with autocast for ZeRO 0, fully_shard on each block for 2 and 3."""
-    model: nn.Module = untouched_model().train()
+    model: nn.Module = workload.untouched_model().train()
     cast: AbstractContextManager[object] = nullcontext()
     if zero == 0:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if dtype == "bf16":
             cast = torch.autocast("cpu", torch.bfloat16)
     else:
-        mesh = init_device_mesh("cpu", (RANKS,))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
         for module in (*model.get_submodule("model.layers").children(), model):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
     optimizer = build_optimizer(model, SETTINGS)
 
     def step(rows: Tensor) -> float:
+        own = own_rows(rows)
         with cast:
-            loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+            loss = model(input_ids=own, labels=own, use_cache=False).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
         optimizer.step()
@@ -79,7 +95,7 @@ def build_torch(zero: int, dtype: str) -> Step:
     return step
 
 
-def build_accelerate(zero: int, dtype: str) -> Step:
+def build_accelerate(workload: Workload, zero: int, dtype: str) -> Step:
     """Accelerate: DistributedDataParallel for ZeRO 0, its FSDP2 plugin for 2 and 3."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
@@ -97,11 +113,12 @@ def build_accelerate(zero: int, dtype: str) -> Step:
             plugin.set_mixed_precision("bf16")
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
-    model = untouched_model().train()
+    model = workload.untouched_model().train()
     model, optimizer = accelerator.prepare(model, build_optimizer(model, SETTINGS))
 
     def step(rows: Tensor) -> float:
-        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        own = own_rows(rows)
+        loss = model(input_ids=own, labels=own, use_cache=False).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
         optimizer.step()
@@ -111,13 +128,13 @@ def build_accelerate(zero: int, dtype: str) -> Step:
     return step
 
 
-def build_deepspeed(zero: int, dtype: str) -> Step:
+def build_deepspeed(workload: Workload, zero: int, dtype: str) -> Step:
     """DeepSpeed's engine with a client optimizer; in bf16 it keeps fp32 master weights and reduces gradients in bf16."""
     import deepspeed
 
-    model = untouched_model().train()
+    model = workload.untouched_model().train()
     config = {
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // RANKS,
+        "train_micro_batch_size_per_gpu": workload.global_batch // dist.get_world_size(),
         "gradient_clipping": SETTINGS.clip_norm,
         "zero_optimization": {"stage": zero},
         "bf16": {"enabled": dtype == "bf16"},
@@ -125,7 +142,8 @@ def build_deepspeed(zero: int, dtype: str) -> Step:
     engine, *_ = deepspeed.initialize(model=model, optimizer=build_optimizer(model, SETTINGS), config=config)
 
     def step(rows: Tensor) -> float:
-        loss = engine(input_ids=rows, labels=rows, use_cache=False).loss
+        own = own_rows(rows)
+        loss = engine(input_ids=own, labels=own, use_cache=False).loss
         engine.backward(loss)
         engine.step()
         return loss.item()
@@ -133,7 +151,7 @@ def build_deepspeed(zero: int, dtype: str) -> Step:
     return step
 
 
-BUILDERS: dict[str, Callable[[int, str], Step]] = {
+BUILDERS: dict[str, Callable[[Workload, int, str], Step]] = {
     "weft": build_weft,
     "torch": build_torch,
     "accelerate": build_accelerate,

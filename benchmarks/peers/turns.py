@@ -2,33 +2,71 @@
 
 import logging
 import os
-import socket
 import time
 import warnings
-from contextlib import redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from tempfile import TemporaryDirectory
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from peers.systems import BUILDERS
-from peers.workload import GLOBAL_BATCH, RANKS, SEQ_LEN, rows_of
+from peers.systems import Step
+from peers.watch import communication_share, sent_bytes
+from peers.workload import Workload
+from transformers.utils.logging import disable_progress_bar
 
 from weft.errors import RankFailure
 
 # Of every rank, set before the server that the ranks come out of starts: OpenMP reads it once.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu", "KINETO_LOG_LEVEL": "6"}
+# Imported once, in place of once in every rank; what is not installed is passed over.
+PRELOADED = [
+    "peers.axes",
+    "torch._dynamo",  # a first optimizer asks for it
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "accelerate",
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One system on some ranks."""
+
+    name: str
+    workload: Workload
+    ranks: int
+    build: Callable[[], Step]
+    """Called in every rank, so it must be a function that pickle knows, or a `functools.partial` of one."""
 
 
 @dataclass(frozen=True)
 class System:
     """One system at work: its ranks sleep until they are given a turn."""
 
-    name: str
+    job: Job
     ranks: list[BaseProcess]
     connections: list[Connection]
+    folder: TemporaryDirectory[str]
+    """Where its ranks meet; it goes with this object."""
+
+    @property
+    def name(self) -> str:
+        return self.job.name
+
+
+class Order(NamedTuple):
+    """What a rank is told to do next."""
+
+    steps: int
+    watch: Literal["", "share", "bytes"] = ""
+    """What else to find out, which disturbs the time: see `peers.watch`."""
 
 
 @dataclass(frozen=True)
@@ -37,28 +75,33 @@ class Turn:
 
     losses: list[float]
     """Of each step, the mean over all tokens of the global batch."""
+    seconds: float
+    """Of all steps, on the rank that took longest."""
+    watched: float
+    """What rank 0 found out, as ordered; else 0."""
     tokens_per_second: float
 
 
-def start(name: str, zero: int, dtype: str) -> System:
+def start(job: Job) -> System:
     """Start the ranks of a system and let them build the model; wait with `wait_built`.
 
-    The ranks come out of a server process that has imported torch and Transformers once, with `ENVIRONMENT` set.
+    The ranks come out of a server process that has imported `PRELOADED` once, with `ENVIRONMENT` set.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "peers.systems"])
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    context.set_forkserver_preload(PRELOADED)
+    # Ranks meet in a file: a port that is free now may be one of another system's connections a moment later.
+    folder = TemporaryDirectory(ignore_cleanup_errors=True)
+    meeting = os.path.join(folder.name, "meeting")
     ranks: list[BaseProcess] = []
     connections = []
-    for rank in range(RANKS):
+    for rank in range(job.ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank_main, args=(name, zero, dtype, rank, port, theirs), daemon=True)
+        process = context.Process(target=_rank_main, args=(job, rank, meeting, theirs), daemon=True)
         process.start()
         theirs.close()
         ranks.append(process)
         connections.append(ours)
-    return System(name, ranks, connections)
+    return System(job, ranks, connections, folder)
 
 
 def wait_built(system: System) -> None:
@@ -70,28 +113,29 @@ def wait_built(system: System) -> None:
     _answers(system)
 
 
-def take_turn(system: System, steps: int) -> Turn:
+def take_turn(system: System, steps: int, watch: Literal["", "share", "bytes"] = "") -> Turn:
     """Let a system run some training steps while all others sleep.
 
     Raises:
         RankFailure: a rank ended; its traceback is on the terminal.
     """
     for connection in system.connections:
-        connection.send(steps)
+        connection.send(Order(steps, watch))
     answers = _answers(system)
-    losses = [sum(of_ranks) / RANKS for of_ranks in zip(*(losses for losses, _ in answers), strict=True)]
-    return Turn(losses, steps * GLOBAL_BATCH * SEQ_LEN / max(seconds for _, seconds in answers))
+    losses = [sum(of_ranks) / len(answers) for of_ranks in zip(*(losses for losses, _, _ in answers), strict=True)]
+    seconds = max(seconds for _, seconds, _ in answers)
+    return Turn(losses, seconds, answers[0][2], steps * system.job.workload.tokens / seconds)
 
 
 def stop(system: System) -> None:
     """End the ranks of a system."""
     for connection in system.connections:
-        connection.send(0)
+        connection.send(Order(0))
     for rank in system.ranks:
         rank.join()
 
 
-def _answers(system: System) -> list[tuple[list[float], float]]:
+def _answers(system: System) -> list[tuple[list[float], float, float]]:
     try:
         return [connection.recv() for connection in system.connections]
     except EOFError:
@@ -100,22 +144,40 @@ def _answers(system: System) -> list[tuple[list[float], float]]:
         ) from None
 
 
-def _rank_main(name: str, zero: int, dtype: str, rank: int, port: int, turns: Connection) -> None:
+def _rank_main(job: Job, rank: int, meeting: str, turns: Connection) -> None:
     """Build the system, then run as many steps as each turn says; 0 ends."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS}
-    os.environ.update({key: str(value) for key, value in place.items()})
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ.update({key: str(value) for key, value in place.items()})  # some peers look there
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
+    disable_progress_bar()
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=job.ranks)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # DeepSpeed tells of what it compiles
-        train_step = BUILDERS[name](zero, dtype)
-    turns.send(([], 0.0))
+        train_step = job.build()
+    turns.send(([], 0.0, 0.0))
     done = 0
-    while steps := turns.recv():
-        dist.barrier()
-        started = time.perf_counter()
-        losses = [train_step(rows_of(step, rank)) for step in range(done, done + steps)]
-        turns.send((losses, time.perf_counter() - started))
-        done += steps
+    with suppress(EOFError):  # the one who gives the turns is gone
+        while (order := turns.recv()).steps:
+            turns.send(_run(job, train_step, order, done))
+            done += order.steps
     dist.destroy_process_group()
+
+
+def _run(job: Job, train_step: Step, order: Order, first: int) -> tuple[list[float], float, float]:
+    """This rank's losses, seconds, and what it found out."""
+    losses: list[float] = []
+
+    def run() -> None:
+        losses.extend(train_step(job.workload.rows_of(step)) for step in range(first, first + order.steps))
+
+    watched = 0.0
+    dist.barrier()
+    started = time.perf_counter()
+    if order.watch == "share" and dist.get_rank() == 0:
+        watched = communication_share(run)
+    elif order.watch == "bytes" and dist.get_rank() == 0:
+        watched = sent_bytes(run)
+    else:
+        run()
+    return losses, time.perf_counter() - started, watched

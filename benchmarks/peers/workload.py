@@ -1,5 +1,6 @@
 """What every system trains on: the same model, rows and update rule. The systems differ in how they split it."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,32 +9,47 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from weft.job import Optimizer
 
-RANKS = 2
-GLOBAL_BATCH = 4  # rows of one step, over all ranks
-SEQ_LEN = 256
-CONFIG: dict[str, Any] = {  # 10.6 million parameters
-    "model_type": "llama",
+SETTINGS = Optimizer(lr=1e-3, clip_norm=1.0)
+NUM_BATCHES = 2  # taken in turn, so that the model can learn them: what does other work soon has another loss
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the rows of a step."""
+
+    config: dict[str, Any]
+    """Of Transformers, with its model_type."""
+    global_batch: int
+    """Rows of one step, over all ranks."""
+    seq_len: int
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.global_batch * self.seq_len
+
+    def untouched_model(self) -> PreTrainedModel:
+        """The model as Transformers builds it, in float32, with the same weights in every process."""
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config))
+
+    def rows_of(self, step: int) -> Tensor:
+        """The random tokens of a step, int64 [global_batch, seq_len]; each system gives each rank its share."""
+        generator = torch.Generator().manual_seed(step % NUM_BATCHES)
+        return torch.randint(self.config["vocab_size"], (self.global_batch, self.seq_len), generator=generator)
+
+
+SIZE = {
     "vocab_size": 8192,
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-    "max_position_embeddings": SEQ_LEN,
+    "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-SETTINGS = Optimizer(lr=1e-3, clip_norm=1.0)
-NUM_BATCHES = 2  # taken in turn, so that the model can learn them: what does other work soon has another loss
-
-
-def untouched_model() -> PreTrainedModel:
-    """The model as Transformers builds it, in float32, with the same weights in every process."""
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
-
-
-def rows_of(step: int, rank: int) -> Tensor:
-    """This rank's share of the random tokens of a step, int64 [GLOBAL_BATCH / RANKS, SEQ_LEN]."""
-    generator = torch.Generator().manual_seed(step % NUM_BATCHES)
-    tokens = torch.randint(CONFIG["vocab_size"], (GLOBAL_BATCH, SEQ_LEN), generator=generator)
-    return tokens.chunk(RANKS)[rank].contiguous()
+LLAMA: dict[str, Any] = {"model_type": "llama", **SIZE}  # 10.6 million parameters
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 352}
+# 23.6 million parameters, of which a token meets 10.7 million
+QWEN3_MOE: dict[str, Any] = {"model_type": "qwen3_moe", **SIZE, "head_dim": 32, **EXPERTS}

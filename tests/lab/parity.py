@@ -30,7 +30,7 @@ from weft.plan import Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import build_optimizer, learning_rate
-from weft.train.step import forward_backward, train_step
+from weft.train.step import evaluate, forward_backward, train_step
 
 STEPS = 3
 # A large eps: Adam divides by the gradient's size, and where a gradient is all rounding, so would be the step.
@@ -47,6 +47,7 @@ class Trace:
     logits: torch.Tensor
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+    held_out: float
     data_rank: int = 0
 
 
@@ -113,7 +114,11 @@ def reference(source: Model, dtype: str, batches: list[MicroBatch], rows_at_once
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Trace(losses, norms, first_logits, gradients, dict(model.state_dict()))
+    model.eval()
+    with torch.no_grad():
+        pieces, tokens = share(batches[0], 0, 1, rows_at_once), int((batches[0].targets != -100).sum())
+        held_out = sum(forward(piece)[0].item() for piece in pieces) / tokens
+    return Trace(losses, norms, first_logits, gradients, dict(model.state_dict()), held_out)
 
 
 def run_plan(
@@ -148,7 +153,8 @@ def run_plan(
         losses.append(result.loss)
         norms.append(result.grad_norm)
         scale = result.loss_scale
-    return Trace(losses, norms, torch.cat(logits), gradients, gather_weights(model), data_rank(mesh))
+    held_out = evaluate(model, shares[0], mesh)
+    return Trace(losses, norms, torch.cat(logits), gradients, gather_weights(model), held_out, data_rank(mesh))
 
 
 def whole_logits(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh) -> torch.Tensor:
@@ -195,6 +201,8 @@ def assert_parity(source: Model, plan: Plan, world_size: int, micro_batch: int, 
 
     for rank, trace in enumerate(traces):
         compare(f"rank {rank}: losses", torch.tensor(trace.losses), torch.tensor(expected.losses), tolerance)
+        held_out = torch.tensor([trace.held_out]), torch.tensor([expected.held_out])
+        compare(f"rank {rank}: held-out loss", *held_out, tolerance)
         compare(f"rank {rank}: gradient norms", torch.tensor(trace.norms), torch.tensor(expected.norms), tolerance)
         assert set(trace.gradients) == set(expected.gradients)
         for name, gradient in expected.gradients.items():

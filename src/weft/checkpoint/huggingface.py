@@ -1,6 +1,7 @@
 """Hugging Face in and out: configurations, weights into shards, and folders that `from_pretrained` reads."""
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -147,7 +148,13 @@ def _broadcast_text(text: str) -> str:
 
 def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """All weights, whole, on rank 0's host; empty on other ranks. Every rank must call it."""
-    gathered: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    noise = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = noise.level
+    noise.setLevel(logging.ERROR)  # it warns that tensors over two mesh axes come in two messages
+    try:
+        gathered: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    finally:
+        noise.setLevel(level)
     return arrange_packed(model, gathered, to_rest=False)
 
 

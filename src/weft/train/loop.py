@@ -37,6 +37,7 @@ def train(session: Session, out: Path) -> None:
     job, started = session.job, time.perf_counter()
     scale = LossScale.from_plan(job.plan.precision.loss_scale)
     to_metrics, signals = _metrics_of(session), _catch_signals()
+    watch: Any = session.model.router_watch
     console = Console(quiet=session.rank > 0, soft_wrap=True)
     with _observers(session, out, console) as observers:
         if job.train.evaluate_every:
@@ -52,9 +53,12 @@ def train(session: Session, out: Path) -> None:
             else:
                 result = _step(session, micro_batches, scale)
             peak_memory, stop = _agree_on_largest(session, session.device.peak_memory_bytes(), signals.first)
+            imbalance = watch.take_load()
             seconds = time.perf_counter() - begin
             for observer in observers:
-                observer.step(to_metrics(step, result, rate, scale, seconds, peak_memory, recorder.total_bytes))
+                observer.step(
+                    to_metrics(step, result, rate, scale, seconds, peak_memory, recorder.total_bytes, imbalance)
+                )
             if result.problem:
                 console.print(f"step {step} skipped, weights untouched: {result.problem}", markup=False)
             scale = result.loss_scale
@@ -110,10 +114,16 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
     flops_per_token = training_flops_per_token(session.anatomy, config, job.data.seq_len)
     peak = session.device.peak_flops(DTYPES[job.plan.precision.forward])
     available = peak * dist.get_world_size() if peak else None
-    watch: Any = session.model.router_watch
 
     def to_metrics(
-        step: int, result: StepResult, rate: float, scale: LossScale, seconds: float, peak_memory: int, comm_bytes: int
+        step: int,
+        result: StepResult,
+        rate: float,
+        scale: LossScale,
+        seconds: float,
+        peak_memory: int,
+        comm_bytes: int,
+        imbalance: float | None,
     ) -> StepMetrics:
         return StepMetrics(
             step=step,
@@ -128,7 +138,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             comm_bytes=comm_bytes,
             loss_scale=scale.value,
             skipped=result.problem is not None,
-            expert_imbalance=watch.take_load(),
+            expert_imbalance=imbalance,
         )
 
     return to_metrics

@@ -1,0 +1,231 @@
+"""Each axis of Weft on 2 and 4 CPU ranks beside one rank, and beside what others have for it: the same model and rows.
+
+    python benchmarks/cpu_axes.py            # below 8 minutes on two free cores
+    python benchmarks/cpu_axes.py --quick    # a smoke run on 2 ranks
+    python benchmarks/cpu_axes.py --axes tp,cp-ring --ranks 2
+
+See benchmarks/README.md for what is compared and how.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+from peers.axes import build_torch_plain, build_torch_tensor_parallel, build_transformers
+from peers.figures import choose, distance, ratios, spread
+from peers.systems import Step, build_torch, build_weft_plan, installed
+from peers.turns import ENVIRONMENT, Job, System, start, stop, take_turn, wait_built
+from peers.workload import LLAMA, QWEN3_MOE, Workload
+from rich.console import Console
+from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
+
+from weft.errors import RankFailure
+
+MODELS = {"llama": LLAMA, "moe": QWEN3_MOE}
+GLOBAL_BATCH, SEQ_LEN, QUICK_SEQ_LEN = 4, 512, 128
+PEERS = {"torch": "torch", "transformers": "accelerate"}  # and the package each needs
+CHECKED_STEPS, QUICK_CHECKED_STEPS = 3, 2  # the first ones, which also warm up
+TOLERANCE = 1e-4  # of losses near 9, in fp32
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One axis on some ranks: Weft's plan, and the peers that have the same."""
+
+    axis: str
+    model: str
+    ranks: int
+    parallel: dict[str, Any]
+    """Of Weft's plan."""
+    peers: dict[str, Callable[[Workload, str], Step]] = field(default_factory=dict)
+    """Builders by system, of the workload and the folder of its weights."""
+
+
+def torch_zero_3(workload: Workload, folder: str) -> Step:
+    """`fully_shard` on each block."""
+    return build_torch(workload, 3, "fp32")
+
+
+def torch_tensors(workload: Workload, folder: str, sequence_parallel: bool) -> Step:
+    """`parallelize_module`."""
+    return build_torch_tensor_parallel(workload, sequence_parallel)
+
+
+def torch_plain(workload: Workload, folder: str) -> Step:
+    """A loop on one rank."""
+    return build_torch_plain(workload)
+
+
+def cells_of(ranks: int) -> list[Cell]:
+    """What is measured on a number of ranks. One rank is the plain loop beside Weft; Weft's own is the base of all."""
+    if ranks == 1:
+        return [Cell("none", "llama", 1, {"zero": 0}, {"torch": torch_plain})]
+
+    def transformers(**degrees: int) -> dict[str, Callable[[Workload, str], Step]]:
+        return {"transformers": partial(build_transformers, degrees=degrees)}
+
+    tensors = {"torch": partial(torch_tensors, sequence_parallel=False), **transformers(tp_size=ranks)}
+    sequences = {"torch": partial(torch_tensors, sequence_parallel=True)}
+    half = ranks // 2
+    cells = [
+        Cell("zero-3", "llama", ranks, {"zero": 3}, {"torch": torch_zero_3, **transformers(fsdp_size=ranks)}),
+        Cell("tp", "llama", ranks, {"zero": 0, "tp": ranks, "sp": False}, tensors),
+        Cell("tp-sp", "llama", ranks, {"zero": 0, "tp": ranks, "sp": True}, sequences),
+        Cell("cp-ring", "llama", ranks, {"zero": 0, "cp": ranks}),
+        Cell("cp-ulysses", "llama", ranks, {"zero": 0, "cp": ranks, "cp_ulysses": ranks}),
+        Cell("ep", "moe", ranks, {"ep": ranks}, transformers(fsdp_size=ranks, ep_size=ranks)),
+        Cell("tp-ep", "moe", ranks, {"tp": 2, "ep": ranks}, transformers(tp_size=2, fsdp_size=half, ep_size=ranks)),
+    ]
+    if ranks == 4:
+        cells.insert(-2, Cell("cp-2x2", "llama", 4, {"zero": 0, "cp": 4, "cp_ulysses": 2}))
+    return cells
+
+
+AXES = list(dict.fromkeys(cell.axis for ranks in (1, 2, 4) for cell in cells_of(ranks)))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One system in one cell."""
+
+    distance: float
+    """Of its first losses from those of Weft on one rank."""
+    speeds: list[float]
+    """Tokens a second, one a repeat."""
+    communication: float
+    """Share of rank 0's time."""
+    bytes: float
+    """Sent by rank 0 in a step; 0 where nobody counts."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Weft on one rank, which stays alive for all cells of a model."""
+
+    system: System
+    losses: list[float]
+
+
+def start_base(workload: Workload, checked: int) -> Base:
+    """Start the one rank and let it take its first steps."""
+    system = start(Job("weft, one rank", workload, 1, partial(build_weft_plan, workload, {"zero": 0}, "fp32")))
+    wait_built(system)
+    return Base(system, take_turn(system, checked).losses)
+
+
+def measure(
+    cell: Cell, base: Base, folder: str, systems: Sequence[str], repeats: int, steps: int
+) -> tuple[list[float], dict[str, Result]]:
+    """First steps of each system, then repeats in which each takes a turn, then watched steps.
+
+    Returns:
+        Tokens a second of the base in each repeat, and the results by system.
+    """
+    workload = base.system.job.workload
+    builders: dict[str, Callable[[], Step]] = {"weft": partial(build_weft_plan, workload, cell.parallel, "fp32")}
+    builders |= {name: partial(build, workload, folder) for name, build in cell.peers.items() if name in systems}
+    running = [start(Job(name, workload, cell.ranks, build)) for name, build in builders.items()]
+    for system in running:
+        wait_built(system)
+    distances = [distance(take_turn(system, len(base.losses)).losses, base.losses) for system in running]
+    rounds = [
+        [take_turn(system, steps).tokens_per_second for system in (base.system, *running)] for _ in range(repeats)
+    ]
+    shares = [take_turn(system, 1, "share").watched if cell.ranks > 1 else 0.0 for system in running]
+    counted = [take_turn(system, 1, "bytes").watched if system.name == "weft" else 0.0 for system in running]
+    for system in running:
+        stop(system)
+    base_speeds, *speeds = (list(of_system) for of_system in zip(*rounds, strict=True))
+    results = map(Result, distances, speeds, shares, counted)
+    return base_speeds, dict(zip(builders, results, strict=True))
+
+
+def add_rows(table: Table, cell: Cell, base_speeds: list[float], results: dict[str, Result]) -> None:
+    """A line for each system."""
+    for name, result in results.items():
+        table.add_row(
+            cell.axis,
+            cell.model,
+            str(cell.ranks),
+            name,
+            spread(result.speeds, ".0f"),
+            spread(ratios(result.speeds, base_speeds), ".2f"),
+            "" if name == "weft" else spread(ratios(results["weft"].speeds, result.speeds), ".2f"),
+            f"{result.communication:.0%}" if cell.ranks > 1 else "",
+            f"{result.bytes / 1e6:.1f}" if name == "weft" and cell.ranks > 1 else "",
+            f"{result.distance:.0e}",
+        )
+    table.add_section()
+
+
+def run_model(
+    workload: Workload,
+    cells: Sequence[Cell],
+    systems: Sequence[str],
+    checked: int,
+    repeats: int,
+    steps: int,
+    table: Table,
+) -> float:
+    """Measure all cells of one model; the largest distance of a loss from the base's."""
+    largest = 0.0
+    with TemporaryDirectory() as folder:
+        workload.untouched_model().save_pretrained(folder)
+        base = start_base(workload, checked)
+        for cell in cells:
+            base_speeds, results = measure(cell, base, folder, systems, repeats, steps)
+            add_rows(table, cell, base_speeds, results)
+            largest = max(largest, *(result.distance for result in results.values()))
+        stop(base.system)
+    return largest
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke run on 2 ranks: short rows, one repeat.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each system.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 1,
+    axes: Annotated[str, typer.Option(help="Axes, with commas.")] = ",".join(AXES),
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "1,2,4",
+    systems: Annotated[str, typer.Option(help="Peers to run beside weft, with commas.")] = ",".join(PEERS),
+) -> None:
+    """Print tokens a second, ratios to one Weft rank and to each peer, and what communication takes."""
+    os.environ.update(ENVIRONMENT)
+    disable_progress_bar()
+    asked_axes, asked_systems = choose("--axes", axes, AXES), choose("--systems", systems, list(PEERS))
+    seq_len, checked = SEQ_LEN, CHECKED_STEPS
+    if quick:
+        repeats, ranks, seq_len, checked = 1, "2", QUICK_SEQ_LEN, QUICK_CHECKED_STEPS
+    numbers = [int(number) for number in choose("--ranks", ranks, ["1", "2", "4"])]
+    cells = [cell for number in numbers for cell in cells_of(number) if cell.axis in asked_axes]
+    console, started, largest = Console(highlight=False, width=150), time.perf_counter(), 0.0
+    for name in asked_systems:
+        if not installed(PEERS[name]):
+            console.print(f"{name}: needs {PEERS[name]}, which is not installed")
+    present = [name for name in asked_systems if installed(PEERS[name])]
+    table = Table("axis", "model", "ranks", "system", "tokens/s: median (min-max)", "/ one Weft rank", "Weft / system")
+    for column in ("communication", "MB a step", "loss off by"):
+        table.add_column(column)
+    for model in dict.fromkeys(cell.model for cell in cells):
+        chosen = [cell for cell in cells if cell.model == model]
+        workload = Workload(MODELS[model], GLOBAL_BATCH, seq_len)
+        try:
+            largest = max(largest, run_model(workload, chosen, present, checked, repeats, steps, table))
+        except RankFailure as failure:
+            console.print(str(failure), markup=False)
+            raise typer.Exit(failure.exit_code) from None
+    console.print(table)
+    cores, agreed = len(os.sched_getaffinity(0)), largest <= TOLERANCE
+    seconds = time.perf_counter() - started
+    console.print(f"{cores} cores, one thread a rank: more ranks than cores share them")
+    console.print(f"losses {'agree' if agreed else 'DIFFER'}; {repeats} repeats of {steps} steps; {seconds:.0f} s")
+    raise typer.Exit(0 if agreed else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,128 @@
+"""Peers' own ways to split a model by tensors, sequences and experts; steps are as in `peers.systems`."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peers.systems import Step
+from peers.workload import SETTINGS, Workload
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from transformers import AutoModelForCausalLM
+
+from weft.train.optimizer import build_optimizer
+
+
+def build_torch_plain(workload: Workload) -> Step:
+    """A hand-written loop on one rank."""
+    model = workload.untouched_model().train()
+    optimizer = build_optimizer(model, SETTINGS)
+
+    def step(rows: Tensor) -> float:
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def build_torch_tensor_parallel(workload: Workload, sequence_parallel: bool) -> Step:
+    """A Llama under `parallelize_module`, as PyTorch's tutorial on tensor parallelism has it, with `loss_parallel`.
+
+    Attention works on the local tensors of this rank's heads.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = workload.untouched_model().train()
+    hidden = Shard(1) if sequence_parallel else Replicate()
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    whole: Any = {"hidden_states": hidden}, {"hidden_states": Replicate()}
+    block_plan: dict[str, Any] = {
+        **{name: ColwiseParallel() for name in names},
+        "self_attn": PrepareModuleInput(input_kwarg_layouts=whole[0], desired_input_kwarg_layouts=whole[1]),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=hidden),
+        "mlp": PrepareModuleInput(input_layouts=hidden, desired_input_layouts=Replicate()),
+        "mlp.down_proj": RowwiseParallel(output_layouts=hidden),
+    }
+    ends_plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=hidden),
+        "lm_head": ColwiseParallel(input_layouts=hidden, output_layouts=Shard(-1), use_local_output=False),
+    }
+    if sequence_parallel:
+        block_plan |= {"input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel()}
+        ends_plan |= {"model.norm": SequenceParallel()}
+    parallelize_module(model, mesh, ends_plan)
+    for block in model.model.layers:
+        parallelize_module(block, mesh, block_plan)
+    optimizer = build_optimizer(model, SETTINGS)
+
+    def step(rows: Tensor) -> float:
+        positions = torch.arange(rows.shape[1]).expand_as(rows)  # else Transformers counts this rank's tokens
+        targets = F.pad(rows[:, 1:], (0, 1), value=-100)
+        logits = model(input_ids=rows, position_ids=positions, use_cache=False).logits
+        with loss_parallel():
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss.backward()
+        clip_gradients(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        return whole_value(loss).item()
+
+    return step
+
+
+def build_transformers(workload: Workload, folder: str, degrees: dict[str, int]) -> Step:
+    """Transformers' own parallel runtime, with its own plans for this family.
+
+    Args:
+        workload: its model is the one in the folder.
+        folder: written by `save_pretrained`.
+        degrees: tp_size, fsdp_size and ep_size of its DistributedConfig.
+    """
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(**degrees)  # type: ignore[arg-type]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).train()
+    data_ranks, own = config.fsdp_size or 1, dist.get_rank() // (config.tp_size or 1)
+    optimizer = build_optimizer(model, SETTINGS)
+
+    def step(rows: Tensor) -> float:
+        share = rows.chunk(data_ranks)[own].contiguous()
+        loss = model(input_ids=share, labels=share, use_cache=False).loss
+        loss.backward()
+        clip_gradients(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        return whole_value(loss).item()
+
+    return step
+
+
+def whole_value(tensor: Tensor) -> Tensor:
+    """A tensor, of a DTensor all of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """`clip_grad_norm_`, which does not take plain tensors and DTensors, or DTensors of several meshes, together."""
+    by_mesh: dict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        by_mesh[getattr(gradient, "device_mesh", None)].append(gradient)
+    norms = [whole_value(nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+    factor = min(1.0, SETTINGS.clip_norm / (torch.stack(norms).norm().item() + 1e-6))
+    for gradients in by_mesh.values():
+        torch._foreach_mul_(gradients, factor)

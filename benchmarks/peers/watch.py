@@ -1,0 +1,71 @@
+"""What a rank's step spends on communication: seconds by the profiler, bytes by Weft's recorder."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from weft.cluster.shared_memory import SharedMemoryGroup
+from weft.comm.collectives import Recorder
+
+MARK, STEP = "collective", "step"
+# torch's operators that start a collective or wait for one, and what is marked below.
+OPERATORS = ("c10d::", "_c10d_functional", MARK)
+
+
+def communication_share(step: Callable[[], object]) -> float:
+    """Run a step; the share of its time that this rank's main thread spends in collectives.
+
+    It counts starting them and waiting for them, so also waiting for a rank that comes later, but not what another
+    thread carries while this one computes.
+    """
+    with _marked_collectives(), profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(STEP):
+        step()
+    events = profiler.events()
+    whole = next(event for event in events if event.name == STEP)
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.thread == whole.thread and event.name.startswith(OPERATORS)
+    ]
+    return _covered(spans) / (whole.time_range.end - whole.time_range.start)
+
+
+def sent_bytes(step: Callable[[], object]) -> int:
+    """Run a step; the bytes that this rank sends, as Weft's recorder counts them."""
+    with Recorder() as recorder:
+        step()
+    return recorder.total_bytes
+
+
+@contextmanager
+def _marked_collectives() -> Iterator[None]:
+    """Let the profiler see what is not an operator of torch: shared-memory collectives and waits from Python."""
+    collectives = ("all", "reduce", "broadcast", "barrier")
+    names = [name for name in vars(SharedMemoryGroup) if name.strip("_").startswith(collectives)]
+    with ExitStack() as patches:
+        for owner, name in [(dist.Work, "wait"), *((SharedMemoryGroup, name) for name in names)]:
+            patches.enter_context(patch.object(owner, name, _marked(getattr(owner, name))))
+        yield
+
+
+def _marked(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(MARK):
+            return method(*args, **kwargs)
+
+    return call
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of spans."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
