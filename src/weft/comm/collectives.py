@@ -288,10 +288,10 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note_operator(self, name: str, args: tuple[Any, ...]) -> None:
-        group = next((group for group in map(_unwrap_group, args) if group is not None), None)
+        group = find_group(args)
         if name not in NAMES or group is None or group.size() == 1:
             return
-        sizes = [t.numel() * t.element_size() for t in _tensors(args)]
+        sizes = [t.numel() * t.element_size() for t in find_tensors(args)]
         if name in ("allgather_", "reduce_scatter_"):  # lists beside one tensor: the sum of the lists
             full = sum(sizes) - min(sizes)
         elif name == "alltoall_base_":
@@ -300,26 +300,32 @@ class Recorder(TorchDispatchMode):
             full = (len(input) - rows) * input[:1].numel() * input.element_size()
         else:
             full = max(sizes)
-        self._note(group, NAMES[name], full, _tensors(args)[0].dtype)
+        self._note(group, NAMES[name], full, find_tensors(args)[0].dtype)
 
     def _note(self, group: dist.ProcessGroup, operation: str, full: int, dtype: torch.dtype) -> None:
         mesh_axis = group.group_desc.startswith("mesh_")  # as DeviceMesh describes its groups
         axis = group.group_desc.removeprefix("mesh_") if mesh_axis else "world"
-        self.messages.append(Message(operation, axis, RING[operation](full, group.size()), dtype, _call_site()))
+        self.messages.append(Message(operation, axis, RING[operation](full, group.size()), dtype, call_site()))
 
 
-def _tensors(args: Any) -> list[torch.Tensor]:
+def find_tensors(args: Any) -> list[torch.Tensor]:
+    """All tensors among the arguments of an operator, in order."""
     if isinstance(args, torch.Tensor):
         return [args]
-    return [tensor for arg in args for tensor in _tensors(arg)] if isinstance(args, list | tuple) else []
+    return [tensor for arg in args for tensor in find_tensors(arg)] if isinstance(args, list | tuple) else []
 
 
-def _call_site() -> str:
+def call_site() -> str:
     """The nearest caller outside of installed packages and of the rooms that carry out collectives."""
     frame = sys._getframe(1)
     while frame.f_back and any(part in frame.f_code.co_filename for part in CARRIERS):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def find_group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """The process group among the arguments of an operator."""
+    return next((group for group in map(_unwrap_group, args) if group is not None), None)
 
 
 def _unwrap_group(argument: Any) -> dist.ProcessGroup | None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from weft.anatomy.flops import training_flops_per_token
 from weft.cluster.mesh import AXES
+from weft.comm.agreement import Agreement
 from weft.comm.collectives import Recorder, all_reduce
 from weft.data import MicroBatch
 from weft.parallel.data import count_split, model_state_bytes
@@ -47,8 +48,8 @@ def train(session: Session, out: Path) -> None:
             rate = learning_rate(step, job.train.steps, job.optimizer)
             set_learning_rate(session.optimizer, rate)
             set_dropout_seed(session.model, job.train.seed * STEPS_OF_A_SEED + step)
-            if step == 1:  # every step of a layout sends the same bytes: the first is counted
-                with Recorder() as recorder:
+            if step == 1:  # every step of a layout sends the same messages: the first is compared and counted
+                with Recorder() as recorder, Agreement("first step"):
                     result = _step(session, micro_batches, scale)
             else:
                 result = _step(session, micro_batches, scale)
