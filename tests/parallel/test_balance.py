@@ -87,3 +87,11 @@ def test_the_loss_matters() -> None:
     gradients, _ = run_ranks(1, split, source("mixtral"), plan_for("fp64", zero=1), 2)[0]
     others, _ = run_ranks(1, split, without, plan_for("fp64", zero=1), 2)[0]
     assert any((gradients[key] - others[key]).abs().max() > 1e-4 for key in gradients if "gate" in key)
+
+
+def test_experts_that_are_not_told_the_choice_are_left_alone() -> None:
+    """Llama 4 gives its experts tokens only."""
+    config = {**family("llama"), "model_type": "llama4_text", "num_local_experts": 4, "intermediate_size_mlp": 48}
+    gradients, load = run_ranks(1, split, Model(config=config), plan_for("fp64", zero=1), 4)[0]
+    assert load is None
+    assert all(gradient.isfinite().all() for gradient in gradients.values())

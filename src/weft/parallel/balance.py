@@ -18,6 +18,7 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import experts_per_token
 from weft.cluster.mesh import AXES, CONTEXT_AXES
 from weft.comm import collectives
+from weft.parallel.expert import takes_indices
 
 
 class RouterWatch:
@@ -40,7 +41,7 @@ class RouterWatch:
 
     def _watch_load(self, name: str, experts: Any) -> None:
         num_experts = getattr(experts, "num_experts", None)  # before expert parallelism leaves a part of them here
-        if num_experts is None:
+        if num_experts is None or not takes_indices(experts):
             return
 
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -200,12 +200,17 @@ def check_experts(model: nn.Module, anatomy: Anatomy, ep: int) -> None:
         _check_module(name, model.get_submodule(name), ep)
 
 
+def takes_indices(experts: nn.Module) -> bool:
+    """Whether a module of experts is called with tokens, the experts of each, and their weights."""
+    return tuple(inspect.signature(experts.forward).parameters) in SIGNATURES
+
+
 def _check_module(name: str, experts: Any, ep: int) -> None:
     signature = tuple(inspect.signature(experts.forward).parameters)
     num_experts = getattr(experts, "num_experts", 0)
     others = [key for key, p in experts.named_parameters() if p.ndim < 2 or len(p) != num_experts]
     problem = ""
-    if signature not in SIGNATURES:
+    if not takes_indices(experts):
         problem = f"is called with ({', '.join(signature)})"
     elif not num_experts:
         problem = "has no num_experts"

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.transformers import document_masks
+from weft.anatomy.transformers import ATTENTION, document_masks
 from weft.cluster.mesh import CONTEXT_AXES
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
@@ -21,6 +21,11 @@ from weft.parallel.tensor import check_decoder, count_heads, count_kv_heads
 from weft.plan import Plan
 
 IMPLEMENTATION = "weft_context"
+# What no name tells.
+REFUSED_FAMILIES = {
+    "doge": "makes its masks from values of the tokens that a rank holds",
+    "moshi": "has a sliding window that only its mask knows",
+}
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -63,6 +68,12 @@ def take_whole_rows(model: Any, mesh: DeviceMesh) -> None:
                 "a split model was called without input_ids",
                 rule="rows of tokens are what tp and cp ranks split",
                 fix="pass input_ids, whole and the same on all ranks of tp and cp",
+            )
+        if not isinstance(keep := arguments.get("logits_to_keep", 0), int) or keep:
+            raise ModelError(
+                "a split model was called with logits_to_keep",
+                rule="each rank has logits of its own tokens, which need not be the last ones of a row",
+                fix="leave logits_to_keep out, and pick from the logits of all tokens",
             )
         if positions is None:
             positions = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
@@ -125,6 +136,22 @@ def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> Non
     """
     p, config = plan.parallel, model.config.get_text_config()
     check_decoder(model, anatomy, "cp")
+    if anatomy.family in REFUSED_FAMILIES:
+        raise PlanError(
+            f"{anatomy.family} {REFUSED_FAMILIES[anatomy.family]}",
+            where=f"plan.parallel.cp, model_type {anatomy.family}",
+            rule="attention over a split sequence knows causality, documents and sliding windows",
+            fix="set plan.parallel.cp = 1",
+        )
+    inside = tuple(f"{name}." for block in anatomy.blocks for name in block.attention)
+    for name, _ in model.named_modules():
+        if ATTENTION.fullmatch(name.rpartition(".")[2]) and not f"{name}.".startswith(inside):
+            raise PlanError(
+                f"{name} is an attention outside of the decoder's blocks",
+                where=f"plan.parallel.cp, model_type {anatomy.family}",
+                rule="all attention of a model goes over the tokens of its rows, in one stack of blocks",
+                fix="set plan.parallel.cp = 1, or train the text model alone",
+            )
     for block in anatomy.blocks:
         if block.recurrence:
             raise PlanError(

@@ -31,7 +31,7 @@ from weft.parallel.weights import Layout, LocalWeights, Packed, part_bounds, sha
 from weft.plan import Plan
 
 # Last names of matrices, as found in the families of Transformers 5.17 to 5.23.
-QUERY = re.compile(r"q_proj|q_b_proj|query|wq")
+QUERY = re.compile(r"q_proj|q_b_proj|query|wq|gate_proj|g_proj")  # and a gate on what each head gives
 KEY_VALUE = re.compile(r"k_proj|v_proj|key|value|wk|wv")
 LATENT_KEY_VALUE = re.compile(r"kv_b_proj")  # a key and a value for every query head
 PACKED_QUERY_KEY_VALUE = re.compile(r"qkv_proj|c_attn")
@@ -39,10 +39,12 @@ PACKED_UP = re.compile(r"gate_up_proj")
 # Families whose packed matrices are known to have one projection below the other. Others (GPT-NeoX) mix them head by head:
 # a split by the wrong order would give wrong numbers without a word.
 PACKED_FAMILIES = ("gpt2", "phi3")
+# Families that give what the final norm makes the shape of their input_ids: the sequence must be whole by then.
+RESHAPED_TO_ROWS = ("gpt2",)
 UP = re.compile(r"gate_proj|up_proj|c_fc|fc1|fc_in|w1|w3|dense_h_to_4h")
 DOWN = re.compile(r"o_proj|out_proj|down_proj|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h")
 REPLICATED = re.compile(r"q_a_proj|kv_a_proj_with_mqa|.*norm.*|ln_.*")
-PER_HEAD = re.compile(r"sinks")
+PER_HEAD = re.compile(r"sinks|gate_bias")
 # Norms inside attention that see one head, or all of a projection's output (see `_wide_norms`).
 PROJECTION_NORM = re.compile(r"(q|k|v|query|key|value|q_a|kv_a)_(layer)?norm")
 CROSS_ATTENTION = re.compile(r"encoder_attn|cross_?att(entio)?n")
@@ -108,6 +110,11 @@ def check_tensors(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
 def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str) -> None:
     """Refuse to split what is not one stack of decoder blocks, each with its own attention over the same tokens.
 
+    Args:
+        model: whole.
+        anatomy: its roles.
+        axis: of the plan.
+
     Raises:
         PlanError: blocks attend to an encoder, or have several attentions in one.
     """
@@ -132,10 +139,10 @@ def _check_rest(model: PreTrainedModel, anatomy: Anatomy) -> None:
     known = {anatomy.embedding, anatomy.head, anatomy.final_norm}
     blocks = tuple(f"{block.name}." for block in anatomy.blocks)
     for name, module in model.named_modules():
-        has_weights = any(True for _ in module.parameters(recurse=False))
-        if has_weights and name not in known and not f"{name}.".startswith(blocks):
-            if not isinstance(module, nn.Embedding):
-                raise _unknown_role(name, "between embedding, blocks, final norm and head nothing else is split")
+        has_weights = any(True for _ in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding)
+        makes_positions = name.endswith("embed_positions") and not isinstance(module, nn.Embedding)
+        if (has_weights or makes_positions) and name not in known and not f"{name}.".startswith(blocks):
+            raise _unknown_role(name, "besides embeddings, blocks, final norm and head, nothing is split")
 
 
 def _unknown_role(name: str, rule: str) -> PlanError:
@@ -197,10 +204,10 @@ def _check_matrices(name: str, part: nn.Module, known: tuple[re.Pattern[str], ..
             raise _unknown_role(
                 full, f"a matrix is split by rows or columns according to its name; {last} is not among the known ones"
             )
-        if known is MLP_MATRICES and not isinstance(module, nn.Linear | Conv1D):
-            # A single number, as of a learned activation, is the same for every hidden unit.
-            if any(parameter.numel() > 1 for parameter in module.parameters(recurse=False)):
-                raise _unknown_role(full, "weights inside an MLP are split by hidden units")
+        # A single number, as of a learned activation, is the same for every hidden unit.
+        wide = any(parameter.numel() > 1 for parameter in module.parameters(recurse=False))
+        if wide and known is MLP_MATRICES and not isinstance(module, nn.Linear | Conv1D):
+            raise _unknown_role(full, "weights inside an MLP are split by hidden units")
         if isinstance(module, nn.Linear | Conv1D) and known is MLP_MATRICES:
             units = _inner_features(module, last)
             if units % tp:
@@ -485,7 +492,8 @@ def _split_ends(model: PreTrainedModel, anatomy: Anatomy, sp: bool, group: dist.
     def whole_sequence(hidden: Tensor) -> Tensor:
         return collectives.gather(hidden, group, SEQUENCE) if sp else collectives.copy(group, hidden)[0]
 
-    if last is not None:
+    # Not behind the final norm: NanoChat uses it for the embedding too, and GPT-J gives what it makes a shape of its own.
+    if anatomy.family in RESHAPED_TO_ROWS and last is not None:
         last.register_forward_hook(lambda _, args, out: whole_sequence(out))
     else:
         head.register_forward_pre_hook(lambda _, args: (whole_sequence(args[0]),))

@@ -1,0 +1,69 @@
+"""Every family that a plan accepts on an axis equals the untouched model there; what cannot be right is refused at start."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lab.parity import assert_parity, plan_for
+from tests.lab.pool import run_ranks
+from tests.lab.shrink import PROVED, shrunk
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.cluster.mesh import build_mesh
+from weft.errors import ModelError, PlanError
+from weft.job import Model
+from weft.parallel.parallelize import check_axes, parallelize
+from weft.precision.dtypes import DTYPES
+
+AXES: dict[str, dict[str, int]] = {
+    "tp": {"tp": 2, "zero": 1},
+    "cp": {"cp": 2, "zero": 1},
+    "ep": {"ep": 2, "zero": 1},
+}
+# Family, what is unusual, axis, a word of the refusal.
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("bart", {}, "tp", "attends to an encoder"),
+    ("whisper", {}, "cp", "attends to an encoder"),
+    ("gpt2", {"add_cross_attention": True}, "tp", "attends to an encoder"),
+    ("longcat_flash", {}, "cp", "list of attentions"),
+    ("hrm_text", {}, "cp", "outside of the decoder's blocks"),
+    ("gemma3", {}, "cp", "outside of the decoder's blocks"),
+    ("gemma4_text", {}, "tp", "per_layer_model_projection"),
+    ("xglm", {}, "tp", "embed_positions"),
+    # The halves of its heads are subtracted from each other: without the refusal, wrong numbers from 4 KV heads on.
+    ("diffllama", {"num_key_value_heads": 4}, "tp", "lambda_q1"),
+    ("bitnet", {}, "tp", "attn_sub_norm"),
+    ("cohere", {"use_qk_norm": True}, "tp", "q_norm"),
+    ("mimo_v2_flash", {}, "tp", "another number of KV heads"),
+    ("dots3_note_text", {}, "tp", "differs from layer to layer"),
+    ("doge", {}, "cp", "masks from values"),
+    ("moshi", {}, "cp", "sliding window"),
+]
+
+
+@pytest.mark.parametrize(("axis", "name"), [(axis, name) for axis, names in PROVED.items() for name in names])
+def test_parity(axis: str, name: str) -> None:
+    assert_parity(Model(config=shrunk(name)), plan_for("fp32", **AXES[axis]), world_size=2, micro_batch=1)
+
+
+@pytest.mark.parametrize(("name", "settings", "axis", "word"), REFUSED)
+def test_refused_at_start(name: str, settings: dict[str, Any], axis: str, word: str) -> None:
+    plan = plan_for("fp32", **AXES[axis]).resolve(2)
+    model = build_on_meta(read_config(Model(config=shrunk(name) | settings)), DTYPES["fp32"])
+    with pytest.raises(PlanError, match=word):
+        check_axes(model, read_anatomy(model), plan)
+
+
+def call_for_last_logits(rank: int, world_size: int) -> str:
+    source, plan = Model(config=shrunk("llama")), plan_for("fp32", **AXES["tp"])
+    mesh = build_mesh(plan.resolve(world_size), "cpu", world_size)
+    model = parallelize(build_on_meta(read_config(source), DTYPES["fp32"]), plan, mesh)
+    materialize(model, source, torch.device("cpu"))
+    with pytest.raises(ModelError) as refusal:
+        model(input_ids=torch.arange(8)[None], logits_to_keep=1)
+    return str(refusal.value)
+
+
+def test_last_logits_alone_are_refused() -> None:
+    assert all("logits_to_keep" in text for text in run_ranks(2, call_for_last_logits))
