@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint smollm clean
+.PHONY: train test sweep lint smollm clean
 
 train: $(VENV)/ready
 	$(BIN)/weft train
@@ -14,6 +14,9 @@ smollm: $(VENV)/ready
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
+
+sweep: $(VENV)/ready
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m sweep
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -59,6 +59,7 @@ def test_float32(name: str, layout: str) -> None:
     assert_parity(Model(config=family(name)), plan_for("fp32", **parallel), world_size=ranks, micro_batch=2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "layout"), EXACT)
 def test_float64(name: str, layout: str) -> None:
     ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]

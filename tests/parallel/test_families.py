@@ -42,6 +42,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("axis", "name"), [(axis, name) for axis, names in PROVED.items() for name in names])
 def test_parity(axis: str, name: str) -> None:
     assert_parity(Model(config=shrunk(name)), plan_for("fp32", **AXES[axis]), world_size=2, micro_batch=4)
