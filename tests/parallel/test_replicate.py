@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tests.lab.pool import run_ranks
-from weft.parallel.replicate import GradientReducer
+from weft.parallel.replicate import GradientReducer, Unit
 
 
 class TwoBlocks(nn.Module):
@@ -25,7 +25,7 @@ def inputs(rank: int, step: int) -> torch.Tensor:
 def train(rank: int, world_size: int, rank_that_skips: int) -> dict[str, torch.Tensor]:
     """Gradients after two steps, the second of two micro-batches; one rank never uses the second block."""
     model = TwoBlocks()
-    reducer = GradientReducer(["first", "second"], torch.distributed.group.WORLD)
+    reducer = GradientReducer([Unit(name, torch.distributed.group.WORLD) for name in ("second", "first", "")])
     model.register_forward_pre_hook(reducer.prepare)
     both = rank != rank_that_skips
     model(inputs(rank, 0), both).backward()
