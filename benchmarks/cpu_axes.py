@@ -1,6 +1,6 @@
 """Each axis of Weft on 2 and 4 CPU ranks beside one rank, and beside what others have for it: the same model and rows.
 
-    python benchmarks/cpu_axes.py            # below 8 minutes on two free cores
+    python benchmarks/cpu_axes.py            # about 11 minutes on two free cores
     python benchmarks/cpu_axes.py --quick    # a smoke run on 2 ranks
     python benchmarks/cpu_axes.py --axes tp,cp-ring --ranks 2
 

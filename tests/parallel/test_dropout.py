@@ -7,7 +7,7 @@ import torch
 
 from tests.lab.families import family
 from tests.lab.parity import TOLERANCE, Trace, compare, packed_batches, plan_for, run_plan
-from tests.lab.pool import run_ranks
+from tests.lab.pool import RankError, run_ranks
 from weft.job import Model
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -35,6 +35,31 @@ def test_every_layout_drops_the_same(name: str, layout: str) -> None:
     compare("losses", torch.tensor(found.losses), torch.tensor(expected.losses), TOLERANCE["fp32"])
     for key, gradient in expected.gradients.items():
         compare(key, found.gradients[key], gradient, TOLERANCE["fp32"])
+
+
+# Attention without a door to Transformers' AttentionInterface, with the dropout of its default configuration.
+NO_DOOR = {"model_type": "xglm", "vocab_size": 96, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
+OWN_DROPOUT = {
+    "model_type": "gpt_neo",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "attention_dropout": 0.1,
+}
+
+
+@pytest.mark.parametrize("config", [NO_DOOR, OWN_DROPOUT], ids=["xglm", "gpt_neo"])
+def test_data_parallelism_takes_any_dropout(config: dict[str, Any]) -> None:
+    for zero in (0, 3):
+        found = run_ranks(2, run_plan, Model(config=config), plan_for("fp32", zero=zero), packed_batches(96), 2)[0]
+        assert all(abs(loss - 4.6) < 0.5 for loss in found.losses)
+
+
+def test_tensor_parallelism_needs_a_door_for_dropout_of_attention() -> None:
+    with pytest.raises(RankError, match="tp = 1, or the model's attention dropout to 0"):
+        run_ranks(2, run_plan, Model(config=OWN_DROPOUT), plan_for("fp32", tp=2), packed_batches(96), 2)
 
 
 @pytest.mark.parametrize("name", MODELS)

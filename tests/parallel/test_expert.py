@@ -97,11 +97,11 @@ def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recom
     return {"outputs": out.detach(), "hidden": hidden.grad, "weights": weights.grad, **of_parameters}
 
 
-def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool) -> tuple[dict[str, Any], Tensor]:
+def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool) -> dict[str, Any]:
     group = dist.new_group(backend=register_backend() if case.shared else "gloo")
     experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
     take_share(experts, group)
-    return gradients(experts, case.tokens()[rank], recompute), experts.load
+    return gradients(experts, case.tokens()[rank], recompute)
 
 
 def assert_parity(name: str, case: Case, recompute: bool = False) -> None:
@@ -109,10 +109,9 @@ def assert_parity(name: str, case: Case, recompute: bool = False) -> None:
     untouched = experts_of(build_model(name, case.dtype, case.implementation))[-1]
     hidden, index, weights, gradient = (torch.cat(parts).detach() for parts in zip(*case.tokens(), strict=True))
     expected = gradients(untouched, (hidden.requires_grad_(), index, weights.requires_grad_(), gradient))
-    found, loads = zip(*run_ranks(len(case.sizes), on_rank, name, case, recompute), strict=True)
+    found = run_ranks(len(case.sizes), on_rank, name, case, recompute)
     for key, value in expected.items():
         compare(f"{name}: {key}", torch.cat([part[key] for part in found]), value, TOLERANCE[case.dtype])
-    assert torch.cat(loads).tolist() == index.flatten().bincount(minlength=NUM_EXPERTS).tolist()
 
 
 @pytest.mark.parametrize("sizes", [(5, 9), (5, 9, 0, 3)])
@@ -151,10 +150,9 @@ def test_any_counts(sizes: tuple[int, ...], allowed: tuple[int, ...], top_k: int
 def test_no_token_anywhere(implementation: str) -> None:
     """Backward runs on every rank, and parameters have gradients; the untouched module has no graph then."""
     case = Case((0, 0), dtype=torch.float32, implementation=implementation)
-    for found, load in run_ranks(2, on_rank, "gpt_oss", case, False):
+    for found in run_ranks(2, on_rank, "gpt_oss", case, False):
         assert {key: int(value.count_nonzero()) for key, value in found.items()} == dict.fromkeys(found, 0)
         assert found["down_proj"].shape == (2, 48, HIDDEN)
-        assert load.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("allowed", [(0, 1, 2, 3), (2, 3)])
@@ -177,7 +175,6 @@ def mix(rank: int, ranks: int, case: Case, matrices: Tensor) -> tuple[Tensor, Te
     rows, local_index, row_weights, route = dispatch(hidden, index, weights, len(matrices), group)
     mine = matrices.chunk(ranks)[rank]
     assert local_index.shape == row_weights.shape == (len(rows), 1)
-    assert torch.equal(route.load, local_index.flatten().bincount(minlength=len(mine)))
     out = combine(torch.einsum("rh,rhg->rg", rows, mine[local_index[:, 0]]) * row_weights, route)
     out.backward(gradient)
     assert hidden.grad is not None

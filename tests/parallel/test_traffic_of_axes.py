@@ -68,7 +68,7 @@ def volumes() -> Iterator[Volume]:
         norms = (NORMS + HIDDEN + keys) * FLOAT
         tp = ("tp, sp", n, {"tp": n}, "tp")
         yield Volume(*tp, "reduce_scatter", "2 (2 L + 1) A (n - 1) / n", int(pairs))
-        yield Volume(*tp, "all_gather", "the same, and 8 n bytes of sizes", int(pairs + 8 * n * part))
+        yield Volume(*tp, "all_gather", "the same", int(pairs))
         shared = "the loss 3 T, gradients of norms" + (" and of shared keys and values" if keys else "")
         yield Volume(*tp, "all_reduce", f"2 ({shared}) (n - 1) / n", int(2 * (loss + norms) * part))
     norms = LAYERS * 2 * HEAD_DIM * FLOAT

@@ -1,5 +1,6 @@
 """Plan -> DeviceMesh with named axes. Built once, passed explicitly."""
 
+import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend of axes with one rank)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -43,8 +44,7 @@ def join_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """Several axes seen as one: a mesh of one axis, named dp_shard_cp_ring, say. Made by the first call, on all ranks."""
     if mesh[axes].size() == mesh[axes[0]].size():  # nothing to join
         return mesh[axes[0]]
-    backend = register_backend() if mesh.device_type == "cpu" else None
-    return mesh[axes]._flatten("_".join(axes), backend_override=backend)
+    return mesh[axes]._flatten("_".join(axes), backend_override=_backend(mesh.device_type))
 
 
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
@@ -69,12 +69,23 @@ def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
 
 
 def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    backends: dict[int | str, str] = {name: "fake" for name, size in zip(names, shape, strict=True) if size == 1}
-    if device_type == "cpu":
-        backends |= {name: register_backend() for name, size in zip(names, shape, strict=True) if size > 1}
+    backends = {name: "fake" if size == 1 else _backend(device_type) for name, size in zip(names, shape, strict=True)}
+    backends = {name: backend for name, backend in backends.items() if backend is not None}
     return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=backends)  # type: ignore[arg-type]
+
+
+def _backend(device_type: str) -> str | None:
+    """Of an axis of several ranks; None leaves it to torch. In a dry run the default group is fake, and so are all others."""
+    if dist.get_backend() == "fake":
+        return "fake"
+    return register_backend() if device_type == "cpu" else None
 
 
 def data_rank(mesh: DeviceMesh) -> int:
     """Which share of every global batch this rank takes, counted over `DATA_AXES`."""
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+
+
+def context_rank(mesh: DeviceMesh) -> int:
+    """Which part of every sequence this rank holds, counted over `CONTEXT_AXES`."""
+    return mesh.get_local_rank("cp_ring") * mesh["cp_ulysses"].size() + mesh.get_local_rank("cp_ulysses")

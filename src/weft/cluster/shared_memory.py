@@ -37,6 +37,7 @@ SLOT_BYTES = 2**20  # small enough to stay in cache between the writer and its r
 NUM_SLOTS = 2  # one is written while slower ranks still read the other
 HEADER_BYTES = 4096
 LINE_INTS = 8  # 64 bytes: what is written at different times stands on cache lines of its own
+SMALL = 4096  # numbers that a rank had better add up itself than wait for the shares of others
 SIGNATURE_INTS = 4  # what is done, of which format, how many numbers, and a detail
 SPINS, YIELD_SECONDS, SLEEP_SECONDS = 100, 1e-4, 50e-6
 
@@ -195,7 +196,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         flat = tensor if tensor.is_contiguous() else tensor.contiguous()
         signature = _signature("all_reduce", tensor)
         for piece in flat.view(-1).split(SLOT_BYTES // tensor.element_size()):
-            if self.ranks == 2 or piece.numel() < 4096:
+            if self.ranks == 2 or piece.numel() < SMALL:
                 with self._exchange(signature, _writer(piece)) as slots:
                     _reduce([_typed(slot, piece) for slot in slots], op, piece)
                 continue

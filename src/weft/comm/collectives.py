@@ -88,6 +88,9 @@ def part_of_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Te
     return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
+AlongDim = Callable[[torch.Tensor, dist.ProcessGroup, int], torch.Tensor]
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -114,48 +117,19 @@ class _Reduce(torch.autograd.Function):
         return gradient, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gather_dim(x, group, dim)
+class _AlongDim(torch.autograd.Function):
+    """A change of layout along a dim, whose gradient is changed back by its transpose."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return reduce_scatter_dim(gradient, ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter_dim(x, group, dim)
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int, there: AlongDim, back: AlongDim
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.back = group, dim, back
+        return there(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gather_dim(gradient, ctx.group, ctx.dim), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return part_of_dim(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gather_dim(gradient, ctx.group, ctx.dim), None, None
-
-
-class _Unsplit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gather_dim(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return part_of_dim(gradient, ctx.group, ctx.dim), None, None
+        return ctx.back(gradient, ctx.group, ctx.dim), None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -192,22 +166,22 @@ def reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """The parts of all ranks along a dim; what the ranks then do differs, so their gradients add up."""
-    return _Gather.apply(x, group, dim)
+    return _AlongDim.apply(x, group, dim, gather_dim, reduce_scatter_dim)
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """This rank's part, along a dim that the number of ranks divides, of the sum over ranks."""
-    return _ReduceScatter.apply(x, group, dim)
+    return _AlongDim.apply(x, group, dim, reduce_scatter_dim, gather_dim)
 
 
 def split(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """This rank's part, along a dim that the number of ranks divides, of a tensor that is the same on all ranks."""
-    return _Split.apply(x, group, dim)
+    return _AlongDim.apply(x, group, dim, part_of_dim, gather_dim)
 
 
 def unsplit(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """The parts of all ranks along a dim; all ranks then do the same, so each keeps its own part of the gradient."""
-    return _Unsplit.apply(x, group, dim)
+    return _AlongDim.apply(x, group, dim, gather_dim, part_of_dim)
 
 
 def all_to_all(

@@ -18,7 +18,7 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import experts_per_token
 from weft.cluster.mesh import AXES, CONTEXT_AXES
 from weft.comm import collectives
-from weft.parallel.expert import takes_indices
+from weft.parallel.expert import load_imbalance, takes_indices
 
 
 class RouterWatch:
@@ -75,8 +75,7 @@ class RouterWatch:
         loads = torch.stack(list(self.load.values()))
         self.load = {}
         collectives.all_reduce(loads, self.mesh, tuple(axis for axis in AXES if axis != "pp"))
-        shares = loads.double() / loads.sum(1, keepdim=True).clamp(min=1)
-        return float(shares.max() * loads.shape[1])
+        return max(load_imbalance(load) for load in loads)
 
 
 def balance_loss(logits: list[Tensor], rows: int, top_k: int, groups: list[dist.ProcessGroup]) -> Tensor:
@@ -97,11 +96,10 @@ def balance_loss(logits: list[Tensor], rows: int, top_k: int, groups: list[dist.
     probabilities = stacked.to(torch.promote_types(stacked.dtype, torch.float32)).softmax(-1)
     chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, -1).indices, 1.0)
     counts, sums = chosen.sum((1, 2)), probabilities.sum((1, 2))
-    tokens = torch.full((rows, 1), stacked.shape[1] * stacked.shape[2], dtype=sums.dtype, device=sums.device)
+    tokens = stacked.shape[1] * stacked.shape[2]
     for group in groups:
-        dist.all_reduce(counts, group=group)
-        dist.all_reduce(tokens, group=group)
-        sums = collectives.reduce(sums, group)
+        counts, sums = collectives.reduce(torch.stack([counts, sums]), group)
+        tokens *= group.size()
     return num_experts * (counts / tokens * sums / tokens).sum(-1)
 
 

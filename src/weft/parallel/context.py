@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
+from weft.cluster.mesh import context_rank
 from weft.comm.collectives import all_to_all
 from weft.compute.attention import (
     PLAIN,
@@ -113,6 +115,11 @@ def natural_positions(seq_len: int, ulysses: int, ring: int, rank: int) -> Tenso
     """
     check_sequence(seq_len, ulysses, ring)
     return zigzag_indices(seq_len, ring, rank // ulysses).chunk(ulysses)[rank % ulysses]
+
+
+def own_positions(seq_len: int, mesh: DeviceMesh) -> Tensor:
+    """The natural positions of this rank's tokens, int64 [seq_len / cp]; see `natural_positions`."""
+    return natural_positions(seq_len, mesh["cp_ulysses"].size(), mesh["cp_ring"].size(), context_rank(mesh))
 
 
 # Attention over a ring

@@ -2,21 +2,24 @@
 
 A generator with a state cannot do that: ranks that hold other parts of the same tensors draw other numbers. The modules
 `nn.Dropout` of the model are replaced by `PlacedDropout`, and attention with dropout goes through `context_attention`; both
-hash places (`weft.compute.dropout`). A row is known by its tokens, so that nothing has to be told about the batch.
+hash places (`weft.compute.dropout`). A row is known by its tokens, so that nothing has to be told about the batch. Where the
+attention of a model has no door, and only data parallelism splits the rows, its own dropout stays.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
+from weft.cluster.mesh import CONTEXT_AXES
 from weft.compute.dropout import dropout_keep, mix
 from weft.errors import ModelError
-from weft.parallel.context import natural_positions
+from weft.parallel.context import own_positions
 
 
 @dataclass
@@ -25,6 +28,8 @@ class Place:
 
     tp_rank: int
     tp_ranks: int
+    whole_rows: bool
+    """Whether rows and features are not split: then any dropout works, though not the same for every layout."""
     seed: int | None = None
     """Of the step; None: every forward has another one."""
     forwards: int = 0
@@ -57,6 +62,8 @@ class PlacedDropout(nn.Module):
         if x.ndim == 3 and x.shape[1] * self.place.tp_ranks == len(tokens) and x.shape[1] < len(tokens):
             tokens = tokens.chunk(self.place.tp_ranks)[self.place.tp_rank]  # sequence parallelism
         if x.shape[:-1] != (len(self.place.rows), len(tokens)):
+            if self.place.whole_rows:
+                return F.dropout(x, self.p)
             raise ModelError(
                 f"dropout of a tensor of shape {tuple(x.shape)}",
                 rule=f"it is known what is dropped of [{len(self.place.rows)}, {len(tokens)}, features]",
@@ -80,7 +87,7 @@ def place_dropout(model: Any, anatomy: Anatomy, mesh: DeviceMesh) -> None:
     }
     if not dropouts and not has_attention_dropout(model):
         return
-    place = Place(mesh.get_local_rank("tp"), mesh["tp"].size())
+    place = Place(mesh.get_local_rank("tp"), mesh["tp"].size(), mesh[(*CONTEXT_AXES, "tp")].size() == 1)
     for number, (name, module) in enumerate(dropouts.items()):
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, PlacedDropout(module.p, number, place))
@@ -90,14 +97,13 @@ def place_dropout(model: Any, anatomy: Anatomy, mesh: DeviceMesh) -> None:
         attention: Any = model.get_submodule(name)
         attention.place, attention.number, attention.first_head = place, number, place.tp_rank * heads
     model.dropout_place = place
-    ulysses, ring = mesh["cp_ulysses"].size(), mesh["cp_ring"].size()
-    cp_rank = mesh.get_local_rank("cp_ring") * ulysses + mesh.get_local_rank("cp_ulysses")
 
     def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = args[0] if args else kwargs["input_ids"]
         place.forwards += 1
-        place.rows = row_numbers(tokens)
-        place.tokens = natural_positions(tokens.shape[1], ulysses, ring, cp_rank).to(tokens.device)
+        tokens = args[0] if args else kwargs.get("input_ids")
+        if tokens is not None:
+            place.rows = row_numbers(tokens)
+            place.tokens = own_positions(tokens.shape[1], mesh).to(tokens.device)
 
     model.register_forward_pre_hook(look, with_kwargs=True)
 

@@ -45,8 +45,6 @@ class Route(NamedTuple):
     """Rows to each rank in dispatch."""
     takes: list[int]
     """Rows from each rank in dispatch; their sum is R."""
-    load: Tensor
-    """[num_experts / ep] int64: rows for each expert of this rank."""
 
 
 def dispatch(
@@ -77,7 +75,7 @@ def dispatch(
     received_weights = all_to_all(weights.flatten()[order, None], group, takes, sends)
     local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
     local_index = local.repeat_interleave(coming.flatten(), output_size=sum(takes))[:, None]
-    route = Route(group, num_tokens, top_k, order, sends, takes, load=coming.sum(0))
+    route = Route(group, num_tokens, top_k, order, sends, takes)
     return received, local_index, received_weights, route
 
 
@@ -100,8 +98,7 @@ def split_experts(experts: Any, group: dist.ProcessGroup) -> None:
     """Let an experts module compute its own share of the experts, for the tokens of all ranks of a group, in place.
 
     The module keeps its class, its parameters and its computation, whichever implementation Transformers chose; only this
-    instance's `forward` gets a dispatch before and a combine after. Its `num_experts` becomes the local number, and
-    `load` holds what the last forward computed: tokens for each local expert, [num_experts / ep] int64.
+    instance's `forward` gets a dispatch before and a combine after. Its `num_experts` becomes the local number.
 
     The caller leaves this rank its part of each parameter along dim 0. Gradients of the parameters are then sums over what
     all ranks do with their outputs, where replicated data parallelism would make a mean of them.
@@ -112,12 +109,10 @@ def split_experts(experts: Any, group: dist.ProcessGroup) -> None:
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
-    experts.load = torch.zeros(experts.num_experts, dtype=torch.int64)
-    experts.forward = partial(expert_parallel_forward, experts, experts.forward, num_experts, group)
+    experts.forward = partial(expert_parallel_forward, experts.forward, num_experts, group)
 
 
 def expert_parallel_forward(
-    experts: Any,
     local_forward: Callable[[Tensor, Tensor, Tensor], Tensor],
     num_experts: int,
     group: dist.ProcessGroup,
@@ -128,8 +123,7 @@ def expert_parallel_forward(
     """What a split experts module does: dispatch, its own forward, combine.
 
     Args:
-        experts: the module; its `load` is set.
-        local_forward: its own forward, on rows with one local expert each.
+        local_forward: the module's own forward, on rows with one local expert each.
         num_experts: of the whole group.
         group: its ranks.
         hidden_states, top_k_index, top_k_weights: [T, H], [T, K], [T, K], as the model calls it.
@@ -138,7 +132,6 @@ def expert_parallel_forward(
         [T, H].
     """
     rows, index, weights, route = dispatch(hidden_states, top_k_index, top_k_weights, num_experts, group)
-    experts.load = route.load
     num_rows = len(rows)
     if num_rows == 0:  # backward must still pass here, to exchange gradients and to give the parameters zeros
         rows, index, weights = (

@@ -10,13 +10,14 @@ from weft.anatomy.transformers import read_anatomy
 from weft.cluster.mesh import build_expert_mesh
 from weft.errors import PlanError
 from weft.parallel.balance import RouterWatch
+from weft.parallel.checks import check_tensors
 from weft.parallel.context import check_sequence
 from weft.parallel.data import shard_data_parallel
-from weft.parallel.dropout import has_attention_dropout, place_dropout
+from weft.parallel.dropout import place_dropout
 from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.replicate import replicate_data_parallel
-from weft.parallel.rows import check_attention, split_sequences, take_whole_rows
-from weft.parallel.tensor import check_tensors, split_tensors
+from weft.parallel.rows import split_sequences, take_whole_rows, takes_over_attention
+from weft.parallel.tensor import split_tensors
 from weft.parallel.weights import Layout, LocalWeights, shard_parameter
 from weft.plan import Plan
 
@@ -43,6 +44,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     anatomy = read_anatomy(model)
     p = plan.parallel
     check_axes(model, anatomy, plan)
+    own_attention = takes_over_attention(model, anatomy, plan)
     model.router_watch = RouterWatch(model, anatomy, mesh)
     expert_mesh = build_expert_mesh(plan, mesh.device_type) if anatomy.has_experts and p.ep * p.tp > 1 else None
     if expert_mesh is not None:
@@ -50,9 +52,9 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     if p.tp > 1:
         split_tensors(model, anatomy, plan, mesh)
     place_dropout(model, anatomy, mesh)
-    if p.cp > 1 or has_attention_dropout(model):
+    if own_attention:
         split_sequences(model, anatomy, mesh)
-    if p.tp * p.cp > 1 or has_attention_dropout(model):
+    if p.tp > 1 or own_attention:
         take_whole_rows(model, mesh)
     split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel
     split_data(model, anatomy, plan, mesh, expert_mesh)
@@ -75,8 +77,7 @@ def check_axes(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, seq_len: in
     check_experts(model, anatomy, p.ep)
     if p.tp > 1:
         check_tensors(model, anatomy, p.tp)
-    if p.cp > 1 or has_attention_dropout(model):
-        check_attention(model, anatomy, plan)
+    takes_over_attention(model, anatomy, plan)
     if seq_len is not None:
         check_sequence(seq_len, p.cp_ulysses, p.cp // p.cp_ulysses)
         if p.tp > 1 and (p.sp or anatomy.has_experts) and seq_len // p.cp % p.tp:

@@ -7,17 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import ATTENTION, document_masks
-from weft.cluster.mesh import CONTEXT_AXES
+from weft.cluster.mesh import CONTEXT_AXES, context_rank
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
 from weft.errors import ModelError, PlanError
-from weft.parallel.context import ContextParallel, check_heads, check_sequence, context_attention, natural_positions
-from weft.parallel.loss import cross_entropy_sum
-from weft.parallel.tensor import check_decoder, count_heads, count_kv_heads
+from weft.parallel.checks import check_decoder
+from weft.parallel.context import ContextParallel, check_heads, context_attention, own_positions
+from weft.parallel.dropout import has_attention_dropout
+from weft.parallel.loss import cross_entropy_sum, vocab_size
+from weft.parallel.matrices import count_heads, count_kv_heads
 from weft.plan import Plan
 
 IMPLEMENTATION = "weft_context"
@@ -32,7 +34,7 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention")
 def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh) -> None:
     """Let attention reach over the parts of a row that the ranks of cp hold, in place; `take_whole_rows` cuts the rows.
 
-    The plan has passed `check_attention`.
+    The model has passed `takes_over_attention`.
     """
     ulysses, ring = mesh["cp_ulysses"], mesh["cp_ring"]
     context = ContextParallel(
@@ -40,7 +42,7 @@ def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh) 
         ring.get_group() if ring.size() > 1 else None,
         ulysses.size(),
         ring.size(),
-        mesh.get_local_rank("cp_ring") * ulysses.size() + mesh.get_local_rank("cp_ulysses"),
+        context_rank(mesh),
     )
     register_attention()
     model.set_attn_implementation(IMPLEMENTATION)
@@ -58,7 +60,7 @@ def take_whole_rows(model: Any, mesh: DeviceMesh) -> None:
     rank's tokens, in the order of `part_of_rows`. With `labels` the loss is the mean over all targets of the rows.
     """
     config = model.config.get_text_config()
-    split = model.config._attn_implementation == IMPLEMENTATION
+    own_attention = model.config._attn_implementation == IMPLEMENTATION
 
     def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = ({"input_ids": args[0]} if args else {}) | kwargs
@@ -77,27 +79,33 @@ def take_whole_rows(model: Any, mesh: DeviceMesh) -> None:
             )
         if positions is None:
             positions = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
-        if split:
-            _refuse_mask(mask)
-            mask = _carry_documents(positions, config)
+        if own_attention:
+            mask = _carry_documents(positions, mask, config, whole=mesh[CONTEXT_AXES].size() == 1)
         elif mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             mask = document_masks(model, positions, mask)
         own = {"input_ids": part_of_rows(rows, mesh), "position_ids": part_of_rows(positions, mesh)}
         return (), arguments | own | {"attention_mask": mask}
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
-    model.loss_function = partial(_loss, mesh)
+    model.loss_function = partial(_loss, model, mesh)
     model.takes_whole_rows = True
 
 
-def _carry_documents(positions: Tensor, config: Any) -> Any:
-    """The number of each token's document, in the place of a mask: Transformers passes four dims on as they are."""
-    documents = (positions.diff(prepend=positions[:, :1]) != 1).cumsum(1).cpu()[:, None, None]
+def _carry_documents(positions: Tensor, mask: Any, config: Any, whole: bool) -> Any:
+    """The number of each token's document, in the place of a mask: Transformers passes four dims on as they are.
+
+    Padding at the ends of whole rows is a document of its own.
+    """
+    borders = positions.diff(prepend=positions[:, :1]) != 1
+    if mask is not None:
+        _check_mask(mask, whole)
+        borders |= mask.diff(prepend=mask[:, :1]) != 0
+    documents = borders.cumsum(1).cpu()[:, None, None]
     kinds = set(getattr(config, "layer_types", None) or ())
     return dict.fromkeys(kinds, documents) if kinds else documents
 
 
-def _loss(mesh: DeviceMesh, logits: Tensor, labels: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+def _loss(model: Any, mesh: DeviceMesh, logits: Tensor, labels: Tensor, *_: Any, **kwargs: Any) -> Tensor:
     """What a model makes of its `labels`: the mean over the targets of these rows, with gradients for means over ranks.
 
     Ranks of cp each have a part of the sum, and their gradients will be averaged: each counts for as many ranks.
@@ -107,58 +115,73 @@ def _loss(mesh: DeviceMesh, logits: Tensor, labels: Tensor, *_: Any, **kwargs: A
     if targets is None:
         targets = F.pad(labels[:, 1:], (0, 1), value=ignored)
     count = (targets != ignored).sum().clamp(min=1) if (n := kwargs.get("num_items_in_batch")) is None else n
-    own = cross_entropy_sum(logits, part_of_rows(targets, mesh), ignored, mesh.get_group("tp")) / count
+    parts = part_of_rows(targets, mesh)
+    own = cross_entropy_sum(logits, parts, ignored, mesh.get_group("tp"), vocab_size(model)) / count
     total, ranks = all_reduce(own.detach().clone(), mesh, CONTEXT_AXES), mesh[CONTEXT_AXES].size()
     return own * ranks + (total - own.detach() * ranks)
 
 
 def register_attention() -> None:
     """Make the attention known to Transformers under the name of `IMPLEMENTATION`, and its masks: none but the carrier."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     AttentionInterface.register(IMPLEMENTATION, context_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
 
 
 def part_of_rows(rows: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's tokens of whole rows [batch, seq_len, ...]: two ends of the row for each, so that causal work is equal."""
-    ulysses, ring = mesh["cp_ulysses"].size(), mesh["cp_ring"].size()
-    check_sequence(rows.shape[1], ulysses, ring)
-    rank = mesh.get_local_rank("cp_ring") * ulysses + mesh.get_local_rank("cp_ulysses")
-    return rows[:, natural_positions(rows.shape[1], ulysses, ring, rank).to(rows.device)]
+    if mesh[CONTEXT_AXES].size() == 1:
+        return rows
+    return rows[:, own_positions(rows.shape[1], mesh).to(rows.device)]
+
+
+def takes_over_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> bool:
+    """Whether `context_attention` computes the attention of a model: where its sequences are split, and where it has dropout.
+
+    Raises:
+        PlanError: it has to, for cp > 1 or for dropout under tp > 1, and cannot.
+    """
+    p = plan.parallel
+    if p.cp == 1 and not has_attention_dropout(model):
+        return False
+    try:
+        check_attention(model, anatomy, plan)
+    except PlanError:
+        if p.cp * p.tp > 1:
+            raise
+        return False  # the library's own dropout: rows are whole here
+    return True
 
 
 def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> None:
-    """Refuse context parallelism for a model whose attention has no door for it, or whose heads do not fit.
+    """Refuse a model whose attention has no door for ours, or whose heads do not fit the ranks of Ulysses.
 
     Raises:
         PlanError: with the reason.
     """
     p, config = plan.parallel, model.config.get_text_config()
-    check_decoder(model, anatomy, "cp")
+    axis = "cp" if p.cp > 1 or p.tp == 1 else "tp"
+    where = f"plan.parallel.{axis}, model_type {anatomy.family}"
+    fix = (
+        "set plan.parallel.cp = 1"
+        if axis == "cp"
+        else "set plan.parallel.tp = 1, or the model's attention dropout to 0"
+    )
+    check_decoder(model, anatomy, axis)
     if anatomy.family in REFUSED_FAMILIES:
         raise PlanError(
             f"{anatomy.family} {REFUSED_FAMILIES[anatomy.family]}",
-            where=f"plan.parallel.cp, model_type {anatomy.family}",
+            where=where,
             rule="attention over a split sequence knows causality, documents and sliding windows",
-            fix="set plan.parallel.cp = 1",
+            fix=fix,
         )
     inside = tuple(f"{name}." for block in anatomy.blocks for name in block.attention)
     for name, _ in model.named_modules():
         if ATTENTION.fullmatch(name.rpartition(".")[2]) and not f"{name}.".startswith(inside):
             raise PlanError(
                 f"{name} is an attention outside of the decoder's blocks",
-                where=f"plan.parallel.cp, model_type {anatomy.family}",
+                where=where,
                 rule="all attention of a model goes over the tokens of its rows, in one stack of blocks",
-                fix="set plan.parallel.cp = 1, or train the text model alone",
-            )
-    for block in anatomy.blocks:
-        if block.recurrence:
-            raise PlanError(
-                f"{block.recurrence[0]} carries a state along the sequence",
-                where=f"plan.parallel.cp, model_type {anatomy.family}",
-                rule="context parallelism splits softmax attention only",
-                fix="set plan.parallel.cp = 1",
+                fix=f"{fix}, or train the text model alone",
             )
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in ATTENTION_KINDS}
     if kinds or not getattr(model, "_supports_attention_backend", False):
@@ -167,19 +190,31 @@ def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> Non
         )
         raise PlanError(
             f"{anatomy.family} has {what}",
-            where=f"plan.parallel.cp, model_type {anatomy.family}",
-            rule="context parallelism enters by Transformers' AttentionInterface, with full or sliding causal attention",
-            fix="set plan.parallel.cp = 1",
+            where=where,
+            rule="context parallelism, and dropout that is the same for every layout, enter by Transformers' "
+            "AttentionInterface, with full or sliding causal attention",
+            fix=fix,
         )
     heads = count_heads(config)
     check_heads(heads // p.tp, max(count_kv_heads(config) // p.tp, 1), p.cp_ulysses)
 
 
-def _refuse_mask(mask: Any) -> None:
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
+def _check_mask(mask: Any, whole: bool) -> None:
+    """A mask that hides nothing is fine; one that hides padding at the ends of rows is, where rows are whole."""
+    by_token = isinstance(mask, Tensor) and mask.ndim == 2
+    if by_token and bool(mask.all()):
+        return
+    if not whole:
         raise PlanError(
             "an attention mask together with context parallelism",
             where="attention_mask",
             rule="rows are split by token; which tokens see each other is told by position_ids that restart",
             fix="leave attention_mask out and pass position_ids, or set plan.parallel.cp = 1",
+        )
+    if not by_token or bool((F.pad(mask.int(), (1, 0)).diff() == 1).sum(1).gt(1).any()):
+        raise PlanError(
+            "an attention mask that is not [rows, tokens] with one run of ones in each row",
+            where="attention_mask",
+            rule="attention whose dropout is the same for every layout knows causality, documents, windows and padding",
+            fix="tell documents by position_ids that restart, or set the model's attention dropout to 0",
         )

@@ -12,8 +12,7 @@ sequence each:
 The model keeps its modules and their forward; collectives stand in hooks at the borders of the regions.
 """
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -27,29 +26,25 @@ from transformers.pytorch_utils import Conv1D
 from weft.anatomy.roles import Anatomy, Block
 from weft.comm import collectives
 from weft.errors import PlanError
+from weft.parallel.matrices import (
+    DOWN,
+    KEY_VALUE,
+    LATENT_KEY_VALUE,
+    PACKED_QUERY_KEY_VALUE,
+    PACKED_UP,
+    PER_HEAD,
+    QUERY,
+    UP,
+    count_heads,
+    count_kv_heads,
+    out_features,
+    wide_norms,
+)
 from weft.parallel.weights import Layout, LocalWeights, Packed, part_bounds, shard_parameter
 from weft.plan import Plan
 
-# Last names of matrices, as found in the families of Transformers 5.17 to 5.23.
-QUERY = re.compile(r"q_proj|q_b_proj|query|wq|gate_proj|g_proj")  # and a gate on what each head gives
-KEY_VALUE = re.compile(r"k_proj|v_proj|key|value|wk|wv")
-LATENT_KEY_VALUE = re.compile(r"kv_b_proj")  # a key and a value for every query head
-PACKED_QUERY_KEY_VALUE = re.compile(r"qkv_proj|c_attn")
-PACKED_UP = re.compile(r"gate_up_proj")
-# Families whose packed matrices are known to have one projection below the other. Others (GPT-NeoX) mix them head by head:
-# a split by the wrong order would give wrong numbers without a word.
-PACKED_FAMILIES = ("gpt2", "phi3")
 # Families that give what the final norm makes the shape of their input_ids: the sequence must be whole by then.
 RESHAPED_TO_ROWS = ("gpt2",)
-UP = re.compile(r"gate_proj|up_proj|c_fc|fc1|fc_in|w1|w3|dense_h_to_4h")
-DOWN = re.compile(r"o_proj|out_proj|down_proj|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h")
-REPLICATED = re.compile(r"q_a_proj|kv_a_proj_with_mqa|.*norm.*|ln_.*")
-PER_HEAD = re.compile(r"sinks|gate_bias")
-# Norms inside attention that see one head, or all of a projection's output (see `_wide_norms`).
-PROJECTION_NORM = re.compile(r"(q|k|v|query|key|value|q_a|kv_a)_(layer)?norm")
-CROSS_ATTENTION = re.compile(r"encoder_attn|cross_?att(entio)?n")
-ATTENTION_MATRICES = (QUERY, KEY_VALUE, LATENT_KEY_VALUE, PACKED_QUERY_KEY_VALUE, DOWN, REPLICATED)
-MLP_MATRICES = (PACKED_UP, UP, DOWN)
 
 SEQUENCE = 1  # dim of [batch, sequence, hidden]
 
@@ -66,212 +61,6 @@ def split_tensors(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, mesh: De
     for block in anatomy.blocks:
         _split_block(model, block, sp, tp)
     _split_ends(model, anatomy, sp, group, tp)
-
-
-def check_tensors(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
-    """Refuse a number of tp ranks that heads, KV heads or hidden units cannot be divided by, and what has no known role.
-
-    Raises:
-        PlanError: with the numbers.
-    """
-    config = model.config.get_text_config()
-    check_decoder(model, anatomy, "tp")
-    for block in anatomy.blocks:
-        if block.recurrence:
-            raise PlanError(
-                f"{block.recurrence[0]} carries a state that tp = {tp} cannot split",
-                where=f"plan.parallel.tp, model_type {anatomy.family}",
-                rule="tensor parallelism splits softmax attention and MLPs",
-                fix="set plan.parallel.tp = 1",
-            )
-    _check_rest(model, anatomy)
-    heads, kv_heads = count_heads(config), count_kv_heads(config)
-    if heads % tp:
-        raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}", heads)
-    if kv_heads % tp and tp % kv_heads:
-        raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by them", kv_heads)
-    for block in anatomy.blocks:
-        for name in (child for part in block.attention + block.mlp for child in _children(model, part)):
-            last = name.rpartition(".")[2]
-            packed = PACKED_QUERY_KEY_VALUE.fullmatch(last) or PACKED_UP.fullmatch(last)
-            if packed and not block.is_moe and anatomy.family not in PACKED_FAMILIES:
-                raise PlanError(
-                    f"the order of rows in {name} is not known",
-                    where=f"plan.parallel.tp, model_type {anatomy.family}",
-                    rule=f"a matrix that holds several projections is split where their order is known: {PACKED_FAMILIES}",
-                    fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tensor.py this family",
-                )
-        for name in block.attention:
-            _check_attention(name, model.get_submodule(name), config, tp)
-        for name in () if block.is_moe else block.mlp:
-            _check_matrices(name, model.get_submodule(name), MLP_MATRICES, tp)
-
-
-def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str) -> None:
-    """Refuse to split what is not one stack of decoder blocks, each with its own attention over the same tokens.
-
-    Args:
-        model: whole.
-        anatomy: its roles.
-        axis: of the plan.
-
-    Raises:
-        PlanError: blocks attend to an encoder, or have several attentions in one.
-    """
-    for block in anatomy.blocks:
-        children = dict(model.get_submodule(block.name).named_children())
-        cross = [name for name in children if CROSS_ATTENTION.fullmatch(name)]
-        several = [name for name in block.attention if isinstance(model.get_submodule(name), nn.ModuleList)]
-        if cross or several:
-            what = (
-                f"{block.name} attends to an encoder ({cross[0]})" if cross else f"{several[0]} is a list of attentions"
-            )
-            raise PlanError(
-                what,
-                where=f"plan.parallel.{axis}, model_type {anatomy.family}",
-                rule="decoder-only language models are split: one attention a block, over the tokens of the block",
-                fix=f"set plan.parallel.{axis} = 1",
-            )
-
-
-def _check_rest(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    """What is neither in a block nor at the ends would compute with a part of the sequence, and its gradient be a part."""
-    known = {anatomy.embedding, anatomy.head, anatomy.final_norm}
-    blocks = tuple(f"{block.name}." for block in anatomy.blocks)
-    for name, module in model.named_modules():
-        has_weights = any(True for _ in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding)
-        makes_positions = name.endswith("embed_positions") and not isinstance(module, nn.Embedding)
-        if (has_weights or makes_positions) and name not in known and not f"{name}.".startswith(blocks):
-            raise _unknown_role(name, "besides embeddings, blocks, final norm and head, nothing is split")
-
-
-def _unknown_role(name: str, rule: str) -> PlanError:
-    return PlanError(
-        f"tensor parallelism does not know the role of {name}",
-        where="plan.parallel.tp",
-        rule=rule,
-        fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tensor.py this name",
-    )
-
-
-def _children(model: PreTrainedModel, part: str) -> list[str]:
-    return [f"{part}.{name}" for name, _ in model.get_submodule(part).named_children()]
-
-
-def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> None:
-    _check_matrices(name, attention, ATTENTION_MATRICES, tp)
-    heads, kv_heads = count_heads(config), count_kv_heads(config)
-    for child, module in attention.named_modules():
-        own = [key for key, _ in module.named_parameters(recurse=False) if not PER_HEAD.fullmatch(key)]
-        norm = PROJECTION_NORM.fullmatch(child.rpartition(".")[2])
-        if own and not norm and not isinstance(module, nn.Linear | Conv1D):
-            raise _unknown_role(f"{name}.{child or own[0]}", "weights inside attention are split by heads")
-        if norm and any(parameter.ndim > 1 for parameter in module.parameters()):
-            raise _unknown_role(f"{name}.{child}", "a norm of queries or keys has one weight for each feature")
-    _check_own_heads(name, attention, heads, kv_heads)
-    packed = any(PACKED_QUERY_KEY_VALUE.fullmatch(child) for child, _ in attention.named_children())
-    wide = any(True for _ in _wide_norms(attention))
-    if kv_heads % tp and (packed or wide):
-        reason = "stand in one matrix with the queries" if packed else "are normalised all at once"
-        raise PlanError(
-            f"{kv_heads} KV heads cannot be divided by tp = {tp}, and those of {name} {reason}",
-            where="plan.parallel.tp",
-            rule="KV heads are copied to several ranks only where they have a matrix and a norm of their own",
-            fix=f"set plan.parallel.tp to a divisor of {kv_heads} (and of {heads})",
-        )
-
-
-def _check_own_heads(name: str, attention: Any, heads: int, kv_heads: int) -> None:
-    """Heads of this attention are as many as the configuration says, where its own sizes tell."""
-    head_dim, groups = getattr(attention, "head_dim", None), getattr(attention, "num_key_value_groups", None)
-    keys = getattr(attention, "k_proj", None)
-    found = _out_features(keys) // head_dim if keys is not None and head_dim and hasattr(keys, "weight") else kv_heads
-    if found != kv_heads or (groups is not None and groups * kv_heads != heads):
-        raise PlanError(
-            f"{name} has another number of KV heads than the {kv_heads} of the configuration",
-            where="plan.parallel.tp",
-            rule="heads are shared by tp ranks by the numbers of the configuration",
-            fix="set plan.parallel.tp = 1",
-        )
-
-
-def _check_matrices(name: str, part: nn.Module, known: tuple[re.Pattern[str], ...], tp: int) -> None:
-    """Every matrix below a part has a role, and those with outputs for every head or hidden unit can be cut."""
-    for child, module in part.named_modules():
-        full = f"{name}.{child}" if child else name
-        last = full.rpartition(".")[2]
-        if isinstance(module, nn.Linear | Conv1D) and not any(pattern.fullmatch(last) for pattern in known):
-            raise _unknown_role(
-                full, f"a matrix is split by rows or columns according to its name; {last} is not among the known ones"
-            )
-        # A single number, as of a learned activation, is the same for every hidden unit.
-        wide = any(parameter.numel() > 1 for parameter in module.parameters(recurse=False))
-        if wide and known is MLP_MATRICES and not isinstance(module, nn.Linear | Conv1D):
-            raise _unknown_role(full, "weights inside an MLP are split by hidden units")
-        if isinstance(module, nn.Linear | Conv1D) and known is MLP_MATRICES:
-            units = _inner_features(module, last)
-            if units % tp:
-                raise PlanError(
-                    f"{units} hidden units of {full} cannot be divided by tp = {tp}",
-                    where="plan.parallel.tp",
-                    rule="every tp rank has as many hidden units of an MLP",
-                    fix="choose a tp that divides them",
-                )
-
-
-def _inner_features(module: Any, last: str) -> int:
-    """Hidden units of the MLP that a matrix belongs to, each projection of a packed one for itself."""
-    if DOWN.fullmatch(last):
-        return int(module.weight.shape[0 if isinstance(module, Conv1D) else 1])
-    return _out_features(module) // (2 if PACKED_UP.fullmatch(last) else 1)
-
-
-def _refusal(anatomy: Anatomy, what: str, number: int) -> PlanError:
-    divisors = [str(i) for i in range(1, number + 1) if number % i == 0]
-    return PlanError(
-        what,
-        where=f"plan.parallel.tp, model_type {anatomy.family}",
-        rule="every tp rank has as many whole heads; with fewer KV heads than ranks, as many ranks for each KV head",
-        fix=f"set plan.parallel.tp to one of {', '.join(divisors)}",
-    )
-
-
-def count_heads(config: Any) -> int:
-    """Query heads of an attention, by the configuration of a language model.
-
-    Raises:
-        PlanError: it does not say, or heads differ from layer to layer.
-    """
-    heads = _read_heads(config, "num_attention_heads")
-    if not isinstance(heads, int):
-        raise PlanError(
-            f"the configuration of {config.model_type} does not say how many attention heads there are",
-            where="plan.parallel",
-            rule="heads are shared by the ranks of tp, and of cp_ulysses",
-            fix="set plan.parallel.tp = 1 and plan.parallel.cp = 1",
-        )
-    return heads
-
-
-def count_kv_heads(config: Any) -> int:
-    """Heads of keys and values, by the configuration of a language model; as many as query heads where it does not say.
-
-    Raises:
-        PlanError: see `count_heads`.
-    """
-    return _read_heads(config, "num_key_value_heads") or count_heads(config)
-
-
-def _read_heads(config: Any, key: str) -> Any:
-    try:
-        return getattr(config, key, None)
-    except RuntimeError:  # Transformers' AmbiguousGlobalPerLayerAttributeError
-        raise PlanError(
-            f"{key} of {config.model_type} differs from layer to layer",
-            where="plan.parallel",
-            rule="heads are shared by the ranks of tp, and of cp_ulysses, in the same way in every layer",
-            fix="set plan.parallel.tp = 1 and plan.parallel.cp = 1",
-        ) from None
 
 
 def _split_block(model: PreTrainedModel, block: Block, sp: bool, tp: DeviceMesh) -> None:
@@ -321,7 +110,7 @@ def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceM
         elif QUERY.fullmatch(last) or KEY_VALUE.fullmatch(last) or LATENT_KEY_VALUE.fullmatch(last):
             layouts |= _split_column(full, module, tp)
         elif PACKED_QUERY_KEY_VALUE.fullmatch(last):
-            width = _out_features(module) // (heads + 2 * kv_heads)
+            width = out_features(module) // (heads + 2 * kv_heads)
             sizes = (heads * width, kv_heads * width, kv_heads * width)
             layouts |= _split_column(full, module, tp, sizes)
         elif DOWN.fullmatch(last):
@@ -330,7 +119,7 @@ def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceM
         shard_parameter(attention, name, 0, tp)
         layouts[f"{prefix}.{name}"] = Layout("shard")
     _tell_heads(attention, ranks, heads, kv_heads)
-    _gather_for_wide_norms(attention, tp.get_group())
+    _gather_forwide_norms(attention, tp.get_group())
     return layouts
 
 
@@ -342,7 +131,7 @@ def _split_mlp(prefix: str, mlp: nn.Module, tp: DeviceMesh) -> dict[str, Layout]
         if not isinstance(module, nn.Linear | Conv1D):
             continue
         if PACKED_UP.fullmatch(last):
-            half = _out_features(module) // 2
+            half = out_features(module) // 2
             layouts |= _split_column(full, module, tp, (half, half))
         elif UP.fullmatch(last):
             layouts |= _split_column(full, module, tp)
@@ -371,10 +160,6 @@ def _split_row(name: str, module: Any, tp: DeviceMesh) -> dict[str, Layout]:
     return layouts | ({f"{name}.bias": Layout("once")} if module.bias is not None else {})
 
 
-def _out_features(module: Any) -> int:
-    return int(module.weight.shape[1 if isinstance(module, Conv1D) else 0])
-
-
 def _tell_heads(attention: Any, ranks: int, heads: int, kv_heads: int) -> None:
     """Where an attention counts heads by itself, in place of reading them from shapes, tell it how many a rank has."""
     own_kv = max(kv_heads // ranks, 1)
@@ -394,18 +179,9 @@ def _tell_heads(attention: Any, ranks: int, heads: int, kv_heads: int) -> None:
         attention.config.num_attention_heads, attention.config.num_key_value_heads = heads // ranks, own_kv
 
 
-def _wide_norms(attention: nn.Module) -> Iterator[nn.Module]:
-    """Norms of queries and keys over all heads at once, as in OLMo-2."""
-    head_dim = getattr(attention, "head_dim", None)
-    for name, module in attention.named_children():
-        weight = getattr(module, "weight", None)
-        if re.fullmatch(r"([qk]|query|key)_(layer)?norm", name) and weight is not None and weight.numel() != head_dim:
-            yield module
-
-
-def _gather_for_wide_norms(attention: nn.Module, group: dist.ProcessGroup) -> None:
+def _gather_forwide_norms(attention: nn.Module, group: dist.ProcessGroup) -> None:
     """Let a norm over all heads see the outputs of all ranks."""
-    for norm in _wide_norms(attention):
+    for norm in wide_norms(attention):
         norm.register_forward_pre_hook(lambda _, args: (collectives.gather(args[0], group, -1), *args[1:]))
         norm.register_forward_hook(lambda _, args, out: out.chunk(group.size(), -1)[group.rank()])
 

@@ -15,7 +15,7 @@ from weft.cluster.mesh import CONTEXT_AXES, DATA_AXES
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED, MicroBatch
 from weft.parallel.data import begin_micro_batch
-from weft.parallel.loss import cross_entropy_sum
+from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.rows import part_of_rows
 from weft.plan import Plan
 from weft.precision.guard import find_culprit
@@ -53,7 +53,8 @@ def token_loss(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh | Non
         arguments["output_router_logits"] = False
     output = model(input_ids=batch.input_ids, **arguments)
     targets = part_of_rows(batch.targets, mesh) if mesh else batch.targets
-    return cross_entropy_sum(output.logits, targets, IGNORED, mesh.get_group("tp") if mesh else None)
+    group = mesh.get_group("tp") if mesh else None
+    return cross_entropy_sum(output.logits, targets, IGNORED, group, vocab_size(model))
 
 
 def forward_backward(

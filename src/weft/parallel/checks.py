@@ -1,0 +1,186 @@
+"""What tensor parallelism refuses, before anything is split: heads and units that do not divide, and unknown roles."""
+
+import re
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from weft.anatomy.roles import Anatomy
+from weft.errors import PlanError
+from weft.parallel.matrices import (
+    ATTENTION_MATRICES,
+    CROSS_ATTENTION,
+    MLP_MATRICES,
+    PACKED_FAMILIES,
+    PACKED_QUERY_KEY_VALUE,
+    PACKED_UP,
+    PER_HEAD,
+    PROJECTION_NORM,
+    count_heads,
+    count_kv_heads,
+    inner_features,
+    out_features,
+    wide_norms,
+)
+
+
+def check_tensors(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
+    """Refuse a number of tp ranks that heads, KV heads or hidden units cannot be divided by, and what has no known role.
+
+    Raises:
+        PlanError: with the numbers.
+    """
+    config = model.config.get_text_config()
+    check_decoder(model, anatomy, "tp")
+    _check_rest(model, anatomy)
+    heads, kv_heads = count_heads(config), count_kv_heads(config)
+    if heads % tp:
+        raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}", heads)
+    if kv_heads % tp and tp % kv_heads:
+        raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by them", kv_heads)
+    for block in anatomy.blocks:
+        for name in (child for part in block.attention + block.mlp for child in _children(model, part)):
+            last = name.rpartition(".")[2]
+            packed = PACKED_QUERY_KEY_VALUE.fullmatch(last) or PACKED_UP.fullmatch(last)
+            if packed and not block.is_moe and anatomy.family not in PACKED_FAMILIES:
+                raise PlanError(
+                    f"the order of rows in {name} is not known",
+                    where=f"plan.parallel.tp, model_type {anatomy.family}",
+                    rule=f"a matrix that holds several projections is split where their order is known: {PACKED_FAMILIES}",
+                    fix="set plan.parallel.tp = 1, or teach src/weft/parallel/matrices.py this family",
+                )
+        for name in block.attention:
+            _check_attention(name, model.get_submodule(name), config, tp)
+        for name in () if block.is_moe else block.mlp:
+            _check_matrices(name, model.get_submodule(name), MLP_MATRICES, tp)
+
+
+def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str) -> None:
+    """Refuse to split what is not one stack of decoder blocks, each with its own attention over the same tokens.
+
+    Args:
+        model: whole.
+        anatomy: its roles.
+        axis: of the plan.
+
+    Raises:
+        PlanError: blocks attend to an encoder, have several attentions in one, or carry a state along the sequence.
+    """
+    for block in anatomy.blocks:
+        if block.recurrence:
+            raise PlanError(
+                f"{block.recurrence[0]} carries a state along the sequence",
+                where=f"plan.parallel.{axis}, model_type {anatomy.family}",
+                rule="tensor and context parallelism split softmax attention and MLPs",
+                fix=f"set plan.parallel.{axis} = 1",
+            )
+        children = dict(model.get_submodule(block.name).named_children())
+        cross = [name for name in children if CROSS_ATTENTION.fullmatch(name)]
+        several = [name for name in block.attention if isinstance(model.get_submodule(name), nn.ModuleList)]
+        if cross or several:
+            what = (
+                f"{block.name} attends to an encoder ({cross[0]})" if cross else f"{several[0]} is a list of attentions"
+            )
+            raise PlanError(
+                what,
+                where=f"plan.parallel.{axis}, model_type {anatomy.family}",
+                rule="decoder-only language models are split: one attention a block, over the tokens of the block",
+                fix=f"set plan.parallel.{axis} = 1",
+            )
+
+
+def _check_rest(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    """What is neither in a block nor at the ends would compute with a part of the sequence, and its gradient be a part."""
+    known = {anatomy.embedding, anatomy.head, anatomy.final_norm}
+    blocks = tuple(f"{block.name}." for block in anatomy.blocks)
+    for name, module in model.named_modules():
+        has_weights = any(True for _ in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding)
+        makes_positions = name.endswith("embed_positions") and not isinstance(module, nn.Embedding)
+        if (has_weights or makes_positions) and name not in known and not f"{name}.".startswith(blocks):
+            raise _unknown_role(name, "besides embeddings, blocks, final norm and head, nothing is split")
+
+
+def _unknown_role(name: str, rule: str) -> PlanError:
+    return PlanError(
+        f"tensor parallelism does not know the role of {name}",
+        where="plan.parallel.tp",
+        rule=rule,
+        fix="set plan.parallel.tp = 1, or teach src/weft/parallel/matrices.py this name",
+    )
+
+
+def _children(model: PreTrainedModel, part: str) -> list[str]:
+    return [f"{part}.{name}" for name, _ in model.get_submodule(part).named_children()]
+
+
+def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> None:
+    _check_matrices(name, attention, ATTENTION_MATRICES, tp)
+    heads, kv_heads = count_heads(config), count_kv_heads(config)
+    for child, module in attention.named_modules():
+        own = [key for key, _ in module.named_parameters(recurse=False) if not PER_HEAD.fullmatch(key)]
+        norm = PROJECTION_NORM.fullmatch(child.rpartition(".")[2])
+        if own and not norm and not isinstance(module, nn.Linear | Conv1D):
+            raise _unknown_role(f"{name}.{child or own[0]}", "weights inside attention are split by heads")
+        if norm and any(parameter.ndim > 1 for parameter in module.parameters()):
+            raise _unknown_role(f"{name}.{child}", "a norm of queries or keys has one weight for each feature")
+    _check_own_heads(name, attention, heads, kv_heads)
+    packed = any(PACKED_QUERY_KEY_VALUE.fullmatch(child) for child, _ in attention.named_children())
+    wide = any(True for _ in wide_norms(attention))
+    if kv_heads % tp and (packed or wide):
+        reason = "stand in one matrix with the queries" if packed else "are normalised all at once"
+        raise PlanError(
+            f"{kv_heads} KV heads cannot be divided by tp = {tp}, and those of {name} {reason}",
+            where="plan.parallel.tp",
+            rule="KV heads are copied to several ranks only where they have a matrix and a norm of their own",
+            fix=f"set plan.parallel.tp to a divisor of {kv_heads} (and of {heads})",
+        )
+
+
+def _check_own_heads(name: str, attention: Any, heads: int, kv_heads: int) -> None:
+    """Heads of this attention are as many as the configuration says, where its own sizes tell."""
+    head_dim, groups = getattr(attention, "head_dim", None), getattr(attention, "num_key_value_groups", None)
+    keys = getattr(attention, "k_proj", None)
+    found = out_features(keys) // head_dim if keys is not None and head_dim and hasattr(keys, "weight") else kv_heads
+    if found != kv_heads or (groups is not None and groups * kv_heads != heads):
+        raise PlanError(
+            f"{name} has another number of KV heads than the {kv_heads} of the configuration",
+            where="plan.parallel.tp",
+            rule="heads are shared by tp ranks by the numbers of the configuration",
+            fix="set plan.parallel.tp = 1",
+        )
+
+
+def _check_matrices(name: str, part: nn.Module, known: tuple[re.Pattern[str], ...], tp: int) -> None:
+    """Every matrix below a part has a role, and those with outputs for every head or hidden unit can be cut."""
+    for child, module in part.named_modules():
+        full = f"{name}.{child}" if child else name
+        last = full.rpartition(".")[2]
+        if isinstance(module, nn.Linear | Conv1D) and not any(pattern.fullmatch(last) for pattern in known):
+            raise _unknown_role(
+                full, f"a matrix is split by rows or columns according to its name; {last} is not among the known ones"
+            )
+        # A single number, as of a learned activation, is the same for every hidden unit.
+        wide = any(parameter.numel() > 1 for parameter in module.parameters(recurse=False))
+        if wide and known is MLP_MATRICES and not isinstance(module, nn.Linear | Conv1D):
+            raise _unknown_role(full, "weights inside an MLP are split by hidden units")
+        if isinstance(module, nn.Linear | Conv1D) and known is MLP_MATRICES:
+            units = inner_features(module, last)
+            if units % tp:
+                raise PlanError(
+                    f"{units} hidden units of {full} cannot be divided by tp = {tp}",
+                    where="plan.parallel.tp",
+                    rule="every tp rank has as many hidden units of an MLP",
+                    fix="choose a tp that divides them",
+                )
+
+
+def _refusal(anatomy: Anatomy, what: str, number: int) -> PlanError:
+    divisors = [str(i) for i in range(1, number + 1) if number % i == 0]
+    return PlanError(
+        what,
+        where=f"plan.parallel.tp, model_type {anatomy.family}",
+        rule="every tp rank has as many whole heads; with fewer KV heads than ranks, as many ranks for each KV head",
+        fix=f"set plan.parallel.tp to one of {', '.join(divisors)}",
+    )
