@@ -3,7 +3,7 @@
 import pytest
 
 from weft.errors import PlanError
-from weft.plan import RULES, Parallel, Plan, Precision
+from weft.plan import RULES, Parallel, Pipeline, Plan, Precision
 
 
 def test_what_is_left_goes_to_dp_shard() -> None:
@@ -18,7 +18,6 @@ def test_what_is_left_goes_to_dp_shard() -> None:
         ({"dp_replicate": 3}, 4, "4 ranks cannot be divided by dp_replicate 3"),
         ({"dp_replicate": 2, "dp_shard": 3}, 4, "= 6, but there are 4 ranks"),
         ({"dp_shard": 0}, 1, "dp_shard = 0"),
-        ({"pp": 2}, 2, "pipeline parallelism is not built yet"),
         ({"ep": 3}, 4, "ep 3 does not divide dp_shard 4"),
     ],
 )
@@ -45,7 +44,8 @@ def test_excluded_formats(precision: dict[str, str]) -> None:
 
 def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
     breaking = [
-        Plan(parallel=Parallel(pp=2)),
+        Plan(pipeline=Pipeline(virtual_stages=2)),
+        Plan(pipeline=Pipeline(stage_blocks=(1, 2), head_cost=1)),
         Plan(parallel=Parallel(cp=2, cp_ulysses=3)),
         Plan(parallel=Parallel(dp_shard=0)),
         Plan(precision=Precision(forward="fp16")),

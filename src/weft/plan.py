@@ -37,7 +37,7 @@ class Parallel(Table):
     ep: Degree = 1
     """Expert parallelism: ranks that share the experts of a layer."""
     pp: Degree = 1
-    """Pipeline parallelism: stages."""
+    """Pipeline parallelism: ranks that share the blocks."""
 
     @property
     def data_ranks(self) -> int:
@@ -48,6 +48,23 @@ class Parallel(Table):
     def gradient_ranks(self) -> int:
         """Ranks whose gradients are averaged: those that see different tokens, tp ranks apart."""
         return self.data_ranks * self.cp
+
+
+class Pipeline(Table):
+    """How the stages of a pipeline are cut, and in which order they work."""
+
+    schedule: str = "1f1b"
+    """Name of a schedule, or a file of one's own that ends in .csv: one line a rank, one cell a slot."""
+    virtual_stages: Degree = 1
+    """Stages that each rank holds."""
+    stage_blocks: tuple[Degree, ...] = ()
+    """Blocks of each stage, first to last; empty: cut by cost."""
+    block_costs: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Cost of each block; empty: all the same."""
+    embedding_cost: Annotated[float, Field(ge=0)] = 0.0
+    """Cost of the embedding, in the unit of block_costs (a block, where that is empty)."""
+    head_cost: Annotated[float, Field(ge=0)] = 0.0
+    """Cost of last norm, head and loss, in the same unit."""
 
 
 class Precision(Table):
@@ -67,6 +84,7 @@ class Plan(Table):
     """How a model runs on a cluster. Frozen; read by the runtime, the planner, checkpoints and the report alike."""
 
     parallel: Parallel = Parallel()
+    pipeline: Pipeline = Pipeline()
     precision: Precision = Precision()
 
     def resolve(self, world_size: int) -> "Plan":
@@ -123,18 +141,21 @@ class Rule(Table):
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def _not_built(key: str, what: str) -> Rule:
-    return Rule(
-        name=f"{key} > 1: {what} is not built yet",
-        broken=lambda plan: getattr(plan.parallel, key) > 1,
-        reason="this version of Weft splits data, matrices, sequences and experts",
-        fix=f"leave plan.parallel.{key} at 1",
-    )
-
-
 # The one table of settings that exclude each other: the runtime, the planner and the docs read it.
 RULES: tuple[Rule, ...] = (
-    _not_built("pp", "pipeline parallelism"),
+    Rule(
+        name="virtual_stages > 1 without a pipeline",
+        broken=lambda plan: plan.pipeline.virtual_stages > 1 and plan.parallel.pp == 1,
+        reason="virtual stages are what a rank of a pipeline holds more than one of",
+        fix="set plan.parallel.pp to the ranks of the pipeline, or leave plan.pipeline.virtual_stages at 1",
+    ),
+    Rule(
+        name="stage_blocks and costs at once",
+        broken=lambda plan: bool(plan.pipeline.stage_blocks)
+        and (bool(plan.pipeline.block_costs) or plan.pipeline.embedding_cost + plan.pipeline.head_cost > 0),
+        reason="stages are cut either by the given numbers of blocks or by cost",
+        fix="leave out plan.pipeline.stage_blocks, or all costs",
+    ),
     Rule(
         name="cp_ulysses does not divide cp",
         broken=lambda plan: plan.parallel.cp % plan.parallel.cp_ulysses > 0,

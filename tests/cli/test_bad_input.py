@@ -31,12 +31,28 @@ def heads(number: int, kv_number: int) -> list[str]:
     return [f"model.config.{key}={value}" for key, value in table.items()]
 
 
+def blocks(number: int) -> list[str]:
+    return [f"model.config.num_hidden_layers={number}"]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["train.stepz=3"], ["unknown key train.stepz", "did you mean train.steps?"]),
         (["plan.parallel.dp_replicate=3"], ["2 ranks cannot be divided by dp_replicate 3", "multiple of 3"]),
-        (["plan.parallel.pp=2"], ["pipeline parallelism is not built yet"]),
+        (["plan.parallel.pp=2", "model.config.num_hidden_layers=1"], ["1 blocks cannot fill 2 stages"]),
+        (["plan.parallel.pp=2", "plan.pipeline.schedule=1f2b"], ["unknown schedule '1f2b'", "did you mean '1f1b'?"]),
+        (
+            ["plan.parallel.pp=2", "plan.pipeline.schedule=dualpipev", "plan.pipeline.virtual_stages=2", *blocks(4)],
+            ["1 micro-batches with dualpipev on 2 ranks", "at least 4 micro-batches"],
+        ),
+        (
+            ["plan.parallel.pp=2", "plan.pipeline.stage_blocks=[1,2]"],
+            ["stage_blocks names 3 blocks in 2 stages", "there are 2 blocks"],
+        ),
+        (["plan.parallel.pp=2", "plan.pipeline.stage_blocks=[0,2]"], ["greater than or equal to 1"]),
+        (["plan.pipeline.virtual_stages=2"], ["virtual_stages > 1 without a pipeline"]),
+        (["plan.parallel.pp=2", "plan.pipeline.schedule=missing.csv"], ["missing.csv cannot be read"]),
         (
             ["plan.parallel.tp=2", *heads(3, 3)],
             ["3 attention heads cannot be divided by tp = 2", "one of 1, 3"],

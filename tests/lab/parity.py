@@ -1,6 +1,7 @@
 """Parity: the untouched model in one process against a plan on several ranks, over loss, logits, every gradient and steps."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,11 @@ from weft.job import Model, Optimizer
 from weft.parallel.dropout import set_dropout_seed
 from weft.parallel.parallelize import parallelize
 from weft.parallel.rows import part_of_rows
-from weft.plan import Parallel, Plan, Precision
+from weft.plan import Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import build_optimizer, learning_rate
-from weft.train.step import evaluate, forward_backward, train_step
+from weft.train.step import evaluate, forward, forward_backward, train_step
 
 STEPS = 3
 # A large eps: Adam divides by the gradient's size, and where a gradient is all rounding, so would be the step.
@@ -51,8 +52,9 @@ class Trace:
     data_rank: int = 0
 
 
-def plan_for(dtype: str, **parallel: int) -> Plan:
-    return Plan(parallel=Parallel(**parallel), precision=Precision(forward=dtype, update=dtype, reduce=dtype))  # type: ignore[arg-type]
+def plan_for(dtype: str, pipeline: Pipeline | None = None, **parallel: int) -> Plan:
+    precision = Precision(forward=dtype, update=dtype, reduce=dtype)  # type: ignore[arg-type]
+    return Plan(parallel=Parallel(**parallel), pipeline=pipeline or Pipeline(), precision=precision)  # type: ignore[arg-type]
 
 
 def packed_batches(vocab_size: int, rows: int = 4, seq_len: int = 16) -> list[MicroBatch]:
@@ -63,7 +65,7 @@ def packed_batches(vocab_size: int, rows: int = 4, seq_len: int = 16) -> list[Mi
         tokens = torch.randint(3, vocab_size, (rows, seq_len + 1), generator=generator)
         targets, positions = tokens[:, 1:].clone(), torch.arange(seq_len).repeat(rows, 1)
         for row in range(rows):
-            border = 3 + 3 * row % seq_len
+            border = 3 + 3 * row % (seq_len - 3)
             targets[row, border - 1] = -100
             positions[row, border:] -= border
         targets[0, 9:] = -100  # a row with padding
@@ -142,7 +144,7 @@ def run_plan(
     optimizer.zero_grad()
 
     with torch.no_grad():
-        logits = [whole_logits(model, b, mesh) for b in shares[0]]
+        logits = logits_of_all(model, shares[0], mesh)
     losses, norms, scale = [], [], LossScale.from_plan(plan.precision.loss_scale)
     for step, mine in enumerate(shares, 1):
         for group in optimizer.param_groups:
@@ -154,13 +156,34 @@ def run_plan(
         norms.append(result.grad_norm)
         scale = result.loss_scale
     held_out = evaluate(model, shares[0], mesh)
-    return Trace(losses, norms, torch.cat(logits), gradients, gather_weights(model), held_out, data_rank(mesh))
+    return Trace(
+        losses,
+        norms,
+        torch.cat(logits) if logits else torch.empty(0),
+        gradients,
+        gather_weights(model),
+        held_out,
+        data_rank(mesh),
+    )
 
 
-def whole_logits(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh) -> torch.Tensor:
+def logits_of_all(model: Any, batches: list[MicroBatch], mesh: DeviceMesh) -> list[torch.Tensor]:
+    """Whole logits of each micro-batch; of a pipeline, on the rank of its last stage."""
+    if mesh["pp"].size() == 1:
+        return [whole_logits(forward(model, batch).logits, batch, mesh) for batch in batches]
+    found: list[torch.Tensor] = []
+    join_axes(mesh, CONTEXT_AXES)  # by all ranks, although only those of the last stage use it
+
+    def keep(output: Any, batch: MicroBatch, _: Any) -> torch.Tensor:
+        found.append(whole_logits(output.logits, batch, mesh))
+        return output.logits
+
+    model.pipeline.evaluate(batches, partial(forward, model), keep)
+    return found
+
+
+def whole_logits(logits: torch.Tensor, batch: MicroBatch, mesh: DeviceMesh) -> torch.Tensor:
     """Logits of all the vocabulary and of whole rows, in natural order."""
-    masks = None if getattr(model, "takes_whole_rows", False) else document_masks(model, batch.position_ids)
-    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks).logits
     logits = torch.cat(gather_objects(logits, mesh.get_group("tp")), -1)
     if mesh[CONTEXT_AXES].size() == 1:
         return logits
@@ -183,7 +206,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_parity(source: Model, plan: Plan, world_size: int, micro_batch: int, rows_at_once: int = 4) -> None:
+def assert_parity(
+    source: Model, plan: Plan, world_size: int, micro_batch: int, rows_at_once: int = 4, rows: int = 4
+) -> None:
     """Fail with the first thing that differs by more than the tolerance (relative to the largest value of its tensor).
 
     Args:
@@ -192,9 +217,10 @@ def assert_parity(source: Model, plan: Plan, world_size: int, micro_batch: int, 
         world_size: ranks.
         micro_batch: rows a rank takes at once.
         rows_at_once: rows the untouched model takes at once: the whole batch of 4, unless a model sums in float32 inside.
+        rows: of the global batch.
     """
     dtype = plan.precision.update
-    batches = packed_batches(read_config(source).vocab_size)
+    batches = packed_batches(read_config(source).vocab_size, rows)
     expected = reference(source, dtype, batches, rows_at_once)
     traces = run_ranks(world_size, run_plan, source, plan, batches, micro_batch, timeout=120)
     tolerance = TOLERANCE[dtype]
@@ -204,10 +230,15 @@ def assert_parity(source: Model, plan: Plan, world_size: int, micro_batch: int, 
         held_out = torch.tensor([trace.held_out]), torch.tensor([expected.held_out])
         compare(f"rank {rank}: held-out loss", *held_out, tolerance)
         compare(f"rank {rank}: gradient norms", torch.tensor(trace.norms), torch.tensor(expected.norms), tolerance)
-        assert set(trace.gradients) == set(expected.gradients)
-        for name, gradient in expected.gradients.items():
-            compare(f"rank {rank}: gradient of {name}", trace.gradients[name], gradient, tolerance)
-    shares = {trace.data_rank: trace.logits for trace in traces}
+        if plan.parallel.pp == 1:
+            assert set(trace.gradients) == set(expected.gradients)
+        for name, gradient in trace.gradients.items():
+            # The head's copy of a tied embedding, which comes first, has the gradient of both.
+            copied = plan.parallel.pp > 1 and name not in expected.gradients
+            expected_gradient = expected.gradients[next(iter(expected.gradients)) if copied else name]
+            compare(f"rank {rank}: gradient of {name}", gradient, expected_gradient, tolerance)
+    assert {name for trace in traces for name in trace.gradients} >= set(expected.gradients)
+    shares = {trace.data_rank: trace.logits for trace in traces if len(trace.logits)}
     compare("logits", torch.cat([shares[i] for i in sorted(shares)]), expected.logits, tolerance)
     for name, weight in expected.weights.items():
         compare(f"weight {name}", traces[0].weights[name], weight, tolerance)

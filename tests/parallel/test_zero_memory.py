@@ -20,7 +20,7 @@ from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import build_optimizer
 from weft.train.state_bytes import measure_model_state
-from weft.train.step import token_loss, train_step
+from weft.train.step import forward, token_loss, train_step
 
 # Wide enough that weights dwarf activations, norms and shards that do not divide.
 SOURCE = Model(config={**family("llama"), "hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
@@ -47,11 +47,11 @@ def count(
         live.track(model)
         live.track(states)
         begin_micro_batch(model, plan, last=False)
-        token_loss(model, batches[0], mesh).backward()
+        token_loss(model, forward(model, batches[0]), batches[0], mesh).backward()
         time.sleep(0.2)  # gloo's thread lets go of its buffers a moment later
         total = live.current
         begin_micro_batch(model, plan, last=True)
-        token_loss(model, batches[0], mesh).backward()
+        token_loss(model, forward(model, batches[0]), batches[0], mesh).backward()
     dense, experts = count_split(model)
     assert plan.parallel.tp > 1 or dense + experts == parameters or plan.parallel.ep > 1
     return total, by_kind, model_state_bytes(dense, plan, experts)

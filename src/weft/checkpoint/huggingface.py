@@ -4,13 +4,16 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from weft.errors import CheckpointError, ModelError
@@ -124,15 +127,34 @@ def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> 
     if problem:
         raise CheckpointError(problem)
     model.to_empty(device=device)
-    model.tie_weights()  # each use of a tied weight got a memory of its own
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    weights: Any = arrange_packed(model, dict(plain.state_dict()), to_rest=True) if plain else {}
-    set_model_state_dict(model, weights, options=options)
-    originals = dict(plain.named_buffers()) if plain else {}
-    for name, buffer in model.named_buffers():  # those that are not saved, such as rotary frequencies
+    if plain_ties_are_here(model):
+        model.tie_weights()  # each use of a tied weight got a memory of its own
+    whole: dict[str, torch.Tensor] = {**dict(plain.named_buffers()), **plain.state_dict()} if plain else {}
+    table = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in whole.items()]
+    own = {**dict(model.named_buffers()), **model.state_dict()}
+    packed = _packed_parameters(model)
+    for name, shape, format in json.loads(_broadcast_text(json.dumps(table))):
+        tensor = torch.empty(shape, dtype=getattr(torch, format.removeprefix("torch.")), device=device)
         if plain is not None:
-            buffer.copy_(originals[name])
-        dist.broadcast(buffer, src=0)
+            tensor.copy_(whole.pop(name))
+        dist.broadcast(tensor, src=0)
+        if name in own:
+            _take_part(own[name], packed[name](tensor, True) if name in packed else tensor)
+
+
+def _take_part(own: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy from a whole tensor what this rank holds of it."""
+    if isinstance(own, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(whole.shape, own.device_mesh, own.placements)
+        whole = whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+        own = own.to_local()
+    own.detach().copy_(whole)
+
+
+def plain_ties_are_here(model: Any) -> bool:
+    """Whether the modules that share a weight are all on this rank; a pipeline may have cut them apart."""
+    pipeline = getattr(model, "pipeline", None)
+    return pipeline is None or (pipeline.relay.has_first() and pipeline.relay.has_last())
 
 
 def _broadcast_text(text: str) -> str:
@@ -152,24 +174,60 @@ def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     level = noise.level
     noise.setLevel(logging.ERROR)  # it warns that tensors over two mesh axes come in two messages
     try:
-        gathered: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return _gather_stages(model)
     finally:
         noise.setLevel(level)
-    return arrange_packed(model, gathered, to_rest=False)
+
+
+@torch.no_grad()
+def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
+    """One tensor at a time: put together inside its stage, and sent by the first rank of the stage."""
+    own, packed = dict(model.state_dict()), _packed_parameters(model)
+    stages: list[Any] = [[(name, tuple(value.shape), value.dtype) for name, value in own.items()]]
+    pipeline = getattr(model, "pipeline", None)
+    group, rank, leads = None, 0, dist.get_rank() == 0
+    if pipeline is not None:
+        group, rank, leads = pipeline.group, pipeline.rank, pipeline.leads
+        mine, stages = stages[0], [None] * group.size()
+        dist.all_gather_object(stages, mine, group)
+    gathered: dict[str, torch.Tensor] = {}
+    for stage, names in enumerate(stages):
+        for name, shape, dtype in names:
+            whole = torch.empty(())
+            if stage == rank:
+                value = own[name]
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                whole = packed[name](whole, False) if name in packed else whole
+                if stage and leads:
+                    dist.send(whole.contiguous(), group=group, group_dst=0)
+            elif leads and rank == 0:
+                whole = torch.empty(shape, dtype=dtype, device=next(iter(own.values())).device)
+                dist.recv(whole, group=group, group_src=stage)
+            if leads and rank == 0 and name not in gathered:
+                gathered[name] = whole.cpu() if whole.device.type != "cpu" else whole.clone()
+    return gathered
 
 
 def arrange_packed(
     model: PreTrainedModel, weights: dict[str, torch.Tensor], *, to_rest: bool
 ) -> dict[str, torch.Tensor]:
     """Bring the rows of packed matrices from the order of the model's authors into that at rest, or back."""
+    packed = _packed_parameters(model)
+    return {name: packed[name](value, to_rest) if name in packed else value for name, value in weights.items()}
+
+
+def _packed_parameters(model: torch.nn.Module) -> dict[str, Callable[[torch.Tensor, bool], torch.Tensor]]:
+    """By name of a parameter that holds several projections: (tensor, to_rest) -> the other order of its rows."""
+    found: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {}
     for name, module in model.named_modules():
         packed: Any = getattr(module, "packed", None)
         for last in packed.dim if packed else ():
-            full = f"{name}.{last}"
-            if full in weights:
-                arrange = packed.by_rank if to_rest else packed.by_projection
-                weights[full] = arrange(weights[full], last)
-    return weights
+            found[f"{name}.{last}"] = partial(_rearrange, packed, last)
+    return found
+
+
+def _rearrange(packed: Any, name: str, tensor: torch.Tensor, to_rest: bool) -> torch.Tensor:
+    return (packed.by_rank if to_rest else packed.by_projection)(tensor, name)
 
 
 def save_folder(

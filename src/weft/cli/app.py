@@ -4,6 +4,7 @@ import typer
 
 from weft.cli.anatomy import anatomy
 from weft.cli.compare import compare
+from weft.cli.dryrun import dryrun
 from weft.cli.export import export
 from weft.cli.report import report
 from weft.cli.schema import schema
@@ -17,5 +18,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, compare, export, report, anatomy, schema):
+for command in (train, compare, dryrun, export, report, anatomy, schema):
     app.command()(command)

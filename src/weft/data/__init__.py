@@ -4,7 +4,7 @@ The launcher calls `prepare` once; each rank opens `Rows` on what it found and d
 """
 
 from weft.data.baselines import scored_pairs, unigram_and_bigram
-from weft.data.batches import IGNORED, MicroBatch, batches, evaluation_batches
+from weft.data.batches import IGNORED, MicroBatch, batches, count_micro_batches, evaluation_batches
 from weft.data.prepare import Prepared, prepare
 from weft.data.rows import Row, Rows
 from weft.data.shards import Span
@@ -17,6 +17,7 @@ __all__ = [
     "Rows",
     "Span",
     "batches",
+    "count_micro_batches",
     "evaluation_batches",
     "prepare",
     "scored_pairs",

@@ -51,6 +51,16 @@ def assemble(rows: Rows, positions: Sequence[int], num_rows: int) -> MicroBatch:
     return MicroBatch(input_ids, position_ids, targets)
 
 
+def count_micro_batches(global_batch: int, micro_batch: int, data_ranks: int) -> int:
+    """Micro-batches that each data rank has in a step of `batches`."""
+    return -(-_share(global_batch, data_ranks) // micro_batch)
+
+
+def _share(global_batch: int, data_ranks: int) -> int:
+    """Rows of a data rank, those without targets among them."""
+    return -(-global_batch // data_ranks)
+
+
 def batches(
     rows: Rows,
     *,
@@ -78,7 +88,7 @@ def batches(
         start_step: first step, after a resume.
     """
     low, high = data_rank * global_batch // data_ranks, (data_rank + 1) * global_batch // data_ranks
-    share = -(-global_batch // data_ranks)
+    share = _share(global_batch, data_ranks)
 
     def prepare_step(step: int) -> list[MicroBatch]:
         mine = range(step * global_batch + low, step * global_batch + high)

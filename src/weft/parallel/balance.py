@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from weft.anatomy.roles import Anatomy
+from weft.anatomy.roles import Anatomy, Block
 from weft.anatomy.transformers import experts_per_token
 from weft.cluster.mesh import AXES, CONTEXT_AXES
 from weft.comm import collectives
@@ -30,7 +30,12 @@ class RouterWatch:
         asked = bool(getattr(config, "output_router_logits", False))
         self.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0)) if asked else 0.0
         self.top_k = experts_per_token(config) or 1
+        self.layers = sum(len(block.router) for block in anatomy.blocks)
+        """With routers, in the whole model."""
+        self.num_experts = max((_count_experts(model, block) for block in anatomy.blocks), default=0)
+        self.model, self.dtype = model, torch.promote_types(model.dtype, torch.float32)
         self.logits: list[Tensor] = []
+        self.counts_load = False
         self.load: dict[str, Tensor] = {}
         """Copies of tokens for each expert since `take_load`, by layer, [num_experts] int64: those of this rank's tokens."""
         for block in anatomy.blocks:
@@ -39,10 +44,15 @@ class RouterWatch:
             for name in block.router if self.coefficient else ():
                 model.get_submodule(name).register_forward_hook(self._keep_logits)
 
+    def is_on(self) -> bool:
+        """Whether the auxiliary loss takes part in the forward that is to come."""
+        return self.coefficient > 0 and self.model.training
+
     def _watch_load(self, name: str, experts: Any) -> None:
         num_experts = getattr(experts, "num_experts", None)  # before expert parallelism leaves a part of them here
         if num_experts is None or not takes_indices(experts):
             return
+        self.counts_load = True
 
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module.training:
@@ -56,52 +66,84 @@ class RouterWatch:
         if router.training:
             self.logits.append(out[0])
 
-    def take_loss(self, rows: int) -> Tensor:
-        """Sum over the rows of the last forward of their auxiliary loss; every rank of cp and tp has the same value.
+    def no_sums(self, rows: int, device: torch.device) -> Tensor:
+        """`take_sums` of no layer."""
+        return torch.zeros(rows, 2, self.num_experts, dtype=self.dtype, device=device)
+
+    def take_sums(self, rows: int, device: torch.device) -> Tensor:
+        """`router_sums` of the layers that ran in the last forward.
 
         Args:
             rows: of the micro-batch.
+            device: of this rank.
         """
         logits, self.logits = self.logits, []
-        return balance_loss(logits, rows, self.top_k, _groups(self.mesh, (*CONTEXT_AXES, "tp"))).sum()
+        return router_sums(logits, rows, self.top_k).to(self.dtype) if logits else self.no_sums(rows, device)
+
+    def loss(self, sums: Tensor, tokens: int) -> Tensor:
+        """Sum over rows of their auxiliary loss; every rank of cp and tp has the same value.
+
+        Args:
+            sums: of all layers of the model.
+            tokens: of a row, on this rank.
+        """
+        groups = [self.mesh.get_group(axis) for axis in (*CONTEXT_AXES, "tp") if self.mesh[axis].size() > 1]
+        return balance_loss(sums, tokens * self.layers, groups).sum()
+
+    def tokens_of(self, seq_len: int) -> int:
+        """Tokens of a row that go through the routers of this rank: tp ranks have a part each, sp or not."""
+        return seq_len // self.mesh[(*CONTEXT_AXES, "tp")].size()
 
     def take_load(self) -> float | None:
         """Load of the busiest expert over the mean, in the most uneven layer, since the last call; the same on all ranks.
 
         None where there are no experts, or none that can be counted.
         """
-        if not self.load:
+        if not self.counts_load:
             return None
-        loads = torch.stack(list(self.load.values()))
-        self.load = {}
-        collectives.all_reduce(loads, self.mesh, tuple(axis for axis in AXES if axis != "pp"))
-        return max(load_imbalance(load) for load in loads)
+        largest = torch.zeros((), dtype=torch.float64)
+        if self.load:
+            loads = torch.stack(list(self.load.values()))
+            collectives.all_reduce(loads, self.mesh, tuple(axis for axis in AXES if axis != "pp"))
+            largest += max(load_imbalance(load) for load in loads)
+            self.load = {}
+        return collectives.all_reduce(largest, self.mesh, ("pp",), "max").item()
 
 
-def balance_loss(logits: list[Tensor], rows: int, top_k: int, groups: list[dist.ProcessGroup]) -> Tensor:
-    """Switch Transformer's auxiliary loss of each row, over the tokens of all layers.
+def router_sums(logits: list[Tensor], rows: int, top_k: int) -> Tensor:
+    """What the auxiliary loss needs of some layers; the sums of all layers add up.
 
     Args:
         logits: of each layer, [rows * tokens, num_experts], row after row: this rank's tokens.
         rows: how many.
         top_k: experts a token goes to.
+
+    Returns:
+        [rows, 2, num_experts] float32 (float64 for float64 logits): choices of each expert, and sums of its probabilities.
+    """
+    stacked = torch.stack([layer.unflatten(0, (rows, -1)) for layer in logits], 1)  # [rows, layers, tokens, experts]
+    probabilities = stacked.to(torch.promote_types(stacked.dtype, torch.float32)).softmax(-1)
+    chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, -1).indices, 1.0)
+    return torch.stack([chosen.sum((1, 2)), probabilities.sum((1, 2))], 1)
+
+
+def balance_loss(sums: Tensor, tokens: int, groups: list[dist.ProcessGroup]) -> Tensor:
+    """Switch Transformer's auxiliary loss of each row, over the tokens of all layers.
+
+    Args:
+        sums: of `router_sums`, over all layers.
+        tokens: of a row that they are sums over, each layer's counted: this rank's.
         groups: ranks that hold other tokens of the same rows.
 
     Returns:
-        [rows] float32 (float64 for float64 logits): num_experts x sum over experts of (share of choices x mean probability),
-        which is top_k when the load is even.
+        [rows]: num_experts x sum over experts of (share of choices x mean probability), which is top_k when the load is even.
     """
-    stacked = torch.stack([layer.unflatten(0, (rows, -1)) for layer in logits], 1)  # [rows, layers, tokens, experts]
-    num_experts = stacked.shape[-1]
-    probabilities = stacked.to(torch.promote_types(stacked.dtype, torch.float32)).softmax(-1)
-    chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, -1).indices, 1.0)
-    counts, sums = chosen.sum((1, 2)), probabilities.sum((1, 2))
-    tokens = stacked.shape[1] * stacked.shape[2]
     for group in groups:
-        counts, sums = collectives.reduce(torch.stack([counts, sums]), group)
+        sums = collectives.reduce(sums, group)
         tokens *= group.size()
-    return num_experts * (counts / tokens * sums / tokens).sum(-1)
+    choices, probabilities = (sums / tokens).unbind(1)
+    return sums.shape[-1] * (choices * probabilities).sum(-1)
 
 
-def _groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> list[dist.ProcessGroup]:
-    return [mesh.get_group(axis) for axis in axes if mesh[axis].size() > 1]
+def _count_experts(model: PreTrainedModel, block: Block) -> int:
+    return max((int(getattr(model.get_submodule(name), "num_experts", 0)) for name in block.experts), default=0)

@@ -8,6 +8,8 @@ a reduced gradient and u bytes an updated number (weight and two moments of Adam
     zero 2    f P + (g + 3 u) P / d     reduce-scattered every micro-batch
     zero 3    (g + 3 u) P / d           and weights gathered block by block, twice a micro-batch
 
+A pipeline reduces gradients once a step at every stage: g P, until its last backward.
+
 With context parallelism d counts its ranks too; P is what tensor and expert parallelism leave of a model on one rank, and
 experts have a d of their own: the ranks that hold the same ones.
 
@@ -52,7 +54,9 @@ def shard_data_parallel(
             own_mesh = _shard_mesh(expert_mesh["edp_replicate"], expert_mesh["edp_shard"])
             fully_shard(model.get_submodule(name), **{**settings, "mesh": own_mesh})
         fully_shard(model.get_submodule(block.name), **settings)
-    if plan.parallel.zero == 3 and not anatomy.tied:  # used at both ends of a pass, and freed in between
+    if (
+        plan.parallel.zero == 3 and anatomy.embedding and not anatomy.tied
+    ):  # used at both ends of a pass, and freed in between
         fully_shard(model.get_submodule(anatomy.embedding), **settings)
     # The rest is one unit. Backward starts at the head: gathered in forward, it is kept for the few moments between.
     fully_shard(model, **{**settings, "reshard_after_forward": False})
@@ -79,6 +83,42 @@ def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:
     model.set_reshard_after_backward(last or plan.parallel.zero == 3)
 
 
+def begin_pipelined_step(model: Any, plan: Plan) -> None:
+    """Let the backwards of a pipeline add up gradients where they are, until `reduce_gradients`.
+
+    Args:
+        model: parallelized.
+        plan: resolved.
+    """
+    if plan.parallel.zero == 0:
+        model.gradient_reducer.last_micro_batch = False
+        return
+    model.set_is_last_backward(False)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(plan.parallel.zero == 3)
+    # The ends have no backward of their own before which they would be gathered again.
+    model.set_reshard_after_backward(False, recurse=False)
+
+
+def reduce_gradients(model: Any, plan: Plan) -> None:
+    """Reduce what a pipelined step has added up, and free gathered weights."""
+    if plan.parallel.zero == 0:
+        model.gradient_reducer.finish()
+        return
+    model.set_is_last_backward(True)
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(True)
+    model.set_reshard_after_backward(True)
+    # As torch's pipeline runtime does: the hook that a backward of the whole model would end with.
+    state = model._get_fsdp_state()
+    for inner in state._state_ctx.all_states:
+        groups = getattr(inner, "_fsdp_param_groups", None) or [inner._fsdp_param_group]  # torch 2.13, and before
+        for group in groups:
+            if group is not None:
+                group.post_backward()
+    state._root_post_backward_final_callback()
+
+
 def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str, float]:
     """Predicted bytes a rank holds at its fullest moment, between micro-batches, by kind (formulas above).
 
@@ -96,7 +136,7 @@ def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str
     return {
         "parameters": BYTES[precision.update] * sharded,
         "gathered parameters": 0.0 if p.zero in (0, 3) else BYTES[precision.forward] * whole,
-        "gradients": BYTES[precision.reduce] * (whole if p.zero <= 1 else sharded),
+        "gradients": BYTES[precision.reduce] * (whole if p.zero <= 1 or p.pp > 1 else sharded),
         "optimizer": 2 * BYTES[precision.update] * sharded,
     }
 

@@ -6,6 +6,7 @@ hash places (`weft.compute.dropout`). A row is known by its tokens, so that noth
 attention of a model has no door, and only data parallelism splits the rows, its own dropout stays.
 """
 
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,14 +89,14 @@ def place_dropout(model: Any, anatomy: Anatomy, mesh: DeviceMesh) -> None:
     if not dropouts and not has_attention_dropout(model):
         return
     place = Place(mesh.get_local_rank("tp"), mesh["tp"].size(), mesh[(*CONTEXT_AXES, "tp")].size() == 1)
-    for number, (name, module) in enumerate(dropouts.items()):
+    for name, module in dropouts.items():
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, PlacedDropout(module.p, number, place))
+        setattr(model.get_submodule(parent), last, PlacedDropout(module.p, _number(name), place))
     heads = model.config.get_text_config().num_attention_heads // place.tp_ranks
     names = [name for block in anatomy.blocks for name in block.attention]
-    for number, name in enumerate(names, start=len(dropouts)):
+    for name in names:
         attention: Any = model.get_submodule(name)
-        attention.place, attention.number, attention.first_head = place, number, place.tp_rank * heads
+        attention.place, attention.number, attention.first_head = place, _number(name), place.tp_rank * heads
     model.dropout_place = place
 
     def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -106,6 +107,11 @@ def place_dropout(model: Any, anatomy: Anatomy, mesh: DeviceMesh) -> None:
             place.tokens = own_positions(tokens.shape[1], mesh).to(tokens.device)
 
     model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def _number(name: str) -> int:
+    """One for each module of the whole model, whichever of them are here."""
+    return zlib.crc32(name.encode())
 
 
 def set_dropout_seed(model: Any, seed: int) -> None:

@@ -15,18 +15,24 @@ from weft.parallel.context import check_sequence
 from weft.parallel.data import shard_data_parallel
 from weft.parallel.dropout import place_dropout
 from weft.parallel.expert import check_experts, split_experts
+from weft.parallel.pipeline.cut import Relay, cut_model, let_stages_run, read_chain, split_blocks
+from weft.parallel.pipeline.order import read_order, splits_backward, stage_ranks
+from weft.parallel.pipeline.runtime import Pipeline
+from weft.parallel.pipeline.weight_gradients import defer_weight_gradients
 from weft.parallel.replicate import replicate_data_parallel
 from weft.parallel.rows import split_sequences, take_whole_rows, takes_over_attention
 from weft.parallel.tensor import split_tensors
 from weft.parallel.weights import Layout, LocalWeights, shard_parameter
 from weft.plan import Plan
+from weft.precision.dtypes import DTYPES
 
 
 def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     """Split an unmodified Transformers model over the ranks of a mesh, in place, as the plan says.
 
     The model keeps its class, its forward and its parameter names. Afterwards parameters are sharded: make the optimizer
-    from `model.parameters()` now. Gradients are means over the data ranks, as under DistributedDataParallel.
+    from `model.parameters()` now. Gradients are means over the data ranks, as under DistributedDataParallel. With a
+    pipeline a rank keeps the blocks of its own stages, and `weft.train.step` runs the model.
 
     Args:
         model: causal language model with equal weights on all ranks, or on the meta device (see `weft.materialize`).
@@ -41,11 +47,13 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         ModelError: the model's anatomy cannot be read.
     """
     plan = plan.resolve(mesh.size())
-    anatomy = read_anatomy(model)
+    whole = anatomy = read_anatomy(model)
     p = plan.parallel
     check_axes(model, anatomy, plan)
     own_attention = takes_over_attention(model, anatomy, plan)
     model.router_watch = RouterWatch(model, anatomy, mesh)
+    if p.pp > 1:
+        anatomy, relay = cut_for_rank(model, anatomy, plan, mesh.get_local_rank("pp"))
     expert_mesh = build_expert_mesh(plan, mesh.device_type) if anatomy.has_experts and p.ep * p.tp > 1 else None
     if expert_mesh is not None:
         split_all_experts(model, anatomy, plan, expert_mesh)
@@ -56,12 +64,31 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         split_sequences(model, anatomy, mesh)
     if p.tp > 1 or own_attention:
         take_whole_rows(model, mesh)
+    queue = defer_weight_gradients(model, anatomy) if p.pp > 1 and splits_backward(plan) else None
     split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel
     split_data(model, anatomy, plan, mesh, expert_mesh)
+    if p.pp > 1:
+        let_stages_run(model, whole, relay)
+        model.pipeline = Pipeline(model, whole, relay, plan, mesh, queue)
     return model
 
 
-def check_axes(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, seq_len: int | None = None) -> None:
+def cut_for_rank(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, rank: int) -> tuple[Anatomy, Relay]:
+    """Leave a rank of pp the blocks of its stages; the anatomy of what is left, and the relay that runs it."""
+    ranks = stage_ranks(plan)
+    stages = split_blocks(len(anatomy.blocks), len(ranks), plan.pipeline)
+    own = tuple(stage for stage, owner in enumerate(ranks) if owner == rank)
+    chain = read_chain(model, anatomy, DTYPES[plan.precision.forward])
+    return cut_model(model, anatomy, chain, stages, own)
+
+
+def check_axes(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    plan: Plan,
+    seq_len: int | None = None,
+    num_micro_batches: int | None = None,
+) -> None:
     """Refuse a plan whose axes this model cannot take; the meta device is enough, and no rank is needed.
 
     Args:
@@ -69,6 +96,7 @@ def check_axes(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, seq_len: in
         anatomy: its roles.
         plan: resolved.
         seq_len: of the rows, where it is known.
+        num_micro_batches: of a step, where it is known.
 
     Raises:
         PlanError: with the axis, the numbers and the rule.
@@ -78,6 +106,11 @@ def check_axes(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, seq_len: in
     if p.tp > 1:
         check_tensors(model, anatomy, p.tp)
     takes_over_attention(model, anatomy, plan)
+    if p.pp > 1:
+        split_blocks(len(anatomy.blocks), len(stage_ranks(plan)), plan.pipeline)
+        read_chain(model, anatomy, DTYPES[plan.precision.forward])
+        if num_micro_batches is not None:
+            read_order(plan, num_micro_batches)
     if seq_len is not None:
         check_sequence(seq_len, p.cp_ulysses, p.cp // p.cp_ulysses)
         if p.tp > 1 and (p.sp or anatomy.has_experts) and seq_len // p.cp % p.tp:

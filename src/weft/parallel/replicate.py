@@ -122,7 +122,7 @@ class GradientReducer:
 
     def _count(self, index: int) -> None:
         if not self.finish_is_queued:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
             self.finish_is_queued = True
         self.buckets[index].missing -= 1
         # In one order on every rank, whichever is full first: a rank may not use what another does.
@@ -132,7 +132,7 @@ class GradientReducer:
     def _reduce_next(self) -> None:
         self.works.append(self.buckets[len(self.works)].reduce())
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """At the end of backward: reduce what never got full, and wait for all."""
         while len(self.works) < len(self.buckets):
             self._reduce_next()

@@ -237,24 +237,23 @@ def _put_together(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 
 def _split_ends(model: PreTrainedModel, anatomy: Anatomy, sp: bool, group: dist.ProcessGroup, tp: DeviceMesh) -> None:
-    embedding: Any = model.get_submodule(anatomy.embedding)
-    head: Any = model.get_submodule(anatomy.head)
-    vocabulary = embedding.weight.shape[0]
-    start, length = part_bounds(vocabulary, group.size(), group.rank())
-    if vocabulary % group.size() == 0:
-        layout = Layout("shard")
-        shard_parameter(embedding, "weight", 0, tp)
-        if anatomy.tied:
-            head._parameters["weight"] = embedding._parameters["weight"]
-        else:
-            shard_parameter(head, "weight", 0, tp)
-        if head.bias is not None:
-            shard_parameter(head, "bias", 0, tp)
-    else:  # whole at rest, as FSDP2 splits evenly only; the work is split all the same
-        layout = Layout("narrow", 0, start, length)
-    LocalWeights(embedding, {"weight": layout}, group)
-    LocalWeights(head, {name: layout for name, _ in head.named_parameters()}, group)
-    _embed_own_tokens(embedding, start, length, group, sp)
+    embedding: Any = model.get_submodule(anatomy.embedding) if anatomy.embedding else None
+    head: Any = model.get_submodule(anatomy.head) if anatomy.head else None
+    for end in (end for end in (embedding, head) if end is not None):  # a pipeline may have them elsewhere
+        start, length = part_bounds(end.weight.shape[0], group.size(), group.rank())
+        if end.weight.shape[0] % group.size() == 0:
+            layout = Layout("shard")
+            if end is head and anatomy.tied:
+                head._parameters["weight"] = embedding._parameters["weight"]
+            else:
+                shard_parameter(end, "weight", 0, tp)
+            if getattr(end, "bias", None) is not None:
+                shard_parameter(end, "bias", 0, tp)
+        else:  # whole at rest, as FSDP2 splits evenly only; the work is split all the same
+            layout = Layout("narrow", 0, start, length)
+        LocalWeights(end, {name: layout for name, _ in end.named_parameters()}, group)
+        if end is embedding:
+            _embed_own_tokens(embedding, start, length, group, sp)
 
     for name, module in model.named_modules():
         in_block = any(name.startswith(f"{block.name}.") for block in anatomy.blocks)
@@ -271,7 +270,7 @@ def _split_ends(model: PreTrainedModel, anatomy: Anatomy, sp: bool, group: dist.
     # Not behind the final norm: NanoChat uses it for the embedding too, and GPT-J gives what it makes a shape of its own.
     if anatomy.family in RESHAPED_TO_ROWS and last is not None:
         last.register_forward_hook(lambda _, args, out: whole_sequence(out))
-    else:
+    elif head is not None:
         head.register_forward_pre_hook(lambda _, args: (whole_sequence(args[0]),))
 
 

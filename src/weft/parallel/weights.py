@@ -83,6 +83,9 @@ class LocalWeights:
         self.gradient_factor = gradient_factor
         owners = {name: unit.get_submodule(name.rpartition(".")[0]) for name in layouts}
         self.slots = [(owners[name], name.rpartition(".")[2], layout) for name, layout in layouts.items()]
+        for owner, _, layout in self.slots:
+            if layout.kind != "shard":
+                owner.shares_gradients = True  # type: ignore[assignment]
         self.group = group
         self.at_rest: list[tuple[nn.Module, str, Any]] = []
         unit.register_forward_pre_hook(self._enter)

@@ -17,7 +17,7 @@ from weft.anatomy.transformers import can_separate_documents, read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, read_config
 from weft.cluster.device import detect
 from weft.cluster.launch import default_ranks, launch
-from weft.data import Prepared, Rows, prepare, scored_pairs, unigram_and_bigram
+from weft.data import Prepared, Rows, count_micro_batches, prepare, scored_pairs, unigram_and_bigram
 from weft.errors import JobError
 from weft.job import Job
 from weft.parallel.parallelize import check_axes
@@ -85,7 +85,9 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
             rule="attention stays inside a document only where positions restart and nothing is carried along the row",
             fix="set data.packing = false: one piece of one document a row",
         )
-    check_axes(model, anatomy, job.plan, job.data.seq_len)
+    train = job.train
+    micro_batches = count_micro_batches(train.global_batch, train.micro_batch, job.plan.parallel.data_ranks)
+    check_axes(model, anatomy, job.plan, job.data.seq_len, micro_batches)
     return config, anatomy
 
 

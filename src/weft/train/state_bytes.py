@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from weft.data import MicroBatch
 from weft.parallel.data import begin_micro_batch
 from weft.plan import Plan
-from weft.train.step import token_loss
+from weft.train.step import forward, token_loss
 
 
 def measure_model_state(
@@ -34,7 +34,7 @@ def measure_model_state(
     ]
     before = _live_storages()
     begin_micro_batch(model, plan, last=False)
-    token_loss(model, batch, mesh).backward()
+    token_loss(model, forward(model, batch), batch, mesh).backward()
     gathered = _storages(parameter for parameter in model.parameters()).keys() - _storages(shards).keys()
     # Buckets of replicated gradients outlive the step: they are counted although they were there before.
     own = _storages(shard.grad for shard in shards if shard.grad is not None)
@@ -42,7 +42,7 @@ def measure_model_state(
     gradients = sum(size for place, size in after.items() if place in own or place not in before.keys() | gathered)
     gathered_bytes = sum(after[place] for place in gathered)
     begin_micro_batch(model, plan, last=True)
-    token_loss(model, batch, mesh).backward()
+    token_loss(model, forward(model, batch), batch, mesh).backward()
     optimizer.zero_grad(set_to_none=True)
     return {
         "parameters": sum(_storages(shards).values()),

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -21,6 +22,8 @@ from weft.plan import Plan
 from weft.precision.guard import find_culprit
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import global_norm, scale_gradients
+
+LOSS_AXES = ("pp", *DATA_AXES, *CONTEXT_AXES)  # of a pipeline, only the last stage adds something
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,29 @@ class StepResult:
     """Why the step was skipped; None when the weights were updated."""
 
 
-def token_loss(model: PreTrainedModel, batch: MicroBatch, mesh: DeviceMesh | None) -> Tensor:
-    """Sum of cross entropies over the target tokens of a micro-batch, in float32 (float64 for a float64 model).
+def forward(model: PreTrainedModel, batch: MicroBatch) -> Any:
+    """The model's output for a micro-batch; of a pipeline, what its running stage makes of it.
 
     Args:
-        model: any causal language model of Transformers, parallelized over the mesh.
+        model: any causal language model of Transformers, parallelized or not.
         batch: input_ids, position_ids and targets, [rows, seq_len] each; the same on all ranks that share rows.
-        mesh: of all ranks; None for a model that is not split.
     """
     masks = None if getattr(model, "takes_whole_rows", False) else document_masks(model, batch.position_ids)
     arguments: dict[str, Any] = {"position_ids": batch.position_ids, "attention_mask": masks, "use_cache": False}
     if getattr(model.config, "output_router_logits", False):  # the auxiliary loss is ours: `weft.parallel.balance`
         arguments["output_router_logits"] = False
-    output = model(input_ids=batch.input_ids, **arguments)
+    return model(input_ids=batch.input_ids, **arguments)
+
+
+def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch, mesh: DeviceMesh | None) -> Tensor:
+    """Sum of cross entropies over the target tokens of a micro-batch, in float32 (float64 for a float64 model).
+
+    Args:
+        model: parallelized over the mesh.
+        output: of `forward`.
+        batch: the same.
+        mesh: of all ranks; None for a model that is not split.
+    """
     targets = part_of_rows(batch.targets, mesh) if mesh else batch.targets
     group = mesh.get_group("tp") if mesh else None
     return cross_entropy_sum(output.logits, targets, IGNORED, group, vocab_size(model))
@@ -73,18 +86,29 @@ def forward_backward(
         row_factor: on the sum over rows of the auxiliary loss.
 
     Returns:
-        Sum of cross entropies over this rank's target tokens, float64 scalar, without the factor.
+        Sum of cross entropies over this rank's target tokens, float64 scalar, without the factor; of a pipeline, zero but on
+        the last stage.
     """
     watch = model.router_watch
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
+
+    def objective(output: Any, batch: MicroBatch, sums: Tensor | None) -> Tensor:
+        nonlocal loss_sum
+        loss = token_loss(model, output, batch, mesh)
+        loss_sum += loss.detach()
+        if sums is None:
+            return loss * factor
+        balance = watch.loss(sums, watch.tokens_of(batch.input_ids.shape[1]))
+        return loss * factor + balance * (watch.coefficient * row_factor)
+
+    if plan.parallel.pp > 1:
+        model.pipeline.train(batches, partial(forward, model), objective)
+        return loss_sum
     for index, batch in enumerate(batches):
         begin_micro_batch(model, plan, last=index == len(batches) - 1)
-        loss = token_loss(model, batch, mesh)
-        objective = loss * factor
-        if watch.coefficient:
-            objective = objective + watch.take_loss(len(batch.input_ids)) * (watch.coefficient * row_factor)
-        objective.backward()
-        loss_sum += loss.detach()
+        output = forward(model, batch)
+        sums = watch.take_sums(len(batch.input_ids), batch.input_ids.device) if watch.is_on() else None
+        objective(output, batch, sums).backward()
     return loss_sum
 
 
@@ -119,10 +143,10 @@ def train_step(
     rows = plan.parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
     factors = scale / max(tokens, 1), scale / rows
     loss_sum = forward_backward(model, batches, plan, mesh, *factors)
-    mean_loss = all_reduce(loss_sum, mesh, (*DATA_AXES, *CONTEXT_AXES)).item() / max(tokens, 1)
+    mean_loss = all_reduce(loss_sum, mesh, LOSS_AXES).item() / max(tokens, 1)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    grad_norm = global_norm(parameters).item() / loss_scale.value
+    grad_norm = model_norm(model, parameters, mesh).item() / loss_scale.value
     finite = math.isfinite(grad_norm) and math.isfinite(mean_loss)
     problem = None
     if finite:
@@ -139,8 +163,17 @@ def train_step(
     return StepResult(mean_loss, grad_norm, tokens, following, problem)
 
 
+def model_norm(model: Any, parameters: list[nn.Parameter], mesh: DeviceMesh) -> Tensor:
+    """`global_norm` over the stages of a pipeline too, where a tied weight on two of them counts once."""
+    if mesh["pp"].size() == 1:
+        return global_norm(parameters)
+    copy = model.pipeline.tied_copy
+    square = global_norm(parameter for parameter in parameters if parameter is not copy).square()
+    return all_reduce(square, mesh, ("pp",)).sqrt()
+
+
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, batches: Sequence[MicroBatch], mesh: DeviceMesh) -> float:
+def evaluate(model: Any, batches: Sequence[MicroBatch], mesh: DeviceMesh) -> float:
     """Mean cross entropy in nats over all target tokens of the batches of all data ranks, the same on every rank.
 
     Args:
@@ -150,9 +183,19 @@ def evaluate(model: PreTrainedModel, batches: Sequence[MicroBatch], mesh: Device
     """
     model.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
-    for batch in batches:
-        loss_sum += token_loss(model, batch, mesh).double()
+
+    def add_up(output: Any, batch: MicroBatch, _: Tensor | None) -> Tensor:
+        nonlocal loss_sum
+        loss = token_loss(model, output, batch, mesh)
+        loss_sum += loss.double()
+        return loss
+
+    if mesh["pp"].size() > 1:
+        model.pipeline.evaluate(batches, partial(forward, model), add_up)
+    else:
+        for batch in batches:
+            add_up(forward(model, batch), batch, None)
     model.train()
     tokens = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
-    all_reduce(loss_sum, mesh, (*DATA_AXES, *CONTEXT_AXES))
+    all_reduce(loss_sum, mesh, LOSS_AXES)
     return loss_sum.item() / int(all_reduce(tokens, mesh, DATA_AXES))

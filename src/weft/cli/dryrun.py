@@ -1,0 +1,38 @@
+"""weft dryrun"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from weft.planner.trace import Trace
+
+
+def dryrun(
+    job: Annotated[Path, typer.Argument(help="Job as TOML. No weights and no data are read.")],
+    world: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
+    rank: Annotated[
+        list[int], typer.Option(help="A rank to look at; may be repeated. Default the first and the last.")
+    ] = [],  # noqa: B006
+    set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
+    device: Annotated[
+        Optional[Literal["cpu", "cuda", "npu"]],  # noqa: UP045
+        typer.Option(help="What the ranks run on; default what is here."),
+    ] = None,
+    json: Annotated[Optional[Path], typer.Option(help="File for all figures, with every message.")] = None,  # noqa: UP045
+) -> None:
+    """Count what a step costs each rank, on any number of ranks, without them: memory, messages, operations."""
+    import transformers
+
+    from weft.cluster.device import detect
+    from weft.job import Job
+    from weft.planner.table import print_traces, write_traces
+    from weft.planner.trace import trace
+
+    transformers.logging.set_verbosity_error()
+    chosen = Job.load(job, set_)
+    traces = trace(chosen, world, rank or sorted({0, world - 1}), device or detect().type)
+    print_traces(chosen, traces)
+    if json is not None:
+        write_traces(traces, json)

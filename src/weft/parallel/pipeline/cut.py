@@ -1,0 +1,389 @@
+"""Cutting a model into stages: which blocks each has, and one model a rank that runs as any of its stages.
+
+A rank keeps the model as its authors wrote it, with the names of all parameters, but without the blocks and ends of other
+ranks: in their place stand modules without weights, which pass hidden states on. To run one stage, every block and end
+outside of it is passed over in this way, the last block before it gives what the stage before has sent, and what comes to
+the first block behind it is the stage's output. So everything that a model does around its blocks (masks, rotary
+embeddings, scaled embeddings, capped logits) stays in place, and has no effect where it does not belong.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+
+from weft.anatomy.roles import Anatomy
+from weft.anatomy.transformers import document_masks
+from weft.checkpoint.huggingface import build_on_meta
+from weft.errors import ModelError, PlanError
+from weft.plan import Pipeline
+
+WHERE = "plan.parallel.pp"
+PROBE_SHAPE = (1, 4)  # rows and tokens of the forward that shows how blocks are called
+
+
+# How many blocks
+
+
+def split_blocks(num_blocks: int, num_stages: int, settings: Pipeline) -> list[range]:
+    """The blocks of each stage: by given numbers, else so that the largest cost of a stage is the smallest.
+
+    Among such cuts the one with the smallest sum of squared costs is taken. O(num_blocks^2 num_stages).
+
+    Raises:
+        PlanError: a stage would be empty, or the given numbers do not fit.
+    """
+    if num_stages > num_blocks:
+        raise PlanError(
+            f"{num_blocks} blocks cannot fill {num_stages} stages",
+            where=f"{WHERE}, plan.pipeline.virtual_stages",
+            rule="every stage has at least one block",
+            fix=f"choose pp x virtual_stages of at most {num_blocks}",
+        )
+    counts, costs = settings.stage_blocks, settings.block_costs or (1.0,) * num_blocks
+    if counts and (len(counts) != num_stages or sum(counts) != num_blocks):
+        raise PlanError(
+            f"stage_blocks names {sum(counts)} blocks in {len(counts)} stages",
+            where="plan.pipeline.stage_blocks",
+            rule=f"there are {num_blocks} blocks, and pp x virtual_stages = {num_stages} stages",
+            fix="give one number for each stage; together they are all blocks",
+        )
+    if len(costs) != num_blocks:
+        raise PlanError(
+            f"block_costs has {len(costs)} numbers",
+            where="plan.pipeline.block_costs",
+            rule=f"there are {num_blocks} blocks",
+            fix="give one number for each block, or none",
+        )
+    if not counts:
+        counts = _cheapest_cut(costs, num_stages, settings.embedding_cost, settings.head_cost)
+    borders = [sum(counts[:stage]) for stage in range(num_stages + 1)]
+    return [range(low, high) for low, high in pairwise(borders)]
+
+
+def _cheapest_cut(costs: tuple[float, ...], num_stages: int, embedding: float, head: float) -> tuple[int, ...]:
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def cost_of(stage: int, low: int, high: int) -> float:
+        return sums[high] - sums[low] + embedding * (stage == 0) + head * (stage == num_stages - 1)
+
+    def best(combine: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+        """The cut of all blocks with the smallest combined cost, stage by stage."""
+        cuts: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+        for stage in range(num_stages):
+            left = num_stages - 1 - stage
+            cuts = {
+                high: min(
+                    (combine(total, cost_of(stage, low, high)), (*counts, high - low))
+                    for low, (total, counts) in cuts.items()
+                    if low < high
+                )
+                for high in range(stage + 1, len(costs) - left + 1)
+            }
+        return cuts[len(costs)]
+
+    largest, _ = best(max)
+    limit = largest * (1 + 1e-9)
+    return best(lambda total, cost: total + (cost**2 if cost <= limit else float("inf")))[1]
+
+
+# What a model looks like between its blocks
+
+
+class Chain(NamedTuple):
+    """How a model calls its blocks, as one forward without numbers shows."""
+
+    first: tuple[str, ...]
+    """Modules with weights that are called before the first block."""
+    last: tuple[str, ...]
+    """Those that are called behind the last block."""
+    places: tuple[tuple[int, int] | None, ...]
+    """By block: where the hidden states stand in its output, of how many things; None: the output is the hidden states."""
+    width: int
+    """Numbers in a hidden state."""
+    dtype: torch.dtype
+    """Of hidden states between blocks."""
+
+
+def read_chain(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype) -> Chain:
+    """Run a copy of a model on the meta device, and see what travels from block to block.
+
+    Args:
+        model: whole; it is not touched.
+        anatomy: its roles.
+        dtype: of the weights in forward.
+
+    Raises:
+        PlanError: more than hidden states travels between blocks, or a module with weights is called on both sides.
+    """
+    probe: Any = build_on_meta(model.config, dtype)
+    blocks = [block.name for block in anatomy.blocks]
+    for name in (name for block in anatomy.blocks for name in block.experts):  # which are chosen has no answer here
+        probe.get_submodule(name).forward = lambda hidden, *args, **kwargs: hidden
+    calls: list[str] = []
+    inputs: list[Tensor] = []
+    outputs: list[Any] = []
+
+    def enter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(name)
+        if name not in blocks:
+            return
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if outputs and not any(hidden is thing for thing in _things(outputs[-1])):
+            raise _uncuttable(anatomy, f"something is computed between {calls[-2]} and {name}")
+        for thing in (*args, *kwargs.values()):
+            for tensor in _tensors(thing):
+                if tensor is not hidden and tensor.requires_grad:
+                    raise _uncuttable(anatomy, f"{name} is given a tensor that is computed with weights outside of it")
+        inputs.append(hidden)
+
+    inside = tuple(f"{name}." for name in blocks)
+    for name, module in probe.named_modules():
+        has_weights = any(True for _ in module.parameters(recurse=False))
+        if name in blocks:
+            module.register_forward_hook(lambda _, args, output: outputs.append(output))
+        elif name.startswith(inside) or not has_weights:
+            continue
+        elif any(block.startswith(f"{name}.") or not name for block in blocks):
+            raise _uncuttable(anatomy, f"{name or 'the model'} has weights of its own around the blocks")
+        module.register_forward_pre_hook(lambda _, args, kwargs, name=name: enter(name, args, kwargs), with_kwargs=True)
+    positions = torch.arange(PROBE_SHAPE[1]).remainder(2)[None]  # two documents: only then are there masks
+    masks = tree_map_only(Tensor, lambda mask: mask.to("meta"), document_masks(model, positions))
+    tokens = torch.zeros(PROBE_SHAPE, dtype=torch.int64, device="meta")
+    try:
+        probe(input_ids=tokens, position_ids=positions.to("meta"), attention_mask=masks, use_cache=False)
+    except (RuntimeError, NotImplementedError, TypeError, KeyError) as error:
+        raise _uncuttable(anatomy, f"its forward does not run without numbers: {error}") from None
+    if [name for name in calls if name in blocks] != blocks:
+        raise _uncuttable(anatomy, "its blocks are not called one after the other, each once")
+    outside = [name for name in dict.fromkeys(calls) if name not in blocks]
+    begin, end = calls.index(blocks[0]), calls.index(blocks[-1])
+    places = {name: {(i > begin) + (i > end) for i, call in enumerate(calls) if call == name} for name in outside}
+    for name, found in places.items():
+        if len(found) > 1 or 1 in found:
+            raise _uncuttable(anatomy, f"{name} is called on both sides of a block")
+    uncalled = tuple(
+        name
+        for name, module in probe.named_modules()
+        if any(True for _ in module.parameters(recurse=False)) and name not in calls and not name.startswith(inside)
+    )
+    if inputs[0].shape[:2] != PROBE_SHAPE or inputs[0].ndim != 3:
+        raise _uncuttable(anatomy, f"hidden states have the shape {tuple(inputs[0].shape)} for tokens of {PROBE_SHAPE}")
+    following = [*inputs[1:], None]
+    return Chain(
+        first=(*(name for name in outside if places[name] == {0}), *uncalled),
+        last=tuple(name for name in outside if places[name] == {2}),
+        places=tuple(_place(output, hidden) for output, hidden in zip(outputs, following, strict=True)),
+        width=inputs[0].shape[-1],
+        dtype=inputs[-1].dtype,
+    )
+
+
+def _uncuttable(anatomy: Anatomy, what: str) -> PlanError:
+    return PlanError(
+        f"{anatomy.family} cannot be cut into stages: {what}",
+        where=f"{WHERE}, model_type {anatomy.family}",
+        rule="hidden states, and nothing else, travel from block to block",
+        fix="set plan.parallel.pp = 1",
+    )
+
+
+def _things(output: Any) -> tuple[Any, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def _tensors(thing: Any) -> Iterator[Tensor]:
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, tuple | list):
+        for part in thing:
+            yield from _tensors(part)
+    elif isinstance(thing, dict):
+        yield from _tensors(tuple(thing.values()))
+
+
+def _place(output: Any, hidden: Tensor | None) -> tuple[int, int] | None:
+    if not isinstance(output, tuple):
+        return None
+    return next((i for i, thing in enumerate(output) if thing is hidden), 0), len(output)
+
+
+# A model that runs as one of its stages
+
+
+@dataclass
+class Relay:
+    """Which stage a model is running as, and what comes in and goes out."""
+
+    stages: list[range]
+    """Blocks of each stage of the whole model."""
+    own: tuple[int, ...]
+    """Stages of this rank."""
+    chain: Chain
+    active: int | None = None
+    received: Tensor | None = None
+    sent: Tensor | None = None
+
+    def has_first(self) -> bool:
+        return self.own[0] == 0
+
+    def has_last(self) -> bool:
+        return self.own[-1] == len(self.stages) - 1
+
+    @contextmanager
+    def running(self, stage: int, received: Tensor | None) -> Iterator[None]:
+        """Inside, the model runs as one stage; afterwards `sent` is what it gives to the next one."""
+        self.active, self.received, self.sent = stage, received, None
+        try:
+            yield
+        finally:
+            self.active = self.received = None
+
+    def pass_block(self, number: int, hidden: Tensor) -> Tensor:
+        """What a block outside of the stage gives."""
+        blocks = self.stages[self.active or 0]
+        if number == blocks.start - 1:
+            assert self.received is not None
+            return self.received
+        if number == blocks.stop:
+            self.sent = hidden
+        return hidden
+
+
+class PassedBlock(nn.Module):
+    """In the place of a block of another stage."""
+
+    def __init__(self, relay: Relay, number: int, block: nn.Module):
+        super().__init__()
+        self.relay, self.number = relay, number
+        # Models ask their blocks which kind of attention they have.
+        self.__dict__.update({key: v for key, v in vars(block).items() if isinstance(v, str | int | float | bool)})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.relay.pass_block(self.number, args[0] if args else kwargs["hidden_states"])
+        place = self.relay.chain.places[self.number]
+        return hidden if place is None else tuple(hidden if i == place[0] else None for i in range(place[1]))
+
+
+class PassedEnd(nn.Module):
+    """In the place of what another stage has before or behind its blocks: embedding, last norm, head."""
+
+    def __init__(self, relay: Relay, is_embedding: bool, makes_numbers: bool):
+        super().__init__()
+        self.relay, self.is_embedding, self.makes_numbers = relay, is_embedding, makes_numbers
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        received = self.relay.received
+        if self.is_embedding:  # a tensor of the right shape; its numbers are not used
+            return received
+        if self.makes_numbers:  # positions, say, which are added
+            assert received is not None
+            return received.new_zeros(())
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+def cut_model(
+    model: PreTrainedModel, anatomy: Anatomy, chain: Chain, stages: list[range], own: tuple[int, ...]
+) -> tuple[Anatomy, Relay]:
+    """Take from a model what is not in the stages of this rank, in place.
+
+    Call `let_stages_run` when all hooks of the model are in place.
+
+    Args:
+        model: whole, on the meta device or not.
+        anatomy: its roles.
+        chain: from `read_chain`.
+        stages: blocks of each stage.
+        own: stages of this rank, first to last.
+
+    Returns:
+        The anatomy of what is left, with an empty name for an embedding or head that is elsewhere; and the relay.
+    """
+    relay = Relay(stages, own, chain)
+    kept = {number for stage in own for number in stages[stage]}
+    for number, block in enumerate(anatomy.blocks):
+        if number not in kept:
+            _put(model, block.name, PassedBlock(relay, number, model.get_submodule(block.name)))
+    ends = [(chain.first, relay.has_first()), (chain.last, relay.has_last())]
+    for name in (name for names, is_here in ends if not is_here for name in names):
+        _put(model, name, _passed_end(relay, anatomy, name, model.get_submodule(name)))
+    left = replace(
+        anatomy,
+        blocks=tuple(block for number, block in enumerate(anatomy.blocks) if number in kept),
+        embedding=anatomy.embedding if relay.has_first() else "",
+        final_norm=anatomy.final_norm if relay.has_last() else None,
+        head=anatomy.head if relay.has_last() else "",
+        tied=anatomy.tied and relay.has_first() and relay.has_last(),
+    )
+    return left, relay
+
+
+def let_stages_run(model: PreTrainedModel, anatomy: Anatomy, relay: Relay) -> None:
+    """Let each forward of a cut model be that of the stage that its relay names; the last step of splitting a model.
+
+    Args:
+        model: cut.
+        anatomy: of the whole model.
+        relay: of `cut_model`.
+    """
+    numbers = [number for stage in relay.own for number in relay.stages[stage]]
+    choices: list[tuple[dict[str, Any], str, nn.Module, nn.Module, Callable[[range], bool]]] = []
+
+    def choose(name: str, passed: nn.Module, runs: Callable[[range], bool]) -> None:
+        parent, _, last = name.rpartition(".")
+        present = model.get_submodule(name)
+        choices.append((model.get_submodule(parent)._modules, last, present, passed, runs))
+
+    for number in numbers:
+        name = anatomy.blocks[number].name
+        choose(name, PassedBlock(relay, number, model.get_submodule(name)), partial(_holds, number))
+    if relay.has_first():
+        for name in relay.chain.first:
+            choose(name, _passed_end(relay, anatomy, name, model.get_submodule(name)), lambda blocks: blocks.start == 0)
+    if relay.has_last():
+        stop = len(anatomy.blocks)
+        for name in relay.chain.last:
+            choose(
+                name, _passed_end(relay, anatomy, name, model.get_submodule(name)), lambda blocks: blocks.stop == stop
+            )
+
+    def enter(*_: object) -> None:
+        if relay.active is None:
+            raise ModelError(
+                "a model that is cut into stages was called",
+                rule="a pipeline is run by its schedule",
+                fix="use weft.train.step.forward_backward or evaluate, or set plan.parallel.pp = 1",
+            )
+        blocks = relay.stages[relay.active]
+        for table, key, present, passed, runs in choices:
+            table[key] = present if runs(blocks) else passed
+
+    def leave(*_: object) -> None:
+        for table, key, present, *_rest in choices:
+            table[key] = present
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+
+
+def _holds(number: int, blocks: range) -> bool:
+    return number in blocks
+
+
+def _passed_end(relay: Relay, anatomy: Anatomy, name: str, module: nn.Module) -> PassedEnd:
+    is_embedding = name == anatomy.embedding
+    return PassedEnd(relay, is_embedding, isinstance(module, nn.Embedding) and not is_embedding)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    model.get_submodule(parent)._modules[last] = module

@@ -1,0 +1,201 @@
+"""One stage as torch's pipelining runtime sees it, and the runtime that takes its orders from a schedule.
+
+torch's own `PipelineStage` keeps a buffer for every micro-batch of a step, of shapes that never change. This one makes a
+buffer when a message is due, for the micro-batch that it is for, and keeps of an output no more than its place in the
+graph: a stage holds what its schedule says, and steps may differ in length.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining.schedules import OVERLAP_F_B, _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from weft.parallel.pipeline.schedule import Schedule, slot_text
+from weft.parallel.pipeline.weight_gradients import Product, WeightGradients
+
+Run = Callable[[int, int, list[Tensor]], list[Tensor]]
+"""(stage, micro-batch, what the stage before sent) -> what goes to the next stage; of the last stage, the objective."""
+
+
+class Stage(_PipelineStageBase):
+    """Runs, keeps and sends what one stage has to; the methods are those that torch's runtime calls."""
+
+    def __init__(
+        self,
+        number: int,
+        num_stages: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        run: Run,
+        message: Callable[[int], list[Tensor]],
+        queue: WeightGradients | None,
+        reduce: Callable[[], None],
+    ):
+        """
+        Args:
+            number: of the stage.
+            num_stages: of the pipeline.
+            group: ranks of pp.
+            device: of this rank.
+            run: the stage's forward.
+            message: micro-batch -> empty tensors for what one stage sends to the next.
+            queue: of the gradients of matrices, where backward is split.
+            reduce: called when all gradients of the stage are there.
+        """
+        super().__init__(nn.Module(), number, num_stages, device, group)
+        self.run, self.message, self.queue, self.reduce = run, message, queue, reduce
+        self.args_recv_info, self.act_send_info = {0: ()}, {}  # torch looks for skip connections here
+        self.inputs: dict[int, list[Tensor]] = {}
+        """Received and not yet used, by micro-batch."""
+        self.outputs: dict[int, list[Tensor]] = {}
+        """Computed and not yet sent."""
+        self.kept: dict[int, tuple[list[Tensor], list[Any]]] = {}
+        """Between forward and backward: inputs, and the edges of the graph where gradients enter."""
+        self.output_gradients: dict[int, list[Tensor]] = {}
+        self.input_gradients: dict[int, list[Tensor]] = {}
+        self.products: dict[int, list[Product]] = {}
+        """Between the two parts of a backward."""
+
+    # Messages
+
+    def get_fwd_recv_ops(self, micro_batch: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        self.inputs[micro_batch] = self.message(micro_batch)
+        return self._transfers(dist.irecv, self.inputs[micro_batch], self.stage_index - 1)
+
+    def get_fwd_send_ops(self, micro_batch: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        return self._transfers(dist.isend, self.outputs.pop(micro_batch), self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, micro_batch: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        self.output_gradients[micro_batch] = self.message(micro_batch)
+        return self._transfers(dist.irecv, self.output_gradients[micro_batch], self.stage_index + 1)
+
+    def get_bwd_send_ops(self, micro_batch: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        return self._transfers(dist.isend, self.input_gradients.pop(micro_batch), self.stage_index - 1)
+
+    def _transfers(self, way: Any, tensors: list[Tensor], stage: int) -> list[dist.P2POp]:
+        peer = self.stage_index_to_group_rank[stage]
+        return [dist.P2POp(way, tensor, group=self.group, group_peer=peer) for tensor in tensors]
+
+    def set_local_fwd_input(self, outputs: Any, micro_batch: int) -> None:
+        self.inputs[micro_batch] = [tensor.detach() for tensor in outputs]
+
+    def get_local_bwd_output(self, micro_batch: int) -> Any:
+        return self.input_gradients.pop(micro_batch)
+
+    def set_local_bwd_input(self, gradients: Any, micro_batch: int) -> None:
+        self.output_gradients[micro_batch] = gradients
+
+    # Work
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = True
+    ) -> list[Tensor]:
+        inputs = self.inputs.pop(fwd_chunk_id, [])
+        trains = torch.is_grad_enabled()
+        inputs = [tensor.requires_grad_(trains) for tensor in inputs]
+        outputs = self.run(self.stage_index, fwd_chunk_id, inputs)
+        if trains:
+            self.kept[fwd_chunk_id] = inputs, [get_gradient_edge(tensor) for tensor in outputs]
+        outputs = [tensor.detach() for tensor in outputs]
+        if not self.is_last and self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
+            self.outputs[fwd_chunk_id] = outputs
+        return outputs
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        inputs, edges = self.kept.pop(bwd_chunk_id)
+        gradients: Any = self.output_gradients.pop(bwd_chunk_id, None)
+        torch.autograd.backward(edges, gradients)
+        if inputs:
+            self.input_gradients[bwd_chunk_id] = [
+                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
+            ]
+        if self.queue is not None:
+            self.products[bwd_chunk_id] = self.queue.take()
+            if full_backward:
+                self.backward_weight_one_chunk(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        WeightGradients.finish(self.products.pop(bwd_chunk_id))
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self.reduce()
+
+    # What is known ahead here, and torch would ask the other ranks for
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        return ()
+
+
+class Runtime(_PipelineScheduleRuntime):
+    """torch's runtime with the order of actions of a schedule."""
+
+    def __init__(self, schedule: Schedule, stages: list[Stage]):
+        super().__init__(stages=stages, n_microbatches=schedule.num_micro_batches, scale_grads=False)
+        self.pipeline_order = {
+            rank: [_Action.from_str(slot_text(slot)) for slot in slots] for rank, slots in enumerate(schedule.slots)
+        }
+        with _quiet():
+            self._prepare_schedule_with_comms(self.pipeline_order)
+        self.register_custom_function(OVERLAP_F_B, self._run_jointly)
+
+    def step_all(self) -> None:
+        """Run every action of one step on this rank."""
+        micro_batches: list[Any] = [()] * self._n_microbatches
+        with _quiet():
+            self._step_microbatches(micro_batches, return_outputs=False)
+
+    def _run_jointly(self, action: Any, ctx: Any) -> None:
+        """A forward and a backward that do not need each other; for now one after the other."""
+        forward, backward = action.sub_actions
+        stages: dict[int, Any] = {stage.stage_index: stage for stage in self._stages}
+        number, micro_batch = forward.stage_index, forward.microbatch_index
+        for work in self.fwd_recv_ops.pop((number, micro_batch), []):
+            work.wait()
+        outputs = stages[number].forward_one_chunk(micro_batch)
+        if number + 1 in stages:
+            stages[number + 1].set_local_fwd_input(outputs, micro_batch)
+        number, micro_batch = backward.stage_index, backward.microbatch_index
+        for work in self.bwd_recv_ops.pop((number, micro_batch), []):
+            work.wait()
+        self.backward_counter[number] += 1
+        stages[number].backward_one_chunk(micro_batch)
+        if number - 1 in stages:
+            stages[number - 1].set_local_bwd_input(stages[number].get_local_bwd_output(micro_batch), micro_batch)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's runtime writes the whole schedule to the log before it lets an error through."""
+    log = logging.getLogger("torch.distributed.pipelining.schedules")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,150 @@
+"""Refuses a schedule that is incomplete, contradicts itself, would wait forever or would hold too much. Imports no torch."""
+
+from collections import Counter
+
+from weft.errors import PlanError
+from weft.parallel.pipeline.schedule import WHERE, Action, Schedule, peak_in_flight, run_through, slot_text
+
+
+def verify(schedule: Schedule, max_in_flight: int | None = None) -> None:
+    """Check a schedule before anything runs.
+
+    Args:
+        schedule: a generated one, or a user's own table.
+        max_in_flight: most micro-batches of one stage whose activations a rank may hold, until B or W (`peak_in_flight`).
+
+    Raises:
+        PlanError: an unknown stage, rank, kind or micro-batch; an action that is missing or there twice; W without I, or B
+            beside I or W; a slot that is no action and no pair of a forward and a backward; an action before what it needs on
+            its own rank; ranks that wait for each other (the cycle is printed); more in flight than `max_in_flight`.
+    """
+    _check_names(schedule)
+    _check_complete(schedule)
+    _check_order(schedule)
+    _check_progress(schedule)
+    _check_memory(schedule, max_in_flight)
+
+
+def _refuse(schedule: Schedule, what: str, rule: str, fix: str) -> PlanError:
+    return PlanError(f"schedule {schedule.name}: {what}", where=WHERE, rule=rule, fix=fix)
+
+
+def _check_names(schedule: Schedule) -> None:
+    for stage, owner in enumerate(schedule.rank_of_stage):
+        if not 0 <= owner < schedule.num_ranks:
+            raise _refuse(
+                schedule,
+                f"stage {stage} is on rank {owner}",
+                f"ranks are 0 to {schedule.num_ranks - 1}, one for each line of slots",
+                f"give stage {stage} to one of them",
+            )
+    for rank, position, action in schedule.actions():
+        known = 0 <= action.stage < schedule.num_stages and 0 <= action.micro_batch < schedule.num_micro_batches
+        if not known or action.kind not in tuple("FBIW"):
+            raise _refuse(
+                schedule,
+                f"{action} in slot {position} of rank {rank} is unknown",
+                f"stages are 0 to {schedule.num_stages - 1}, micro-batches 0 to {schedule.num_micro_batches - 1}, "
+                "kinds F, B, I and W",
+                "remove it, or change the number of stages or micro-batches",
+            )
+        if schedule.rank_of_stage[action.stage] != rank:
+            raise _refuse(
+                schedule,
+                f"{action} in slot {position} of rank {rank}",
+                f"stage {action.stage} is on rank {schedule.rank_of_stage[action.stage]}",
+                "move it there",
+            )
+    for rank, slots in enumerate(schedule.slots):
+        for position, slot in enumerate(slots):
+            kinds = "".join(action.kind for action in slot)
+            if len(kinds) != 1 and kinds not in ("FB", "FI"):
+                raise _refuse(
+                    schedule,
+                    f"slot {position} of rank {rank} holds {slot_text(slot) if slot else 'nothing'}",
+                    "a slot is one action, or a forward and a B or I that may run jointly",
+                    "give each action a slot of its own",
+                )
+
+
+def _check_complete(schedule: Schedule) -> None:
+    count = Counter(action for _, _, action in schedule.actions())
+    for action, times in count.items():
+        if times > 1:
+            raise _refuse(
+                schedule,
+                f"{action} is there {times} times",
+                "every action runs once in a step",
+                f"keep the one of rank {schedule.rank_of_stage[action.stage]} that comes first",
+            )
+    for stage in range(schedule.num_stages):
+        for batch in range(schedule.num_micro_batches):
+            kinds = "".join(kind for kind in "FBIW" if Action(stage, kind, batch) in count)
+            if kinds not in ("FB", "FIW"):
+                rank = schedule.rank_of_stage[stage]
+                raise _refuse(
+                    schedule,
+                    f"stage {stage} on rank {rank} has {' and '.join(kinds) or 'nothing'} of micro-batch {batch}",
+                    "a stage runs F and B, or F, I and W, of every micro-batch",
+                    _fix_kinds(stage, kinds, batch),
+                )
+
+
+def _fix_kinds(stage: int, kinds: str, batch: int) -> str:
+    if "B" in kinds and kinds != "B":
+        return f"remove {stage}B{batch}, or what splits it: {stage}I{batch} and {stage}W{batch}"
+    wanted = "FB" if kinds in ("", "F", "B") else "FIW"
+    return "add " + " and ".join(f"{stage}{kind}{batch}" for kind in wanted if kind not in kinds)
+
+
+def _check_order(schedule: Schedule) -> None:
+    place = {action: (rank, position) for rank, position, action in schedule.actions()}
+    for rank, position, action in schedule.actions():
+        for need in schedule.needs[action]:
+            owner, other = place[need]
+            if owner == rank and other >= position:
+                together = other == position
+                raise _refuse(
+                    schedule,
+                    f"rank {rank} runs {action} in slot {position}, "
+                    + (f"jointly with {need}" if together else f"but {need} in slot {other}"),
+                    f"{action} needs {need}, so that {need} runs in an earlier slot",
+                    f"move {need} before {action}",
+                )
+
+
+def _check_progress(schedule: Schedule) -> None:
+    progress = run_through(schedule)
+    awaited = {rank: action for rank, action in enumerate(progress.waits_for) if action is not None}
+    if not awaited:
+        return
+    rank, path = min(awaited), []
+    while rank not in path:  # a rank that is waited for waits itself, so that the path closes
+        path.append(rank)
+        rank = schedule.rank_of_stage[awaited[rank].stage]
+    cycle = path[path.index(rank) :]
+    links = [
+        f"waits with {slot_text(schedule.slots[rank][progress.position[rank]])} for {awaited[rank]} "
+        f"on rank {schedule.rank_of_stage[awaited[rank].stage]}"
+        for rank in cycle
+    ]
+    raise _refuse(
+        schedule,
+        f"deadlock: rank {cycle[0]} " + ", which ".join(links),
+        "a rank runs its slots in order, and a slot starts when all that it needs has ended",
+        "move one of the awaited actions before the slot that its rank waits with",
+    )
+
+
+def _check_memory(schedule: Schedule, max_in_flight: int | None) -> None:
+    if max_in_flight is None:
+        return
+    peaks = peak_in_flight(schedule)
+    worst = max(range(schedule.num_ranks), key=peaks.__getitem__, default=0)
+    if peaks and peaks[worst] > max_in_flight:
+        raise _refuse(
+            schedule,
+            f"rank {worst} holds the activations of {peaks[worst]} micro-batches of a stage at once",
+            f"at most {max_in_flight} may be in flight on a rank",
+            "run backwards earlier, or allow more in flight",
+        )

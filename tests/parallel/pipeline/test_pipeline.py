@@ -1,0 +1,114 @@
+"""A model that is cut into stages has the losses, logits, gradients and steps of the untouched one, for every schedule."""
+
+from typing import Any
+
+import pytest
+
+from tests.lab.families import family
+from tests.lab.parity import assert_parity, plan_for
+from weft.job import Model
+from weft.parallel.pipeline.generate import SCHEDULES
+from weft.plan import Pipeline
+
+FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "gpt2")
+EIGHT = 8  # micro-batches that every schedule takes on 4 ranks
+
+
+def source(name: str, blocks: int, **changes: Any) -> Model:
+    config: dict[str, Any] = {**family(name), **changes}
+    config["n_layer" if name == "gpt2" else "num_hidden_layers"] = blocks
+    if name == "gemma3_text":
+        config["layer_types"] = [("sliding_attention", "full_attention")[number % 2] for number in range(blocks)]
+    return Model(config=config)
+
+
+def virtual_stages(schedule: str) -> list[int]:
+    fewest, most = SCHEDULES[schedule].virtual_stages
+    return list(range(fewest, min(most or 3, 3) + 1))
+
+
+def check(name: str, ranks: int, schedule: str, stages: int, dtype: str = "fp32", **parallel: Any) -> None:
+    plan = plan_for(dtype, Pipeline(schedule=schedule, virtual_stages=stages), **parallel)
+    blocks = max(plan.parallel.pp * stages, 3)
+    # A router that computes in float32 rounds by the rows that it sees at once: the reference takes as many.
+    at_once = 1 if dtype == "fp64" else 4
+    assert_parity(source(name, blocks), plan, ranks, micro_batch=1, rows_at_once=at_once, rows=EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [(schedule, stages) for schedule in SCHEDULES for stages in virtual_stages(schedule)]
+)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_schedule(pp: int, schedule: str, stages: int) -> None:
+    check("llama", pp, schedule, stages, pp=pp, zero=0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved", "dualpipev"])
+@pytest.mark.parametrize("name", FAMILIES[1:])
+def test_every_family(name: str, schedule: str) -> None:
+    check(name, 2, schedule, virtual_stages(schedule)[0], pp=2, zero=1)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (4, {"zero": 0}),
+    "zero1": (4, {"zero": 1}),
+    "zero2": (4, {"zero": 2}),
+    "zero3": (4, {"zero": 3}),
+    "tp2 sp": (4, {"tp": 2, "zero": 1}),
+    "tp2": (4, {"tp": 2, "sp": False, "zero": 0}),
+    "cp2": (4, {"cp": 2, "zero": 1}),
+    "cp2 ulysses": (4, {"cp": 2, "cp_ulysses": 2, "zero": 0}),
+    "ep2": (4, {"ep": 2, "zero": 1}),
+    "ep2 zero3": (4, {"ep": 2, "zero": 3}),
+}
+HAS_EXPERTS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+
+
+def applies(name: str, layout: str) -> bool:
+    return "ep2" not in layout or name in HAS_EXPERTS
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_with_another_axis(name: str, layout: str, schedule: str) -> None:
+    if not applies(name, layout):
+        pytest.skip("no experts")
+    ranks, parallel = LAYOUTS[layout]
+    check(name, ranks, schedule, virtual_stages(schedule)[0], pp=2, **parallel)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_schedule_and_axis(name: str, layout: str, schedule: str) -> None:
+    if not applies(name, layout):
+        pytest.skip("no experts")
+    ranks, parallel = LAYOUTS[layout]
+    check(name, ranks, schedule, virtual_stages(schedule)[-1], pp=2, **parallel)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-overlap", "zb-h1"])
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [("llama", {"tp": 2, "zero": 1}), ("llama", {"tp": 2, "zero": 3}), ("qwen3_moe", {"tp": 2, "ep": 2, "zero": 1})],
+    ids=str,
+)
+def test_three_axes_on_eight_ranks(name: str, parallel: dict[str, Any], schedule: str) -> None:
+    check(name, 8, schedule, virtual_stages(schedule)[0], pp=2, **parallel)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"tp": 2, "zero": 1}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_tied_and_untied(name: str, parallel: dict[str, Any], schedule: str) -> None:
+    """With 1F1B the ends are on two ranks, with ZBV on one."""
+    plan = plan_for("fp32", Pipeline(schedule=schedule, virtual_stages=virtual_stages(schedule)[0]), pp=2, **parallel)
+    assert_parity(source(name, 4, tie_word_embeddings=True), plan, 4 if len(parallel) > 1 or parallel["zero"] else 2, 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_in_float64(name: str, schedule: str) -> None:
+    check(name, 2, schedule, virtual_stages(schedule)[0], "fp64", pp=2, zero=1)

@@ -1,0 +1,150 @@
+"""Broken tables and deadlocks are refused, with the cycle; others are not."""
+
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import PlanError
+from weft.parallel.pipeline.generate import build_schedule
+from weft.parallel.pipeline.schedule import Action, Schedule, parse_schedule
+from weft.parallel.pipeline.verify import verify
+
+
+def table(*lines: str, micro_batches: int) -> Schedule:
+    return parse_schedule("\n".join(lines), len(lines), micro_batches)
+
+
+def refusal(schedule: Schedule, max_in_flight: int | None = None) -> PlanError:
+    with pytest.raises(PlanError) as error:
+        verify(schedule, max_in_flight)
+    assert error.value.rule
+    assert error.value.fix
+    return error.value
+
+
+GOOD = ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1I1,1W1")
+
+
+def test_a_table_may_mix_whole_and_split_backwards() -> None:
+    verify(table(*GOOD, micro_batches=2))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "what"),
+    [
+        ("0F0,0B0,0B1", GOOD[1], "stage 0 on rank 0 has B of micro-batch 1"),
+        ("0F0,0F1,0B0", GOOD[1], "stage 0 on rank 0 has F of micro-batch 1"),
+        (GOOD[0], "1F0,1B0", "stage 1 on rank 1 has nothing of micro-batch 1"),
+        ("0F0,0F1,0B0,0B1,0F1", GOOD[1], "0F1 is there 2 times"),
+        (GOOD[0], "1F0,1B0,1F1,1W1", "has F and W of micro-batch 1"),
+        (GOOD[0], "1F0,1B0,1F1,1I1", "has F and I of micro-batch 1"),
+        (GOOD[0], "1F0,1B0,1F1,1B1,1I1,1W1", "has F and B and I and W of micro-batch 1"),
+        (GOOD[0], "1F0,1B0,1F1,1B1,1W1", "has F and B and W of micro-batch 1"),
+        ("0F0,0F1,0B0,0B1,0F2", GOOD[1], "0F2 in slot 4 of rank 0 is unknown"),
+        ("0B0,0F0,0F1,0B1", GOOD[1], "rank 0 runs 0B0 in slot 0, but 0F0 in slot 1"),
+        (GOOD[0], "1F0,1B0,1F1,1W1,1I1", "rank 1 runs 1W1 in slot 3, but 1I1 in slot 4"),
+        ("0F0,(0F1;0B1)OVERLAP_F_B,0B0", GOOD[1], "rank 0 runs 0B1 in slot 1, jointly with 0F1"),
+        ("(0F0;0F1)OVERLAP_F_B,0B0,0B1", GOOD[1], "slot 0 of rank 0 holds (0F0;0F1)OVERLAP_F_B"),
+        (GOOD[0], "1F0,1F1,1I1,(1W1;1B0)OVERLAP_F_B", "slot 3 of rank 1 holds (1W1;1B0)OVERLAP_F_B"),
+    ],
+)
+def test_broken_tables(first: str, second: str, what: str) -> None:
+    assert what in refusal(table(first, second, micro_batches=2)).what
+
+
+def test_broken_schedules_that_no_table_can_say() -> None:
+    good = build_schedule("1f1b", 2, 2)
+    assert "stage 1 is on rank 2" in refusal(Schedule("x", 2, (0, 2), good.slots)).what
+    assert "0F0 in slot 0 of rank 0" in refusal(Schedule("x", 2, (1, 0), good.slots)).what
+    assert (
+        "slot 4 of rank 0 holds nothing"
+        in refusal(Schedule("x", 2, (0, 1), ((*good.slots[0], ()), good.slots[1]))).what
+    )
+    odd = ((*good.slots[0], (Action(0, "X", 0),)), good.slots[1])
+    assert "0X0 in slot 4 of rank 0 is unknown" in refusal(Schedule("x", 2, (0, 1), odd)).what
+
+
+def test_a_deadlock_shows_its_cycle() -> None:
+    schedule = table("0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1", "2F0,2B0,2F1,2B1", micro_batches=2)
+    assert refusal(schedule).what == (
+        "schedule table: deadlock: rank 0 waits with 0B0 for 1B0 on rank 1, which waits with 1F1 for 0F1 on rank 0"
+    )
+
+
+def test_ranks_that_only_wait_for_the_cycle_are_not_named() -> None:
+    schedule = table("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1", "2F0,2F1,2B0,2B1", micro_batches=2)
+    assert refusal(schedule).what.endswith(
+        "deadlock: rank 1 waits with 1B0 for 2B0 on rank 2, which waits with 2F1 for 1F1 on rank 1"
+    )
+
+
+def test_a_joint_slot_waits_for_all_that_its_parts_need() -> None:
+    """One after the other these would run; a forward and a backward that start together wait for each other."""
+    apart = table("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1", micro_batches=2)
+    verify(apart)
+    first, second = "0F0,(0F1;0B0)OVERLAP_F_B,0B1", "1F0,(1F1;1B0)OVERLAP_F_B,1B1"
+    assert "waits with (0F1;0B0)OVERLAP_F_B for 1B0 on rank 1" in refusal(table(first, second, micro_batches=2)).what
+
+
+def test_memory() -> None:
+    schedule = build_schedule("gpipe", 2, 5)
+    verify(schedule, max_in_flight=5)
+    assert "rank 0 holds the activations of 5 micro-batches" in refusal(schedule, 4).what
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "where"),
+    [
+        ("0F0,0B0\n1F0,1X0", "'1X0'", "line 2, cell 2"),
+        ("0F0,,0B0\n1F0,1B", "'1B'", "line 2, cell 2"),
+        ("0F0,,(0F1;0B0)\n1F0", "'(0F1;0B0)'", "line 1, cell 3"),
+        ("0F0,(0F1)OVERLAP_F_B\n1F0", "'(0F1)OVERLAP_F_B'", "line 1, cell 2"),
+        ("0F0,0B0\n1F0,0F1", "0F1 on rank 1, but stage 0 is on rank 0", "line 2"),
+        ("0F0,0B0\n2F0,2B0", "no rank runs stage 1", ""),
+        ("0F0,0B0", "1 lines for 2 ranks", ""),
+    ],
+)
+def test_unreadable_tables(text: str, what: str, where: str) -> None:
+    with pytest.raises(PlanError) as error:
+        parse_schedule(text, 2, 1)
+    assert what in error.value.what
+    assert (error.value.where or "").endswith(where)
+
+
+def runs(schedule: Schedule) -> bool:
+    """Whether slots, each after the one before it and after all that its actions need, form no cycle."""
+    place = {action: (rank, position) for rank, position, action in schedule.actions()}
+    graph: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    last = schedule.num_stages - 1
+    for rank, position, (stage, kind, batch) in schedule.actions():
+        before = graph.setdefault((rank, position), {(rank, position - 1)} if position else set())
+        needs = [Action(stage, "I", batch)] if kind == "W" else []
+        needs += [Action(stage - 1, "F", batch)] if kind == "F" else []
+        needs += [Action(stage, "F", batch)] if kind in "BI" else []
+        needs += [Action(stage + 1, back, batch) for back in "BI"] if kind in "BI" and stage < last else []
+        before.update(place[need] for need in needs if need in place)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        return False
+    return True
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_shuffled_schedules_are_refused_exactly_where_they_cannot_run(data: st.DataObject) -> None:
+    name, v = data.draw(st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved-overlap", 2), ("zbv", 2)]))
+    p, m = data.draw(st.integers(2, 3)), data.draw(st.integers(2, 4))
+    schedule = build_schedule(name, p, m, v)
+    slots = [list(of_rank) for of_rank in schedule.slots]
+    for _ in range(data.draw(st.integers(1, 4))):
+        of_rank = slots[data.draw(st.integers(0, p - 1))]
+        position = data.draw(st.integers(0, len(of_rank) - 2))
+        of_rank.insert(position, of_rank.pop(position + data.draw(st.integers(1, min(3, len(of_rank) - 1 - position)))))
+    shuffled = Schedule("shuffled", m, schedule.rank_of_stage, tuple(map(tuple, slots)))
+    if runs(shuffled):
+        verify(shuffled)
+    else:
+        refusal(shuffled)
