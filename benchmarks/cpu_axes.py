@@ -17,9 +17,10 @@ from typing import Annotated, Any
 
 import typer
 from peers.axes import build_torch_plain, build_torch_tensor_parallel, build_transformers
-from peers.figures import choose, distance, ratios, spread
+from peers.beside import COLUMNS, Result, columns_of, measure, start_base
+from peers.figures import choose
 from peers.systems import Step, build_torch, build_weft_plan, installed
-from peers.turns import ENVIRONMENT, Job, System, start, stop, take_turn, wait_built
+from peers.turns import ENVIRONMENT, stop
 from peers.workload import LLAMA, QWEN3_MOE, Workload
 from rich.console import Console
 from rich.table import Table
@@ -90,62 +91,6 @@ def cells_of(ranks: int) -> list[Cell]:
 AXES = list(dict.fromkeys(cell.axis for ranks in (1, 2, 4) for cell in cells_of(ranks)))
 
 
-@dataclass(frozen=True)
-class Result:
-    """One system in one cell."""
-
-    distance: float
-    """Of its first losses from those of Weft on one rank."""
-    speeds: list[float]
-    """Tokens a second, one a repeat."""
-    communication: float
-    """Share of rank 0's time."""
-    bytes: float
-    """Sent by rank 0 in a step; 0 where nobody counts."""
-
-
-@dataclass(frozen=True)
-class Base:
-    """Weft on one rank, which stays alive for all cells of a model."""
-
-    system: System
-    losses: list[float]
-
-
-def start_base(workload: Workload, checked: int) -> Base:
-    """Start the one rank and let it take its first steps."""
-    system = start(Job("weft, one rank", workload, 1, partial(build_weft_plan, workload, {"zero": 0}, "fp32")))
-    wait_built(system)
-    return Base(system, take_turn(system, checked).losses)
-
-
-def measure(
-    cell: Cell, base: Base, folder: str, systems: Sequence[str], repeats: int, steps: int
-) -> tuple[list[float], dict[str, Result]]:
-    """First steps of each system, then repeats in which each takes a turn, then watched steps.
-
-    Returns:
-        Tokens a second of the base in each repeat, and the results by system.
-    """
-    workload = base.system.job.workload
-    builders: dict[str, Callable[[], Step]] = {"weft": partial(build_weft_plan, workload, cell.parallel, "fp32")}
-    builders |= {name: partial(build, workload, folder) for name, build in cell.peers.items() if name in systems}
-    running = [start(Job(name, workload, cell.ranks, build)) for name, build in builders.items()]
-    for system in running:
-        wait_built(system)
-    distances = [distance(take_turn(system, len(base.losses)).losses, base.losses) for system in running]
-    rounds = [
-        [take_turn(system, steps).tokens_per_second for system in (base.system, *running)] for _ in range(repeats)
-    ]
-    shares = [take_turn(system, 1, "share").watched if cell.ranks > 1 else 0.0 for system in running]
-    counted = [take_turn(system, 1, "bytes").watched if system.name == "weft" else 0.0 for system in running]
-    for system in running:
-        stop(system)
-    base_speeds, *speeds = (list(of_system) for of_system in zip(*rounds, strict=True))
-    results = map(Result, distances, speeds, shares, counted)
-    return base_speeds, dict(zip(builders, results, strict=True))
-
-
 def add_rows(table: Table, cell: Cell, base_speeds: list[float], results: dict[str, Result]) -> None:
     """A line for each system."""
     for name, result in results.items():
@@ -153,10 +98,7 @@ def add_rows(table: Table, cell: Cell, base_speeds: list[float], results: dict[s
             cell.axis,
             cell.model,
             str(cell.ranks),
-            name,
-            spread(result.speeds, ".0f"),
-            spread(ratios(result.speeds, base_speeds), ".2f"),
-            "" if name == "weft" else spread(ratios(results["weft"].speeds, result.speeds), ".2f"),
+            *columns_of(name, results, base_speeds),
             f"{result.communication:.0%}" if cell.ranks > 1 else "",
             f"{result.bytes / 1e6:.1f}" if name == "weft" and cell.ranks > 1 else "",
             f"{result.distance:.0e}",
@@ -175,11 +117,19 @@ def run_model(
 ) -> float:
     """Measure all cells of one model; the largest distance of a loss from the base's."""
     largest = 0.0
+
+    def weft(parallel: dict[str, Any]) -> Callable[[], Step]:
+        return partial(build_weft_plan, workload, {"parallel": parallel, "precision": {"forward": "fp32"}})
+
     with TemporaryDirectory() as folder:
         workload.untouched_model().save_pretrained(folder)
-        base = start_base(workload, checked)
+        base = start_base(workload, weft({"zero": 0}), checked)
         for cell in cells:
-            base_speeds, results = measure(cell, base, folder, systems, repeats, steps)
+            builders = {"weft": weft(cell.parallel)}
+            builders |= {
+                name: partial(build, workload, folder) for name, build in cell.peers.items() if name in systems
+            }
+            base_speeds, results = measure(builders, cell.ranks, base, repeats, steps)
             add_rows(table, cell, base_speeds, results)
             largest = max(largest, *(result.distance for result in results.values()))
         stop(base.system)
@@ -208,9 +158,7 @@ def main(
         if not installed(PEERS[name]):
             console.print(f"{name}: needs {PEERS[name]}, which is not installed")
     present = [name for name in asked_systems if installed(PEERS[name])]
-    table = Table("axis", "model", "ranks", "system", "tokens/s: median (min-max)", "/ one Weft rank", "Weft / system")
-    for column in ("communication", "MB a step", "loss off by"):
-        table.add_column(column)
+    table = Table("axis", "model", "ranks", *COLUMNS, "communication", "MB a step", "loss off by")
     for model in dict.fromkeys(cell.model for cell in cells):
         chosen = [cell for cell in cells if cell.model == model]
         workload = Workload(MODELS[model], GLOBAL_BATCH, seq_len)

@@ -1,4 +1,4 @@
-"""Collectives of CPU ranks through shared memory beside gloo: microseconds and ratios, taking turns in one run.
+"""Collectives and messages of CPU ranks through shared memory beside gloo: microseconds and ratios, taking turns in one run.
 
 python benchmarks/cpu_collectives.py [--ranks 2] [--repeats 30]
 """
@@ -14,22 +14,40 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from weft.cluster.shared_memory import register_backend
 
 SIZES = (64, 2**16, 2**20, 2**24)  # bytes of the full tensor
+STREAM = 8  # messages one way
 
 
-def operations(count: int, ranks: int) -> dict[str, Callable[[Any], object]]:
-    """Each collective on a full tensor of `count` numbers, as a function of the group."""
+def operations(count: int, rank: int, ranks: int) -> dict[str, Callable[[Any], object]]:
+    """Each collective on a full tensor of `count` numbers, and messages of ranks 0 and 1, as functions of the group."""
     full, other, share = torch.ones(count), torch.empty(count), torch.ones(count // ranks)
     return {
         "all_reduce": lambda group: dist.all_reduce(full.zero_(), group=group),
         "all_gather": lambda group: dist.all_gather_into_tensor(full, share, group),
         "reduce_scatter": lambda group: dist.reduce_scatter_tensor(share, full.zero_(), group=group),
         "all_to_all": lambda group: dist.all_to_all_single(other, full, group=group),
+        f"{STREAM} messages, 1 reply": lambda group: converse(full, other, STREAM, rank, group),
+        "ping-pong": lambda group: converse(full, other, 1, rank, group),
     }
+
+
+def converse(full: Tensor, other: Tensor, messages: int, rank: int, group: Any) -> None:
+    """Messages from rank 0 to rank 1, and back the whole tensor after one of them, or one number after several."""
+    reply = slice(None) if messages == 1 else slice(1)
+    if rank == 0:
+        sends = [dist.isend(full, group=group, group_dst=1) for _ in range(messages)]
+        dist.recv(other[reply], group=group, group_src=1)
+        for send in sends:
+            send.wait()
+    elif rank == 1:
+        for receive in [dist.irecv(other, group=group, group_src=0) for _ in range(messages)]:
+            receive.wait()
+        dist.send(full[reply], group=group, group_dst=0)
 
 
 def measure(rank: int, ranks: int, repeats: int) -> None:
@@ -37,9 +55,9 @@ def measure(rank: int, ranks: int, repeats: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     groups = {"shared memory": dist.new_group(backend=register_backend()), "gloo": dist.group.WORLD}
-    table = Table("collective", "bytes", *(f"{name}, us: median (min-max)" for name in groups), "gloo / shared memory")
+    table = Table("operation", "bytes", *(f"{name}, us: median (min-max)" for name in groups), "gloo / shared memory")
     for size in SIZES:
-        for name, run in operations(size // 4, ranks).items():
+        for name, run in operations(size // 4, rank, ranks).items():
             times: dict[str, list[float]] = {group: [] for group in groups}
             for _ in range(repeats + 3):
                 for group, handle in groups.items():

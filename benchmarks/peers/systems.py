@@ -15,9 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from peers.workload import SETTINGS, Workload
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 import weft
 from weft.checkpoint.huggingface import build_on_meta, read_config
@@ -41,28 +42,38 @@ def own_rows(rows: Tensor) -> Tensor:
 
 def build_weft(workload: Workload, zero: int, dtype: str) -> Step:
     """Weft's own step on the untouched model."""
-    return build_weft_plan(workload, {"zero": zero}, dtype)
+    return build_weft_plan(workload, {"parallel": {"zero": zero}, "precision": {"forward": dtype}})
 
 
-def build_weft_plan(workload: Workload, parallel: dict[str, Any], dtype: str) -> Step:
-    """Weft's own step on the untouched model, under any table of `plan.parallel`."""
+def build_weft_plan(workload: Workload, tables: dict[str, Any], micro_batches: int = 1) -> Step:
+    """Weft's own step on the untouched model, under any plan."""
+    return weft_step(*build_weft_model(workload, tables), micro_batches)
+
+
+def build_weft_model(workload: Workload, tables: dict[str, Any]) -> tuple[PreTrainedModel, Plan, DeviceMesh]:
+    """The untouched model under a plan, given as its tables; the plan, resolved; the mesh of all ranks."""
     ranks = dist.get_world_size()
-    plan = Plan.model_validate({"parallel": parallel, "precision": {"forward": dtype}}).resolve(ranks)
+    plan = Plan.model_validate(tables).resolve(ranks)
     source = Model(config=workload.config, init_seed=0)
     device = detect()
     device.use(0)  # as `weft.cluster.launch.connect` does in every rank
     mesh = weft.build_mesh(plan, device.type, ranks)
     model = weft.parallelize(build_on_meta(read_config(source), DTYPES[plan.precision.update]), plan, mesh)
     weft.materialize(model, source, torch.device("cpu"))
-    model.train()
+    return model.train(), plan, mesh
+
+
+def weft_step(model: PreTrainedModel, plan: Plan, mesh: DeviceMesh, micro_batches: int) -> Step:
+    """Weft's own step, of some micro-batches a rank."""
     optimizer, scale = build_optimizer(model, SETTINGS), LossScale.from_plan(plan.precision.loss_scale)
 
     def step(rows: Tensor) -> float:
         own = rows.chunk(plan.parallel.data_ranks)[data_rank(mesh)].contiguous()
         positions = torch.arange(own.shape[1]).expand_as(own)
         targets = F.pad(own[:, 1:], (0, 1), value=IGNORED)  # as Transformers shifts labels
-        batch = MicroBatch(own, positions, targets)
-        return train_step(model, optimizer, [batch], plan, mesh, scale, SETTINGS.clip_norm).loss
+        parts = (tensor.chunk(micro_batches) for tensor in (own, positions, targets))
+        batches = [MicroBatch(*tensors) for tensors in zip(*parts, strict=True)]
+        return train_step(model, optimizer, batches, plan, mesh, scale, SETTINGS.clip_norm).loss
 
     return step
 

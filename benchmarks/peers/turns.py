@@ -11,12 +11,12 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from peers.systems import Step
-from peers.watch import communication_share, sent_bytes
+from peers.watch import action_seconds, communication_share, sent_bytes
 from peers.workload import Workload
 from transformers.utils.logging import disable_progress_bar
 
@@ -27,12 +27,15 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELER
 # Imported once, in place of once in every rank; what is not installed is passed over.
 PRELOADED = [
     "peers.axes",
+    "peers.pipeline",
     "torch._dynamo",  # a first optimizer asks for it
     "torch.distributed.checkpoint.state_dict",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "accelerate",
 ]
+
+Watch = Literal["", "share", "bytes", "actions"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Order(NamedTuple):
     """What a rank is told to do next."""
 
     steps: int
-    watch: Literal["", "share", "bytes"] = ""
+    watch: Watch = ""
     """What else to find out, which disturbs the time: see `peers.watch`."""
 
 
@@ -77,8 +80,10 @@ class Turn:
     """Of each step, the mean over all tokens of the global batch."""
     seconds: float
     """Of all steps, on the rank that took longest."""
-    watched: float
-    """What rank 0 found out, as ordered; else 0."""
+    core_seconds: float
+    """That all ranks computed, of all steps: what others do on the same cores hardly changes it."""
+    watched: list[Any]
+    """What each rank found out, as ordered; of share and bytes, only rank 0."""
     tokens_per_second: float
 
 
@@ -113,7 +118,7 @@ def wait_built(system: System) -> None:
     _answers(system)
 
 
-def take_turn(system: System, steps: int, watch: Literal["", "share", "bytes"] = "") -> Turn:
+def take_turn(system: System, steps: int, watch: Watch = "") -> Turn:
     """Let a system run some training steps while all others sleep.
 
     Raises:
@@ -122,9 +127,11 @@ def take_turn(system: System, steps: int, watch: Literal["", "share", "bytes"] =
     for connection in system.connections:
         connection.send(Order(steps, watch))
     answers = _answers(system)
-    losses = [sum(of_ranks) / len(answers) for of_ranks in zip(*(losses for losses, _, _ in answers), strict=True)]
-    seconds = max(seconds for _, seconds, _ in answers)
-    return Turn(losses, seconds, answers[0][2], steps * system.job.workload.tokens / seconds)
+    losses = [sum(of_ranks) / len(answers) for of_ranks in zip(*(answer.losses for answer in answers), strict=True)]
+    seconds = max(answer.seconds for answer in answers)
+    core_seconds = sum(answer.core_seconds for answer in answers)
+    watched = [answer.watched for answer in answers]
+    return Turn(losses, seconds, core_seconds, watched, steps * system.job.workload.tokens / seconds)
 
 
 def stop(system: System) -> None:
@@ -135,7 +142,16 @@ def stop(system: System) -> None:
         rank.join()
 
 
-def _answers(system: System) -> list[tuple[list[float], float, float]]:
+class Answer(NamedTuple):
+    """What a rank has to say of a turn."""
+
+    losses: list[float]
+    seconds: float
+    core_seconds: float
+    watched: Any
+
+
+def _answers(system: System) -> list[Answer]:
     try:
         return [connection.recv() for connection in system.connections]
     except EOFError:
@@ -155,7 +171,7 @@ def _rank_main(job: Job, rank: int, meeting: str, turns: Connection) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=job.ranks)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # DeepSpeed tells of what it compiles
         train_step = job.build()
-    turns.send(([], 0.0, 0.0))
+    turns.send(Answer([], 0.0, 0.0, None))
     done = 0
     with suppress(EOFError):  # the one who gives the turns is gone
         while (order := turns.recv()).steps:
@@ -164,20 +180,21 @@ def _rank_main(job: Job, rank: int, meeting: str, turns: Connection) -> None:
     dist.destroy_process_group()
 
 
-def _run(job: Job, train_step: Step, order: Order, first: int) -> tuple[list[float], float, float]:
-    """This rank's losses, seconds, and what it found out."""
+def _run(job: Job, train_step: Step, order: Order, first: int) -> Answer:
     losses: list[float] = []
 
     def run() -> None:
         losses.extend(train_step(job.workload.rows_of(step)) for step in range(first, first + order.steps))
 
-    watched = 0.0
+    watched = None
     dist.barrier()
-    started = time.perf_counter()
+    started, computed = time.perf_counter(), time.process_time()
     if order.watch == "share" and dist.get_rank() == 0:
         watched = communication_share(run)
     elif order.watch == "bytes" and dist.get_rank() == 0:
         watched = sent_bytes(run)
+    elif order.watch == "actions":
+        watched = action_seconds(run)
     else:
         run()
-    return losses, time.perf_counter() - started, watched
+    return Answer(losses, time.perf_counter() - started, time.process_time() - computed, watched)

@@ -1,8 +1,11 @@
-"""What a rank's step spends on communication: seconds by the profiler, bytes by Weft's recorder."""
+"""What a rank's step spends on communication, by the profiler and Weft's recorder, and on the actions of a pipeline."""
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +18,8 @@ from weft.comm.collectives import Recorder
 MARK, STEP = "collective", "step"
 # torch's operators that start a collective or wait for one, and what is marked below.
 OPERATORS = ("c10d::", "_c10d_functional", MARK)
+# How torch's pipeline runtime names what it runs: stage and kind of an action, or of the forward of a joint slot.
+ACTION = re.compile(r"PP:(\(?)(\d+)([FBIW])\d")
 
 
 def communication_share(step: Callable[[], object]) -> float:
@@ -23,9 +28,7 @@ def communication_share(step: Callable[[], object]) -> float:
     It counts starting them and waiting for them, so also waiting for a rank that comes later, but not what another
     thread carries while this one computes.
     """
-    with _marked_collectives(), profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(STEP):
-        step()
-    events = profiler.events()
+    events = _events_of(step)
     whole = next(event for event in events if event.name == STEP)
     spans = [
         (event.time_range.start, event.time_range.end)
@@ -35,11 +38,36 @@ def communication_share(step: Callable[[], object]) -> float:
     return _covered(spans) / (whole.time_range.end - whole.time_range.start)
 
 
+def action_seconds(step: Callable[[], object]) -> dict[tuple[str, int], float]:
+    """Run a step of a pipeline; the median seconds of this rank's actions, without waiting for messages.
+
+    Returns:
+        Seconds by kind and stage; the kind of a joint slot is "joint", its stage that of its forward.
+    """
+    events = _events_of(step)
+    waits = [event.time_range for event in events if event.name == MARK]
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for event in events:
+        action = ACTION.match(event.name)
+        if action:
+            joint, stage, kind = action.groups()
+            start, end = event.time_range.start, event.time_range.end
+            inside = _covered((wait.start, wait.end) for wait in waits if start <= wait.start and wait.end <= end)
+            seconds["joint" if joint else kind, int(stage)].append((end - start - inside) / 1e6)
+    return {key: median(values) for key, values in seconds.items()}
+
+
 def sent_bytes(step: Callable[[], object]) -> int:
     """Run a step; the bytes that this rank sends, as Weft's recorder counts them."""
     with Recorder() as recorder:
         step()
     return recorder.total_bytes
+
+
+def _events_of(step: Callable[[], object]) -> Any:
+    with _marked_collectives(), profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(STEP):
+        step()
+    return profiler.events()
 
 
 @contextmanager

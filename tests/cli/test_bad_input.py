@@ -96,6 +96,30 @@ def test_a_bad_setting(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+            ["rank 0 waits with 0B0 for 1B0 on rank 1, which waits with 1F1 for 0F1"],
+        ),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n", ["1B1"]),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1G1\n", ["cannot read the slot '1G1'", "line 2, cell 4"]),
+    ],
+)
+def test_a_pipeline_schedule_that_cannot_run(
+    table: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own.csv"
+    file.write_text(table, encoding="utf-8")
+    batch = ["--set=train.global_batch=2", "--set=train.micro_batch=1"]
+    plan = ["--set=plan.parallel.pp=2", f"--set=plan.pipeline.schedule={file}"]
+    text = refuse(capsys, monkeypatch, "train", str(write_job(tmp_path)), "--ranks", "2", *batch, *plan)
+    for word in words:
+        assert word in " ".join(text.split())
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_missing_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no file nowhere.toml" in refuse(capsys, monkeypatch, "train", "nowhere.toml")
 

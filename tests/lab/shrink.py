@@ -9,13 +9,13 @@ VOCABULARY = 96  # a configuration of several parts holds it inside: named outsi
 # Names of sizes, and what they become where the default is a number above zero.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|padded_vocab_size|vocab_size_per_layer_input", VOCABULARY),
-    (r"hidden_size|n_embd|d_model|embedding_size|word_embed_proj_dim", 32),
+    (r"hidden_size|n_embd|d_model|embedding_size|word_embed_proj_dim|lru_width|adapter_in(put_size|_dim)|adapter_out_dim", 32),
     (r"num_attention_heads|n_head|n_heads|num_heads|(de|en)coder_attention_heads", 4),
     (r"num_key_value_heads|num_kv_heads", 2),
     (r"head_dim|qk_rope_head_dim|qk_nope_head_dim|v_head_dim|kv_channels|global_head_dim", 8),
     (r"qk_head_dim", 16),
     (r"rotary_dim", 4),
-    (r"intermediate_size|intermediate_size_mlp|ffn_dim|(de|en)coder_ffn_dim|n_inner|ffn_hidden_size", 48),
+    (r"intermediate_size|intermediate_size_mlp|ffn_dim|(de|en)coder_ffn_dim|n_inner|ffn_hidden_size|mlp_dim", 48),
     (r"moe_intermediate_size|shared_expert_intermediate_size|shared_experts?_intermediate_size", 24),
     (r"shared_intermediate_size|expert_ffn_hidden_size|dense_intermediate_size", 24),
     (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
@@ -36,8 +36,11 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
 # What the names do not tell.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {"head_dim": 16},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
     "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -62,7 +65,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"], "num_dense_layers": 1},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 24,
+    },
     "opt": {"enable_bias": False},  # the gradient of a key's bias is zero but for rounding
+    "phi4_multimodal_audio": {
+        "num_blocks": 1,
+        "ext_pw_out_channel": 32,
+        "depthwise_separable_out_channel": 32,
+        "nemo_conv_channels": 32,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 8},
 }
 # fmt: off
 # What tests/parallel/test_families.py proves, besides the families of tests/lab/families.py; docs/generate.py reads it.
@@ -158,11 +175,13 @@ def _shrink(default: dict[str, Any]) -> dict[str, Any]:
         elif size is not None and isinstance(value, int) and value > 0:
             table[key] = min(size, value)
         elif NO_NOISE.fullmatch(key) and isinstance(value, int | float):
-            table[key] = 0.0
+            table[key] = type(value)(0)
         elif key in TOKENS:
             table[key] = TOKENS[key]
         elif key.endswith("_config") and isinstance(value, dict) and "model_type" in value:
-            table[key] = _shrink(value)
+            table[key] = _shrink(value) | OVERRIDES.get(value["model_type"], {})
+        elif key == "per_layer_config":
+            table[key] = {}
     if "kv_lora_rank" in table:  # a key and a value for every query head
         table["num_key_value_heads"] = 4
     return table

@@ -12,6 +12,7 @@ import pytest
 
 from tests.observe.run_folder import FACTS, JOB, write_run
 from weft.errors import DataError
+from weft.job import Job
 from weft.observe.figures import smooth
 from weft.observe.report import best_baseline_beaten, write_report
 
@@ -104,6 +105,20 @@ def test_values_are_escaped_wherever_they_stand(tmp_path: Path) -> None:
     assert "b" not in {tag for tag, _ in page.tags}
     assert sum(tag == "script" for tag, _ in page.tags) == sum(tag == "script" for tag, _ in clean.tags)
     assert page.text.count("alert(1)") >= 8
+
+
+def test_a_pipeline_is_drawn(tmp_path: Path) -> None:
+    plan = {"parallel": {"pp": 2, "dp_shard": 1}, "pipeline": {"schedule": "zbv", "virtual_stages": 2}}
+    job = Job.parse({**JOB.model_dump(), "plan": plan, "train": {"global_batch": 8, "micro_batch": 2}})
+    text = parse(write_report(write_run(tmp_path, steps=3, job=job))).text
+    assert "zbv with 4 micro-batches" in text
+    assert "plot-pipeline" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_pipeline_whose_schedule_is_gone_is_named(tmp_path: Path) -> None:
+    plan = {"parallel": {"pp": 2, "dp_shard": 1}, "pipeline": {"schedule": "gone.csv"}}
+    job = Job.parse({**JOB.model_dump(), "plan": plan})
+    assert "the schedule gone.csv cannot be read" in parse(write_report(write_run(tmp_path, steps=3, job=job))).text
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

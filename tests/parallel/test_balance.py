@@ -14,7 +14,7 @@ from weft.cluster.mesh import build_mesh, data_rank
 from weft.data import MicroBatch
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
-from weft.plan import Plan
+from weft.plan import Pipeline, Plan
 from weft.train.step import forward_backward
 
 COEFFICIENT = 0.5
@@ -25,11 +25,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {  # ranks, plan.parallel,
     "tp2": (2, {"tp": 2, "sp": False, "zero": 0}, 4),
     "cp2 ring": (2, {"cp": 2, "zero": 0}, 2),
     "cp2 x tp2 x ep4": (4, {"cp": 2, "tp": 2, "ep": 4, "zero": 1}, 1),
+    "pp2": (2, {"pp": 2, "zero": 1, "pipeline": Pipeline(schedule="zb-h1")}, 1),
+    "pp2 virtual x tp2": (4, {"pp": 2, "tp": 2, "zero": 0, "pipeline": Pipeline(schedule="zbv", virtual_stages=2)}, 1),
 }
 
 
-def source(name: str) -> Model:
-    return Model(config={**family(name), "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT})
+def source(name: str, **changes: Any) -> Model:
+    asked = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+    return Model(config={**family(name), **asked, **changes})
 
 
 def rows() -> MicroBatch:
@@ -58,8 +61,20 @@ def split(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe"])
 def test_gradients_and_load(name: str, layout: str) -> None:
-    ranks, parallel, micro_batch = LAYOUTS[layout]
-    model, batch = build_plain(source(name), read_config(source(name)), torch.float64), rows()
+    blocks = 4 if "virtual" in layout else 2
+    check(source(name, num_hidden_layers=blocks), *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2 virtual x tp2"])
+@pytest.mark.parametrize("dense", [[0], [0, 1], [2, 3]], ids=str)
+def test_stages_without_experts(dense: list[int], layout: str) -> None:
+    """A stage passes on the sums of those before it, or none; the load is known to ranks without experts too."""
+    check(source("qwen3_moe", num_hidden_layers=4, mlp_only_layers=dense), *LAYOUTS[layout])
+
+
+def check(model_source: Model, ranks: int, parallel: dict[str, Any], micro_batch: int) -> None:
+    """Compare with Transformers, row by row."""
+    model, batch = build_plain(model_source, read_config(model_source), torch.float64), rows()
     model.train()
     loads: dict[str, torch.Tensor] = {}
 
@@ -75,11 +90,13 @@ def test_gradients_and_load(name: str, layout: str) -> None:
         loss = F.cross_entropy(out.logits[0], batch.targets[row], reduction="sum") / tokens
         (loss + COEFFICIENT * out.aux_loss / len(batch.input_ids)).backward()
     expected_load = max(float(load.max() / load.double().mean()) for load in loads.values())
-    for gradients, load in run_ranks(ranks, split, source(name), plan_for("fp64", **parallel), micro_batch):
+    expected = {key: parameter.grad for key, parameter in model.named_parameters()}
+    results = run_ranks(ranks, split, model_source, plan_for("fp64", **parallel), micro_batch)
+    for gradients, load in results:
         assert load == pytest.approx(expected_load, rel=1e-12)
-        for key, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            compare(key, gradients[key], parameter.grad, 1e-6)  # Transformers adds its counts up in float32
+        for key, gradient in gradients.items():
+            compare(key, gradient, expected[key], 1e-6)  # Transformers adds its counts up in float32
+    assert {key for gradients, _ in results for key in gradients} == expected.keys()
 
 
 def test_the_loss_matters() -> None:

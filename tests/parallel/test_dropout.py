@@ -1,5 +1,7 @@
 """With dropout on, every layout has the loss and the gradients of one rank; and dropout does drop."""
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from tests.lab.families import family
 from tests.lab.parity import TOLERANCE, Trace, compare, packed_batches, plan_for, run_plan
 from tests.lab.pool import RankError, run_ranks
 from weft.job import Model
+from weft.plan import Pipeline
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {**family("gpt2"), "resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
@@ -20,18 +23,34 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {  # ranks, plan.parallel,
     "tp2": (2, {"tp": 2, "sp": False, "zero": 1}, 4),
     "cp2 ring": (2, {"cp": 2, "zero": 0}, 2),
     "cp2 ulysses x tp2": (4, {"cp": 2, "cp_ulysses": 2, "tp": 2, "zero": 1}, 1),
+    "pp2": (2, {"pp": 2, "zero": 0, "pipeline": Pipeline(schedule="zb-h1")}, 1),
+    "pp2 virtual x tp2": (4, {"pp": 2, "tp": 2, "zero": 1, "pipeline": Pipeline(schedule="zbv", virtual_stages=2)}, 1),
+    "pp2 x cp2": (4, {"pp": 2, "cp": 2, "zero": 3}, 2),
 }
 
 
-def trace(name: str, ranks: int, parallel: dict[str, Any], micro_batch: int) -> Trace:
-    batches = packed_batches(96)
-    return run_ranks(ranks, run_plan, Model(config=MODELS[name]), plan_for("fp32", **parallel), batches, micro_batch)[0]
+ONE: tuple[int, dict[str, Any], int] = (1, {"zero": 1}, 4)
+
+
+def trace(name: str, ranks: int, parallel: dict[str, Any], micro_batch: int, blocks: int = 2) -> Trace:
+    """That of rank 0, with the gradients of all stages."""
+    depth = {"n_layer" if name == "gpt2" else "num_hidden_layers": blocks}
+    model, plan = Model(config={**MODELS[name], **depth}), plan_for("fp32", **parallel)
+    traces = run_ranks(ranks, run_plan, model, plan, packed_batches(96), micro_batch)
+    gradients = {key: gradient for trace in traces for key, gradient in trace.gradients.items()}
+    return replace(traces[0], gradients=gradients)
+
+
+@cache
+def trace_of_one_rank(name: str, blocks: int) -> Trace:
+    return trace(name, *ONE, blocks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_drops_the_same(name: str, layout: str) -> None:
-    expected, found = trace(name, 1, {"zero": 1}, 4), trace(name, *LAYOUTS[layout])
+    blocks = 4 if "virtual" in layout else 2
+    expected, found = trace_of_one_rank(name, blocks), trace(name, *LAYOUTS[layout], blocks)
     compare("losses", torch.tensor(found.losses), torch.tensor(expected.losses), TOLERANCE["fp32"])
     for key, gradient in expected.gradients.items():
         compare(key, found.gradients[key], gradient, TOLERANCE["fp32"])
@@ -66,4 +85,4 @@ def test_tensor_parallelism_needs_a_door_for_dropout_of_attention() -> None:
 def test_dropout_drops(name: str) -> None:
     config = {key: 0.0 if "drop" in key else value for key, value in MODELS[name].items()}
     without = run_ranks(1, run_plan, Model(config=config), plan_for("fp32", zero=1), packed_batches(96), 4)[0]
-    assert abs(without.losses[0] - trace(name, 1, {"zero": 1}, 4).losses[0]) > 1e-4
+    assert abs(without.losses[0] - trace_of_one_rank(name, 2).losses[0]) > 1e-4

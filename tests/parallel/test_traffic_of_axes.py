@@ -83,6 +83,8 @@ def volumes() -> Iterator[Volume]:
         keys = BATCH * TOKENS // n * 2 * KV_HEADS * HEAD_DIM * FLOAT
         text = "L KV/n (2 (n - 1) + n): round once in forward and once in backward, gradients all the way home"
         yield Volume("cp, ring", n, {"cp": n}, "cp_ring", "send", text, LAYERS * keys * (2 * (n - 1) + n))
+    yield Volume("pp", 2, {"pp": 2}, "pp", "send", "A to the next stage (and A back from it)", ACTIVATIONS)
+    yield Volume("pp with tp 2, sp", 4, {"pp": 2, "tp": 2}, "pp", "send", "A / tp", ACTIVATIONS // 2)
 
 
 VOLUMES = list(volumes())

@@ -41,7 +41,7 @@ def count(
     optimizer = build_optimizer(model, SETTINGS)
     batches = share(packed_batches(96)[0], data_rank(mesh), plan.parallel.data_ranks, 1)
     assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None
-    by_kind = measure_model_state(model, optimizer, batches[0], plan, mesh)
+    by_kind = measure_model_state(model, optimizer, batches, plan, mesh)
     states = [value for state in optimizer.state.values() for value in state.values()]
     with LiveBytes() as live:
         live.track(model)

@@ -22,8 +22,11 @@ from weft.data import Prepared, prepare
 from weft.errors import DataError, JobError
 from weft.job import Job
 from weft.parallel.expert import dispatch
+from weft.parallel.pipeline.runtime import Pipeline as PipelineOfModel
+from weft.parallel.pipeline.stage import Stage
+from weft.parallel.pipeline.weight_gradients import Product
 from weft.parallel.weights import LocalWeights
-from weft.plan import Parallel, Plan
+from weft.plan import Parallel, Pipeline, Plan
 from weft.train import compare as compare_module
 from weft.train import compare_rank
 from weft.train.compare import (
@@ -44,12 +47,13 @@ DROPOUT = {"gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}}
 FP64 = {"forward": "fp64", "update": "fp64", "reduce": "fp64"}
 
 
-def job_for(folder: Path, name: str = "llama", rows: int = 5, **tables: dict[str, Any]) -> Job:
+def job_for(folder: Path, name: str = "llama", rows: int = 5, blocks: int = 2, **tables: dict[str, Any]) -> Job:
     """A tiny model on rows of random tokens."""
+    depth = {"n_layer" if name == "gpt2" else "num_hidden_layers": blocks}
     generator = np.random.default_rng(3)
     np.save(folder / "rows.npy", generator.integers(3, 96, (40, SEQ_LEN + 1), dtype=np.int32))
     job: dict[str, Any] = {
-        "model": {"config": {**family(name), **DROPOUT.get(name, {})}},
+        "model": {"config": {**family(name), **DROPOUT.get(name, {}), **depth}},
         "data": {"source": "tokens", "path": str(folder / "rows.npy"), "seq_len": SEQ_LEN},
         "train": {"steps": 2, "global_batch": rows, "micro_batch": 8},
         "plan": {"parallel": {}, "precision": {"forward": "fp32"}},
@@ -131,6 +135,52 @@ def one_rank_off(rank: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def received_for_another_micro_batch(rank: int) -> Iterator[None]:
+    """A stage runs its second micro-batch on the hidden states that it received for the first."""
+    run = Stage.forward_one_chunk
+    first: list[torch.Tensor] = []
+
+    def stale(self: Stage, micro_batch: int, *others: Any, **named: Any) -> Any:
+        if micro_batch == 0 and 0 in self.inputs:
+            first[:] = [tensor.clone() for tensor in self.inputs[0]]
+        if micro_batch == 1 and 1 in self.inputs:
+            self.inputs[1] = first
+        return run(self, micro_batch, *others, **named)
+
+    with mock.patch.object(Stage, "forward_one_chunk", stale):
+        yield
+
+
+@contextmanager
+def tied_gradient_not_shared(rank: int) -> Iterator[None]:
+    """Embedding and head each keep their own share of the gradient."""
+    with mock.patch.object(PipelineOfModel, "_share_tied_gradient", return_value=None):
+        yield
+
+
+@contextmanager
+def tied_copy_off(rank: int) -> Iterator[None]:
+    """The head's copy alone has a wrong gradient; that of the embedding is right."""
+    share = PipelineOfModel._share_tied_gradient
+
+    def spoil(self: PipelineOfModel) -> None:
+        share(self)
+        if self.tied_copy is not None:
+            self.tied_copy.grad *= 1.5  # type: ignore[operator]
+
+    with mock.patch.object(PipelineOfModel, "_share_tied_gradient", spoil):
+        yield
+
+
+@contextmanager
+def late_gradients_computed_twice(rank: int) -> Iterator[None]:
+    """The second part of a split backward runs twice for the first stage."""
+    compute = Product.compute
+    with mock.patch.object(Product, "compute", lambda self: compute(self) * (2 if rank == 0 else 1)):
+        yield
+
+
 def run_side(
     rank: int, world_size: int, job: Job, prepared: Prepared, folder: Path, steps: int, bug: Callable[[int], Any]
 ) -> None:
@@ -148,8 +198,8 @@ def side(job: Job, folder: Path, bug: Callable[[int], Any] = no_bug) -> Path:
     return folder
 
 
-def with_plan(job: Job, micro_batch: int = 8, **parallel: Any) -> Job:
-    plan = Plan(parallel=Parallel(**parallel), precision=job.plan.precision)
+def with_plan(job: Job, micro_batch: int = 8, pipeline: Pipeline = Pipeline(), **parallel: Any) -> Job:  # noqa: B008
+    plan = Plan(parallel=Parallel(**parallel), pipeline=pipeline, precision=job.plan.precision)
     return job.model_copy(update={"plan": plan, "train": job.train.model_copy(update={"micro_batch": micro_batch})})
 
 
@@ -166,6 +216,8 @@ def compare_sides(
 
 
 ONE = {"zero": 0}
+STAGES = {"pp": 2, "zero": 1, "micro_batch": 1, "pipeline": Pipeline(schedule="zb-h1")}
+ZBV, INTERLEAVED = (Pipeline(schedule=name, virtual_stages=2) for name in ("zbv", "interleaved"))
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "data": ("llama", {"dp_shard": 2, "micro_batch": 2}),
     "no_sp": ("qwen3", {"tp": 2, "sp": False, "zero": 0}),
@@ -175,6 +227,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ulysses": ("qwen3", {"cp": 2, "cp_ulysses": 2}),
     "tensor_ring": ("llama", {"tp": 2, "cp": 2, "micro_batch": 3}),
     "tensor_data": ("qwen3_moe", {"tp": 2, "dp_shard": 2, "ep": 2, "zero": 2}),
+    "stages": ("llama", {"pp": 2, "zero": 1, "micro_batch": 2}),
+    "stages_tied": ("qwen3", {"pp": 2, "zero": 0, "micro_batch": 1, "pipeline": Pipeline(schedule="zb-h1")}),
+    "stages_data_dropout": ("gpt2", {"pp": 2, "dp_shard": 2, "micro_batch": 2}),
+    "stages_tensor": ("qwen3_moe", {"pp": 2, "tp": 2, "ep": 2, "zero": 1, "micro_batch": 1, "pipeline": ZBV}),
 }
 
 
@@ -182,15 +238,34 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_equal_plans_agree(layout: str, tmp_path: Path) -> None:
     """In float64, where rounding is far below anything else; all tensors are there, in natural order."""
     name, plan = LAYOUTS[layout]
-    job = job_for(tmp_path, name, plan={"precision": FP64})
+    blocks = plan.get("pp", 2) * plan.get("pipeline", Pipeline()).virtual_stages
+    job = job_for(tmp_path, name, blocks=blocks, plan={"precision": FP64})
     found = compare_sides(job, tmp_path, ONE, plan, tolerance=1e-9)
     assert found.agrees, (found.first, found.steps)
     kinds = found.by_kind()
     names = [tensor.name for tensor in kinds["output"]]
-    assert (len(names), names[-1]) == (5, "lm_head")  # embedding, two blocks, last norm, head
+    assert (len(names), names[-1]) == (blocks + 3, "lm_head")  # embedding, blocks, last norm, head
     assert len(kinds["gradient"]) == len(kinds["weight"]) >= 15
+    assert [seen.name for seen in Side.read(tmp_path / "a").tensors] == [
+        seen.name for seen in Side.read(tmp_path / "b").tensors
+    ]
     assert load_file(tensor_file(tmp_path / "b", "output", "lm_head", 4))["tensor"].shape == (SEQ_LEN, 96)
     assert not tensor_file(tmp_path / "b", "output", "lm_head", 5).exists()
+
+
+def test_pipelines_agree_with_each_other(tmp_path: Path) -> None:
+    """Other schedules, other cuts, and the ends of a tied model on one rank and on two."""
+    job = job_for(tmp_path, "qwen3", rows=4, blocks=4, plan={"precision": FP64})
+    plans = [
+        {"pp": 2, "pipeline": ZBV, "zero": 0},
+        {"pp": 2, "pipeline": INTERLEAVED, "zero": 3},
+        {"pp": 4, "zero": 1},
+        {"pp": 2, "tp": 2, "pipeline": Pipeline(stage_blocks=(1, 3))},
+    ]
+    folders = [side(with_plan(job, micro_batch=1, **plan), tmp_path / str(number)) for number, plan in enumerate(plans)]
+    for folder in folders[1:]:
+        found = compare_folders(folders[0], folder, 1e-9)
+        assert found.agrees, (folder.name, found.first, found.steps)
 
 
 @pytest.mark.parametrize(
@@ -201,20 +276,25 @@ def test_equal_plans_agree(layout: str, tmp_path: Path) -> None:
         (micro_batches_not_divided_by, {"zero": 0, "micro_batch": 2}, "gradient of lm_head.weight", None),
         (parameter_forgotten, ONE, "weight of model.norm.weight", 1),
         (one_rank_off, {"tp": 2, "sp": False, "zero": 0}, "gradient of model.layers.0.input_layernorm.weight", 1),
+        (received_for_another_micro_batch, STAGES, "output of model.layers.1", 3),
+        (tied_gradient_not_shared, STAGES, "gradient of model.embed_tokens.weight", 1),
+        (tied_copy_off, STAGES, "gradient of model.embed_tokens.weight", 1),
+        (late_gradients_computed_twice, STAGES, "gradient of model.layers.0.mlp.down_proj.weight", 7),
     ],
-    ids=["norm", "dispatch", "accumulation", "forgotten", "one_rank"],
+    ids=["norm", "dispatch", "accumulation", "forgotten", "one_rank", "stale", "tied", "tied_copy", "twice"],
 )
 def test_a_planted_bug_is_named(
     bug: Callable[[int], Any], plan: dict[str, Any], first: str, wrong: int | None, tmp_path: Path
 ) -> None:
     """In float32 with the default tolerance. `wrong`: tensors of the first one's kind that differ; None is all of them."""
-    found = compare_sides(job_for(tmp_path, "qwen3_moe" if "ep" in plan else "llama"), tmp_path, ONE, plan, bug)
+    name = "qwen3_moe" if "ep" in plan else "qwen3" if "pp" in plan else "llama"
+    found = compare_sides(job_for(tmp_path, name), tmp_path, ONE, plan, bug)
     assert not found.agrees
     assert found.first is not None
     assert str(found.first).startswith(f"{first}: ")
     kind = found.by_kind()[found.first.kind]
     assert sum(tensor.exceeds for tensor in kind) == (len(kind) if wrong is None else wrong)
-    if bug is one_rank_off:  # what rank 0 wrote is right
+    if bug in (one_rank_off, tied_copy_off):  # what rank 0 wrote is right
         assert found.first.note == "the ranks of B do not have the same values"
 
 
@@ -308,6 +388,7 @@ def test_steps_alone_may_differ(tmp_path: Path) -> None:
         ({"ep": 4, "tp": 2}, 4),
         ({"dp_shard": 3, "dp_replicate": 2}, 6),
         ({"ep": 4, "dp_replicate": 2, "zero": 0}, 4),
+        ({"pp": 3, "ep": 4, "tp": 2}, 12),
     ],
 )
 def test_least_ranks(parallel: dict[str, Any], ranks: int) -> None:
@@ -371,6 +452,8 @@ def test_bad_input_is_refused(
         ("--set-b", "train.seed=3"): "train.seed = 0 in A, 3 in B",
         ("--set-a", "plan.parallel.tpp=3"): "did you mean plan.parallel.tp?",
         ("--set-b", "plan.parallel.tp=2", "--ranks-b", "3"): "3 ranks cannot be divided",
+        ("--set-a", "plan.parallel.pp=3"): "2 blocks cannot fill 3 stages",
+        ("--set-b", "plan.parallel.pp=3"): "2 blocks cannot fill 3 stages",
         ("--rows", "0"): "train.global_batch = 0",
         ("--out", str(tmp_path)): "holds something else than a comparison",
     }
@@ -392,9 +475,9 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_of_their_own(tmp_path: Path) -> None:
-    """Launched as the command launches them, in bf16."""
+    """Launched as the command launches them, in bf16; one side is a pipeline."""
     job = job_for(tmp_path, plan={"precision": {}})
-    jobs = with_plan(job, zero=0), with_plan(job, micro_batch=2)
+    jobs = with_plan(job, zero=0), with_plan(job, micro_batch=2, pp=2)
     found = compare_module.compare(*jobs, tmp_path / "out", steps=2, say=lambda text: None)
     assert found.agrees
     assert found.tolerance == 5e-2

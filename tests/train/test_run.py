@@ -18,7 +18,7 @@ from weft.job import Job
 from weft.observe.report import write_report
 from weft.train.metrics import read_evaluations, read_metrics
 from weft.train.run import train
-from weft.train.step import token_loss
+from weft.train.step import forward, token_loss
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +47,21 @@ def test_metrics_have_every_step(finished: Path) -> None:
     assert evaluations[-1].held_out_loss < evaluations[0].held_out_loss
 
 
-def test_the_export_has_the_weights_that_were_evaluated(finished: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(finished / "export")
-    prepared = Prepared.from_json((finished / "prepared.json").read_text())
+def held_out_loss_of_the_export(out: Path) -> float:
+    """By plain Transformers."""
+    model = AutoModelForCausalLM.from_pretrained(out / "export")
+    prepared = Prepared.from_json((out / "prepared.json").read_text())
     rows = Rows(prepared.held_out, seq_len=32, packing=True, shuffle=False, seed=0)
     batches = list(evaluation_batches(rows, micro_batch=4, data_rank=0, data_ranks=1, max_rows=256))
     with torch.no_grad():
-        total = sum(token_loss(model, batch, None).item() for batch in batches)
+        total = sum(token_loss(model, forward(model, batch), batch, None).item() for batch in batches)
     tokens = sum(int((batch.targets != -100).sum()) for batch in batches)
-    assert total / tokens == pytest.approx(read_evaluations(finished / "evaluations.jsonl")[-1].held_out_loss, rel=1e-5)
+    return total / tokens
+
+
+def test_the_export_has_the_weights_that_were_evaluated(finished: Path) -> None:
+    expected = read_evaluations(finished / "evaluations.jsonl")[-1].held_out_loss
+    assert held_out_loss_of_the_export(finished) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_export_has_its_tokenizer(finished: Path) -> None:
@@ -107,9 +113,10 @@ def test_an_earlier_run_is_moved_aside(finished: Path, tmp_path: Path) -> None:
     assert (out / "export").is_dir()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_cleanly(number: signal.Signals, tmp_path: Path) -> None:
-    job = write_job(tmp_path, train={"steps": 100_000, "global_batch": 4})
+@pytest.mark.parametrize(("number", "pp"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_ends_a_run_cleanly(number: signal.Signals, pp: int, tmp_path: Path) -> None:
+    plan = {"parallel": {"pp": pp}, "precision": {"forward": "fp32"}}
+    job = write_job(tmp_path, train={"steps": 100_000, "global_batch": 4, "micro_batch": 1}, plan=plan)
     out = tmp_path / "run"
     command = [str(Path(sys.executable).parent / "weft"), "train", str(job), "--ranks", "2"]
     process = subprocess.Popen(

@@ -1,12 +1,9 @@
 """weft dryrun"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
-
-if TYPE_CHECKING:
-    from weft.planner.trace import Trace
 
 
 def dryrun(

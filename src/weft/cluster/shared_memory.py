@@ -5,18 +5,18 @@ from the computation. Here every rank owns a slab of anonymous memory that its p
 rounds: each rank writes its piece into a slot of its own slab and raises its counter, waits for the counters of the
 others, and reads from their slabs what it needs; a slot is written again once all have read it.
 
-Every collective blocks until this rank's part is done, as on one stream of an accelerator. Point-to-point messages go
-through gloo, and so does every operation that is not written here. Sums are made in the order of ranks, and in float32
+Every collective blocks until this rank's part is done, as on one stream of an accelerator. Messages from one rank to another
+go through `mailbox`, every operation that is not written here through gloo. Sums are made in the order of ranks, and in float32
 for shorter formats: all ranks have the same bits, run after run.
 """
 # mypy: disable-error-code="call-arg,override,assignment,attr-defined,arg-type"
 # The stubs of ProcessGroup list what may be called from Python; torch.distributed itself calls one form of each.
 
+import ctypes
 import json
 import os
 import platform
 import sys
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,16 +30,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from weft.cluster.mailbox import LINE_INTS, MAILBOX_BYTES, Mailbox, typed, wait_until
 from weft.errors import CommunicationError
 
 BACKEND = "weft_shm"
 SLOT_BYTES = 2**20  # small enough to stay in cache between the writer and its readers
 NUM_SLOTS = 2  # one is written while slower ranks still read the other
 HEADER_BYTES = 4096
-LINE_INTS = 8  # 64 bytes: what is written at different times stands on cache lines of its own
 SMALL = 4096  # numbers that a rank had better add up itself than wait for the shares of others
 SIGNATURE_INTS = 4  # what is done, of which format, how many numbers, and a detail
-SPINS, YIELD_SECONDS, SLEEP_SECONDS = 100, 1e-4, 50e-6
+SLAB_BYTES = HEADER_BYTES + NUM_SLOTS * SLOT_BYTES + MAILBOX_BYTES
+DONT_DUMP = 16  # MADV_DONTDUMP of Linux
 
 REDUCTIONS: list[tuple[Any, Callable[[Tensor, Tensor], object]]] = [
     (dist.ReduceOp.SUM, Tensor.add_),
@@ -68,7 +69,7 @@ def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     descriptor = -1
     if _can_share():
         descriptor = os.memfd_create("weft")
-        os.ftruncate(descriptor, HEADER_BYTES + NUM_SLOTS * SLOT_BYTES)
+        os.ftruncate(descriptor, SLAB_BYTES)
     store.set(f"slab/{rank}", json.dumps([_place(), os.getpid(), descriptor]))
     said = [json.loads(store.get(f"slab/{peer}")) for peer in range(size)]
     slabs: list[_Slab] = []
@@ -100,12 +101,15 @@ class _Slab:
     """The memory that one rank writes and all ranks of a group read. It goes when its last process goes."""
 
     def __init__(self, path: str):
-        memory = torch.from_file(path, shared=True, size=HEADER_BYTES + NUM_SLOTS * SLOT_BYTES, dtype=torch.uint8)
+        memory = torch.from_file(path, shared=True, size=SLAB_BYTES, dtype=torch.uint8)
+        # A core dump would fill in every page of the sparse mailbox.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(SLAB_BYTES), DONT_DUMP)
         ints = memoryview(memory[:HEADER_BYTES].numpy()).cast("q")
         lines = [ints[start : start + LINE_INTS] for start in range(0, len(ints), LINE_INTS)]
         self.written, self.read = lines[0], lines[1]  # rounds its rank has written and read
         self.signatures = lines[2 : 2 + NUM_SLOTS]
-        self.slots = memory[HEADER_BYTES:].view(NUM_SLOTS, SLOT_BYTES).unbind()
+        self.slots = memory[HEADER_BYTES:-MAILBOX_BYTES].view(NUM_SLOTS, SLOT_BYTES).unbind()
+        self.mailbox = memory[-MAILBOX_BYTES:]
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -123,6 +127,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.slabs, self.own, self.ranks, self.place = slabs, slabs[rank], len(slabs), rank
         self.make_gloo = make_gloo
         self.seconds, self.round = timeout.total_seconds(), 0
+        self.mailbox = Mailbox([slab.mailbox for slab in slabs], rank, self.seconds)
         self._name = ""
 
     observers: ClassVar[list[Callable[[dist.ProcessGroup, str, int, torch.dtype], None]]] = []
@@ -146,28 +151,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self.own.read[0] = self.round
 
     def _wait(self, counter: str, value: int) -> None:
-        """Until a counter of every rank has come to a value: first awake, then leaving the core to others."""
-        started = 0.0
+        """Until a counter of every rank has come to a value."""
         for peer, slab in enumerate(self.slabs):
-            count: Any = getattr(slab, counter)
-            spins = 0
-            while count[0] < value:
-                spins += 1
-                if spins < SPINS:
-                    continue
-                now = time.monotonic()
-                started = started or now
-                if now - started < YIELD_SECONDS:
-                    os.sched_yield()
-                elif now - started < self.seconds:
-                    time.sleep(SLEEP_SECONDS)
-                else:
-                    raise CommunicationError(
-                        f"rank {peer} of group {self._name} did not come within {self.seconds:.0f} s",
-                        where=f"rank {self.place} of the group, in its collective {self.round}",
-                        rule="all ranks of a group call the same collectives in the same order",
-                        fix="look for a rank that ended, hangs, or took another branch",
-                    )
+            if not wait_until(partial(_has_come, getattr(slab, counter), value), self.seconds):
+                raise CommunicationError(
+                    f"rank {peer} of group {self._name} did not come within {self.seconds:.0f} s",
+                    where=f"rank {self.place} of the group, in its collective {self.round}",
+                    rule="all ranks of a group call the same collectives in the same order",
+                    fix="look for a rank that ended, hangs, or took another branch",
+                )
 
     def _mismatch(self, ours: tuple[int, ...], peer: int, theirs: tuple[int, ...]) -> CommunicationError:
         def words(signature: tuple[int, ...]) -> str:
@@ -198,16 +190,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for piece in flat.view(-1).split(SLOT_BYTES // tensor.element_size()):
             if self.ranks == 2 or piece.numel() < SMALL:
                 with self._exchange(signature, _writer(piece)) as slots:
-                    _reduce([_typed(slot, piece) for slot in slots], op, piece)
+                    _reduce([typed(slot, piece) for slot in slots], op, piece)
                 continue
             shares = list(piece.tensor_split(self.ranks))  # every rank reduces one, and all fetch the results
             starts = [0, *accumulate(share.numel() for share in shares)]
             mine = slice(starts[self.place], starts[self.place + 1])
             with self._exchange(signature, _writer(piece)) as slots:
-                _reduce([_typed(slot, piece)[mine] for slot in slots], op, shares[self.place])
+                _reduce([typed(slot, piece)[mine] for slot in slots], op, shares[self.place])
             with self._exchange(signature, _writer(shares[self.place])) as slots:
                 for share, slot in zip(shares, slots, strict=True):
-                    share.copy_(_typed(slot, share))
+                    share.copy_(typed(slot, share))
         if flat is not tensor:
             tensor.copy_(flat)
         return _done(tensors)
@@ -233,7 +225,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for start, piece in zip(range(0, input.numel(), step), input.reshape(-1).split(step), strict=False):
             with self._exchange(signature, _writer(piece)) as slots:
                 for output, slot in zip(outputs, slots, strict=True):
-                    output[start : start + piece.numel()].copy_(_typed(slot, piece))
+                    output[start : start + piece.numel()].copy_(typed(slot, piece))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
@@ -245,7 +237,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for start, piece in zip(range(0, flat.numel(), step), flat.split(step), strict=False):
             columns = rows[:, start : start + piece.numel()]
             with self._exchange(signature, _writer(columns)) as slots:
-                _reduce([_typed(slot, columns)[self.place] for slot in slots], op, piece)
+                _reduce([typed(slot, columns)[self.place] for slot in slots], op, piece)
         return _done([output])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
@@ -265,7 +257,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         sizes = torch.empty(self.ranks, self.ranks, dtype=torch.int64)
         with self._exchange(_signature("all_to_all", sends), _writer(sends)) as slots:
             for row, slot in zip(sizes, slots, strict=True):
-                row.copy_(_typed(slot, row))
+                row.copy_(typed(slot, row))
         takes = [rows * width for rows in output_splits or [len(output) // self.ranks] * self.ranks]
         if takes != sizes[:, self.place].tolist():
             raise CommunicationError(
@@ -303,7 +295,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             fill = _writer(piece) if root == self.place else lambda slot: None
             with self._exchange(_signature("broadcast", tensor, root), fill) as slots:
                 if root != self.place:
-                    piece.copy_(_typed(slots[root], piece))
+                    piece.copy_(typed(slots[root], piece))
         if flat is not tensor:
             tensor.copy_(flat)
         return _done(tensors)
@@ -339,22 +331,30 @@ class SharedMemoryGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    # From one rank to another
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
+        (tensor,) = tensors
+        self._observe("send", tensor.numel(), tensor.dtype)
+        return self.mailbox.send(tensor, destination, tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        (tensor,) = tensors
+        return self.mailbox.receive(tensor, source, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        raise CommunicationError(
+            "a receive from any rank",
+            where=f"rank {self.place} of group {self._name}, tag {tag}",
+            rule="through shared memory, a receive names its source",
+            fix="give src or group_src",
+        )
+
     # Through gloo, whose threads and connections are made when it is first wanted, by all ranks of the group
 
     @cached_property
     def gloo(self) -> Any:
         return self.make_gloo()
-
-    def send(self, *args: Any) -> dist.Work:
-        (tensor,) = args[0]
-        self._observe("send", tensor.numel(), tensor.dtype)
-        return self.gloo.send(*args)
-
-    def recv(self, *args: Any) -> dist.Work:
-        return self.gloo.recv(*args)
-
-    def recv_anysource(self, *args: Any) -> dist.Work:
-        return self.gloo.recv_anysource(*args)
 
     def reduce(self, *args: Any) -> dist.Work:
         return self.gloo.reduce(*args)
@@ -380,7 +380,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return BACKEND
 
     def _set_group_name(self, name: str) -> None:
-        self._name = name
+        self._name = self.mailbox.group_name = name
         super()._set_group_name(name)
 
     @property
@@ -395,13 +395,12 @@ def _signature(operation: str, tensor: Tensor, detail: int = 0) -> tuple[int, in
     return OPERATIONS.index(operation), DTYPES.index(tensor.dtype), tensor.numel(), detail
 
 
-def _typed(slot: Tensor, like: Tensor) -> Tensor:
-    """The front of a slot, as a tensor of the shape and format of another."""
-    return slot[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+def _has_come(counter: memoryview, value: int) -> bool:
+    return counter[0] >= value
 
 
 def _writer(piece: Tensor) -> Callable[[Tensor], object]:
-    return lambda slot: _typed(slot, piece).copy_(piece)
+    return lambda slot: typed(slot, piece).copy_(piece)
 
 
 def _reduce(parts: list[Tensor], op: Any, out: Tensor) -> None:

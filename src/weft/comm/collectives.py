@@ -31,6 +31,7 @@ CARRIERS = (
     os.path.dirname(os.path.dirname(torch.__file__)),
     os.path.dirname(__file__),
     "shared_memory.py",
+    "steering.py",
     "contextlib.py",
 )
 

@@ -6,6 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from weft.parallel.pipeline.gantt import Bar
 from weft.train.metrics import Evaluation, StepMetrics, format_count
 
 # Middle tones that stand out on white and on near-black alike.
@@ -100,6 +101,41 @@ def memory_figure(memory: Mapping[str, Mapping[str, float]]) -> go.Figure:
     _style(figure, "")
     figure.update_yaxes(autorange="reversed", showgrid=False).update_xaxes(showgrid=True, showline=False)
     return figure.update_layout(xaxis_title=f"{unit} per rank", hovermode="closest", bargap=0.3, bargroupgap=0.06)
+
+
+KINDS = {  # of a pipeline's slots: name and colour
+    "F": ("forward", ACCENT),
+    "B": ("backward", CONTRAST),
+    "I": ("gradient of inputs", "#d9a13b"),
+    "W": ("gradient of weights", "#4aa36c"),
+    "FB": ("forward and backward", "#8a63c9"),
+    "FI": ("forward and gradient of inputs", "#8a63c9"),
+}
+
+
+def pipeline_figure(timeline: Sequence[Bar]) -> go.Figure:
+    """A pipeline's schedule: one line a rank, its slots as bars over time."""
+    figure = go.Figure()
+    for kind, (name, color) in KINDS.items():
+        found = [bar for bar in timeline if bar.kind == kind]
+        if found:
+            figure.add_bar(
+                y=[f"rank {bar.rank}" for bar in found],
+                x=[bar.end - bar.start for bar in found],
+                base=[bar.start for bar in found],
+                text=[bar.label for bar in found],
+                name=name,
+                orientation="h",
+                marker={"color": color, "line": {"width": 1, "color": "rgba(255,255,255,0.6)"}},
+                textposition="inside",
+                insidetextanchor="middle",
+                hovertemplate="%{text}<extra></extra>",
+            )
+    _style(figure, "")
+    figure.update_yaxes(autorange="reversed", showgrid=False)
+    return figure.update_layout(
+        barmode="overlay", bargap=0.15, hovermode="closest", xaxis_title="forward of a stage = 1"
+    )
 
 
 def _with_median(

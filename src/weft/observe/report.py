@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from weft.data import count_micro_batches
+from weft.errors import PlanError
 from weft.job import Job
 from weft.observe import figures, page
 from weft.observe.record import Run, missing, read_run
+from weft.parallel.pipeline.gantt import bars
+from weft.parallel.pipeline.order import plan_timeline
 from weft.plan import Plan
 from weft.train.metrics import StepMetrics, format_count, format_seconds
 
@@ -36,6 +40,11 @@ def write_report(run: Path) -> Path:
         page.key_figures(key_figures(record)),
         page.section("Training", _training_plots(record)),
         page.section("Speed and memory", _resource_plots(record)),
+        *(
+            [page.section("Pipeline", _pipeline_plot(record.job))]
+            if record.job and record.job.plan.parallel.pp > 1
+            else []
+        ),
         page.section("Sample", _text(record.facts.get("sample"), "No sample text was recorded.")),
         page.section("Plan", _plan_table(record.job)),
         page.group("columns", [page.section("Job", _job_text(record)), _about(record.facts)]),
@@ -145,6 +154,23 @@ def _resource_plots(run: Run) -> str:
     else:
         plots.append(page.absent("Memory by kind was not recorded."))
     return page.group("plots", plots)
+
+
+def _pipeline_plot(job: Job) -> str:
+    """One step of the pipeline as it is planned: of every stage, forward and each part of a backward take 1."""
+    train, plan = job.train, job.plan
+    micro_batches = count_micro_batches(train.global_batch, train.micro_batch, plan.parallel.data_ranks)
+    try:
+        timeline = plan_timeline(plan, micro_batches)
+    except PlanError as error:  # a schedule of the user's own that is no longer where it was
+        return page.absent(error.what)
+    idle = sum(timeline.bubble_rate) / len(timeline.bubble_rate)
+    held = ", ".join(map(str, timeline.peak_in_flight))
+    caption = (
+        f"{plan.pipeline.schedule} with {micro_batches} micro-batches, if every stage takes as long: ranks idle {idle:.1%} of "
+        f"a step, and hold the activations of {held} micro-batches of a stage."
+    )
+    return page.plot("plot-pipeline", figures.pipeline_figure(bars(timeline)), "Pipeline", caption, wide=True)
 
 
 def _plan_table(job: Job | None) -> str:

@@ -15,7 +15,7 @@ from weft.parallel.context import check_sequence
 from weft.parallel.data import shard_data_parallel
 from weft.parallel.dropout import place_dropout
 from weft.parallel.expert import check_experts, split_experts
-from weft.parallel.pipeline.cut import Relay, cut_model, let_stages_run, read_chain, split_blocks
+from weft.parallel.pipeline.cut import Chain, Relay, cut_model, let_stages_run, read_chain, split_blocks
 from weft.parallel.pipeline.order import read_order, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import Pipeline
 from weft.parallel.pipeline.weight_gradients import defer_weight_gradients
@@ -49,12 +49,12 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     plan = plan.resolve(mesh.size())
     whole = anatomy = read_anatomy(model)
     p = plan.parallel
-    check_axes(model, anatomy, plan)
+    chain = check_axes(model, anatomy, plan)
     own_attention = takes_over_attention(model, anatomy, plan)
     model.router_watch = RouterWatch(model, anatomy, mesh)
-    if p.pp > 1:
-        anatomy, relay = cut_for_rank(model, anatomy, plan, mesh.get_local_rank("pp"))
-    expert_mesh = build_expert_mesh(plan, mesh.device_type) if anatomy.has_experts and p.ep * p.tp > 1 else None
+    if chain is not None:
+        anatomy, relay = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
+    expert_mesh = build_expert_mesh(plan, mesh.device_type) if whole.has_experts and p.ep * p.tp > 1 else None
     if expert_mesh is not None:
         split_all_experts(model, anatomy, plan, expert_mesh)
     if p.tp > 1:
@@ -73,12 +73,13 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     return model
 
 
-def cut_for_rank(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, rank: int) -> tuple[Anatomy, Relay]:
+def cut_for_rank(
+    model: PreTrainedModel, anatomy: Anatomy, chain: Chain, plan: Plan, rank: int
+) -> tuple[Anatomy, Relay]:
     """Leave a rank of pp the blocks of its stages; the anatomy of what is left, and the relay that runs it."""
     ranks = stage_ranks(plan)
     stages = split_blocks(len(anatomy.blocks), len(ranks), plan.pipeline)
     own = tuple(stage for stage, owner in enumerate(ranks) if owner == rank)
-    chain = read_chain(model, anatomy, DTYPES[plan.precision.forward])
     return cut_model(model, anatomy, chain, stages, own)
 
 
@@ -88,7 +89,7 @@ def check_axes(
     plan: Plan,
     seq_len: int | None = None,
     num_micro_batches: int | None = None,
-) -> None:
+) -> Chain | None:
     """Refuse a plan whose axes this model cannot take; the meta device is enough, and no rank is needed.
 
     Args:
@@ -97,6 +98,9 @@ def check_axes(
         plan: resolved.
         seq_len: of the rows, where it is known.
         num_micro_batches: of a step, where it is known.
+
+    Returns:
+        How the model calls its blocks, for a pipeline; None without one.
 
     Raises:
         PlanError: with the axis, the numbers and the rule.
@@ -108,7 +112,6 @@ def check_axes(
     takes_over_attention(model, anatomy, plan)
     if p.pp > 1:
         split_blocks(len(anatomy.blocks), len(stage_ranks(plan)), plan.pipeline)
-        read_chain(model, anatomy, DTYPES[plan.precision.forward])
         if num_micro_batches is not None:
             read_order(plan, num_micro_batches)
     if seq_len is not None:
@@ -120,6 +123,7 @@ def check_axes(
                 rule="tp ranks hold as many tokens each, between matrices (sp) and in front of experts",
                 fix=f"choose a sequence length that {p.cp * p.tp} divides",
             )
+    return read_chain(model, anatomy, DTYPES[plan.precision.forward]) if p.pp > 1 else None
 
 
 def split_all_experts(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh) -> None:

@@ -6,52 +6,66 @@ they are made, before they are reduced. This costs one more forward and backward
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm.collectives import all_gather_rows
+from weft.parallel.pipeline.runtime import running_stage
+
+
+class Sight(NamedTuple):
+    """What one rank saw of a bad step."""
+
+    bad_loss: bool
+    parameter: str | None
+    """With a non-finite gradient, the last one that forward met: backward spreads it to those before."""
+    stage: int
+    """Of a pipeline: that of the parameter."""
 
 
 def find_culprit(model: nn.Module, rerun: Callable[[], float]) -> str:
     """Name the rank and the parameter where non-finite numbers begin. Every rank must call it; all return the same text.
 
+    The stages of a pipeline have other parameters each, and a NaN of the last one spreads to all: the last counts.
+
     Args:
         model: parallelized, with its weights as they were in the bad step.
         rerun: forward and backward of the bad step's micro-batches on this rank; returns this rank's own loss.
     """
-    names = [name for name, _ in model.named_parameters()]
-    loss, first = _watch(model, rerun, {name: index for index, name in enumerate(names)})
-    mine = torch.tensor([int(not math.isfinite(loss)), first])
-    ranks = all_gather_rows(mine, dist.get_world_size()).tolist()
-    guilty = [(rank, bad_loss, index) for rank, (bad_loss, index) in enumerate(ranks) if bad_loss or index >= 0]
+    sights: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sights, _watch(model, rerun))
+    guilty = [rank for rank, sight in enumerate(sights) if sight.bad_loss or sight.parameter]
     if not guilty:
         return "a loss or a gradient was not finite; run once more the step was finite, so that no rank can be named"
-    rank, bad_loss, index = guilty[0]
-    what = ["the loss"] * bad_loss + [f"the gradient of {names[index]}"] * (index >= 0)
-    others = ", ".join(str(other) for other, *_ in guilty[1:])
-    return f"rank {rank}: {' and '.join(what)} not finite" + (f" (also on rank {others})" if others else "")
+    first = max(guilty, key=lambda rank: (sights[rank].bad_loss, sights[rank].stage))  # of equals the lowest rank
+    sight = sights[first]
+    what = ["the loss"] * sight.bad_loss + [f"the gradient of {sight.parameter}"] * (sight.parameter is not None)
+    others = ", ".join(str(rank) for rank in guilty if rank != first)
+    return f"rank {first}: {' and '.join(what)} not finite" + (f" (also on rank {others})" if others else "")
 
 
-def _watch(model: nn.Module, rerun: Callable[[], float], number: dict[str, int]) -> tuple[float, int]:
-    """This rank's loss, and the number of the first parameter in backward order with a non-finite gradient, or -1."""
-    first = -1
+def _watch(model: nn.Module, rerun: Callable[[], float]) -> Sight:
+    known = {name for name, _ in model.named_parameters()}
+    places: dict[str, tuple[int, int]] = {}
+    """Stage and turn in forward of each parameter that was met."""
+    spoilt: set[str] = set()
     hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def watch(parameter: Tensor, index: int) -> None:
+    def watch(name: str, parameter: Tensor) -> None:
         def look(gradient: Tensor) -> None:
-            nonlocal first
-            if first < 0 and not bool(torch.isfinite(gradient).all()):
-                first = index
+            if name not in spoilt and not bool(torch.isfinite(gradient).all()):
+                spoilt.add(name)
 
+        places.setdefault(name, (running_stage(model), len(places)))
         hooks.append(parameter.register_hook(look))
 
     def before_forward(prefix: str) -> Callable[[nn.Module, object], None]:
         def watch_weights(module: nn.Module, _: object) -> None:
             for name, parameter in module.named_parameters(prefix, recurse=False):
-                if parameter.requires_grad and name in number:  # a tied weight is known by its first name
-                    watch(parameter, number[name])
+                if parameter.requires_grad and name in known:  # a tied weight is known by its first name
+                    watch(name, parameter)
 
         return watch_weights
 
@@ -61,4 +75,6 @@ def _watch(model: nn.Module, rerun: Callable[[], float], number: dict[str, int])
     loss = rerun()
     for hook in hooks:
         hook.remove()
-    return loss, first
+    bad_loss = not math.isfinite(loss)
+    parameter = max(spoilt, key=places.__getitem__, default=None)
+    return Sight(bad_loss, parameter, places[parameter][0] if parameter else 0)

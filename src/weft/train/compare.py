@@ -41,6 +41,8 @@ ROUNDINGS = 8  # of a weight's format that its update may be off by
 MAY_DIFFER = ("plan.", "train.micro_batch")
 
 Kind = Literal["output", "gradient", "weight"]
+KINDS: tuple[Kind, ...] = ("output", "gradient", "weight")
+"""In the order in which they are compared."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Seen:
     largest: float = 0.0
     """Magnitude of its largest value."""
     spread: float = 0.0
-    """How far the ranks of this side are apart that should hold the same values."""
+    """How far the ranks of this side are apart that should hold the same values; the stages of a tied weight too."""
 
 
 @dataclass(frozen=True)
@@ -196,23 +198,25 @@ def compare(
     """
     check_same_job(job_a, job_b)
     ranks = ranks_a or least_ranks(job_a.plan), ranks_b or least_ranks(job_b.plan)
-    plans = job_a.plan.resolve(ranks[0]), job_b.plan.resolve(ranks[1])
-    config, anatomy = check_model(job_a)
+    jobs = [
+        job.model_copy(update={"plan": job.plan.resolve(count)})
+        for job, count in zip((job_a, job_b), ranks, strict=True)
+    ]
+    (config, anatomy), _ = (check_model(job) for job in jobs)
     prepared = prepare(job_a.data, model_folder=Path(job_a.model.path) if job_a.model.path else None, say=say)
     check_tokens(job_a, prepared, config)
     _clear(out)
-    _check_space(job_a, plans, out, anatomy.parameters, len(anatomy.blocks))
-    for name, job, plan, count in zip("ab", (job_a, job_b), plans, ranks, strict=True):
+    _check_space(jobs, out, anatomy.parameters, len(anatomy.blocks))
+    for name, job, count in zip("ab", jobs, ranks, strict=True):
         folder = out / name
         folder.mkdir()
-        (folder / "job.toml").write_text(job.model_copy(update={"plan": plan}).to_toml(), encoding="utf-8")
+        (folder / "job.toml").write_text(job.to_toml(), encoding="utf-8")
         (folder / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
-        say(f"{name.upper()}: {describe(job.model_copy(update={'plan': plan}), count)}")
+        say(f"{name.upper()}: {describe(job, count)}")
         argv = [sys.executable, "-m", "weft.train.compare_rank", str(folder), str(steps)]
         launch(argv, ranks=count, log_dir=folder / "logs")
-    formats = {
-        value for plan in plans for value in (plan.precision.forward, plan.precision.update, plan.precision.reduce)
-    }
+    precisions = [job.plan.precision for job in jobs]
+    formats = {value for precision in precisions for value in (precision.forward, precision.update, precision.reduce)}
     return compare_folders(out / "a", out / "b", tolerance or max(TOLERANCE[name] for name in formats))
 
 
@@ -245,13 +249,15 @@ def least_ranks(plan: Plan) -> int:
 
 
 def describe(job: Job, ranks: int) -> str:
-    """One line on how a side runs: its degrees above 1, ZeRO stage, formats and micro-batch."""
-    p, precision = job.plan.parallel, job.plan.precision
+    """One line on how a side runs: its degrees above 1, schedule, ZeRO stage, formats and micro-batch."""
+    p, pipeline, precision = job.plan.parallel, job.plan.pipeline, job.plan.precision
     names = ("dp_replicate", "dp_shard", "tp", "cp", "cp_ulysses", "ep", "pp")
     degrees = [f"{name} {getattr(p, name)}" for name in names if getattr(p, name) > 1]
+    virtual = f", {pipeline.virtual_stages} virtual stages a rank" if pipeline.virtual_stages > 1 else ""
+    order = [f"schedule {pipeline.schedule}{virtual}"] if p.pp > 1 else []
     sequence = [f"sp {str(p.sp).lower()}"] if p.tp > 1 else []
     formats = f"{precision.forward} forward, {precision.update} update, {precision.reduce} reduce"
-    what = [*degrees, *sequence, f"zero {p.zero}", formats, f"micro-batch {job.train.micro_batch}"]
+    what = [*degrees, *order, *sequence, f"zero {p.zero}", formats, f"micro-batch {job.train.micro_batch}"]
     return f"{ranks} rank{'s' if ranks > 1 else ''}: {', '.join(what)}"
 
 
@@ -271,13 +277,13 @@ def _clear(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def _check_space(job: Job, plans: tuple[Plan, Plan], out: Path, parameters: int, blocks: int) -> None:
-    config = read_config(job.model).get_text_config()
+def _check_space(jobs: list[Job], out: Path, parameters: int, blocks: int) -> None:
+    config = read_config(jobs[0].model).get_text_config()
     numbers = (blocks + 2) * config.hidden_size + config.vocab_size  # a token
-    tokens = job.train.global_batch * job.data.seq_len
+    tokens = jobs[0].train.global_batch * jobs[0].data.seq_len
     needed = sum(
-        2 * parameters * BYTES[plan.precision.update] + tokens * numbers * BYTES[plan.precision.forward]
-        for plan in plans
+        2 * parameters * BYTES[precision.update] + tokens * numbers * BYTES[precision.forward]
+        for precision in (job.plan.precision for job in jobs)
     )
     free = shutil.disk_usage(out).free
     if needed > free:
@@ -307,7 +313,7 @@ def compare_folders(a: Path, b: Path, tolerance: float) -> Comparison:
         (t.largest for side in sides for t in side.tensors if t.kind == "gradient"), default=0.0
     )
     tensors = []
-    for kind, name in sorted({**seen[0], **seen[1]}, key=lambda key: ("output", "gradient", "weight").index(key[0])):
+    for kind, name in sorted({**seen[0], **seen[1]}, key=lambda key: KINDS.index(key[0])):
         if any((kind, name) not in side for side in seen):
             only = "A" if (kind, name) in seen[0] else "B"
             tensors.append(Difference(kind, name, math.inf, tolerance, note=f"only {only} has it"))

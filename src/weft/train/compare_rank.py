@@ -1,11 +1,12 @@
 """What each rank of `weft compare` runs: python -m weft.train.compare_rank FOLDER STEPS."""
 
 import logging
+import shutil
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,21 +25,25 @@ from weft.comm.collectives import all_reduce
 from weft.data import MicroBatch, Prepared
 from weft.job import Job
 from weft.parallel.dropout import set_dropout_seed
+from weft.parallel.pipeline.runtime import running_stage
 from weft.parallel.rows import part_of_rows
 from weft.parallel.weights import part_bounds
 from weft.precision.scaling import LossScale
-from weft.train.compare import Kind, Seen, SeenStep, Side, tensor_file
+from weft.train.compare import KINDS, Kind, Seen, SeenStep, Side, tensor_file
 from weft.train.loop import STEPS_OF_A_SEED
 from weft.train.optimizer import learning_rate, set_learning_rate
 from weft.train.session import Session, open_session, train_batches
 from weft.train.step import StepResult, train_step
+
+STAGE_AXES = AXES[1:]  # all but pp: the ranks of one stage, which do the same at the same time
 
 
 def record(session: Session, folder: Path, steps: int) -> None:
     """Run the first steps of a job, and leave in a folder what `weft.train.compare.compare_folders` compares.
 
     Step 1 runs twice: in a rehearsal, which looks at outputs and gradients and updates nothing, then as it would in training.
-    Every rank must call it; rank 0 writes. A rank holds one whole tensor at a time beside its share of the model.
+    Every rank must call it; the first rank of each stage of a pipeline writes what the stage has, so that all need the same
+    folder. A rank holds one whole tensor at a time beside its share of the model.
 
     Args:
         session: of this rank; its model is trained.
@@ -56,12 +61,14 @@ def record(session: Session, folder: Path, steps: int) -> None:
         seen.append(SeenStep(result.loss, result.grad_norm, result.problem))
         if step == 1:
             tensors += [_write_whole(session, folder, "weight", name, p) for name, p in model.named_parameters()]
+    tensors = _join_stages(session, tensors)
     if session.rank == 0:
+        tensors = _count_tied_once(session, folder, tensors)
         Side(seen, learning_rate(1, job.train.steps, job.optimizer), tensors).write(folder)
 
 
 def _rehearse(session: Session, folder: Path, micro_batches: list[MicroBatch]) -> list[Seen]:
-    """Forward and backward of step 1: outputs in forward order, then gradients in backward order, as they are in the files."""
+    """Forward and backward of step 1: outputs and gradients of this rank's stages, as they are in the files."""
     gradients: list[Seen] = []
 
     def look() -> None:
@@ -71,7 +78,7 @@ def _rehearse(session: Session, folder: Path, micro_batches: list[MicroBatch]) -
 
     observer = GradientObserver([p for group in session.optimizer.param_groups for p in group["params"]], look)
     scale, before = LossScale.from_plan(session.job.plan.precision.loss_scale), None
-    with _calls_noted(session.model) as calls, _outputs_written(session, folder, len(micro_batches)) as outputs:
+    with _calls_noted(session.model) as calls, _outputs_written(session, folder, micro_batches) as outputs:
         while scale != before:  # an overflow lowers a dynamic scale: try again with the next one
             before = scale
             result = _step(session, observer, micro_batches, 1, scale, clip_norm=0)
@@ -91,6 +98,11 @@ def _step(
     return train_step(session.model, optimizer, micro_batches, session.job.plan, session.mesh, scale, clip_norm)
 
 
+def _leads(session: Session) -> bool:
+    """Whether this is the first rank of its stages."""
+    return all(session.mesh.get_local_rank(axis) == 0 for axis in STAGE_AXES)
+
+
 class GradientObserver(torch.optim.Optimizer):
     """Stands in the place of an optimizer: where that would update the weights, it looks at their gradients."""
 
@@ -106,24 +118,29 @@ class GradientObserver(torch.optim.Optimizer):
 
 
 @contextmanager
-def _outputs_written(session: Session, folder: Path, micro_batches: int) -> Iterator[dict[str, float]]:
-    """Write what embedding, blocks, last norm and head put out, whole and by row; yields the largest value of each by name."""
+def _outputs_written(session: Session, folder: Path, micro_batches: list[MicroBatch]) -> Iterator[dict[str, float]]:
+    """Write what embedding, blocks, last norm and head put out, whole and by row; yields the largest value of each by name.
+
+    Stages take micro-batches in an order of their own: which one runs is told by its tokens.
+    """
     anatomy, model = session.anatomy, session.model
-    head: Any = model.get_submodule(anatomy.head)
-    vocabulary = head.weight.shape[0]  # of the whole DTensor
     names = [anatomy.embedding, *(block.name for block in anatomy.blocks), anatomy.final_norm, anatomy.head]
     largest: dict[str, float] = {}
-    passes: Counter[str] = Counter()
+    numbers = {id(batch.input_ids): number for number, batch in enumerate(micro_batches)}
+    running = 0
+
+    def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal running
+        running = numbers[id(kwargs["input_ids"])]
 
     @torch.no_grad()
     def write(name: str, output: Any) -> None:
-        if name == anatomy.embedding:
-            passes["begun"] += 1
-        number = (passes["begun"] - 1) % micro_batches
+        if running_stage(model) != _stage_of(session, name):  # it only passes on what other stages make
+            return
         output = output[0] if isinstance(output, tuple) else output
-        whole = _whole_rows(session, output.detach(), vocabulary if name == anatomy.head else output.shape[-1])
-        if session.rank == 0:
-            for row, value in zip(_row_numbers(session.job, number, len(output)), whole, strict=True):
+        whole = _whole_rows(session, output.detach(), anatomy.vocab_size if name == anatomy.head else output.shape[-1])
+        if _leads(session):
+            for row, value in zip(_row_numbers(session.job, running, len(output)), whole, strict=True):
                 if row is not None:
                     _save(value, tensor_file(folder, "output", name, row))
             largest[name] = max(largest.get(name, 0.0), _largest(whole))
@@ -133,6 +150,7 @@ def _outputs_written(session: Session, folder: Path, micro_batches: int) -> Iter
         for name in names
         if name
     ]
+    hooks.append(model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
     try:
         yield largest
     finally:
@@ -141,7 +159,7 @@ def _outputs_written(session: Session, folder: Path, micro_batches: int) -> Iter
 
 
 def _whole_rows(session: Session, output: Tensor, width: int) -> Tensor:
-    """The rows of all data ranks, [data_ranks * rows, seq_len, width], of one micro-batch, on every rank.
+    """The rows of all data ranks, [data_ranks * rows, seq_len, width], of one micro-batch, on every rank of a stage.
 
     Each rank puts its part into zeros at its place; the sum over ranks has all parts. What is cut over tp is told by its size.
 
@@ -162,7 +180,7 @@ def _whole_rows(session: Session, output: Tensor, width: int) -> Tensor:
     whole = output.new_zeros(data_ranks, len(output), session.job.data.seq_len, width)
     if cuts_sequence or cuts_width or tp_rank == 0:  # else all ranks of tp have the same
         whole[data_rank(mesh)][:, places, columns] = output
-    return all_reduce(whole, mesh, AXES).flatten(0, 1)
+    return all_reduce(whole, mesh, STAGE_AXES).flatten(0, 1)
 
 
 def _row_numbers(job: Job, micro_batch: int, rows: int) -> Iterator[int | None]:
@@ -201,18 +219,68 @@ def _in_backward_order(model: nn.Module, calls: dict[str, None]) -> list[tuple[s
 
 @torch.no_grad()
 def _write_whole(session: Session, folder: Path, kind: Kind, name: str, tensor: Tensor) -> Seen:
-    """Write a parameter or its gradient as the model's authors know it, and see whether all ranks have the same."""
+    """Write a parameter or its gradient as the model's authors know it, and see whether all ranks of a stage have the same."""
     whole = tensor.detach()
     whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
     highest, lowest = (
-        all_reduce(whole.clone(), session.mesh, AXES, "max"),
-        all_reduce(-whole, session.mesh, AXES, "max"),
+        all_reduce(whole.clone(), session.mesh, STAGE_AXES, "max"),
+        all_reduce(-whole, session.mesh, STAGE_AXES, "max"),
     )
     spread = _largest(highest + lowest)
     whole = arrange_packed(session.model, {name: whole}, to_rest=False)[name]
-    if session.rank == 0:
+    if _leads(session):
         _save(whole, tensor_file(folder, kind, name))
     return Seen(kind, name, _largest(whole), spread)
+
+
+# Stages
+
+
+def _stage_of(session: Session, name: str) -> int:
+    """The stage of a module or of a parameter; 0 without a pipeline."""
+    if session.job.plan.parallel.pp == 1:
+        return 0
+    model: Any = session.model
+    anatomy, relay = session.anatomy, model.pipeline.relay
+    for stage, blocks in enumerate(relay.stages):
+        if any(f"{name}.".startswith(f"{anatomy.blocks[number].name}.") for number in blocks):
+            return stage
+    last = (*relay.chain.last, anatomy.final_norm, anatomy.head)
+    return len(relay.stages) - 1 if any(f"{name}.".startswith(f"{end}.") for end in last) else 0
+
+
+def _join_stages(session: Session, own: list[Seen]) -> list[Seen]:
+    """What the stages of all ranks have seen, in the order in which it is compared."""
+    tables: list[Any] = [own]
+    if session.job.plan.parallel.pp > 1:
+        group = session.mesh.get_group("pp")
+        tables = [None] * group.size()
+        dist.all_gather_object(tables, own, group)
+
+    def order(seen: Seen) -> tuple[int, int]:
+        stage = _stage_of(session, seen.name)
+        return KINDS.index(seen.kind), -stage if seen.kind == "gradient" else stage
+
+    return sorted((seen for table in tables for seen in table), key=order)
+
+
+def _count_tied_once(session: Session, folder: Path, tensors: list[Seen]) -> list[Seen]:
+    """Of a tied weight on two stages, the head's copy is left out: how far it is from the embedding counts as spread."""
+    model: Any = session.model
+    if session.job.plan.parallel.pp == 1 or not model.pipeline.shares_tied:
+        return tensors
+    embedding, copy = f"{session.anatomy.embedding}.weight", f"{session.anatomy.head}.weight"
+    apart: dict[str, float] = {}
+    for kind in (seen.kind for seen in tensors if seen.name == copy):
+        files = [tensor_file(folder, kind, name) for name in (embedding, copy)]
+        x, y = (load_file(file)["tensor"] for file in files)
+        apart[kind] = _largest(x - y)
+        shutil.rmtree(files[1].parent)
+    return [
+        replace(seen, spread=max(seen.spread, apart[seen.kind])) if seen.name == embedding else seen
+        for seen in tensors
+        if seen.name != copy
+    ]
 
 
 def _save(tensor: Tensor, file: Path) -> None:

@@ -71,7 +71,7 @@ def train(session: Session, out: Path) -> None:
             if last:
                 break
     save_weights(session, out / "export")
-    _summarize(session, micro_batches[0], out, time.perf_counter() - started)
+    _summarize(session, micro_batches, out, time.perf_counter() - started)
 
 
 def _step(session: Session, micro_batches: list[MicroBatch], scale: LossScale) -> StepResult:
@@ -145,9 +145,9 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
     return to_metrics
 
 
-def _summarize(session: Session, batch: MicroBatch, out: Path, seconds: float) -> None:
-    """Write run.json: what the report shows beside the metrics."""
-    measured = measure_model_state(session.model, session.optimizer, batch, session.job.plan, session.mesh)
+def _summarize(session: Session, micro_batches: list[MicroBatch], out: Path, seconds: float) -> None:
+    """Write run.json: what the report shows beside the metrics. Memory is that of rank 0: of a pipeline, of its stages."""
+    measured = measure_model_state(session.model, session.optimizer, micro_batches, session.job.plan, session.mesh)
     dense, experts = count_split(session.model)
     predicted = model_state_bytes(dense, session.job.plan, experts)
     if session.rank == 0:

@@ -1,12 +1,13 @@
 """Counts what a rank holds of the model between two micro-batches, to set beside the prediction."""
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from weft.data import MicroBatch
 from weft.parallel.data import begin_micro_batch
@@ -15,16 +16,17 @@ from weft.train.step import forward, token_loss
 
 
 def measure_model_state(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: MicroBatch, plan: Plan, mesh: DeviceMesh
+    model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh
 ) -> dict[str, int]:
     """Bytes on this rank by kind, as `weft.parallel.data.model_state_bytes` predicts them. Every rank must call it.
 
-    Runs two micro-batches and looks between them; no weight changes.
+    Runs two micro-batches and looks between them; of a pipeline, one step, and looks where the rank has all its gradients and
+    has not reduced them yet. No weight changes.
 
     Args:
         model: parallelized, without gradients.
         optimizer: over its parameters, after at least one step.
-        batch: one micro-batch, on the device.
+        batches: micro-batches of one step, on the device.
         plan: resolved.
         mesh: of all ranks.
     """
@@ -32,24 +34,42 @@ def measure_model_state(
     states = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
     ]
-    before = _live_storages()
-    begin_micro_batch(model, plan, last=False)
-    token_loss(model, forward(model, batch), batch, mesh).backward()
-    gathered = _storages(parameter for parameter in model.parameters()).keys() - _storages(shards).keys()
-    # Buckets of replicated gradients outlive the step: they are counted although they were there before.
-    own = _storages(shard.grad for shard in shards if shard.grad is not None)
-    after = _live_storages()
-    gradients = sum(size for place, size in after.items() if place in own or place not in before.keys() | gathered)
-    gathered_bytes = sum(after[place] for place in gathered)
-    begin_micro_batch(model, plan, last=True)
-    token_loss(model, forward(model, batch), batch, mesh).backward()
-    optimizer.zero_grad(set_to_none=True)
-    return {
+    found = {
         "parameters": sum(_storages(shards).values()),
-        "gathered parameters": gathered_bytes,
-        "gradients": gradients,
+        "gathered parameters": 0,
+        "gradients": 0,
         "optimizer": sum(_storages(state for state in states if state.ndim).values()),
     }
+    before = _live_storages().keys()
+
+    def look() -> None:
+        gathered = _storages(model.parameters()).keys() - _storages(shards).keys()
+        # Buckets of replicated gradients outlive the step: they are counted although they were there before.
+        own = _storages(shard.grad for shard in shards if shard.grad is not None)
+        live = _live_storages()
+        found["gathered parameters"] = sum(live[place] for place in gathered)
+        found["gradients"] = sum(size for place, size in live.items() if place in own or place not in before | gathered)
+
+    _run(model, batches, plan, mesh, look)
+    optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def _run(model: Any, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh, look: Callable[[], None]) -> None:
+    """Make gradients of the loss, and look when they are at their largest."""
+
+    def loss(output: Any, batch: MicroBatch, _: torch.Tensor | None) -> torch.Tensor:
+        return token_loss(model, output, batch, mesh)
+
+    if plan.parallel.pp > 1:
+        model.pipeline.train(batches, partial(forward, model), loss, look)
+        return
+    batch = batches[0]
+    begin_micro_batch(model, plan, last=False)
+    loss(forward(model, batch), batch, None).backward()
+    look()
+    begin_micro_batch(model, plan, last=True)
+    loss(forward(model, batch), batch, None).backward()
 
 
 def _live_storages() -> dict[int, int]:

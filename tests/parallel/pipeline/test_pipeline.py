@@ -79,6 +79,13 @@ def test_with_another_axis(name: str, layout: str, schedule: str) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES[1:])
+def test_every_family_and_schedule_on_four_ranks(name: str, schedule: str) -> None:
+    check(name, 4, schedule, virtual_stages(schedule)[-1], pp=4, zero=1)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
@@ -106,6 +113,12 @@ def test_tied_and_untied(name: str, parallel: dict[str, Any], schedule: str) -> 
     """With 1F1B the ends are on two ranks, with ZBV on one."""
     plan = plan_for("fp32", Pipeline(schedule=schedule, virtual_stages=virtual_stages(schedule)[0]), pp=2, **parallel)
     assert_parity(source(name, 4, tie_word_embeddings=True), plan, 4 if len(parallel) > 1 or parallel["zero"] else 2, 1)
+
+
+@pytest.mark.parametrize("parallel", [{"ep": 2, "zero": 1}, {"tp": 2, "zero": 0}], ids=str)
+def test_a_stage_without_experts(parallel: dict[str, Any]) -> None:
+    plan = plan_for("fp32", Pipeline(stage_blocks=(2, 1)), pp=2, **parallel)
+    assert_parity(source("deepseek_v3", 3, first_k_dense_replace=2), plan, 4, micro_batch=1)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved"])

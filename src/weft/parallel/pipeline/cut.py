@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.transformers import document_masks
+from weft.anatomy.transformers import EXPERTS, document_masks
 from weft.checkpoint.huggingface import build_on_meta
 from weft.errors import ModelError, PlanError
+from weft.parallel.pipeline.flow import Chain, CrossingError, follow
 from weft.plan import Pipeline
 
 WHERE = "plan.parallel.pp"
@@ -99,23 +100,8 @@ def _cheapest_cut(costs: tuple[float, ...], num_stages: int, embedding: float, h
 # What a model looks like between its blocks
 
 
-class Chain(NamedTuple):
-    """How a model calls its blocks, as one forward without numbers shows."""
-
-    first: tuple[str, ...]
-    """Modules with weights that are called before the first block."""
-    last: tuple[str, ...]
-    """Those that are called behind the last block."""
-    places: tuple[tuple[int, int] | None, ...]
-    """By block: where the hidden states stand in its output, of how many things; None: the output is the hidden states."""
-    width: int
-    """Numbers in a hidden state."""
-    dtype: torch.dtype
-    """Of hidden states between blocks."""
-
-
 def read_chain(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype) -> Chain:
-    """Run a copy of a model on the meta device, and see what travels from block to block.
+    """Run a copy of a model on the meta device, see what travels from block to block, and try stages of it.
 
     Args:
         model: whole; it is not touched.
@@ -123,69 +109,50 @@ def read_chain(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype) -> 
         dtype: of the weights in forward.
 
     Raises:
-        PlanError: more than hidden states travels between blocks, or a module with weights is called on both sides.
+        PlanError: a part of the model uses numbers of another that are not hidden states, or cannot run without it.
     """
-    probe: Any = build_on_meta(model.config, dtype)
-    blocks = [block.name for block in anatomy.blocks]
-    for name in (name for block in anatomy.blocks for name in block.experts):  # which are chosen has no answer here
-        probe.get_submodule(name).forward = lambda hidden, *args, **kwargs: hidden
-    calls: list[str] = []
-    inputs: list[Tensor] = []
-    outputs: list[Any] = []
-
-    def enter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(name)
-        if name not in blocks:
-            return
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if outputs and not any(hidden is thing for thing in _things(outputs[-1])):
-            raise _uncuttable(anatomy, f"something is computed between {calls[-2]} and {name}")
-        for thing in (*args, *kwargs.values()):
-            for tensor in _tensors(thing):
-                if tensor is not hidden and tensor.requires_grad:
-                    raise _uncuttable(anatomy, f"{name} is given a tensor that is computed with weights outside of it")
-        inputs.append(hidden)
-
-    inside = tuple(f"{name}." for name in blocks)
-    for name, module in probe.named_modules():
-        has_weights = any(True for _ in module.parameters(recurse=False))
-        if name in blocks:
-            module.register_forward_hook(lambda _, args, output: outputs.append(output))
-        elif name.startswith(inside) or not has_weights:
-            continue
-        elif any(block.startswith(f"{name}.") or not name for block in blocks):
-            raise _uncuttable(anatomy, f"{name or 'the model'} has weights of its own around the blocks")
-        module.register_forward_pre_hook(lambda _, args, kwargs, name=name: enter(name, args, kwargs), with_kwargs=True)
-    positions = torch.arange(PROBE_SHAPE[1]).remainder(2)[None]  # two documents: only then are there masks
-    masks = tree_map_only(Tensor, lambda mask: mask.to("meta"), document_masks(model, positions))
-    tokens = torch.zeros(PROBE_SHAPE, dtype=torch.int64, device="meta")
+    random = [key for key, value in model.config.get_text_config().to_dict().items() if "layerdrop" in key and value]
+    if random:
+        raise _uncuttable(anatomy, f"{random[0]} leaves out blocks at random")
     try:
-        probe(input_ids=tokens, position_ids=positions.to("meta"), attention_mask=masks, use_cache=False)
-    except (RuntimeError, NotImplementedError, TypeError, KeyError) as error:
-        raise _uncuttable(anatomy, f"its forward does not run without numbers: {error}") from None
-    if [name for name in calls if name in blocks] != blocks:
-        raise _uncuttable(anatomy, "its blocks are not called one after the other, each once")
-    outside = [name for name in dict.fromkeys(calls) if name not in blocks]
-    begin, end = calls.index(blocks[0]), calls.index(blocks[-1])
-    places = {name: {(i > begin) + (i > end) for i, call in enumerate(calls) if call == name} for name in outside}
-    for name, found in places.items():
-        if len(found) > 1 or 1 in found:
-            raise _uncuttable(anatomy, f"{name} is called on both sides of a block")
-    uncalled = tuple(
-        name
-        for name, module in probe.named_modules()
-        if any(True for _ in module.parameters(recurse=False)) and name not in calls and not name.startswith(inside)
+        probe: Any = build_on_meta(model.config, dtype)
+    except ModelError:
+        raise _uncuttable(anatomy, "no copy of it can be built from its configuration") from None
+    for name, module in probe.named_modules():
+        if EXPERTS.fullmatch(name.rpartition(".")[2]) and not isinstance(module, nn.ModuleList):
+            module.forward = lambda hidden, *args, **kwargs: hidden  # which are chosen has no answer here
+    positions = torch.arange(PROBE_SHAPE[1]).remainder(2)[None]  # two documents: only then are there masks
+    probe.forward = partial(
+        probe.forward,
+        input_ids=torch.zeros(PROBE_SHAPE, dtype=torch.int64, device="meta"),
+        position_ids=positions.to("meta"),
+        attention_mask=tree_map_only(Tensor, lambda mask: mask.to("meta"), document_masks(model, positions)),
+        use_cache=False,
+        **({"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}),
     )
-    if inputs[0].shape[:2] != PROBE_SHAPE or inputs[0].ndim != 3:
-        raise _uncuttable(anatomy, f"hidden states have the shape {tuple(inputs[0].shape)} for tokens of {PROBE_SHAPE}")
-    following = [*inputs[1:], None]
-    return Chain(
-        first=(*(name for name in outside if places[name] == {0}), *uncalled),
-        last=tuple(name for name in outside if places[name] == {2}),
-        places=tuple(_place(output, hidden) for output, hidden in zip(outputs, following, strict=True)),
-        width=inputs[0].shape[-1],
-        dtype=inputs[-1].dtype,
-    )
+    try:
+        chain = follow(probe.train(), anatomy, PROBE_SHAPE)
+        _rehearse(probe, anatomy, chain)
+    except CrossingError as crossing:
+        raise _uncuttable(anatomy, str(crossing)) from None
+    except Exception as error:  # each family fails in its own way: whatever it says goes to the user
+        raise _uncuttable(anatomy, f"its forward fails without numbers: {error}") from None
+    return chain
+
+
+def _rehearse(probe: Any, anatomy: Anatomy, chain: Chain) -> None:
+    """Run a model on the meta device as its first block alone and as its last one, so that each part is passed over."""
+    num_blocks = len(anatomy.blocks)
+    stages = [range(1), range(1, num_blocks - 1), range(num_blocks - 1, num_blocks)]
+    relay = cut_model(probe, anatomy, chain, stages, (0, 1, 2))[1]
+    let_stages_run(probe, anatomy, relay)
+    for trains in (False, True):
+        probe.train(trains)
+        with torch.set_grad_enabled(trains):
+            with relay.running(0, None):
+                probe()
+            with relay.running(2, relay.take_sent().detach().requires_grad_(trains)):
+                probe()
 
 
 def _uncuttable(anatomy: Anatomy, what: str) -> PlanError:
@@ -195,26 +162,6 @@ def _uncuttable(anatomy: Anatomy, what: str) -> PlanError:
         rule="hidden states, and nothing else, travel from block to block",
         fix="set plan.parallel.pp = 1",
     )
-
-
-def _things(output: Any) -> tuple[Any, ...]:
-    return output if isinstance(output, tuple) else (output,)
-
-
-def _tensors(thing: Any) -> Iterator[Tensor]:
-    if isinstance(thing, Tensor):
-        yield thing
-    elif isinstance(thing, tuple | list):
-        for part in thing:
-            yield from _tensors(part)
-    elif isinstance(thing, dict):
-        yield from _tensors(tuple(thing.values()))
-
-
-def _place(output: Any, hidden: Tensor | None) -> tuple[int, int] | None:
-    if not isinstance(output, tuple):
-        return None
-    return next((i for i, thing in enumerate(output) if thing is hidden), 0), len(output)
 
 
 # A model that runs as one of its stages
@@ -230,8 +177,12 @@ class Relay:
     """Stages of this rank."""
     chain: Chain
     active: int | None = None
+    sequence_parts: int = 1
+    """Ranks of tp that hold a part of each sequence between matrices."""
     received: Tensor | None = None
     sent: Tensor | None = None
+    device: torch.device | None = None
+    """Of the model."""
 
     def has_first(self) -> bool:
         return self.own[0] == 0
@@ -241,12 +192,18 @@ class Relay:
 
     @contextmanager
     def running(self, stage: int, received: Tensor | None) -> Iterator[None]:
-        """Inside, the model runs as one stage; afterwards `sent` is what it gives to the next one."""
+        """Inside, the model runs as one stage; `take_sent` is what it gives to the next one."""
         self.active, self.received, self.sent = stage, received, None
         try:
             yield
         finally:
             self.active = self.received = None
+
+    def take_sent(self) -> Tensor:
+        """The hidden states behind the stage that ran last; they are not kept."""
+        assert self.sent is not None
+        sent, self.sent = self.sent, None
+        return sent
 
     def pass_block(self, number: int, hidden: Tensor) -> Tensor:
         """What a block outside of the stage gives."""
@@ -256,6 +213,9 @@ class Relay:
             return self.received
         if number == blocks.stop:
             self.sent = hidden
+            # What a model does in place must not reach the next stage, and behind its last norm it knows whole sequences.
+            rows, tokens, width = hidden.shape
+            return hidden.new_zeros(rows, tokens * self.sequence_parts, width)
         return hidden
 
 
@@ -264,9 +224,9 @@ class PassedBlock(nn.Module):
 
     def __init__(self, relay: Relay, number: int, block: nn.Module):
         super().__init__()
-        self.relay, self.number = relay, number
         # Models ask their blocks which kind of attention they have.
         self.__dict__.update({key: v for key, v in vars(block).items() if isinstance(v, str | int | float | bool)})
+        self.relay, self.number = relay, number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = self.relay.pass_block(self.number, args[0] if args else kwargs["hidden_states"])
@@ -283,12 +243,16 @@ class PassedEnd(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         received = self.relay.received
-        if self.is_embedding:  # a tensor of the right shape; its numbers are not used
-            return received
-        if self.makes_numbers:  # positions, say, which are added
-            assert received is not None
+        if received is not None and self.is_embedding:  # of the right shape; its numbers are not used
+            return torch.zeros_like(received)
+        if received is not None and self.makes_numbers:  # positions, say, which are added
             return received.new_zeros(())
         return args[0] if args else next(iter(kwargs.values()))
+
+    @property
+    def weight(self) -> Tensor:
+        """Models ask their ends where they are and in which format; there are no numbers."""
+        return torch.empty(0, dtype=self.relay.chain.dtype, device=self.relay.device)
 
 
 def cut_model(
@@ -364,6 +328,7 @@ def let_stages_run(model: PreTrainedModel, anatomy: Anatomy, relay: Relay) -> No
                 fix="use weft.train.step.forward_backward or evaluate, or set plan.parallel.pp = 1",
             )
         blocks = relay.stages[relay.active]
+        relay.device = next(model.parameters()).device
         for table, key, present, passed, runs in choices:
             table[key] = present if runs(blocks) else passed
 

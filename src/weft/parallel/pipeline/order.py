@@ -5,6 +5,7 @@ from pathlib import Path
 from weft.errors import PlanError
 from weft.parallel.pipeline.generate import SCHEDULES, build_schedule
 from weft.parallel.pipeline.schedule import WHERE, Schedule, parse_schedule
+from weft.parallel.pipeline.simulate import Costs, Timeline, simulate
 from weft.parallel.pipeline.verify import verify
 from weft.plan import Plan
 
@@ -47,6 +48,15 @@ def stage_ranks(plan: Plan) -> tuple[int, ...]:
     if settings.schedule not in SCHEDULES:
         read_order(plan, 1)  # says what is wrong
     return SCHEDULES[settings.schedule].place(p.pp, settings.virtual_stages)
+
+
+def plan_timeline(plan: Plan, num_micro_batches: int) -> Timeline:
+    """One step of a plan's pipeline where every stage takes 1 for a forward, and 1 for each part of a backward.
+
+    Raises:
+        PlanError: see `read_order`.
+    """
+    return simulate(read_order(plan, num_micro_batches), Costs())
 
 
 def splits_backward(plan: Plan) -> bool:

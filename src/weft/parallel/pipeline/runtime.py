@@ -15,6 +15,7 @@ from weft.errors import ModelError
 from weft.parallel.data import begin_pipelined_step, reduce_gradients
 from weft.parallel.pipeline.cut import Relay
 from weft.parallel.pipeline.order import read_order, stage_ranks
+from weft.parallel.pipeline.schedule import Schedule
 from weft.parallel.pipeline.stage import Runtime, Stage
 from weft.parallel.pipeline.weight_gradients import WeightGradients
 from weft.parallel.weights import to_local
@@ -46,6 +47,7 @@ class Pipeline:
         self.leads = all(mesh.get_local_rank(axis) == 0 for axis in AXES if axis != "pp")
         """Whether this is the first rank of its stages."""
         self.split = mesh[CONTEXT_AXES].size() * (mesh["tp"].size() if plan.parallel.sp else 1)
+        relay.sequence_parts = mesh["tp"].size() if plan.parallel.sp else 1
         self.shares_tied = anatomy.tied and self.ranks[0] != self.ranks[-1]
         self.ends = anatomy.embedding, anatomy.head
         self.runtimes: dict[int, Runtime] = {}
@@ -53,6 +55,7 @@ class Pipeline:
         self.forward: Forward | None = None
         self.finish: Finish | None = None
         self.unreduced: set[int] = set()
+        self.before_reduction: Callable[[], None] | None = None
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
@@ -61,17 +64,29 @@ class Pipeline:
             return self.model.get_submodule(self.ends[1]).weight
         return None
 
-    def train(self, batches: Sequence[MicroBatch], forward: Forward, finish: Finish) -> None:
+    def schedule_of(self, num_micro_batches: int) -> Schedule:
+        """The plan's schedule for a step of so many micro-batches."""
+        return read_order(self.plan, num_micro_batches)
+
+    def train(
+        self,
+        batches: Sequence[MicroBatch],
+        forward: Forward,
+        finish: Finish,
+        before_reduction: Callable[[], None] | None = None,
+    ) -> None:
         """Forward and backward of all micro-batches, in the order of the plan's schedule; gradients are reduced once.
 
         Args:
             batches: micro-batches of this data rank, the same on all ranks of pp.
             forward: runs the model.
             finish: called on the last stage.
+            before_reduction: called once on each rank, when it has all its gradients.
         """
         self._begin(batches, forward, finish)
+        self.before_reduction = before_reduction
         if len(batches) not in self.runtimes:
-            self.runtimes[len(batches)] = Runtime(read_order(self.plan, len(batches)), self._stages())
+            self.runtimes[len(batches)] = Runtime(self.schedule_of(len(batches)), self._stages())
         self.unreduced = set(self.relay.own)
         begin_pipelined_step(self.model, self.plan)
         self.runtimes[len(batches)].step_all()
@@ -83,7 +98,6 @@ class Pipeline:
         """Forward of all micro-batches, stage after stage; see `train`."""
         self._begin(batches, forward, finish)
         stages = {stage.stage_index: stage for stage in self._stages()}
-        sending: list[dist.Work] = []
         for number, stage in stages.items():
             for micro_batch in range(len(batches)):
                 if number and number - 1 not in stages:
@@ -92,10 +106,10 @@ class Pipeline:
                 outputs = stage.forward_one_chunk(micro_batch)
                 if number + 1 in stages:
                     stages[number + 1].set_local_fwd_input(outputs, micro_batch)
-                elif not stage.is_last:
-                    sending += dist.batch_isend_irecv(stage.get_fwd_send_ops(micro_batch))
-        for work in sending:
-            work.wait()
+                else:
+                    stage.get_fwd_send_ops(micro_batch)
+        for stage in stages.values():
+            stage.finish_sending()
 
     def _begin(self, batches: Sequence[MicroBatch], forward: Forward, finish: Finish) -> None:
         self.batches, self.forward, self.finish = batches, forward, finish
@@ -120,11 +134,11 @@ class Pipeline:
         sums = None
         if watch.is_on():
             sums = watch.take_sums(len(batch.input_ids), batch.input_ids.device)
-            sums = sums + inputs[1] if inputs else sums
+            # The next stage sends a gradient back, also to a first stage that has no routers.
+            sums = sums + inputs[1] if inputs else sums.requires_grad_()
         if number == len(self.ranks) - 1:
             return [self.finish(output, batch, sums)]
-        sent = self.relay.sent
-        assert sent is not None
+        sent = self.relay.take_sent()
         expected = self._message(micro_batch)[0]
         if (sent.shape, sent.dtype) != (expected.shape, expected.dtype):
             raise ModelError(
@@ -147,6 +161,8 @@ class Pipeline:
         """A stage has all its gradients; with the last stage of this rank they are reduced over the data ranks."""
         self.unreduced.pop()
         if not self.unreduced:
+            if self.before_reduction is not None:
+                self.before_reduction()
             reduce_gradients(self.model, self.plan)
 
     def _share_tied_gradient(self) -> None:
@@ -162,3 +178,9 @@ class Pipeline:
         for work in dist.batch_isend_irecv([send, take]):
             work.wait()
         own += other
+
+
+def running_stage(model: Any) -> int:
+    """The stage that a model runs as at this moment; 0 without a pipeline."""
+    pipeline = getattr(model, "pipeline", None)
+    return 0 if pipeline is None else pipeline.relay.active

@@ -60,6 +60,7 @@ class Stage(_PipelineStageBase):
         """Between forward and backward: inputs, and the edges of the graph where gradients enter."""
         self.output_gradients: dict[int, list[Tensor]] = {}
         self.input_gradients: dict[int, list[Tensor]] = {}
+        self.sending: list[dist.Work] = []
         self.products: dict[int, list[Product]] = {}
         """Between the two parts of a backward."""
 
@@ -72,9 +73,9 @@ class Stage(_PipelineStageBase):
         return self._transfers(dist.irecv, self.inputs[micro_batch], self.stage_index - 1)
 
     def get_fwd_send_ops(self, micro_batch: int) -> list[dist.P2POp]:
-        if self.is_last:
-            return []
-        return self._transfers(dist.isend, self.outputs.pop(micro_batch), self.stage_index + 1)
+        if not self.is_last:
+            self.send(self.outputs.pop(micro_batch), self.stage_index + 1)
+        return []
 
     def get_bwd_recv_ops(self, micro_batch: int) -> list[dist.P2POp]:
         if self.is_last:
@@ -83,9 +84,20 @@ class Stage(_PipelineStageBase):
         return self._transfers(dist.irecv, self.output_gradients[micro_batch], self.stage_index + 1)
 
     def get_bwd_send_ops(self, micro_batch: int) -> list[dist.P2POp]:
-        if self.is_first:
-            return []
-        return self._transfers(dist.isend, self.input_gradients.pop(micro_batch), self.stage_index - 1)
+        if not self.is_first:
+            self.send(self.input_gradients.pop(micro_batch), self.stage_index - 1)
+        return []
+
+    def send(self, tensors: list[Tensor], stage: int) -> None:
+        """Start to send. torch's runtime would keep every message until the end of the step."""
+        self.sending = [work for work in self.sending if not work.is_completed()]
+        self.sending += dist.batch_isend_irecv(self._transfers(dist.isend, tensors, stage))
+
+    def finish_sending(self) -> None:
+        """Wait until all that was sent has left."""
+        for work in self.sending:
+            work.wait()
+        self.sending = []
 
     def _transfers(self, way: Any, tensors: list[Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
@@ -156,6 +168,7 @@ class Runtime(_PipelineScheduleRuntime):
     """torch's runtime with the order of actions of a schedule."""
 
     def __init__(self, schedule: Schedule, stages: list[Stage]):
+        self.own_stages = stages
         super().__init__(stages=stages, n_microbatches=schedule.num_micro_batches, scale_grads=False)
         self.pipeline_order = {
             rank: [_Action.from_str(slot_text(slot)) for slot in slots] for rank, slots in enumerate(schedule.slots)
@@ -169,6 +182,8 @@ class Runtime(_PipelineScheduleRuntime):
         micro_batches: list[Any] = [()] * self._n_microbatches
         with _quiet():
             self._step_microbatches(micro_batches, return_outputs=False)
+        for stage in self.own_stages:
+            stage.finish_sending()
 
     def _run_jointly(self, action: Any, ctx: Any) -> None:
         """A forward and a backward that do not need each other; for now one after the other."""

@@ -1,0 +1,206 @@
+"""Pipeline schedules on 2 and 4 CPU ranks: their speed beside torch's own, and their bubble beside the simulated one.
+
+    python benchmarks/cpu_pipeline.py            # below 8 minutes on two free cores
+    python benchmarks/cpu_pipeline.py --quick    # a smoke run on 2 ranks
+    python benchmarks/cpu_pipeline.py --parts bubble --schedules 1f1b,zbv --ranks 4
+
+See benchmarks/README.md for what is compared and how.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from peers.beside import COLUMNS, columns_of, measure, start_base
+from peers.figures import choose, ratios, spread
+from peers.pipeline import Seconds, build_slow_weft, build_torch_pipeline
+from peers.systems import Step, build_weft_plan
+from peers.turns import ENVIRONMENT, Job, start, stop, take_turn, wait_built
+from peers.workload import LLAMA, Workload
+from rich.console import Console
+from rich.table import Table
+
+from weft.errors import RankFailure
+from weft.parallel.pipeline.cut import split_blocks
+from weft.parallel.pipeline.generate import build_schedule
+from weft.parallel.pipeline.simulate import Costs, simulate
+from weft.plan import Pipeline
+
+PARTS = ["speed", "bubble"]
+MICRO_BATCHES = 8
+WORKLOAD = Workload(LLAMA, global_batch=MICRO_BATCHES, seq_len=128)
+QUICK_WORKLOAD = Workload(LLAMA, global_batch=MICRO_BATCHES, seq_len=32)
+HEAD_COST = 2.6  # of last norm, head and loss: their matrix has 2.6 times the numbers of a block's
+CHECKED_STEPS = 2  # the first ones, which also warm up
+TOLERANCE = 1e-4  # of losses near 9, in fp32
+
+# For the bubble: a model so small that it is the sleep that takes the time.
+TINY_SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+TINY = {**LLAMA, **TINY_SIZE, "num_attention_heads": 2, "num_key_value_heads": 2}
+TINY_SEQ_LEN = 8
+SECONDS = Seconds(forward=0.02, backward_input=0.02, backward_weight=0.02)
+WARM_UP_STEPS = 1
+
+
+class Entry(NamedTuple):
+    """A schedule of Weft."""
+
+    virtual_stages: int
+    torch: str | None
+    """torch's own that is nearest; without one, only the bubble is measured."""
+
+
+SCHEDULES = {
+    "gpipe": Entry(1, "GPipe"),
+    "1f1b": Entry(1, "1F1B"),
+    "interleaved": Entry(2, "Interleaved1F1B"),
+    "interleaved-overlap": Entry(2, "Interleaved1F1B"),
+    "zb-h1": Entry(1, "InterleavedZeroBubble"),
+    "zb-h2": Entry(1, None),
+    "zb-1p": Entry(1, None),
+    "zb-2p": Entry(1, None),
+    "zbv": Entry(2, "ZBVZeroBubble"),
+    "dualpipev": Entry(2, "DualPipeV"),
+}
+
+
+def plan_tables(schedule: str, ranks: int, head_cost: float) -> dict[str, Any]:
+    """The plan of a pipeline."""
+    stages = SCHEDULES[schedule].virtual_stages
+    pipeline = {"schedule": schedule, "virtual_stages": stages, "head_cost": head_cost}
+    return {"parallel": {"pp": ranks, "zero": 0}, "pipeline": pipeline, "precision": {"forward": "fp32"}}
+
+
+def builders_of(workload: Workload, schedule: str, ranks: int) -> dict[str, Callable[[], Step]]:
+    """Weft and torch with the same blocks in each stage, on the same rank."""
+    tables, (stages, kind) = plan_tables(schedule, ranks, HEAD_COST), SCHEDULES[schedule]
+    places = build_schedule(schedule, ranks, MICRO_BATCHES, stages).rank_of_stage
+    blocks = split_blocks(workload.config["num_hidden_layers"], len(places), Pipeline(**tables["pipeline"]))
+    return {
+        "weft": partial(build_weft_plan, workload, tables, MICRO_BATCHES),
+        f"torch {kind}": partial(build_torch_pipeline, workload, kind, blocks, places, MICRO_BATCHES),
+    }
+
+
+def compare_speed(
+    workload: Workload, schedules: Sequence[str], numbers: Sequence[int], repeats: int, steps: int
+) -> tuple[Table, float]:
+    """A line for each schedule and system, and the largest distance of a loss from that of one Weft rank."""
+    table, largest = Table("schedule", "ranks", "stages", *COLUMNS), 0.0
+    for column in ("core seconds a step", "/ Weft's", "waiting", "MB a step", "loss off by"):
+        table.add_column(column)
+    one_rank = {"parallel": {"zero": 0}, "precision": {"forward": "fp32"}}
+    base = start_base(workload, partial(build_weft_plan, workload, one_rank, MICRO_BATCHES), CHECKED_STEPS)
+    for ranks in numbers:
+        for schedule in (name for name in schedules if SCHEDULES[name].torch):
+            base_speeds, results = measure(builders_of(workload, schedule, ranks), ranks, base, repeats, steps)
+            for name, result in results.items():
+                table.add_row(
+                    schedule,
+                    str(ranks),
+                    str(ranks * SCHEDULES[schedule].virtual_stages),
+                    *columns_of(name, results, base_speeds),
+                    f"{median(result.core_seconds):.2f}",
+                    "" if name == "weft" else spread(ratios(result.core_seconds, results["weft"].core_seconds), ".2f"),
+                    f"{result.communication:.0%}",
+                    f"{result.bytes / 1e6:.1f}" if name == "weft" else "",
+                    f"{result.distance:.0e}",
+                )
+                largest = max(largest, result.distance)
+        table.add_section()
+    stop(base.system)
+    return table, largest
+
+
+def measure_sleep(schedule: str, ranks: int, repeats: int) -> tuple[list[float], Costs]:
+    """Seconds of a step of stages that sleep, one a repeat; and those of its actions, in one more step."""
+    stages = ranks * SCHEDULES[schedule].virtual_stages
+    workload = Workload({**TINY, "num_hidden_layers": stages}, MICRO_BATCHES, TINY_SEQ_LEN)
+    build = partial(build_slow_weft, workload, plan_tables(schedule, ranks, head_cost=0.0), MICRO_BATCHES, SECONDS)
+    system = start(Job(f"weft {schedule}", workload, ranks, build))
+    wait_built(system)
+    take_turn(system, WARM_UP_STEPS)
+    seconds = [take_turn(system, 1).seconds for _ in range(repeats)]
+    actions = take_turn(system, 1, "actions").watched
+    stop(system)
+    return seconds, as_costs({key: value for of_rank in actions for key, value in of_rank.items()}, stages)
+
+
+def as_costs(seconds: dict[tuple[str, int], float], stages: int) -> Costs:
+    """Seconds by kind of action and stage, as the simulator takes them: a whole backward is half inputs, half weights."""
+
+    def by_stage(kind: str) -> list[float]:
+        return [
+            seconds[kind, stage] if (kind, stage) in seconds else seconds["B", stage] / 2 for stage in range(stages)
+        ]
+
+    pairs = [seconds["F", stage] + by_stage("I")[stage] + by_stage("W")[stage] for stage in range(stages)]
+    joint = [seconds.get(("joint", stage), pair) for stage, pair in enumerate(pairs)]
+    return Costs(by_stage("F"), by_stage("I"), by_stage("W"), joint=joint)
+
+
+def compare_bubble(schedules: Sequence[str], numbers: Sequence[int], repeats: int) -> Table:
+    """A line for each schedule: step time and bubble as simulated, from the sleep and from timed actions, and measured."""
+    table = Table("schedule", "ranks", "stages", "step, ms: of the sleep", "of timed actions", "measured (min-max)")
+    for column in ("difference", "bubble: of the sleep", "of timed actions", "measured"):
+        table.add_column(column)
+    for ranks in numbers:
+        for name in schedules:
+            stages = SCHEDULES[name].virtual_stages
+            schedule = build_schedule(name, ranks, MICRO_BATCHES, stages)
+            seconds, costs = measure_sleep(name, ranks, repeats)
+            asleep, timed = simulate(schedule, Costs(*SECONDS)), simulate(schedule, costs)
+            table.add_row(
+                name,
+                str(ranks),
+                str(ranks * stages),
+                f"{asleep.makespan * 1e3:.0f}",
+                f"{timed.makespan * 1e3:.0f}",
+                spread([value * 1e3 for value in seconds], ".0f"),
+                f"{median(seconds) / asleep.makespan - 1:+.1%}, {median(seconds) / timed.makespan - 1:+.1%}",
+                f"{1 - asleep.mean_busy / asleep.makespan:.1%}",
+                f"{1 - timed.mean_busy / timed.makespan:.1%}",
+                f"{1 - timed.mean_busy / median(seconds):.1%}",
+            )
+        table.add_section()
+    return table
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke run on 2 ranks: short rows, one repeat.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each system.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn, of the speed.")] = 1,
+    parts: Annotated[str, typer.Option(help="What to measure, with commas.")] = ",".join(PARTS),
+    schedules: Annotated[str, typer.Option(help="Schedules, with commas.")] = ",".join(SCHEDULES),
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
+) -> None:
+    """Print tokens a second beside torch's schedules, and step times and bubbles beside the simulated ones."""
+    os.environ.update(ENVIRONMENT)
+    asked, names = choose("--parts", parts, PARTS), choose("--schedules", schedules, list(SCHEDULES))
+    workload = WORKLOAD
+    if quick:
+        repeats, ranks, workload = 1, "2", QUICK_WORKLOAD
+    numbers = [int(number) for number in choose("--ranks", ranks, ["2", "4"])]
+    console, started, largest = Console(highlight=False, width=200), time.perf_counter(), 0.0
+    try:
+        if "speed" in asked:
+            table, largest = compare_speed(workload, names, numbers, repeats, steps)
+            console.print(table)
+        if "bubble" in asked:
+            console.print(compare_bubble(names, numbers, repeats))
+    except RankFailure as failure:
+        console.print(str(failure), markup=False)
+        raise typer.Exit(failure.exit_code) from None
+    cores, agreed = len(os.sched_getaffinity(0)), largest <= TOLERANCE
+    seconds = time.perf_counter() - started
+    console.print(f"{cores} cores, one thread a rank: more ranks than cores share them")
+    console.print(f"losses {'agree' if agreed else 'DIFFER'}; {repeats} repeats of {steps} steps; {seconds:.0f} s")
+    raise typer.Exit(0 if agreed else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

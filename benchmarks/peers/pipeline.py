@@ -1,0 +1,152 @@
+"""A model in stages: torch's own schedules on stages that are cut by hand, and Weft's on stages made slow by a known time.
+
+Steps are as in `peers.systems`; every rank takes all rows.
+"""
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peers.systems import Step, build_weft_model, weft_step
+from peers.workload import SETTINGS, Workload
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from weft.data import IGNORED
+from weft.parallel.pipeline.weight_gradients import WeightGradients
+from weft.train.optimizer import build_optimizer
+
+# torch's own schedules
+
+
+class LlamaStage(nn.Module):
+    """Some blocks of a Llama, with the embedding before the first and the head behind the last."""
+
+    def __init__(self, model: Any, blocks: range):
+        super().__init__()
+        self.is_first, is_last = blocks.start == 0, blocks.stop == len(model.model.layers)
+        self.body, self.head = model.model, model.lm_head if is_last else nn.Identity()
+        self.body.layers = self.body.layers[blocks.start : blocks.stop]
+        if not self.is_first:
+            self.body.embed_tokens = None
+        if not is_last:
+            self.body.norm = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [rows, seq_len] or hidden states [rows, seq_len, width] -> hidden states or logits."""
+        inputs = {"input_ids" if self.is_first else "inputs_embeds": x}
+        return self.head(self.body(**inputs, use_cache=False).last_hidden_state)
+
+
+def build_torch_pipeline(
+    workload: Workload, schedule: str, blocks: list[range], ranks: tuple[int, ...], micro_batches: int
+) -> Step:
+    """A schedule of `torch.distributed.pipelining`, run and clipped as torchtitan does.
+
+    Args:
+        workload: a Llama.
+        schedule: as `get_schedule_class` knows it.
+        blocks: of each stage.
+        ranks: of each stage.
+        micro_batches: of a step.
+    """
+    stages = [
+        PipelineStage(LlamaStage(workload.untouched_model(), part), number, len(blocks), torch.device("cpu"))
+        for number, (part, rank) in enumerate(zip(blocks, ranks, strict=True))
+        if rank == dist.get_rank()
+    ]
+    model = nn.ModuleList(stage.submod for stage in stages).train()
+    kind: Any = get_schedule_class(schedule)
+    runner = kind(
+        stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, micro_batches, loss_fn=_mean_cross_entropy
+    )
+    optimizer = build_optimizer(model, SETTINGS)
+
+    def step(rows: Tensor) -> float:
+        inputs = (rows,) if stages[0].is_first else ()
+        targets, losses = None, None
+        if any(stage.is_last for stage in stages):
+            targets, losses = F.pad(rows[:, 1:], (0, 1), value=IGNORED), []
+        runner.step(*inputs, target=targets, losses=losses, return_outputs=False)
+        loss = torch.stack(losses).detach().mean() if losses else torch.zeros(())
+        dist.all_reduce(loss)
+        square = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).square()
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(model.parameters(), SETTINGS.clip_norm, square.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def _mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+# Slow stages
+
+
+class Seconds(NamedTuple):
+    """What each action of a stage takes."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
+def build_slow_weft(workload: Workload, plan: dict[str, Any], micro_batches: int, seconds: Seconds) -> Step:
+    """Weft's own step, where every block sleeps in its forward and in both parts of its backward.
+
+    Args:
+        workload: a Llama of one block a stage.
+        plan: tables of a plan.
+        micro_batches: of a step.
+        seconds: of sleep.
+    """
+    model, resolved, mesh = build_weft_model(workload, plan)
+
+    def slow_down(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *others = args
+        return _Slow.apply(hidden, seconds, model.pipeline.queue), *others
+
+    for block in model.modules():
+        if isinstance(block, LlamaDecoderLayer):
+            block.register_forward_pre_hook(slow_down)
+    return weft_step(model, resolved, mesh, micro_batches)
+
+
+class SlowProduct(NamedTuple):
+    """In the queue of Weft's `Product`s: a gradient that takes a known time."""
+
+    weight: Tensor
+    seconds: float
+
+    def compute(self) -> Tensor:
+        time.sleep(self.seconds)
+        return torch.zeros_like(self.weight)
+
+
+class _Slow(torch.autograd.Function):
+    """Passes hidden states on, and their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, seconds: Seconds, queue: WeightGradients | None) -> Tensor:
+        ctx.seconds, ctx.queue = seconds, queue
+        time.sleep(seconds.forward)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        time.sleep(ctx.seconds.backward_input)
+        if ctx.queue is None:
+            time.sleep(ctx.seconds.backward_weight)
+        else:
+            ctx.queue.products.append(SlowProduct(torch.zeros((), requires_grad=True), ctx.seconds.backward_weight))
+        return gradient, None, None

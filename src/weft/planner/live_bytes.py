@@ -1,0 +1,153 @@
+"""Memory by counting: the bytes of all live tensor storages, by what they hold, in a real run and in a dry one."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.comm.collectives import find_tensors
+
+Kind = Literal["parameters", "buffers", "optimizer", "gradients", "gathered parameters", "activations"]
+Reference = weakref.ref[torch.UntypedStorage]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensor storages inside its context: `current` by kind now, `at_peak` by kind at the fullest moment.
+
+    Seen are the results of every operation, also in backward, and what `track` and `track_training` were given. A storage
+    counts once, however many views it has; of a DTensor the local shard counts. Kinds go by identity: what was not named
+    is "activations", with temporaries and the buffers of communication. Not seen are scratch memory inside one operation,
+    what an allocator rounds up or keeps, and memory that processes share.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: Counter[Kind] = Counter()
+        self.at_peak: Counter[Kind] = Counter()
+        self.total = self.peak = 0
+        # By id of the storage, which is unique while it lives.
+        self._live: dict[int, tuple[Reference, int, Kind]] = {}
+        self._resizable: set[int] = set()
+        """Storages that FSDP2 frees, and allocates again, by resizing them: no operation tells of it."""
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for hook in self._hooks:
+            hook.remove()
+        self._settle()
+
+    def track(self, kind: Kind, tensors: Iterable[Tensor | None]) -> None:
+        """Count tensors that exist already, or give those that are counted another kind."""
+        for tensor in tensors:
+            for part in _parts(tensor):
+                self._set(part.untyped_storage(), kind)
+        self._note_peak()
+
+    def track_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Count what a model holds between two steps, and know its gradients when they come.
+
+        Gathers the weights of each unit of FSDP2 once: every rank must call it, after the first step.
+
+        Args:
+            model: parallelized.
+            optimizer: over its parameters.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.track("parameters", parameters)
+        self.track("buffers", model.buffers())
+        reducer: Any = getattr(model, "gradient_reducer", None)  # of zero = 0, whose gradients are in buckets that stay
+        self.track("gradients", (bucket.flat for bucket in (reducer.buckets if reducer else ())))
+        self.track("optimizer", (value for state in optimizer.state.values() for value in state.values()))
+        known = set(map(id, parameters))
+        for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+            unit.unshard()
+            gathered = [parameter for parameter in unit.parameters() if id(parameter) not in known]
+            self.track("gathered parameters", gathered)
+            self._resizable.update(id(part.untyped_storage()) for p in gathered for part in _parts(p))
+            known.update(map(id, gathered))
+            parameters += gathered
+            unit.reshard()
+        self._settle()
+        self.peak, self.at_peak = self.total, self.current.copy()
+        self._hooks += [
+            parameter.register_post_accumulate_grad_hook(lambda p: self.track("gradients", [p.grad]))
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def _settle(self) -> None:
+        """Look at the storages that may have been resized without an operation."""
+        for key in self._resizable:
+            reference, size, kind = self._live[key]
+            storage = reference()
+            if storage is not None and storage.nbytes() != size:
+                self._set(storage, kind)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper (DTensor) goes first; its operations on local tensors come back here
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "fsdp":  # what it copies into was allocated a moment ago
+            self._settle()
+        kind: Kind = "activations"
+        if func is torch.ops.aten._to_copy.default and self._kind_of(args[0]) == "gradients":
+            kind = "gradients"  # in another format, where FSDP2 adds them up over micro-batches
+        for tensor in find_tensors(result):
+            self._see(tensor, kind)
+        self._note_peak()
+        return result
+
+    def _kind_of(self, tensor: Tensor) -> Kind | None:
+        entry = self._live.get(id(tensor.untyped_storage()))
+        return entry and entry[2]
+
+    def _see(self, tensor: Tensor, kind: Kind) -> None:
+        """Count the storage of a result, unless it is that of an input."""
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        known = self._live.get(id(storage))
+        if known is None or known[1] != storage.nbytes():
+            self._set(storage, known[2] if known else kind)
+
+    def _set(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._live:
+            reference, before, old_kind = self._live[key]
+            self.current[old_kind] -= before
+            self.total -= before
+        elif storage.device.type == "cpu" and storage.is_shared():
+            return
+        else:
+            reference = weakref.ref(storage, lambda _: self._free(key))
+        self._live[key] = reference, size, kind
+        self.current[kind] += size
+        self.total += size
+
+    def _note_peak(self) -> None:
+        if self.total > self.peak:
+            self._settle()
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, self.current.copy()
+
+    def _free(self, key: int) -> None:
+        _, size, kind = self._live.pop(key)
+        self._resizable.discard(key)
+        self.current[kind] -= size
+        self.total -= size
+
+
+def _parts(tensor: Any) -> list[Tensor]:
+    """The plain tensors that hold the numbers of a tensor, or nothing."""
+    if not isinstance(tensor, Tensor):
+        return []
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    return [tensor]

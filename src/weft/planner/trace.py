@@ -1,0 +1,150 @@
+"""The dry run: one rank's share of a training step of any number of ranks, by the real code, without the ranks.
+
+The model is built, split, trained for a step to warm up and for one that is counted, on fake tensors
+(`weft.planner.steering`) and torch's fake process groups, which send nothing. Three things are taken as given, as nobody can
+know them ahead: routers use all experts evenly, all ranks have as many tokens, and losses and gradients are finite.
+"""
+
+import gc
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_on_meta, read_config
+from weft.cluster.mesh import build_mesh
+from weft.data import MicroBatch
+from weft.errors import JobError
+from weft.job import Job
+from weft.parallel.parallelize import parallelize
+from weft.parallel.weights import to_local
+from weft.plan import Plan
+from weft.planner.count import Count, count_step
+from weft.planner.steering import SteeringIsReal, fake_world, fuse_attention, route_evenly
+from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer
+from weft.train.run import check_model
+from weft.train.step import train_step
+
+MICRO_BATCHES = 3  # the first, one of those in the middle, and the last
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The dry run of one rank."""
+
+    rank: int
+    world_size: int
+    plan: Plan
+    """Resolved."""
+    parameters: int
+    """Numbers in the weights that this rank keeps between steps."""
+    count: Count
+    seconds: float
+    """What the dry run took."""
+
+
+def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "cpu") -> list[Trace]:
+    """Dry runs of some ranks of a job, each in a process of its own, as many at once as there are cores.
+
+    What can be refused is refused before they start. Arguments as of `trace_rank`.
+
+    Raises:
+        JobError: there is no such rank, or the model cannot take the rows of the job.
+        PlanError: the plan does not fit the model or the number of ranks.
+        ModelError: the model cannot be built or read.
+    """
+    plan = job.plan.resolve(world_size)
+    check_model(job.model_copy(update={"plan": plan}))
+    if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
+        raise JobError(
+            f"there is no rank {wrong[0]}",
+            where="--rank",
+            rule=f"{world_size} ranks have the numbers 0 to {world_size - 1}",
+            fix="name one of them",
+        )
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    tasks = [(job, world_size, rank, device_type) for rank in ranks]
+    # Torch caches meshes under keys that are the same for all ranks: a process must not be two of them.
+    with context.Pool(min(len(tasks), os.cpu_count() or 1), maxtasksperchild=1) as pool:
+        return pool.starmap(_trace_alone, tasks, chunksize=1)
+
+
+def _trace_alone(job: Job, world_size: int, rank: int, device_type: str) -> Trace:
+    gc.freeze()  # what came with the fork is not looked at again
+    warnings.filterwarnings("ignore", module="torch")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    return trace_rank(job, world_size, rank, device_type)
+
+
+def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu") -> Trace:
+    """The dry run of one rank in this process, which must not be in a process group; once in the life of a process.
+
+    Nothing is read but the model's configuration, and memory does not grow with the model.
+
+    Args:
+        job: its plan is resolved against `world_size`; its rows are `assumed_batches`.
+        world_size: ranks of the job.
+        rank: one of them.
+        device_type: what the ranks run on. Where torch has none of it: fake tensors of the CPU, with the attention of CUDA.
+
+    Raises:
+        PlanError: the plan does not fit the model or the number of ranks.
+        ModelError: the model cannot be built or read.
+        JobError: there is a process group already.
+    """
+    started = time.perf_counter()
+    plan = job.plan.resolve(world_size)
+    job = job.model_copy(update={"plan": plan})
+    absent = device_type != "cpu" and not torch.get_device_module(device_type).is_available()
+    place = torch.device("cpu" if absent else device_type)
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(rank, world_size))
+        mesh = build_mesh(plan, place.type, world_size)
+        model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
+        anatomy = read_anatomy(model)
+        route_evenly(model, anatomy)
+        if absent:
+            fuse_attention(model, anatomy)
+        parallelize(model, plan, mesh)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(SteeringIsReal())
+        model.to_empty(device=place)
+        model.tie_weights()
+        model.train()
+        optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, place)
+
+        def step(batches: Sequence[MicroBatch]) -> None:
+            train_step(model, optimizer, batches, plan, mesh, LossScale(), job.optimizer.clip_norm)
+
+        step(batches[:2])  # makes the optimizer's state, and fills the caches of DTensor, also for adding up gradients
+        count = count_step(model, optimizer, batches, step, None if plan.parallel.pp > 1 else MICRO_BATCHES)
+        parameters = sum(to_local(parameter.detach()).numel() for parameter in model.parameters())
+    return Trace(rank, world_size, plan, parameters, count, time.perf_counter() - started)
+
+
+def assumed_batches(job: Job, place: torch.device) -> list[MicroBatch]:
+    """The micro-batches of a rank: as many rows as in the job; where rows are packed, each of two documents of one length.
+
+    Args:
+        job: with a resolved plan.
+        place: device of the rank.
+    """
+    train, data = job.train, job.data
+    share = -(-train.global_batch // job.plan.parallel.data_ranks)
+    packed = data.packing and data.source != "tokens"
+    positions = torch.arange(data.seq_len, device=place) % (data.seq_len // 2 if packed else data.seq_len)
+    sizes = [min(train.micro_batch, share - begin) for begin in range(0, share, train.micro_batch)]
+    zeros = [torch.zeros(size, data.seq_len, dtype=torch.int64, device=place) for size in sizes]
+    return [MicroBatch(rows, positions.repeat(len(rows), 1), rows.clone()) for rows in zeros]

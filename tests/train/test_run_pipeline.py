@@ -1,0 +1,100 @@
+"""Whole runs of pipelines, of ranks of the pool: they leave what a run of one rank leaves."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.lab.families import family
+from tests.lab.jobs import write_job
+from tests.lab.pool import run_ranks
+from tests.train.test_run import held_out_loss_of_the_export
+from weft.data import Prepared
+from weft.job import Job
+from weft.observe.report import write_report
+from weft.train import loop
+from weft.train import run as run_module
+from weft.train.metrics import read_evaluations, read_metrics
+from weft.train.session import open_session
+
+MODEL = {**family("llama"), "vocab_size": 300, "num_hidden_layers": 4, "tie_word_embeddings": True}
+STEPS = {"steps": 3, "global_batch": 4, "micro_batch": 1, "evaluate_every": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, plan
+    "one rank": (1, {"parallel": {"zero": 0}}),
+    "pp2": (2, {"parallel": {"pp": 2, "zero": 1}, "pipeline": {"schedule": "zb-h1"}}),
+    "pp2 x dp2": (4, {"parallel": {"pp": 2, "zero": 3}, "pipeline": {"schedule": "interleaved", "virtual_stages": 2}}),
+    "pp2 x tp2": (4, {"parallel": {"pp": 2, "tp": 2}, "pipeline": {"schedule": "zbv", "virtual_stages": 2}}),
+}
+
+
+def run_rank(rank: int, world_size: int, job: Job, prepared: Prepared, out: Path) -> None:
+    """What `weft.train.rank` does, in a group that exists already."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with mock.patch("weft.train.session.connect", return_value=(rank, world_size, rank)):
+        loop.train(open_session(job, prepared), out)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def in_the_pool(argv: list[str], *, ranks: int, log_dir: Path) -> None:
+    """Takes the place of `launch`."""
+    out = Path(argv[-1])
+    prepared = Prepared.from_json((out / "prepared.json").read_text())
+    run_ranks(ranks, run_rank, Job.load(out / "job.toml"), prepared, out)
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Layout -> folder of its run; each runs once."""
+    folder, found = tmp_path_factory.mktemp("pipelines"), dict[str, Path]()
+
+    def run(layout: str) -> Path:
+        if layout not in found:
+            ranks, plan = LAYOUTS[layout]
+            settings = {"plan": {**plan, "precision": {"forward": "fp32"}}, "optimizer": {"lr": 1e-2, "eps": 1e-3}}
+            job = write_job(folder, train=STEPS, model={"config": MODEL}, **settings)
+            with mock.patch.object(run_module, "launch", in_the_pool):
+                job = Job.load(job, [f"out={folder / layout}"])
+                found[layout] = run_module.train(job, ranks=ranks, say=lambda text: None)
+        return found[layout]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one rank"])
+def test_a_pipeline_leaves_what_one_rank_leaves(layout: str, run_of: Callable[[str], Path]) -> None:
+    one, out = run_of("one rank"), run_of(layout)
+    expected, rows = read_metrics(one / "metrics.jsonl"), read_metrics(out / "metrics.jsonl")
+    assert [row.loss for row in rows] == pytest.approx([row.loss for row in expected], rel=1e-5)
+    assert [row.grad_norm for row in rows] == pytest.approx([row.grad_norm for row in expected], rel=1e-5)
+    assert [row.tokens for row in rows] == [row.tokens for row in expected]
+    assert all(row.comm_bytes > 0 and not row.skipped for row in rows)
+    evaluations = [read_evaluations(folder / "evaluations.jsonl") for folder in (out, one)]
+    steps, losses = ([[getattr(e, key) for e in side] for side in evaluations] for key in ("step", "held_out_loss"))
+    assert steps[0] == steps[1] == [0, 2, 3]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert held_out_loss_of_the_export(out) == pytest.approx(losses[1][-1], rel=1e-5)
+    weights, those = (AutoModelForCausalLM.from_pretrained(folder / "export").state_dict() for folder in (out, one))
+    assert weights.keys() == those.keys()
+    for name, weight in those.items():
+        assert (weights[name] - weight).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_summary_and_the_report(layout: str, run_of: Callable[[str], Path]) -> None:
+    out = run_of(layout)
+    summary = json.loads((out / "run.json").read_text())
+    assert summary["world_size"] == LAYOUTS[layout][0]
+    assert summary["sample"]
+    measured, predicted = summary["memory"]["measured"], summary["memory"]["predicted"]
+    # With zero 3 the ends are gathered until the last backward, and a block may be on its way.
+    unit = 4 * 300 * 32 if LAYOUTS[layout][1]["parallel"].get("zero", 3) == 3 else 0
+    for kind, size in predicted.items():
+        spare = unit if kind.startswith("g") else 0
+        assert size - 1000 <= measured[kind] <= size + spare + 1000, kind
+    assert "bigram" in write_report(out).read_text()
