@@ -31,6 +31,7 @@ from weft.parallel.pipeline.simulate import Costs, simulate
 from weft.plan import Pipeline
 
 PARTS = ["speed", "bubble"]
+QUICK_SCHEDULES = "1f1b,interleaved-overlap,zbv"
 MICRO_BATCHES = 8
 WORKLOAD = Workload(LLAMA, global_batch=MICRO_BATCHES, seq_len=128)
 QUICK_WORKLOAD = Workload(LLAMA, global_batch=MICRO_BATCHES, seq_len=32)
@@ -175,11 +176,12 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each system.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn, of the speed.")] = 1,
     parts: Annotated[str, typer.Option(help="What to measure, with commas.")] = ",".join(PARTS),
-    schedules: Annotated[str, typer.Option(help="Schedules, with commas.")] = ",".join(SCHEDULES),
+    schedules: Annotated[str, typer.Option(help="Schedules, with commas; by default all, or three if quick.")] = "",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
 ) -> None:
     """Print tokens a second beside torch's schedules, and step times and bubbles beside the simulated ones."""
     os.environ.update(ENVIRONMENT)
+    schedules = schedules or (QUICK_SCHEDULES if quick else ",".join(SCHEDULES))
     asked, names = choose("--parts", parts, PARTS), choose("--schedules", schedules, list(SCHEDULES))
     workload = WORKLOAD
     if quick:

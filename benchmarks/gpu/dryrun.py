@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/dryrun.py            # about three minutes on an H200
 
-A Llama of 1.2 billion parameters (the shape of Llama-3.2-1B) and a Qwen3-MoE of 3.2 billion train for a few steps at sequence
+A Llama of 1.2 billion parameters (the shape of Llama-3.2-1B) and a Qwen3-MoE of 3.1 billion train for a few steps at sequence
 4096 in bf16 with float32 updates, by ZeRO stages 0 and 3 on one rank. Before that, `weft.planner.trace` predicts the peak of
 each without the device. Measured is the largest number of bytes allocated during a step after the first, as the caching
 allocator counts it: with its rounding, and with the workspaces of the libraries, which a dry run does not know. Recompute is
@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
-    "Qwen3-MoE 3.2B": {
+    "Qwen3-MoE 3.1B": {
         "model_type": "qwen3_moe",
         "hidden_size": 1536,
         "intermediate_size": 4096,

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from weft.cluster.mailbox import Receive
 from weft.cluster.shared_memory import SharedMemoryGroup
 from weft.comm.collectives import Recorder
 
@@ -72,11 +73,11 @@ def _events_of(step: Callable[[], object]) -> Any:
 
 @contextmanager
 def _marked_collectives() -> Iterator[None]:
-    """Let the profiler see what is not an operator of torch: shared-memory collectives and waits from Python."""
+    """Let the profiler see what is not an operator of torch: shared-memory collectives, and waits from Python."""
     collectives = ("all", "reduce", "broadcast", "barrier")
     names = [name for name in vars(SharedMemoryGroup) if name.strip("_").startswith(collectives)]
     with ExitStack() as patches:
-        for owner, name in [(dist.Work, "wait"), *((SharedMemoryGroup, name) for name in names)]:
+        for owner, name in [(dist.Work, "wait"), (Receive, "wait"), *((SharedMemoryGroup, name) for name in names)]:
             patches.enter_context(patch.object(owner, name, _marked(getattr(owner, name))))
         yield
 

@@ -39,7 +39,9 @@ def count(
     parallelize(model, plan, mesh)
     materialize(model, source, torch.device("cpu"))
     optimizer = build_optimizer(model, SETTINGS)
-    batches = share(packed_batches(96)[0], data_rank(mesh), plan.parallel.data_ranks, 1)
+    batches = share(
+        packed_batches(96, max(4, plan.parallel.data_ranks))[0], data_rank(mesh), plan.parallel.data_ranks, 1
+    )
     assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None
     by_kind = measure_model_state(model, optimizer, batches, plan, mesh)
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -77,6 +79,7 @@ def test_resident_bytes_equal_the_formula(zero: int, forward: str) -> None:
         (2, {"cp": 2, "zero": 3}),
         (2, {"ep": 2, "zero": 1}),
         (4, {"tp": 2, "ep": 2, "zero": 3}),
+        (8, {"tp": 2, "zero": 3}),  # fewer experts than ranks that share them
     ],
 )
 def test_axes_split_the_model_state(ranks: int, parallel: dict[str, int]) -> None:

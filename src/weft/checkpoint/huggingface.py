@@ -191,6 +191,7 @@ def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
         mine, stages = stages[0], [None] * group.size()
         dist.all_gather_object(stages, mine, group)
     gathered: dict[str, torch.Tensor] = {}
+    ready = torch.zeros(1, device=next(iter(own.values())).device)
     for stage, names in enumerate(stages):
         for name, shape, dtype in names:
             whole = torch.empty(())
@@ -198,10 +199,12 @@ def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
                 value = own[name]
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 whole = packed[name](whole, False) if name in packed else whole
-                if stage and leads:
+                if stage and leads:  # when rank 0 is ready: what is sent ahead would fill its mailbox
+                    dist.recv(ready, group=group, group_src=0)
                     dist.send(whole.contiguous(), group=group, group_dst=0)
             elif leads and rank == 0:
-                whole = torch.empty(shape, dtype=dtype, device=next(iter(own.values())).device)
+                whole = torch.empty(shape, dtype=dtype, device=ready.device)
+                dist.send(ready, group=group, group_dst=stage)
                 dist.recv(whole, group=group, group_src=stage)
             if leads and rank == 0 and name not in gathered:
                 gathered[name] = whole.cpu() if whole.device.type != "cpu" else whole.clone()

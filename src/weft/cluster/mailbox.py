@@ -75,7 +75,7 @@ class Receive(dist.Work):
         seconds = timeout.total_seconds() if timeout else self.mailbox.seconds
         if not wait_until(self.is_completed, seconds):
             raise CommunicationError(
-                f"no message of rank {self.source} came within {seconds:.0f} s",
+                f"no message of rank {self.source} came within {seconds:g} s",
                 where=f"rank {self.mailbox.rank} of group {self.mailbox.group_name}, tag {self.tag}",
                 rule="every receive has a send",
                 fix="look for a rank that ended, hangs, or took another branch",
@@ -134,7 +134,7 @@ class Mailbox:
         start = wait_until(lambda: self._find_place(destination, size), self.seconds)
         if not start:
             raise CommunicationError(
-                f"rank {destination} of group {self.group_name} did not take its messages within {self.seconds:.0f} s",
+                f"rank {destination} of group {self.group_name} did not take its messages within {self.seconds:g} s",
                 where=f"rank {self.rank} of the group, which sends one more under tag {tag}",
                 rule=f"at most {RECORDS} messages, or {MAILBOX_BYTES / 2**30:.0f} GB, wait for their receivers",
                 fix="look for a rank that ended, hangs, or took another branch",

@@ -17,15 +17,18 @@ Weights of stages 1 and 2 are gathered once a step, kept until the last backward
 also hold the gradient of one unit of communication, whole, until the next one is reduced.
 """
 
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from weft.anatomy.roles import Anatomy
 from weft.cluster.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes
+from weft.parallel.weights import to_local
 from weft.plan import BYTES, Plan
 from weft.precision.dtypes import DTYPES
 
@@ -52,7 +55,8 @@ def shard_data_parallel(
         for name in block.experts if expert_mesh else ():
             assert expert_mesh is not None
             own_mesh = _shard_mesh(expert_mesh["edp_replicate"], expert_mesh["edp_shard"])
-            fully_shard(model.get_submodule(name), **{**settings, "mesh": own_mesh})
+            experts = partial(_expert_placement, expert_mesh["edp_shard"].size())
+            fully_shard(model.get_submodule(name), **{**settings, "mesh": own_mesh}, shard_placement_fn=experts)
         fully_shard(model.get_submodule(block.name), **settings)
     if (
         plan.parallel.zero == 3 and anatomy.embedding and not anatomy.tied
@@ -60,6 +64,12 @@ def shard_data_parallel(
         fully_shard(model.get_submodule(anatomy.embedding), **settings)
     # The rest is one unit. Backward starts at the head: gathered in forward, it is kept for the few moments between.
     fully_shard(model, **{**settings, "reshard_after_forward": False})
+
+
+def _expert_placement(shards: int, parameter: nn.Parameter) -> Shard | None:
+    """The dim that a stack of experts is cut along: where there are fewer experts than ranks, FSDP2 would pad each to one."""
+    dims = [dim for dim, size in enumerate(to_local(parameter.detach()).shape) if size % shards == 0]
+    return Shard(dims[0]) if dims else None
 
 
 def _shard_mesh(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
@@ -81,6 +91,22 @@ def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:
     model.set_requires_gradient_sync(last or plan.parallel.zero >= 2)
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or plan.parallel.zero == 3)
+
+
+def prefetch_inside_stages(model: Any, stages: list[list[str]]) -> None:
+    """Let each block's backward gather the block before it, in its own stage: FSDP2 alone goes by the order of forwards,
+    which a pipeline's backwards do not reverse, and would gather what is not used next.
+
+    Args:
+        model: sharded.
+        stages: names of the blocks of each stage of this rank.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_modules_to_backward_prefetch([module])  # nothing but what is gathered anyway
+    for names in stages:
+        for before, name in pairwise(names):
+            model.get_submodule(name).set_modules_to_backward_prefetch([model.get_submodule(before)])
 
 
 def begin_pipelined_step(model: Any, plan: Plan) -> None:

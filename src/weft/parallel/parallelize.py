@@ -12,7 +12,7 @@ from weft.errors import PlanError
 from weft.parallel.balance import RouterWatch
 from weft.parallel.checks import check_tensors
 from weft.parallel.context import check_sequence
-from weft.parallel.data import shard_data_parallel
+from weft.parallel.data import prefetch_inside_stages, shard_data_parallel
 from weft.parallel.dropout import place_dropout
 from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.pipeline.cut import Chain, Relay, cut_model, let_stages_run, read_chain, split_blocks
@@ -68,6 +68,9 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel
     split_data(model, anatomy, plan, mesh, expert_mesh)
     if p.pp > 1:
+        if p.zero == 3:
+            own = [relay.stages[stage] for stage in relay.own]
+            prefetch_inside_stages(model, [[whole.blocks[number].name for number in blocks] for blocks in own])
         let_stages_run(model, whole, relay)
         model.pipeline = Pipeline(model, whole, relay, plan, mesh, queue)
     return model

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, read_config
+from weft.cluster.device import detect
 from weft.cluster.mesh import build_mesh
 from weft.data import MicroBatch
 from weft.errors import JobError
@@ -73,7 +74,9 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
             rule=f"{world_size} ranks have the numbers 0 to {world_size - 1}",
             fix="name one of them",
         )
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    # A fork is ready at once, but cannot use an accelerator that this process has looked at.
+    forks = sys.platform == "linux" and not torch.accelerator.is_available()
+    context = multiprocessing.get_context("fork" if forks else "spawn")
     tasks = [(job, world_size, rank, device_type) for rank in ranks]
     # Torch caches meshes under keys that are the same for all ranks: a process must not be two of them.
     with context.Pool(min(len(tasks), os.cpu_count() or 1), maxtasksperchild=1) as pool:
@@ -107,7 +110,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu") -
     started = time.perf_counter()
     plan = job.plan.resolve(world_size)
     job = job.model_copy(update={"plan": plan})
-    absent = device_type != "cpu" and not torch.get_device_module(device_type).is_available()
+    absent = device_type not in ("cpu", detect().type)
     place = torch.device("cpu" if absent else device_type)
     with ExitStack() as stack:
         stack.enter_context(fake_world(rank, world_size))
@@ -125,11 +128,15 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu") -
         model.train()
         optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, place)
 
-        def step(batches: Sequence[MicroBatch]) -> None:
-            train_step(model, optimizer, batches, plan, mesh, LossScale(), job.optimizer.clip_norm)
+        scale = LossScale.from_plan(plan.precision.loss_scale)
 
-        step(batches[:2])  # makes the optimizer's state, and fills the caches of DTensor, also for adding up gradients
-        count = count_step(model, optimizer, batches, step, None if plan.parallel.pp > 1 else MICRO_BATCHES)
+        def step(batches: Sequence[MicroBatch]) -> None:
+            train_step(model, optimizer, batches, plan, mesh, scale, job.optimizer.clip_norm)
+
+        schedule = plan.parallel.pp > 1  # needs all its micro-batches
+        # Makes the optimizer's state, and fills the caches of DTensor, also for adding up gradients.
+        step(batches if schedule else batches[:2])
+        count = count_step(model, optimizer, batches, step, None if schedule else MICRO_BATCHES)
         parameters = sum(to_local(parameter.detach()).numel() for parameter in model.parameters())
     return Trace(rank, world_size, plan, parameters, count, time.perf_counter() - started)
 

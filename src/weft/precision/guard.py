@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.parallel.pipeline.runtime import running_stage
-
 
 class Sight(NamedTuple):
     """What one rank saw of a bad step."""
@@ -25,7 +23,7 @@ class Sight(NamedTuple):
     """Of a pipeline: that of the parameter."""
 
 
-def find_culprit(model: nn.Module, rerun: Callable[[], float]) -> str:
+def find_culprit(model: nn.Module, rerun: Callable[[], float], stage: Callable[[], int]) -> str:
     """Name the rank and the parameter where non-finite numbers begin. Every rank must call it; all return the same text.
 
     The stages of a pipeline have other parameters each, and a NaN of the last one spreads to all: the last counts.
@@ -33,9 +31,10 @@ def find_culprit(model: nn.Module, rerun: Callable[[], float]) -> str:
     Args:
         model: parallelized, with its weights as they were in the bad step.
         rerun: forward and backward of the bad step's micro-batches on this rank; returns this rank's own loss.
+        stage: tells which stage of a pipeline is running; 0 without one.
     """
     sights: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sights, _watch(model, rerun))
+    dist.all_gather_object(sights, _watch(model, rerun, stage))
     guilty = [rank for rank, sight in enumerate(sights) if sight.bad_loss or sight.parameter]
     if not guilty:
         return "a loss or a gradient was not finite; run once more the step was finite, so that no rank can be named"
@@ -46,7 +45,7 @@ def find_culprit(model: nn.Module, rerun: Callable[[], float]) -> str:
     return f"rank {first}: {' and '.join(what)} not finite" + (f" (also on rank {others})" if others else "")
 
 
-def _watch(model: nn.Module, rerun: Callable[[], float]) -> Sight:
+def _watch(model: nn.Module, rerun: Callable[[], float], stage: Callable[[], int]) -> Sight:
     known = {name for name, _ in model.named_parameters()}
     places: dict[str, tuple[int, int]] = {}
     """Stage and turn in forward of each parameter that was met."""
@@ -58,7 +57,7 @@ def _watch(model: nn.Module, rerun: Callable[[], float]) -> Sight:
             if name not in spoilt and not bool(torch.isfinite(gradient).all()):
                 spoilt.add(name)
 
-        places.setdefault(name, (running_stage(model), len(places)))
+        places.setdefault(name, (stage(), len(places)))
         hooks.append(parameter.register_hook(look))
 
     def before_forward(prefix: str) -> Callable[[nn.Module, object], None]:

@@ -17,6 +17,7 @@ from weft.comm.collectives import all_reduce
 from weft.data import IGNORED, MicroBatch
 from weft.parallel.data import begin_micro_batch
 from weft.parallel.loss import cross_entropy_sum, vocab_size
+from weft.parallel.pipeline.runtime import running_stage
 from weft.parallel.rows import part_of_rows
 from weft.plan import Plan
 from weft.precision.guard import find_culprit
@@ -158,7 +159,9 @@ def train_step(
     if not finite and following.value < loss_scale.value:
         problem = f"gradients overflowed at loss scale {loss_scale.value:g}; the next scale is {following.value:g}"
     elif not finite:
-        problem = find_culprit(model, lambda: forward_backward(model, batches, plan, mesh, *factors).item())
+        problem = find_culprit(
+            model, lambda: forward_backward(model, batches, plan, mesh, *factors).item(), partial(running_stage, model)
+        )
         optimizer.zero_grad(set_to_none=True)
     return StepResult(mean_loss, grad_norm, tokens, following, problem)
 

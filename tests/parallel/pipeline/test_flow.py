@@ -120,6 +120,12 @@ class EmbedsAgain(Plain):
         return self.head(hidden + self.embed(tokens))
 
 
+class Shorter(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_forward_hook(lambda _, args, output: output[:, ::2])
+
+
 class WeightAround(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -151,6 +157,7 @@ CROSSINGS = [
     (Between, "the part before blocks.1 uses numbers of blocks.0"),
     (Twice, "each once"),
     (EmbedsAgain, "embed is called in"),
+    (Shorter, "shape"),
     (WeightAround, "the model has weights of its own around the blocks"),
 ]
 

@@ -126,7 +126,7 @@ def read_chain(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype) -> 
         probe.forward,
         input_ids=torch.zeros(PROBE_SHAPE, dtype=torch.int64, device="meta"),
         position_ids=positions.to("meta"),
-        attention_mask=tree_map_only(Tensor, lambda mask: mask.to("meta"), document_masks(model, positions)),
+        attention_mask=tree_map_only(Tensor, lambda mask: mask.to("meta"), document_masks(probe, positions)),
         use_cache=False,
         **({"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}),
     )
@@ -210,12 +210,12 @@ class Relay:
         blocks = self.stages[self.active or 0]
         if number == blocks.start - 1:
             assert self.received is not None
-            return self.received
+            return self.received.unflatten(2, self.chain.sizes)
         if number == blocks.stop:
-            self.sent = hidden
+            self.sent = hidden.flatten(2)
             # What a model does in place must not reach the next stage, and behind its last norm it knows whole sequences.
-            rows, tokens, width = hidden.shape
-            return hidden.new_zeros(rows, tokens * self.sequence_parts, width)
+            rows, tokens, *sizes = hidden.shape
+            return hidden.new_zeros(rows, tokens * self.sequence_parts, *sizes)
         return hidden
 
 

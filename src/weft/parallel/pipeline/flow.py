@@ -6,6 +6,7 @@ behind them. Shapes, masks and positions belong to no part: each stage has them.
 """
 
 from collections.abc import Iterable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ class Chain(NamedTuple):
     """Those that are called behind the last block."""
     places: tuple[tuple[int, int] | None, ...]
     """By block: where the hidden states stand in its output, of how many things; None: the output is the hidden states."""
+    sizes: tuple[int, ...]
+    """Of a hidden state: one, or where it is several streams (hyper-connections) two."""
     width: int
     """Numbers in a hidden state."""
     dtype: torch.dtype
@@ -90,14 +93,15 @@ def follow(probe: Any, anatomy: Anatomy, shape: tuple[int, int]) -> Chain:
     for name, parts in calls.items():
         if parts not in ({0}, {end}):
             raise CrossingError(f"{name} is called in {' and in '.join(flow.parts[part] for part in sorted(parts))}")
-    if inputs[0].shape[:2] != shape or inputs[0].ndim != 3:
-        raise CrossingError(f"hidden states have the shape {tuple(inputs[0].shape)} for tokens of {shape}")
+    if len({hidden.shape for hidden in inputs}) > 1 or inputs[0].shape[:2] != shape:
+        raise CrossingError(f"hidden states have the shape {tuple(inputs[-1].shape)} for tokens of {shape}")
     last = next((thing for thing in _things(outputs[-1]) if getattr(thing, "shape", None) == inputs[-1].shape), None)
     return Chain(
         first=tuple(name for name in outside if calls.get(name, {0}) == {0}),
         last=tuple(name for name in outside if calls.get(name) == {end}),
         places=tuple(_place(output, hidden) for output, hidden in zip(outputs, [*inputs[1:], last], strict=True)),
-        width=inputs[0].shape[-1],
+        sizes=tuple(inputs[0].shape[2:]),
+        width=prod(inputs[0].shape[2:]),
         dtype=inputs[-1].dtype,
     )
 
