@@ -6,6 +6,7 @@ python docs/generate.py
 import json
 import runpy
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ DOCS = Path(__file__).parent
 # What is proved stands with the tests, which are not installed.
 LAB = DOCS.parent / "tests" / "lab"
 FAMILIES = tuple(runpy.run_path(str(LAB / "families.py"))["FAMILIES"])
-PROVED, NOT_PROVED = (runpy.run_path(str(LAB / "shrink.py"))[name] for name in ("PROVED", "NOT_PROVED"))
+SHRINK = runpy.run_path(str(LAB / "shrink.py"))
+PROVED, NOT_PROVED = SHRINK["PROVED"] | {"pp": SHRINK["PROVED"]["pp"] + SHRINK["BIASED"]}, SHRINK["NOT_PROVED"]
 
 
 def rows(table: type[Table], prefix: str) -> list[str]:
@@ -57,6 +59,7 @@ AXES: dict[str, dict[str, Any]] = {
     "cp (ring)": {"cp": 2},
     "cp (Ulysses)": {"cp": 2, "cp_ulysses": 2},
     "ep": {"ep": 2},
+    "pp": {"pp": 2},
 }
 
 
@@ -70,7 +73,8 @@ def families_page() -> str:
         "",
         "- **yes**: parity with the untouched model is proved by `tests/parallel/test_axes.py` or, for a small configuration",
         "  of the family, by `tests/parallel/test_families.py`. Ulysses: by the second with the ring, which shares all that",
-        "  depends on the family.",
+        "  depends on the family. pp: by the second, with 1F1B; a plan is refused unless a forward without numbers, of the",
+        "  whole model and of single stages, shows that hidden states are all that its blocks hand on.",
         "- accepted: nothing speaks against it, and it is not proved, for the reason that follows: try `weft compare` first.",
         "- anything else is why a plan is refused at start.",
         "",
@@ -86,7 +90,9 @@ def families_page() -> str:
             anatomy = read_anatomy(model)
         except Exception:  # its defaults make no model, or none that can be read
             continue
-        cells = [verdict(model, anatomy, axis, family) for axis in AXES]
+        cells = [verdict(model, anatomy, axis, family) for axis in AXES if axis != "pp"]
+        small = build_on_meta(AutoConfig.for_model(**SHRINK["shrunk"](family)), torch.float32)
+        cells.append(verdict(small, read_anatomy(small), "pp", family))
         lines.append(f"| {family} | {' | '.join(cells)} |")
     return "\n".join([*head, *lines]) + "\n"
 
@@ -105,7 +111,8 @@ def verdict(model: Any, anatomy: Anatomy, axis: str, family: str) -> str:
     try:
         check_axes(model, anatomy, plan)
     except WeftError as refusal:
-        return "no experts" if not anatomy.has_experts and axis == "ep" else refusal.what.replace("|", "/")
+        what = refusal.what.removeprefix(f"{anatomy.family} cannot be cut into stages: ").replace("|", "/")
+        return "no experts" if not anatomy.has_experts and axis == "ep" else shorten(what, 150, placeholder=" ...")
     short = axis.split(" ")[0]
     if family in FAMILIES or family in PROVED[short]:
         return "**yes**"

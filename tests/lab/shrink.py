@@ -9,7 +9,10 @@ VOCABULARY = 96  # a configuration of several parts holds it inside: named outsi
 # Names of sizes, and what they become where the default is a number above zero.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|padded_vocab_size|vocab_size_per_layer_input", VOCABULARY),
-    (r"hidden_size|n_embd|d_model|embedding_size|word_embed_proj_dim|lru_width|adapter_in(put_size|_dim)|adapter_out_dim", 32),
+    (
+        r"hidden_size|n_embd|d_model|embedding_size|word_embed_proj_dim|lru_width|adapter_in(put_size|_dim)|adapter_out_dim",
+        32,
+    ),
     (r"num_attention_heads|n_head|n_heads|num_heads|(de|en)coder_attention_heads", 4),
     (r"num_key_value_heads|num_kv_heads", 2),
     (r"head_dim|qk_rope_head_dim|qk_nope_head_dim|v_head_dim|kv_channels|global_head_dim", 8),
@@ -39,7 +42,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note_text": {"head_dim": 16},
+    "dots3_note_text": {
+        "head_dim": 16,
+        "per_layer_config": {"01": {"num_attention_heads": 2, "num_key_value_heads": 2}},
+    },
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
     "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
@@ -60,6 +66,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "jamba": {"initializer_range": 0.02},  # rounding, just above the tolerance
     "jetmoe": {"initializer_range": 0.02},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8},
     "ministral": {"head_dim": 8},
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "block_auto_adjust_ff_dim": False},
@@ -106,18 +113,41 @@ PROVED: dict[str, tuple[str, ...]] = {
     ),
     "ep": (
         "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v32",
-        "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe_lite", "glm_moe_dsa", "granitemoe_swa",
-        "granitemoehybrid", "granitemoeshared", "hy_v3", "hy_v4", "inkling2_text", "inkling_text", "jamba",
-        "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2",
-        "minimax_m3_vl_text", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "solar_open", "zaya",
+        "dots1", "dots3_note", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe_lite",
+        "glm_moe_dsa", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v3", "hy_v4", "inkling2_text",
+        "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax",
+        "minimax_m2", "minimax_m3_vl_text", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next",
+        "solar_open", "zaya",
+    ),
+    "pp": (
+        "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "beam", "bigbird_pegasus",
+        "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3",
+        "deepseek_v32", "deepseek_v4", "diffllama", "doge", "dots1", "dots3_note", "dots3_note_text", "ernie4_5",
+        "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "fuyu", "gemma", "gemma2",
+        "gemma3", "gemma3_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
+        "glm_moe_dsa", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese",
+        "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
+        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "inkling_text",
+        "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3",
+        "llama", "llama4", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax",
+        "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder",
+        "moshi", "moss_transcribe_diarize", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
+        "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe",
+        "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+        "recurrent_gemma", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "whisper",
+        "xlstm", "youtu",
     ),
 }
+# Have biases of keys, whose gradient is zero but for rounding: proved on pp from random biases, which rounding does not move.
+BIASED = (
+    "bart", "biogpt", "blenderbot", "blenderbot-small", "ctrl", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr",
+    "xglm",
+)
 # fmt: on
 ZERO = "a gradient that is zero but for rounding differs in its rounding"
 NOT_SCALED = "rounding is more than the tolerance where scores are not scaled and keys and values are normalised"
 NO_TEXT_MODEL = "the library does not build the model from its own text configuration, so that no weights can be made"
 UNCOUNTED = "the load of its experts cannot be counted yet"
-LARGE = "its configuration does not become small by the names of its sizes"
 # Accepted by the plan, but not proved.
 NOT_PROVED: dict[str, dict[str, str]] = {
     "tp": {
@@ -138,7 +168,8 @@ NOT_PROVED: dict[str, dict[str, str]] = {
         "gemma4_unified": NOT_SCALED,
         "gemma4_unified_text": NOT_SCALED,
     },
-    "ep": {"deepseek_v4": ZERO, "dots3_note": LARGE, "dots3_note_text": LARGE, "qwen3_5_moe": NO_TEXT_MODEL},
+    "pp": {},
+    "ep": {"deepseek_v4": ZERO},
 }
 
 
@@ -180,8 +211,6 @@ def _shrink(default: dict[str, Any]) -> dict[str, Any]:
             table[key] = TOKENS[key]
         elif key.endswith("_config") and isinstance(value, dict) and "model_type" in value:
             table[key] = _shrink(value) | OVERRIDES.get(value["model_type"], {})
-        elif key == "per_layer_config":
-            table[key] = {}
     if "kv_lora_rank" in table:  # a key and a value for every query head
         table["num_key_value_heads"] = 4
     return table
