@@ -78,7 +78,7 @@ def families_page() -> str:
         "- accepted: nothing speaks against it, and it is not proved, for the reason that follows: try `weft compare` first.",
         "- anything else is why a plan is refused at start.",
         "",
-        "Data parallelism (zero 0 to 3) needs nothing of a family.",
+        "Data parallelism (zero 0 to 3) needs nothing of a family but that it takes masks of documents (Mamba does not).",
         "",
         f"| family | {' | '.join(AXES)} |",
         "|---|" + "---|" * len(AXES),
