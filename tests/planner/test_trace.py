@@ -1,9 +1,11 @@
 """A dry run equals a real run: every message, in its order, and the fullest moment of memory, on every rank."""
 
 import json
+import multiprocessing
 import resource
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from weft.parallel.data import model_state_bytes
 from weft.parallel.parallelize import parallelize
 from weft.planner.count import Count, count_step
 from weft.planner.steering import route_evenly
-from weft.planner.trace import assumed_batches, trace, trace_rank
+from weft.planner.trace import Trace, assumed_batches, trace, trace_rank
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import build_optimizer
@@ -125,12 +127,21 @@ def test_a_share_of_a_model_larger_than_the_host(name: str, world_size: int, lay
     settings = [f"model.config.num_hidden_layers={layers}", "data.seq_len=1024", "train.global_batch=1"]
     job = Job.load(EXAMPLES / f"{name}.toml", settings)
     parameters = read_anatomy(build_on_meta(read_config(job.model), torch.float32)).parameters
-    first, last = trace(job, world_size, [0, world_size - 1], "cuda")
+    with ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn")
+    ) as alone:  # with no children of other tests
+        first, last, most_kib = alone.submit(trace_ends, job, world_size).result()
     assert first.count.messages == last.count.messages
     assert first.count.flops == last.count.flops
-    assert last.parameters <= first.parameters  # what cannot be divided is on the first ranks
-    assert parameters / world_size <= first.parameters < parameters / world_size * (1.01 if "llama" in name else 8)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2**21  # KiB
+    assert last.parameters <= first.parameters
+    assert parameters / world_size <= first.parameters < parameters / world_size * 1.1  # norms are whole on tp ranks
+    assert most_kib < 2**21
+
+
+def trace_ends(job: Job, world_size: int) -> tuple[Trace, Trace, int]:
+    """The first and the last rank, and the memory of the larger dry run."""
+    first, last = trace(job, world_size, [0, world_size - 1], "cuda")
+    return first, last, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
 @pytest.mark.parametrize("recompute", [False, True])
