@@ -1,6 +1,6 @@
 """Pipeline schedules on 2 and 4 CPU ranks: their speed beside torch's own, and their bubble beside the simulated one.
 
-    python benchmarks/cpu_pipeline.py            # below 8 minutes on two free cores
+    python benchmarks/cpu_pipeline.py            # about 8 minutes on two free cores
     python benchmarks/cpu_pipeline.py --quick    # a smoke run on 2 ranks
     python benchmarks/cpu_pipeline.py --parts bubble --schedules 1f1b,zbv --ranks 4
 

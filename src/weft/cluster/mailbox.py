@@ -25,7 +25,7 @@ MAILBOX_BYTES = 2**35  # of one rank: its rings, and its messages that have not 
 RECORDS = 4096  # messages of one rank to another that have not been taken
 LINE_INTS = 8  # 64 bytes: what is written at different times stands on cache lines of its own
 RING_INTS = LINE_INTS * (1 + RECORDS)
-SPINS, YIELD_SECONDS, SLEEP_SECONDS = 100, 1e-4, 50e-6
+SPINS, YIELD_SECONDS, SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 100, 1e-4, 50e-6, 1e-3
 FORMATS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
@@ -262,7 +262,7 @@ def wait_until(attempt: Callable[[], Any], seconds: float) -> Any:
         if passed < YIELD_SECONDS:
             os.sched_yield()
         elif passed < seconds:
-            time.sleep(SLEEP_SECONDS)
+            time.sleep(min(max(SLEEP_SECONDS, passed / 10), LONGEST_SLEEP_SECONDS))  # looking takes from who computes
         else:
             break
     return result
