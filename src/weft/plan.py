@@ -151,8 +151,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="stage_blocks and costs at once",
-        broken=lambda plan: bool(plan.pipeline.stage_blocks)
-        and (bool(plan.pipeline.block_costs) or plan.pipeline.embedding_cost + plan.pipeline.head_cost > 0),
+        broken=lambda plan: (
+            bool(plan.pipeline.stage_blocks)
+            and (bool(plan.pipeline.block_costs) or plan.pipeline.embedding_cost + plan.pipeline.head_cost > 0)
+        ),
         reason="stages are cut either by the given numbers of blocks or by cost",
         fix="leave out plan.pipeline.stage_blocks, or all costs",
     ),
