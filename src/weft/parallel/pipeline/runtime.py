@@ -138,24 +138,27 @@ class Pipeline:
             sums = sums + inputs[1] if inputs else sums.requires_grad_()
         if number == len(self.ranks) - 1:
             return [self.finish(output, batch, sums)]
-        sent = self.relay.take_sent()
-        expected = self._message(micro_batch)[0]
-        if (sent.shape, sent.dtype) != (expected.shape, expected.dtype):
+        sent, shape, dtype = self.relay.take_sent(), self._hidden_shape(batch), self.relay.chain.dtype
+        if (tuple(sent.shape), sent.dtype) != (shape, dtype):
             raise ModelError(
                 f"stage {number} gives hidden states {tuple(sent.shape)} of {sent.dtype}",
                 where="plan.parallel.pp",
-                rule=f"the next stage waits for {tuple(expected.shape)} of {expected.dtype}",
+                rule=f"the next stage waits for {shape} of {dtype}",
                 fix="set plan.parallel.pp = 1",
             )
         return [sent.contiguous()] if sums is None else [sent.contiguous(), sums]
 
     def _message(self, micro_batch: int) -> list[Tensor]:
         """Room for what one stage sends to the next: hidden states of this rank's tokens, and sums of routers."""
-        batch, chain, watch = self.batches[micro_batch], self.relay.chain, self.model.router_watch
-        rows, tokens = batch.input_ids.shape
+        batch, watch = self.batches[micro_batch], self.model.router_watch
         place = batch.input_ids.device
-        hidden = torch.empty(rows, tokens // self.split, chain.width, dtype=chain.dtype, device=place)
-        return [hidden, watch.no_sums(rows, place)] if watch.is_on() else [hidden]
+        hidden = torch.empty(self._hidden_shape(batch), dtype=self.relay.chain.dtype, device=place)
+        return [hidden, watch.no_sums(len(batch.input_ids), place)] if watch.is_on() else [hidden]
+
+    def _hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """Rows, tokens of this rank, and numbers of a hidden state."""
+        rows, tokens = batch.input_ids.shape
+        return rows, tokens // self.split, self.relay.chain.width
 
     def _reduced(self) -> None:
         """A stage has all its gradients; with the last stage of this rank they are reduced over the data ranks."""

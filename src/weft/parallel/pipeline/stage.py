@@ -188,7 +188,7 @@ class Runtime(_PipelineScheduleRuntime):
     def _run_jointly(self, action: Any, ctx: Any) -> None:
         """A forward and a backward that do not need each other; for now one after the other."""
         forward, backward = action.sub_actions
-        stages: dict[int, Any] = {stage.stage_index: stage for stage in self._stages}
+        stages = {stage.stage_index: stage for stage in self.own_stages}
         number, micro_batch = forward.stage_index, forward.microbatch_index
         for work in self.fwd_recv_ops.pop((number, micro_batch), []):
             work.wait()
@@ -198,7 +198,6 @@ class Runtime(_PipelineScheduleRuntime):
         number, micro_batch = backward.stage_index, backward.microbatch_index
         for work in self.bwd_recv_ops.pop((number, micro_batch), []):
             work.wait()
-        self.backward_counter[number] += 1
         stages[number].backward_one_chunk(micro_batch)
         if number - 1 in stages:
             stages[number - 1].set_local_bwd_input(stages[number].get_local_bwd_output(micro_batch), micro_batch)
