@@ -58,6 +58,12 @@ class CommunicationError(WeftError):
     """Ranks do not agree on what they send each other."""
 
 
+class RendezvousError(WeftError):
+    """The hosts of a job cannot meet: an address, a token or a number is wrong, or a host does not come."""
+
+    exit_code = 2
+
+
 class CheckpointError(WeftError):
     """A folder with weights is missing, incomplete or damaged."""
 
@@ -65,4 +71,12 @@ class CheckpointError(WeftError):
 
 
 class RankFailure(WeftError):
-    """One rank failed while the job ran; the message names it."""
+    """One rank failed while the job ran, or a whole host; the message names it.
+
+    Args:
+        rank: its number, if it is known.
+    """
+
+    def __init__(self, what: str, *, rank: int | None = None, **parts: str | None):
+        super().__init__(what, **parts)
+        self.rank = rank

@@ -88,8 +88,41 @@ class Train(Table):
     """Steps between evaluations on held-out text, the first before training; 0: only one, at the end."""
     evaluate_rows: Count = 256
     """Held-out rows an evaluation looks at, at most."""
-    checkpoint_every: Number = 0
-    """Steps between folders of weights (step-00000100/, Hugging Face format); 0: none but the export at the end."""
+
+
+class Checkpoint(Table):
+    """Checkpoints of the whole state, to resume from."""
+
+    every: Number = 0
+    """Steps between checkpoints (step-00000100/), and one after the last step; 0: none."""
+    folder: str = ""
+    """Where they go; empty: into the run's folder."""
+    keep: Number = 2
+    """How many of the newest stay; 0: all."""
+    keep_hours: Annotated[float, Field(ge=0)] = 0.0
+    """Of those older than that, the first of every so many hours stays; 0: none."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """While the checkpoint before is still being written: wait for it, or leave this one out."""
+    memory_every: Number = 0
+    """Steps between copies in the memory of this host and of a neighbour (Linux): a restart needs no disk; 0: none."""
+
+
+class Guard(Table):
+    """What is done about steps that go wrong."""
+
+    spikes: Literal["off", "warn", "skip", "rollback"] = "warn"
+    """A step whose loss or gradient norm stands out: only print it; leave its update out; or go back to a checkpoint and leave
+    out the batches since then."""
+    rollback_steps: Number = 100
+    """A rollback goes to the newest checkpoint that is at least so many steps older than the spike."""
+    replicas_every: Number = 0
+    """Steps between comparisons of the weights that several ranks hold, and before each checkpoint; where they differ,
+    training goes back and runs the steps again; 0: none."""
+    patience_seconds: Annotated[float, Field(gt=0, lt=1800)] = 600.0
+    """A job is ended, or started again, when no rank has made progress for that long. After 1800 s collectives give up by
+    themselves, without naming a culprit."""
+    rejoin_seconds: Annotated[float, Field(ge=0)] = 60.0
+    """A host that is lost may come back, or be replaced, for that long; then the job goes on without it."""
 
 
 class Job(Table):
@@ -99,6 +132,8 @@ class Job(Table):
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
     plan: Plan = Plan()
     out: str = "runs/first"
     """Folder for everything the run leaves; an earlier run in it is moved aside."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import pty
 import signal
 import subprocess
@@ -69,13 +70,15 @@ def test_exit_code_names_the_rank_and_its_log(tmp_path: Path, capfd: pytest.Capt
     assert caught.value.what.splitlines()[1:] == ["  | reason"]
     assert caught.value.where == str(tmp_path / "rank-1.err")
     assert caught.value.exit_code == 1
-    assert capfd.readouterr() == ("", "")
+    name = f"weft: rank 1 on {platform.node()} left with exit code 3; log {tmp_path / 'rank-1.err'}\n"
+    assert capfd.readouterr() == ("", name)
 
 
 def test_signal_of_a_rank_is_named(tmp_path: Path) -> None:
     code = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
-    with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL"):
+    with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL") as caught:
         launch(script(tmp_path, code), ranks=2, log_dir=tmp_path)
+    assert "memory" in caught.value.fix
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,12 @@ def test_first_error_arrives_once(code: str, text: str | None, exit_code: int, t
         assert error.what.endswith(text)
         assert error.where == str(tmp_path / "logs/rank-1.traceback")
         assert text in Path(error.where).read_text()
-    assert capfd.readouterr() == ("", "")
+    out, err = capfd.readouterr()
+    assert out == ""
+    if text is None:  # refused input is told once, by the command
+        assert err == ""
+    else:
+        assert err == f"weft: rank 1 on {platform.node()} left with exit code 1 ({text}); log {error.where}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.lab.jobs import write_job
+from weft.checkpoint.convert import to_huggingface
+from weft.checkpoint.folders import folder_of
 from weft.data import Prepared, Rows, evaluation_batches
 from weft.job import Job
 from weft.observe.report import write_report
@@ -25,8 +27,8 @@ from weft.train.step import forward, token_loss
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of 12 steps on two ranks."""
     folder = tmp_path_factory.mktemp("finished")
-    steps = {"steps": 12, "global_batch": 4, "micro_batch": 1, "evaluate_every": 4, "checkpoint_every": 6}
-    job = write_job(folder, train=steps, optimizer={"lr": 1e-2})
+    steps = {"steps": 12, "global_batch": 4, "micro_batch": 1, "evaluate_every": 4}
+    job = write_job(folder, train=steps, optimizer={"lr": 1e-2}, checkpoint={"every": 6})
     return train(Job.load(job), ranks=2, say=lambda text: None)
 
 
@@ -73,9 +75,11 @@ def test_the_export_has_its_tokenizer(finished: Path) -> None:
     assert config["use_cache"]
 
 
-def test_saved_steps_load_and_differ_from_the_end(finished: Path) -> None:
-    middle = AutoModelForCausalLM.from_pretrained(finished / "step-00000006").state_dict()
-    end = AutoModelForCausalLM.from_pretrained(finished / "step-00000012").state_dict()
+def test_checkpoints_export_and_differ_from_the_end(finished: Path, tmp_path: Path) -> None:
+    for step in (6, 12):
+        to_huggingface(folder_of(finished, step), tmp_path / str(step), dtype="fp32", run=finished)
+    middle = AutoModelForCausalLM.from_pretrained(tmp_path / "6").state_dict()
+    end = AutoModelForCausalLM.from_pretrained(tmp_path / "12").state_dict()
     export = AutoModelForCausalLM.from_pretrained(finished / "export").state_dict()
     assert all(torch.equal(end[name], export[name]) for name in export)
     assert not any(torch.equal(middle[name], export[name]) for name in export)
@@ -106,7 +110,7 @@ def test_the_same_job_gives_the_same_bits(finished: Path, tmp_path: Path) -> Non
 
 def test_an_earlier_run_is_moved_aside(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    settings = [f"out={out}", "train.steps=1", "train.evaluate_every=0", "train.checkpoint_every=0"]
+    settings = [f"out={out}", "train.steps=1", "train.evaluate_every=0", "checkpoint.every=0"]
     for _ in range(2):
         train(Job.load(finished / "job.toml", settings), ranks=2, say=lambda text: None)
     assert (tmp_path / "run.1" / "export").is_dir()

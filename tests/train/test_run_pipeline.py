@@ -1,26 +1,20 @@
 """Whole runs of pipelines, of ranks of the pool: they leave what a run of one rank leaves."""
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.lab.families import family
 from tests.lab.jobs import write_job
-from tests.lab.pool import run_ranks
+from tests.lab.runs import train_in_the_pool
 from tests.train.test_run import held_out_loss_of_the_export
-from weft.data import Prepared
 from weft.job import Job
 from weft.observe.report import write_report
-from weft.train import loop
-from weft.train import run as run_module
 from weft.train.metrics import read_evaluations, read_metrics
-from weft.train.session import open_session
 
 MODEL = {**family("llama"), "vocab_size": 300, "num_hidden_layers": 4, "tie_word_embeddings": True}
 STEPS = {"steps": 3, "global_batch": 4, "micro_batch": 1, "evaluate_every": 2}
@@ -30,22 +24,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, plan
     "pp2 x dp2": (4, {"parallel": {"pp": 2, "zero": 3}, "pipeline": {"schedule": "interleaved", "virtual_stages": 2}}),
     "pp2 x tp2": (4, {"parallel": {"pp": 2, "tp": 2}, "pipeline": {"schedule": "zbv", "virtual_stages": 2}}),
 }
-
-
-def run_rank(rank: int, world_size: int, job: Job, prepared: Prepared, out: Path) -> None:
-    """What `weft.train.rank` does, in a group that exists already."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with mock.patch("weft.train.session.connect", return_value=(rank, world_size, rank)):
-        loop.train(open_session(job, prepared), out)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def in_the_pool(argv: list[str], *, ranks: int, log_dir: Path) -> None:
-    """Takes the place of `launch`."""
-    out = Path(argv[-1])
-    prepared = Prepared.from_json((out / "prepared.json").read_text())
-    run_ranks(ranks, run_rank, Job.load(out / "job.toml"), prepared, out)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +36,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             ranks, plan = LAYOUTS[layout]
             settings = {"plan": {**plan, "precision": {"forward": "fp32"}}, "optimizer": {"lr": 1e-2, "eps": 1e-3}}
             job = write_job(folder, train=STEPS, model={"config": MODEL}, **settings)
-            with mock.patch.object(run_module, "launch", in_the_pool):
-                job = Job.load(job, [f"out={folder / layout}"])
-                found[layout] = run_module.train(job, ranks=ranks, say=lambda text: None)
+            found[layout] = train_in_the_pool(Job.load(job, [f"out={folder / layout}"]), ranks)[0]
         return found[layout]
 
     return run

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model
 from weft.precision.dtypes import DTYPES
@@ -123,23 +124,28 @@ def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> 
             plain = build_plain(source, model.config, dtype)
         except CheckpointError as error:
             problem = str(error)
-    problem = _broadcast_text(problem)
+    problem = broadcast_json(problem)
     if problem:
         raise CheckpointError(problem)
-    model.to_empty(device=device)
-    if plain_ties_are_here(model):
-        model.tie_weights()  # each use of a tied weight got a memory of its own
+    allocate(model, device)
     whole: dict[str, torch.Tensor] = {**dict(plain.named_buffers()), **plain.state_dict()} if plain else {}
     table = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in whole.items()]
     own = {**dict(model.named_buffers()), **model.state_dict()}
     packed = _packed_parameters(model)
-    for name, shape, format in json.loads(_broadcast_text(json.dumps(table))):
-        tensor = torch.empty(shape, dtype=getattr(torch, format.removeprefix("torch.")), device=device)
+    for name, shape, format in broadcast_json(table):
+        tensor = torch.empty(shape, dtype=_dtype(format), device=device)
         if plain is not None:
             tensor.copy_(whole.pop(name))
         dist.broadcast(tensor, src=0)
         if name in own:
             _take_part(own[name], packed[name](tensor, True) if name in packed else tensor)
+
+
+def allocate(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a parallelized meta model memory without contents: that of this rank's shards."""
+    model.to_empty(device=device)
+    if plain_ties_are_here(model):
+        model.tie_weights()  # each use of a tied weight got a memory of its own
 
 
 def _take_part(own: torch.Tensor, whole: torch.Tensor) -> None:
@@ -157,15 +163,9 @@ def plain_ties_are_here(model: Any) -> bool:
     return pipeline is None or (pipeline.relay.has_first() and pipeline.relay.has_last())
 
 
-def _broadcast_text(text: str) -> str:
-    """The text of rank 0, on every rank."""
-    size = torch.tensor([len(text.encode())])
-    dist.broadcast(size, src=0)
-    data = torch.zeros(int(size), dtype=torch.uint8)
-    if dist.get_rank() == 0 and text:
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    dist.broadcast(data, src=0)
-    return bytes(data.tolist()).decode()
+def _dtype(name: str) -> torch.dtype:
+    """From its name, such as torch.float32."""
+    return getattr(torch, name.removeprefix("torch."))
 
 
 def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -183,17 +183,16 @@ def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
     """One tensor at a time: put together inside its stage, and sent by the first rank of the stage."""
     own, packed = dict(model.state_dict()), _packed_parameters(model)
-    stages: list[Any] = [[(name, tuple(value.shape), value.dtype) for name, value in own.items()]]
+    stages: list[Any] = [[(name, tuple(value.shape), str(value.dtype)) for name, value in own.items()]]
     pipeline = getattr(model, "pipeline", None)
     group, rank, leads = None, 0, dist.get_rank() == 0
     if pipeline is not None:
         group, rank, leads = pipeline.group, pipeline.rank, pipeline.leads
-        mine, stages = stages[0], [None] * group.size()
-        dist.all_gather_object(stages, mine, group)
+        stages = all_gather_json(stages[0], group)
     gathered: dict[str, torch.Tensor] = {}
     ready = torch.zeros(1, device=next(iter(own.values())).device)
     for stage, names in enumerate(stages):
-        for name, shape, dtype in names:
+        for name, shape, format in names:
             whole = torch.empty(())
             if stage == rank:
                 value = own[name]
@@ -203,7 +202,7 @@ def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
                     dist.recv(ready, group=group, group_src=0)
                     dist.send(whole.contiguous(), group=group, group_dst=0)
             elif leads and rank == 0:
-                whole = torch.empty(shape, dtype=dtype, device=ready.device)
+                whole = torch.empty(shape, dtype=_dtype(format), device=ready.device)
                 dist.send(ready, group=group, group_dst=stage)
                 dist.recv(whole, group=group, group_src=stage)
             if leads and rank == 0 and name not in gathered:

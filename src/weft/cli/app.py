@@ -3,6 +3,7 @@
 import typer
 
 from weft.cli.anatomy import anatomy
+from weft.cli.checkpoint import checkpoint
 from weft.cli.compare import compare
 from weft.cli.dryrun import dryrun
 from weft.cli.export import export
@@ -20,3 +21,4 @@ app = typer.Typer(
 )
 for command in (train, compare, dryrun, export, report, anatomy, schema):
     app.command()(command)
+app.add_typer(checkpoint, name="checkpoint")

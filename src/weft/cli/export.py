@@ -9,10 +9,21 @@ import typer
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     to: Annotated[Path, typer.Argument(help="Folder to write.")],
-    step: Annotated[Optional[int], typer.Option(help="Step of a saved folder; default the end of the run.")] = None,  # noqa: UP045
+    step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default the end of the run.")] = None,  # noqa: UP045
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Number format of the weights.")] = "fp32",
 ) -> None:
-    """Write a Hugging Face folder with tokenizer from a run."""
-    from weft.checkpoint.huggingface import convert_folder
+    """Write a Hugging Face folder with tokenizer from a run: its export in another format, or one of its checkpoints."""
+    import transformers
 
-    print(convert_folder(run / ("export" if step is None else f"step-{step:08d}"), to, dtype))
+    from weft.checkpoint.convert import to_huggingface
+    from weft.checkpoint.folders import folder_of
+    from weft.checkpoint.huggingface import convert_folder
+    from weft.job import Job
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if step is None:
+        print(convert_folder(run / "export", to, dtype))
+    else:
+        checkpoints = Path(Job.load(run / "job.toml").checkpoint.folder or run)
+        print(to_huggingface(folder_of(checkpoints, step), to, dtype=dtype, run=run))

@@ -1,5 +1,6 @@
 """weft train"""
 
+import os
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Optional
@@ -11,12 +12,24 @@ def train(
     job: Annotated[Optional[Path], typer.Argument(help="Job as TOML; without it the first run is trained.")] = None,  # noqa: UP045
     set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
     ranks: Annotated[Optional[int], typer.Option(help="Processes; default one an accelerator, two on CPU.")] = None,  # noqa: UP045
+    resume: Annotated[
+        str | None, typer.Option(help="auto: go on from the newest good checkpoint; or its folder.")
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of a failed job that get it no further.")] = 0,
     out: Annotated[Optional[Path], typer.Option(help="Output folder, instead of the job's.")] = None,  # noqa: UP045
+    hosts: Annotated[int, typer.Option(min=1, help="Hosts of the job; each runs this command.")] = 1,
+    host: Annotated[int, typer.Option(min=0, help="Number of this host, from 0.")] = 0,
+    meet: Annotated[str | None, typer.Option(help="ADDRESS:PORT of host 0, where several hosts meet.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="Secret of the job; default the variable WEFT_TOKEN.")] = None,
+    interface: Annotated[str | None, typer.Option(help="Of this host; default the one that leads to host 0.")] = None,
 ) -> None:
     """Train a model, write metrics, a report and a Hugging Face folder."""
+    if hosts > 1:  # torch prints a stack for each lost connection of its store; the guardian says who is lost
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import transformers
 
     from weft.cluster.launch import Stopped
+    from weft.cluster.meeting import plan_meeting
     from weft.job import Job
     from weft.observe.report import write_report
     from weft.observe.summary import print_summary
@@ -28,9 +41,12 @@ def train(
     assignments = [*set_, *([f'out="{out}"'] if out else [])]
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
     chosen = Job.load(recipe, assignments)
+    meeting = plan_meeting(host, hosts, meet, token_file, interface)
     try:
-        run = train_job(chosen, ranks=ranks)
+        run = train_job(chosen, ranks=ranks, resume=resume, max_restarts=max_restarts, meeting=meeting)
     except Stopped:
-        write_report(Path(chosen.out))
+        if host == 0:
+            write_report(Path(chosen.out))
         raise
-    print_summary(run, write_report(run))
+    if host == 0:
+        print_summary(run, write_report(run))

@@ -1,10 +1,11 @@
-"""Start ranks on this host, on torch's elastic agent, and say once and clearly how they ended.
+"""Start the ranks of this host, on torch's elastic agent, watch them, start them again, and say clearly how they ended.
 
     launch([sys.executable, "-m", "package.of.the.rank"], ranks=2, log_dir=Path("runs/first/logs"))   # in the launcher
     rank_main(main)                                                                                   # in each rank
     rank, world_size, local_rank = connect(device)                                                    # inside main
 
-Rank 0 keeps the terminal; the output of the others goes to files. Nothing listens on an address that other hosts reach.
+Rank 0 keeps the terminal; the output of the others goes to files. On one host nothing listens on an address that others reach.
+What is wrong with a rank while it runs is the business of `guardian`; what several hosts say to each other, of `team`.
 """
 
 import faulthandler
@@ -12,23 +13,28 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from weft.cluster.device import Device
+from weft.cluster.guardian import REFUSED, Guardian, Limits
+from weft.cluster.hosts import open_store
+from weft.cluster.pulse import PULSE_VARIABLE, create_pulse
+from weft.cluster.team import Team, spread
 from weft.errors import DeviceError, RankFailure, WeftError
 
 LOOPBACK = "127.0.0.1"
@@ -41,18 +47,15 @@ RANK_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-SECONDS_TO_END = 60
+SECONDS_TO_END = 60  # after a signal of the user: time to finish a step and to save
+SECONDS_TO_END_A_BROKEN_JOB = 5  # without one of the ranks no step can be finished
+LONGEST_WAIT = 60  # seconds between two attempts
+ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+ATTEMPT_VARIABLE, PATIENCE_VARIABLE = "WEFT_ATTEMPT", "WEFT_PATIENCE"  # in the environment of the ranks
+MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # else that of temporary files
+DEFAULT_GROUP_TIMEOUT = 1800.0  # of torch
+EXIT_SECONDS = 10  # for the agents of other hosts, when all ranks have ended well
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those the elastic agent takes over
-TAIL_LINES = 12
-
-# How a rank speaks of a peer that is gone: the consequence of another rank's failure, not the failure.
-CONSEQUENCES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "ncclRemoteError",
-    "remote process exited",
-)
 
 
 class Stopped(WeftError):
@@ -68,8 +71,26 @@ def default_ranks(device: Device) -> int:
     return min(2, os.cpu_count() or 1) if device.type == "cpu" else device.count
 
 
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """The meeting point of one host. Its store listens on loopback only, where torch's own listens on every address."""
+
+    def __init__(self) -> None:
+        store, port = open_store()
+        super().__init__(LOOPBACK, port, rank=0, world_size=1, run_id="weft", timeout=SECONDS_TO_END)
+        self._store = store
+
+
 def launch(
-    argv: list[str], *, ranks: int, log_dir: Path, environment: Mapping[str, str] = MappingProxyType({})
+    argv: list[str],
+    *,
+    ranks: int,
+    log_dir: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    limits: Limits = Limits(),  # noqa: B008 - it is frozen
+    max_restarts: int = 0,
+    again: list[str] | None = None,
+    resize: Callable[[RankFailure, int], int] | None = None,
+    team: Team | None = None,
 ) -> None:
     """Run a command as `ranks` processes of one job on this host, and wait until all have ended well.
 
@@ -77,35 +98,99 @@ def launch(
     `log_dir`; the traceback of a failed rank is kept in `rank-n.traceback`. SIGINT, SIGTERM, SIGHUP and SIGQUIT are
     passed on to the ranks, which have 60 s to end by themselves. Call it in the main thread, which handles signals.
 
+    A rank that died or stands still is named on stderr at once. After a death the others have 5 s to end.
+
+    After a failure that is not refused input, all ranks are started again, in 1, 2, 4 ... 60 s. An attempt that came no further
+    than those before it counts towards `max_restarts`; one that did starts the count anew. The ranks find the number of the
+    attempt in WEFT_ATTEMPT, from 0; those of attempt n > 0 log in `log_dir/attempt-n`.
+
     Args:
         argv: the command, its executable first.
+        ranks: those of this host.
         environment: variables of the ranks, on top of this process's own and of `RANK_ENVIRONMENT`.
+        limits: when the guardian speaks, and when it ends a job that stands still.
+        max_restarts: restarts in a row without progress. Of several hosts, host 0 decides.
+        again: the command of the attempts after the first, if it is another.
+        resize: called with the failure and the number of ranks there can be, of all hosts; how many the next attempt has. It
+            raises the failure if that is no number to go on with. Of several hosts, only host 0 calls it.
+        team: the hosts of the job, if there are several; their ranks are numbered host after host.
 
     Raises:
-        RankFailure: a rank failed; it names the one that failed first. If that rank ended by a `WeftError` inside
-            `rank_main`, it carries the same text and exit code.
+        RankFailure: a rank failed, or none made progress, or a host was lost; it names the one to blame, the same on every
+            host. If that rank ended by a `WeftError` inside `rank_main`, it carries the same text and exit code.
+        RendezvousError: the hosts did not meet.
         Stopped: a signal came.
     """
     log_dir = log_dir.resolve()  # ranks may change their folder
-    log_dir.mkdir(parents=True, exist_ok=True)
+    furthest, restarts, attempt = -1, 0, 0
+    with _signals_raise():
+        if team:
+            attempt, ranks = team.begin()
+        while True:
+            folder = log_dir / f"attempt-{attempt}" if attempt else log_dir
+            folder.mkdir(parents=True, exist_ok=True)
+            own = {ATTEMPT_VARIABLE: str(attempt), PATIENCE_VARIABLE: str(limits.patience)}
+            command = again if attempt and again else argv
+            with tempfile.TemporaryDirectory(prefix="weft-", dir=MEMORY_FOLDER) as pulses:
+                guardian = Guardian(folder, Path(pulses), limits, _say, team)
+                try:
+                    return _run(command, ranks, guardian, {**RANK_ENVIRONMENT, **own, **environment}, team)
+                except RankFailure as failure:
+                    cause = failure
+            if team and team.host:
+                attempt, ranks, seconds = team.follow(cause)
+                _say(f"{_first_line(cause)}: attempt {attempt} starts {ranks} ranks on this host in {seconds:g} s")
+            else:
+                if guardian.furthest > furthest:
+                    furthest, restarts = guardian.furthest, 0
+                if cause.exit_code == REFUSED or restarts == max_restarts:
+                    raise cause
+                restarts, attempt = restarts + 1, attempt + 1
+                seconds = min(2 ** (restarts - 1), LONGEST_WAIT)
+                available = team.gather(attempt, _say) if team else {0: ranks}
+                total = resize(cause, sum(available.values())) if resize else sum(available.values())
+                _say(
+                    f"{_first_line(cause)}: attempt {attempt} starts {total} ranks in {seconds} s, "
+                    f"restart {restarts} of {max_restarts}"
+                )
+                shares = spread(available, total, team.host_of(cause.rank) if team else None)
+                ranks = team.go_on(attempt, shares, seconds) if team else total
+            time.sleep(seconds)
+
+
+def _first_line(failure: RankFailure) -> str:
+    return failure.what.splitlines()[0]
+
+
+def _run(argv: list[str], ranks: int, guardian: Guardian, environment: Mapping[str, str], team: Team | None) -> None:
+    """One attempt."""
     executable, *arguments = [argument.replace("$", "$$") for argument in argv]  # the agent expands ${local_rank}
-    files = RankFiles(log_dir, {**RANK_ENVIRONMENT, **environment})
-    try:
-        with _signals_raise(), _elastic_log(log_dir / "launcher.log"):
-            spec = WorkerSpec(
-                role="rank",
-                local_world_size=ranks,
-                rdzv_handler=LoopbackRendezvous(),
-                entrypoint=executable,
-                args=tuple(arguments),
-                max_restarts=0,
-                local_addr=LOOPBACK,
-            )
-            result = PatientAgent(spec, files).run()
-    except SignalException as stop:
-        raise Stopped(stop.sigval) from None
-    if result.is_failed():
-        raise _first_failure(result.failures, log_dir)
+    name = f"launcher-{team.host}.log" if team else "launcher.log"
+    with _elastic_log(guardian.log_dir / name):
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=ranks,
+            rdzv_handler=team.meet() if team else LoopbackRendezvous(),
+            entrypoint=executable,
+            args=tuple(arguments),
+            max_restarts=0,
+            local_addr=LOOPBACK,
+        )
+        agent = GuardedAgent(spec, RankFiles(guardian.log_dir, guardian.pulses, environment), guardian)
+        try:
+            agent.run()
+        except dist.DistError as error:  # before there are ranks, agents talk through the store
+            words = str(error).partition("\n")[0]
+            failure = RankFailure(f"the hosts did not meet: {words}", where=guardian.host, fix="see the other hosts")
+            if team:
+                team.report(failure, own=False, line="")
+            raise failure from None
+
+
+def _say(line: str) -> None:
+    """Print a line, over a bar of progress if there is one."""
+    start = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{start}weft: {line}", file=sys.stderr, flush=True)
 
 
 def rank_main(main: Callable[[], None]) -> None:
@@ -113,7 +198,7 @@ def rank_main(main: Callable[[], None]) -> None:
 
     Without a launcher the error goes on to the caller.
     """
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    report = os.environ.get(ERROR_VARIABLE)
     if not report:
         return main()
     faulthandler.enable()  # a crash in native code leaves a traceback in the rank's stderr
@@ -122,15 +207,15 @@ def rank_main(main: Callable[[], None]) -> None:
     except WeftError as error:
         fields = {"what": error.what, "where": error.where, "rule": error.rule, "fix": error.fix}
         _write_report(Path(report), error, error.exit_code, fields)
-        sys.exit(error.exit_code)
+        _leave(error.exit_code)
     except Exception as error:
         _write_report(Path(report), error, 1, None)
-        sys.exit(1)
-    # Now and then gloo aborts a process that ends the ordinary way ("terminate called without an active exception"): its
-    # threads outlive the interpreter. All work is done and all files are closed: leave without taking things apart.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+        _leave(1)
+    except SystemExit as left:
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+        _leave(left.code if isinstance(left.code, int) else int(left.code is not None))
+    _leave(0)
 
 
 def connect(device: Device) -> tuple[int, int, int]:
@@ -156,55 +241,74 @@ def connect(device: Device) -> tuple[int, int, int]:
             fix=f"start at most {device.count} ranks on this host",
         )
     device.use(local_rank)
-    dist.init_process_group(device.backend)
+    patience = float(os.environ.get(PATIENCE_VARIABLE, Limits.patience))
+    timeout = timedelta(
+        seconds=max(DEFAULT_GROUP_TIMEOUT, 2 * patience)
+    )  # the guardian, who knows the culprit, speaks first
+    dist.init_process_group(device.backend, timeout=timeout)
     return rank, world_size, local_rank
 
 
-class PatientAgent(LocalElasticAgent):
-    """Gives ranks the time to finish a step before it kills them; torch 2.11 has no parameter for that."""
+class GuardedAgent(LocalElasticAgent):
+    """Leaves the verdict on the ranks to the guardian, and decides itself how long they have to end."""
+
+    def __init__(self, spec: WorkerSpec, files: "RankFiles", guardian: Guardian):
+        super().__init__(spec, files, exit_barrier_timeout=EXIT_SECONDS)
+        self.guardian = guardian
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Called ten times a second. The agent's own answer to a failure is to wait for the other ranks before it is told."""
+        context: Any = self._pcontext
+        workers = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
+        processes = {rank: context.subprocess_handlers[number].proc for rank, number in workers.items()}
+        if failure := self.guardian.look(processes):
+            context.close(signal.SIGTERM, SECONDS_TO_END_A_BROKEN_JOB)
+            raise failure
+        team = self.guardian.team
+        if all(process.returncode == 0 for process in processes.values()) and (team is None or team.all_done()):
+            return super()._monitor_workers(worker_group)
+        return RunResult(state=WorkerState.HEALTHY)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SECONDS_TO_END) -> None:
         if self._pcontext:
             self._pcontext.close(death_sig, SECONDS_TO_END)
 
 
-class LoopbackRendezvous(StaticTCPRendezvous):
-    """The meeting point of one host. Its store listens on loopback only, where torch's own listens on every address."""
-
-    def __init__(self) -> None:
-        listener = socket.create_server((LOOPBACK, 0))
-        port = listener.getsockname()[1]
-        super().__init__(LOOPBACK, port, rank=0, world_size=1, run_id="weft", timeout=SECONDS_TO_END)
-        self._store = dist.TCPStore(LOOPBACK, port, is_master=True, master_listen_fd=listener.detach())
-
-
 class RankFiles(LogsSpecs):
-    """Tells the elastic agent where the ranks write, and gives them their environment."""
+    """Tells the elastic agent where the ranks write, and gives them their environment and a pulse."""
 
-    def __init__(self, log_dir: Path, environment: Mapping[str, str]):
+    def __init__(self, log_dir: Path, pulses: Path, environment: Mapping[str, str]):
         super().__init__(str(log_dir))
-        self.log_dir, self.environment = log_dir, environment
+        self.log_dir, self.pulses, self.environment = log_dir, pulses, environment
 
     @property
     def root_log_dir(self) -> str:
         return str(self.log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by the agent with the environment of each rank, before it starts them."""
-        errors = {rank: self.log_dir / f"rank-{rank}.error" for rank in envs}
-        for rank, error in errors.items():
-            error.unlink(missing_ok=True)  # of an earlier launch
-            envs[rank].update(self.environment, TORCHELASTIC_ERROR_FILE=str(error))
+        """Called by the agent with the environment of each rank of this host, before it starts them."""
+        ranks = {number: environment["RANK"] for number, environment in envs.items()}
+        for number, rank in ranks.items():
+            for suffix in ("error", "traceback"):
+                (self.log_dir / f"rank-{rank}.{suffix}").unlink(missing_ok=True)  # of an earlier launch
+            create_pulse(self.pulses / rank)
+            own = {PULSE_VARIABLE: str(self.pulses / rank), ERROR_VARIABLE: str(self.log_dir / f"rank-{rank}.error")}
+            envs[number].update(self.environment, **own)
 
         def files(suffix: str) -> dict[int, str]:
-            return {rank: str(self.log_dir / f"rank-{rank}.{suffix}") if rank else "" for rank in envs}
+            return {
+                number: "" if rank == "0" else str(self.log_dir / f"rank-{rank}.{suffix}")
+                for number, rank in ranks.items()
+            }
 
-        return LogsDest(files("out"), files("err"), error_files={rank: str(error) for rank, error in errors.items()})
+        return LogsDest(
+            files("out"), files("err"), error_files={number: envs[number][ERROR_VARIABLE] for number in envs}
+        )
 
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let signals raise SignalException, also before the agent takes them over, and restore their handlers."""
+    """Let signals end the block with Stopped, also before the agent takes them over, and restore their handlers."""
 
     def stop(number: int, frame: object) -> None:
         raise SignalException(f"signal {number}", signal.Signals(number))
@@ -212,6 +316,8 @@ def _signals_raise() -> Iterator[None]:
     before = {number: signal.signal(number, stop) for number in HANDLED}
     try:
         yield
+    except SignalException as stopped:
+        raise Stopped(stopped.sigval) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -233,41 +339,26 @@ def _elastic_log(path: Path) -> Iterator[None]:
         handler.close()
 
 
-def _write_report(path: Path, error: Exception, exit_code: int, fields: dict[str, str | None] | None) -> None:
-    """Write an error as the elastic agent expects it, and beside it what `_first_failure` needs.
+def _leave(code: int) -> NoReturn:
+    """End this process without taking things apart: all work is done, or lost, and all files are closed.
 
-    The exit code stands in it because the agent may end the rank by SIGTERM before it has left by itself.
+    Now and then gloo aborts a process that ends the ordinary way ("terminate called without an active exception"): its threads
+    outlive the interpreter.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _write_report(path: Path, error: Exception, exit_code: int, fields: dict[str, str | None] | None) -> None:
+    """Leave the error of this rank for the guardian, and its traceback for the user. torchrun finds in it what it expects.
+
+    The exit code stands in it because the rank may be ended by SIGTERM before it has left by itself.
     """
     now, stack = time.time(), traceback.format_exc()
+    path.with_suffix(".traceback").write_text(stack, encoding="utf-8")
     message = {"message": str(error), "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}}
-    ours = {"seconds": now, "traceback": stack, "exit_code": exit_code, "fields": fields}
-    path.write_text(json.dumps({"message": message, **ours}))
-
-
-def _first_failure(failures: dict[int, ProcessFailure], log_dir: Path) -> RankFailure:
-    """The error of the rank that failed first; the traceback of every failed rank is written beside its log."""
-    for rank, failure in failures.items():
-        if "traceback" in failure.error_file_data:
-            (log_dir / f"rank-{rank}.traceback").write_text(failure.error_file_data["traceback"])
-    rank = min(failures, key=lambda rank: _order(failures[rank]))
-    report = failures[rank].error_file_data
-    code = report.get("exit_code", failures[rank].exitcode)
-    if fields := report.get("fields"):
-        error = RankFailure(**fields | {"where": fields["where"] or f"rank {rank}"})
-        error.exit_code = code
-        return error
-    log = log_dir / f"rank-{rank}.{'traceback' if 'traceback' in report else 'err'}"
-    lines = log.read_text().rstrip().splitlines()[-TAIL_LINES:] if log.exists() else []
-    how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"left with exit code {code}"
-    return RankFailure(
-        "\n".join([f"rank {rank} {how}", *(f"  | {line}" for line in lines)]),
-        where=str(log) if log.exists() else "its output is above",
-    )
-
-
-def _order(failure: ProcessFailure) -> tuple[bool, float]:
-    """Sort key: what happened by itself, then what followed from a lost peer or from the agent's SIGTERM; by time."""
-    report = failure.error_file_data
-    if "traceback" in report:
-        return any(mark in report["traceback"] for mark in CONSEQUENCES), report["seconds"]
-    return failure.exitcode == -signal.SIGTERM, failure.timestamp
+    report = {"message": message, "seconds": now, "traceback": stack, "exit_code": exit_code, "fields": fields}
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(report), encoding="utf-8")
+    draft.replace(path)  # the guardian may look at any moment

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -112,11 +112,25 @@ class _Slab:
         self.mailbox = memory[-MAILBOX_BYTES:]
 
 
+def _observed(collective: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """Tell `leavers` when a collective is done."""
+
+    @wraps(collective)
+    def observed(self: "SharedMemoryGroup", *args: Any) -> dist.Work:
+        work = collective(self, *args)
+        for leaver in self.leavers:
+            leaver()
+        return work
+
+    return observed
+
+
 class SharedMemoryGroup(dist.ProcessGroup):
     """Ranks that share memory. The methods are those that torch.distributed calls; see its functions for their meaning.
 
     `observers` of all groups are called with (group, operation, bytes, dtype) before each collective: the bytes of the full
-    tensor (the gathered or not yet scattered side), or of all_to_all those that leave this rank.
+    tensor (the gathered or not yet scattered side), or of all_to_all those that leave this rank. `leavers`
+    are called when this rank's part is done, or has been handed over to gloo.
 
     Every collective raises CommunicationError, on every rank, when the ranks do not call the same operation with the same
     format and size, or when one of them does not come within the timeout. The group is of no use then.
@@ -131,6 +145,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._name = ""
 
     observers: ClassVar[list[Callable[[dist.ProcessGroup, str, int, torch.dtype], None]]] = []
+    leavers: ClassVar[list[Callable[[], None]]] = []
 
     # Rounds
 
@@ -179,6 +194,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # Collectives
 
+    @_observed
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
@@ -204,6 +220,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             tensor.copy_(flat)
         return _done(tensors)
 
+    @_observed
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         self._observe("all_gather", output.numel(), input.dtype)
         if not self._takes(input):
@@ -211,6 +228,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._gather(list(output.view(self.ranks, -1).unbind()), input)
         return _done([output])
 
+    @_observed
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         (tensors,), (input,) = outputs, inputs
         self._observe("all_gather", sum(tensor.numel() for tensor in tensors), input.dtype)
@@ -227,6 +245,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 for output, slot in zip(outputs, slots, strict=True):
                     output[start : start + piece.numel()].copy_(typed(slot, piece))
 
+    @_observed
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         self._observe("reduce_scatter", input.numel(), input.dtype)
@@ -246,6 +265,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self.gloo.reduce_scatter(outputs, inputs, opts)
         return self.reduce_scatter_single(output, torch.cat([tensor.reshape(-1) for tensor in tensors]), opts)
 
+    @_observed
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
@@ -285,6 +305,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                     piece.copy_(place)
         return _done([output])
 
+    @_observed
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
         self._observe("broadcast", tensor.numel(), tensor.dtype)
@@ -333,6 +354,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # From one rank to another
 
+    @_observed
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         self._observe("send", tensor.numel(), tensor.dtype)

@@ -44,6 +44,12 @@ class Prepared:
         """Number of tokens of the held-out split."""
         return sum(span.last - span.first for span in self.held_out)
 
+    @property
+    def identity(self) -> str:
+        """A digest of which tokens there are. Folders of the cache are named by their content, wherever the cache lies."""
+        places = [(*Path(span.tokens).parts[-2:], span.first, span.last) for span in (*self.train, *self.held_out)]
+        return hashlib.sha256(json.dumps(places).encode()).hexdigest()
+
     def to_json(self) -> str:
         """Everything as JSON that `from_json` reads back to an equal object."""
         return json.dumps(asdict(self), indent=1)

@@ -6,11 +6,12 @@ they are made, before they are reduced. This costs one more forward and backward
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from weft.comm.objects import all_gather_json
 
 
 class Sight(NamedTuple):
@@ -33,8 +34,7 @@ def find_culprit(model: nn.Module, rerun: Callable[[], float], stage: Callable[[
         rerun: forward and backward of the bad step's micro-batches on this rank; returns this rank's own loss.
         stage: tells which stage of a pipeline is running; 0 without one.
     """
-    sights: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sights, _watch(model, rerun, stage))
+    sights = [Sight(*seen) for seen in all_gather_json(_watch(model, rerun, stage))]
     guilty = [rank for rank, sight in enumerate(sights) if sight.bad_loss or sight.parameter]
     if not guilty:
         return "a loss or a gradient was not finite; run once more the step was finite, so that no rank can be named"

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from weft.checkpoint.huggingface import arrange_packed
 from weft.cluster.launch import rank_main
 from weft.cluster.mesh import AXES, data_rank
 from weft.comm.collectives import all_reduce
+from weft.comm.objects import all_gather_json
 from weft.data import MicroBatch, Prepared
 from weft.job import Job
 from weft.parallel.dropout import set_dropout_seed
@@ -51,7 +52,7 @@ def record(session: Session, folder: Path, steps: int) -> None:
         steps: how many, at most those of the job.
     """
     job, model = session.job, session.model
-    batches = list(islice(train_batches(session), steps))
+    batches = list(islice(train_batches(session, session.position), steps))
     tensors = _rehearse(session, folder, batches[0])
     seen, scale = [], LossScale.from_plan(job.plan.precision.loss_scale)
     for step, micro_batches in enumerate(batches, 1):
@@ -251,11 +252,10 @@ def _stage_of(session: Session, name: str) -> int:
 
 def _join_stages(session: Session, own: list[Seen]) -> list[Seen]:
     """What the stages of all ranks have seen, in the order in which it is compared."""
-    tables: list[Any] = [own]
+    tables = [own]
     if session.job.plan.parallel.pp > 1:
-        group = session.mesh.get_group("pp")
-        tables = [None] * group.size()
-        dist.all_gather_object(tables, own, group)
+        gathered = all_gather_json([astuple(seen) for seen in own], session.mesh.get_group("pp"))
+        tables = [[Seen(*seen) for seen in table] for table in gathered]
 
     def order(seen: Seen) -> tuple[int, int]:
         stage = _stage_of(session, seen.name)

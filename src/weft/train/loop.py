@@ -4,8 +4,9 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import torch.distributed as dist
 from rich.console import Console
 
 from weft.anatomy.flops import training_flops_per_token
+from weft.checkpoint.manifest import Position
 from weft.cluster.mesh import AXES
+from weft.cluster.pulse import Pulse
 from weft.comm.agreement import Agreement
 from weft.comm.collectives import Recorder, all_reduce
+from weft.comm.objects import broadcast_json
 from weft.data import MicroBatch
 from weft.parallel.data import count_split, model_state_bytes
 from weft.parallel.dropout import set_dropout_seed
@@ -24,6 +28,7 @@ from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.train.metrics import Evaluation, MetricsWriter, Progress, StepMetrics
 from weft.train.optimizer import learning_rate, set_learning_rate
+from weft.train.recovery import Recovery
 from weft.train.session import Session, held_out_batches, save_weights, train_batches
 from weft.train.state_bytes import measure_model_state
 from weft.train.step import StepResult, evaluate, train_step
@@ -33,54 +38,101 @@ Observer = MetricsWriter | Progress
 STEPS_OF_A_SEED = 2**24  # no two seeds and steps of real jobs meet
 
 
-def train(session: Session, out: Path) -> None:
-    """Train to the end, or to the first signal, and leave metrics, weights and a summary in `out`."""
-    job, started = session.job, time.perf_counter()
-    scale = LossScale.from_plan(job.plan.precision.loss_scale)
-    to_metrics, signals = _metrics_of(session), _catch_signals()
-    watch: Any = session.model.router_watch
+def train(session: Session, out: Path, pulse: Pulse) -> None:
+    """Train to the end, or to the first signal, and leave metrics, weights, checkpoints and a summary in `out`.
+
+    A run that has ended is left as it is.
+    """
+    job, started, position, checkpoints = session.job, time.perf_counter(), session.position, session.checkpoints
+    assert checkpoints is not None
     console = Console(quiet=session.rank > 0, soft_wrap=True)
+    say = partial(console.print, markup=False, highlight=False)
+    if _has_ended(session, out):
+        say(f"the run has ended, after step {position.step} of {job.train.steps}; more train.steps let it go on")
+        return checkpoints.close()
+    to_metrics, signals = _metrics_of(session), _catch_signals()
+    routers: Any = session.model.router_watch
+    recovery = Recovery(job.guard, checkpoints, session.model, session.optimizer, session.mesh, position, say)
+    batches, counted, comm_bytes, blocked, stop = train_batches(session, position), False, 0, 0.0, 0
     with _observers(session, out, console) as observers:
-        if job.train.evaluate_every:
-            _evaluate(session, 0, observers)
-        for step, micro_batches in enumerate(train_batches(session), start=1):
+        if job.train.evaluate_every and position.step == 0:
+            _evaluate(session, 0, observers, pulse)
+        while position.step < job.train.steps and not stop:
+            step, scale = position.step + 1, position.loss_scale
+            pulse.phase("step", step)
             begin = time.perf_counter()
+            micro_batches = next(batches)
             rate = learning_rate(step, job.train.steps, job.optimizer)
             set_learning_rate(session.optimizer, rate)
             set_dropout_seed(session.model, job.train.seed * STEPS_OF_A_SEED + step)
-            if step == 1:  # every step of a layout sends the same messages: the first is compared and counted
+            if counted:
+                result = _step(session, micro_batches, scale, recovery)
+            else:  # every step of a layout sends the same messages: the first is compared and counted
                 with Recorder() as recorder, Agreement("first step"):
-                    result = _step(session, micro_batches, scale)
-            else:
-                result = _step(session, micro_batches, scale)
+                    result = _step(session, micro_batches, scale, recovery)
+                counted, comm_bytes = True, recorder.total_bytes
             peak_memory, stop = _agree_on_largest(session, session.device.peak_memory_bytes(), signals.first)
-            imbalance = watch.take_load()
+            load = routers.take_load()
             seconds = time.perf_counter() - begin
             for observer in observers:
-                observer.step(
-                    to_metrics(step, result, rate, scale, seconds, peak_memory, recorder.total_bytes, imbalance)
-                )
+                observer.step(to_metrics(step, result, rate, scale, seconds, peak_memory, comm_bytes, load, blocked))
             if result.problem:
-                console.print(f"step {step} skipped, weights untouched: {result.problem}", markup=False)
-            scale = result.loss_scale
+                say(f"step {step} skipped, weights untouched: {result.problem}")
             last = step == job.train.steps or stop > 0
+            target = checkpoints.due(step, last)
+            pulse.phase("checking", step)
+            position, went_back = recovery.look(_after(position, result), due=target is not None)
+            if went_back:
+                batches, blocked = train_batches(session, position), 0.0
+                continue
             if last or _is_due(step, job.train.evaluate_every):
-                _evaluate(session, step, observers)
-            if _is_due(step, job.train.checkpoint_every):
-                save_weights(session, out / f"step-{step:08d}")
-            if last:
-                break
+                _evaluate(session, step, observers, pulse)
+            pulse.phase("saving", step)
+            blocked = checkpoints.snapshots.take(position, target) if target else 0.0
+            for text in checkpoints.snapshots.take_news():
+                say(text)
+        pulse.phase("saving", position.step)
+        checkpoints.finish()
+        for text in checkpoints.snapshots.take_news():
+            say(text)
+    pulse.phase("exporting", position.step)
     save_weights(session, out / "export")
-    _summarize(session, micro_batches, out, time.perf_counter() - started)
+    _summarize(session, out, position.step, time.perf_counter() - started)
+    checkpoints.close()
 
 
-def _step(session: Session, micro_batches: list[MicroBatch], scale: LossScale) -> StepResult:
+def _has_ended(session: Session, out: Path) -> bool:
+    """Whether no step is left, and the summary, which is written last, is of this step."""
+    step, ended = session.position.step, False
+    if session.rank == 0 and step >= session.job.train.steps and (out / "export").exists():
+        with suppress(FileNotFoundError, ValueError):  # a summary half written is none
+            ended = json.loads((out / "run.json").read_text(encoding="utf-8")).get("steps") == step
+    return broadcast_json(ended)
+
+
+def _after(position: Position, result: StepResult) -> Position:
+    """Where training stands after a step."""
+    step = position.step + 1
+    return position.model_copy(
+        update={
+            "step": step,
+            "next_batch": position.next_batch + 1,
+            "loss_scale": result.loss_scale,
+            "skipped": (*position.skipped, step) if result.problem else position.skipped,
+        }
+    )
+
+
+def _step(session: Session, micro_batches: list[MicroBatch], scale: LossScale, recovery: Recovery) -> StepResult:
     plan, clip_norm = session.job.plan, session.job.optimizer.clip_norm
-    return train_step(session.model, session.optimizer, micro_batches, plan, session.mesh, scale, clip_norm)
+    return train_step(
+        session.model, session.optimizer, micro_batches, plan, session.mesh, scale, clip_norm, recovery.judge
+    )
 
 
-def _evaluate(session: Session, step: int, observers: list[Observer]) -> None:
+def _evaluate(session: Session, step: int, observers: list[Observer], pulse: Pulse) -> None:
     """Measure the loss on held-out rows, if there are any, and show it."""
+    pulse.phase("evaluating", step)
     batches = held_out_batches(session)
     if batches:
         evaluation = Evaluation(step, evaluate(session.model, batches, session.mesh))
@@ -125,6 +177,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
         peak_memory: int,
         comm_bytes: int,
         imbalance: float | None,
+        blocked: float,
     ) -> StepMetrics:
         return StepMetrics(
             step=step,
@@ -140,13 +193,15 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             loss_scale=scale.value,
             skipped=result.problem is not None,
             expert_imbalance=imbalance,
+            checkpoint_seconds=blocked,
         )
 
     return to_metrics
 
 
-def _summarize(session: Session, micro_batches: list[MicroBatch], out: Path, seconds: float) -> None:
+def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
     """Write run.json: what the report shows beside the metrics. Memory is that of rank 0: of a pipeline, of its stages."""
+    micro_batches = next(train_batches(session, Position(step=0, next_batch=0, loss_scale=LossScale())))
     measured = measure_model_state(session.model, session.optimizer, micro_batches, session.job.plan, session.mesh)
     dense, experts = count_split(session.model)
     predicted = model_state_bytes(dense, session.job.plan, experts)
@@ -160,6 +215,7 @@ def _summarize(session: Session, micro_batches: list[MicroBatch], out: Path, sec
             "memory": {"measured": measured, "predicted": predicted},
             "world_size": dist.get_world_size(),
             "device": session.device.name,
+            "steps": steps,
             "seconds": seconds,
         }
         (out / "run.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")

@@ -47,6 +47,8 @@ class StepMetrics:
     """The guard saw a number that is not finite and left the weights as they were."""
     expert_imbalance: float | None = None
     """Tokens of the busiest expert over the mean, in the most uneven layer; None without experts."""
+    checkpoint_seconds: float = 0.0
+    """What training waited for the copy of the last checkpoint, before this step."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 

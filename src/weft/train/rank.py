@@ -1,4 +1,4 @@
-"""What each rank of `weft train` runs: python -m weft.train.rank RUN_FOLDER."""
+"""What each rank of `weft train` runs: python -m weft.train.rank RUN_FOLDER [auto] [CHECKPOINT]."""
 
 import sys
 import warnings
@@ -8,6 +8,7 @@ import torch.distributed as dist
 import transformers
 
 from weft.cluster.launch import rank_main
+from weft.cluster.pulse import Pulse
 from weft.data import Prepared
 from weft.job import Job
 from weft.train.loop import train
@@ -22,8 +23,9 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     out = Path(sys.argv[1])
     prepared = Prepared.from_json((out / "prepared.json").read_text(encoding="utf-8"))
-    session = open_session(Job.load(out / "job.toml"), prepared)
-    train(session, out)
+    pulse = Pulse.open()
+    session = open_session(Job.load(out / "job.toml"), prepared, out, sys.argv[2:])
+    train(session, out, pulse)
     dist.destroy_process_group()
 
 

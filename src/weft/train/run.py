@@ -3,7 +3,9 @@
 import json
 import os
 import platform
+import secrets
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -14,26 +16,50 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import can_separate_documents, read_anatomy
+from weft.checkpoint.folders import clean, list_checkpoints
 from weft.checkpoint.huggingface import build_on_meta, read_config
-from weft.cluster.device import detect
+from weft.checkpoint.manifest import read_manifest
+from weft.cluster.device import Device, detect
+from weft.cluster.guardian import Limits
 from weft.cluster.launch import default_ranks, launch
+from weft.cluster.meeting import Meeting
+from weft.cluster.team import Team
 from weft.data import Prepared, Rows, count_micro_batches, prepare, scored_pairs, unigram_and_bigram
-from weft.errors import JobError
+from weft.errors import CheckpointError, JobError, RankFailure, WeftError
 from weft.job import Job
 from weft.parallel.parallelize import check_axes
+from weft.parallel.replicas import check_replicas
+from weft.plan import Plan
+from weft.train.checkpoints import check_same_batches, checkpoint_folder
 from weft.train.metrics import format_count
 
+WORD = "meeting"  # file in the run folder of several hosts, by which they know that it is one
+SHARING_SECONDS = 10.0  # until what one host wrote is seen by another
 BASELINE_ROWS = 40_000  # rows of the train split that the bigram counts look at, at most
 
 
-def train(job: Job, *, ranks: int | None = None, say: Callable[[str], None] = print) -> Path:
-    """Train a job on this machine's devices and return its run folder.
+def train(
+    job: Job,
+    *,
+    ranks: int | None = None,
+    resume: str | None = None,
+    max_restarts: int = 0,
+    meeting: Meeting | None = None,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Train a job on the devices of this machine, or of several hosts together, and return its run folder.
 
     Everything that can be refused is refused before a rank starts.
 
     Args:
         job: what to train.
-        ranks: how many processes; by default one an accelerator, or two on CPU.
+        ranks: how many processes on this host; by default one an accelerator, or two on CPU.
+        resume: "auto" goes on in the run folder from its newest checkpoint that verifies, or begins where there is none; or
+            the folder of a checkpoint. By default a run begins, and an earlier one in its folder is moved aside.
+        max_restarts: how often a failed job is started again, from its newest good checkpoint, without getting any further.
+            A rank that fails twice in a row is left out, where fewer data ranks fit the plan; so is a host that is lost.
+        meeting: where the hosts of the job meet, if there are several. All of them call this with the same job and the same
+            run folder, on a file system that they share. Host 0 prepares it and decides; its `resume` and `max_restarts` count.
         say: receives lines of progress; the ranks print to the terminal themselves.
 
     Raises:
@@ -41,23 +67,187 @@ def train(job: Job, *, ranks: int | None = None, say: Callable[[str], None] = pr
     """
     device = detect()
     ranks = ranks or default_ranks(device)
-    plan = job.plan.resolve(ranks)
-    job = job.model_copy(update={"plan": plan})
-    config, anatomy = check_model(job)
-    prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, say=say)
-    check_tokens(job, prepared, config)
-    out = _new_folder(Path(job.out), say)
-    (out / "job.toml").write_text(job.to_toml(), encoding="utf-8")
-    (out / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
-    size = format_count(anatomy.parameters)
-    say(f"{anatomy.family} with {size} parameters on {ranks} x {device.name}, output in {out}")
+    if meeting is None:
+        return _train_here(job, ranks, device, resume, max_restarts, None, say)
+    team = Team.join(meeting, ranks, rejoin_seconds=job.guard.rejoin_seconds)
+    failure: WeftError | None = None
     try:
-        launch([sys.executable, "-m", "weft.train.rank", str(out)], ranks=ranks, log_dir=out / "logs")
+        if meeting.host == 0:
+            return _train_here(job, ranks, device, resume, max_restarts, team, say)
+        return _help(job, ranks, team, say)
+    except WeftError as error:
+        failure = error
+        raise
     finally:
-        if (out / "run.json").exists():  # the ranks ended by themselves, at the last step or after a signal
+        team.end(failure)
+
+
+def _train_here(
+    job: Job,
+    ranks: int,
+    device: Device,
+    resume: str | None,
+    max_restarts: int,
+    team: Team | None,
+    say: Callable[[str], None],
+) -> Path:
+    """Prepare a run, start its ranks on this host, and complete what they leave; on the only host, or on host 0."""
+    all_ranks = team.all_ranks() if team else ranks
+    plan = job.plan.resolve(all_ranks)
+    resolved = job.model_copy(update={"plan": plan})
+    config, anatomy = check_model(resolved)
+    prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, say=say)
+    check_tokens(resolved, prepared, config)
+    check_resume(job, prepared, resume)
+    out = Path(job.out) if resume else _new_folder(Path(job.out), say)
+    out.mkdir(parents=True, exist_ok=True)
+    clean(checkpoint_folder(job))
+    (out / "job.toml").write_text(resolved.to_toml(), encoding="utf-8")
+    (out / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
+    if team:
+        word = secrets.token_hex(8)
+        (out / WORD).write_text(word, encoding="utf-8")
+        team.announce({"word": word, "resume": resume or ""})
+    size = format_count(anatomy.parameters)
+    say(f"{anatomy.family} with {size} parameters on {all_ranks} x {device.name}, output in {out}")
+    summary = out / "run.json"
+    before = summary.stat().st_mtime_ns if summary.exists() else None
+    try:
+        launch(
+            _command(out, resume),
+            ranks=ranks,
+            log_dir=out / "logs",
+            environment=_network(team),
+            limits=Limits(patience=job.guard.patience_seconds),
+            max_restarts=max_restarts,
+            again=_command(out, "auto", resume),
+            resize=Resize(job, all_ranks, out / "job.toml"),
+            team=team,
+        )
+    finally:
+        if summary.exists() and summary.stat().st_mtime_ns != before:  # the ranks came to their end, or to a signal
             say("counting baselines on the same tokens, and writing a sample")
-            _complete_summary(job, prepared, out)
+            _complete_summary(resolved, prepared, out)
     return out
+
+
+def _help(job: Job, ranks: int, team: Team, say: Callable[[str], None]) -> Path:
+    """Start the ranks of another host than 0, when that has prepared the run."""
+    out = Path(job.out)
+    facts = team.facts()
+    _check_shared(out, facts["word"])
+    say(f"{team.place} has {ranks} ranks of the job, output in {out}")
+    launch(
+        _command(out, facts["resume"]),
+        ranks=ranks,
+        log_dir=out / "logs",
+        environment=_network(team),
+        limits=Limits(patience=job.guard.patience_seconds),
+        again=_command(out, "auto", facts["resume"]),
+        team=team,
+    )
+    return out
+
+
+def _command(out: Path, *resume: str | None) -> list[str]:
+    """Of a rank; checkpoints to go on from are tried in turn."""
+    return [sys.executable, "-m", "weft.train.rank", str(out), *filter(None, resume)]
+
+
+def check_resume(job: Job, prepared: Prepared, resume: str | None) -> None:
+    """Refuse, before anything is touched, to go on from a checkpoint that is none or had other batches.
+
+    Raises:
+        CheckpointError: `resume` names a folder without a manifest that can be read.
+        JobError: its batches are others.
+    """
+    if resume is None:
+        return
+    for folder in list_checkpoints(checkpoint_folder(job)) if resume == "auto" else [Path(resume)]:
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError:
+            if resume != "auto":
+                raise
+            continue
+        return check_same_batches(job, prepared.identity, manifest, folder)
+
+
+def _network(team: Team | None) -> dict[str, str]:
+    """On several hosts ranks listen on the interface that leads to the others."""
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), team.interface) if team else {}
+
+
+def _check_shared(out: Path, word: str) -> None:
+    """Refuse a run folder that is not that of host 0, in which it has left a word.
+
+    Raises:
+        JobError: the word is not there.
+    """
+    end = time.monotonic() + SHARING_SECONDS
+    while not (out / WORD).exists() or (out / WORD).read_text(encoding="utf-8") != word:
+        if time.monotonic() > end:
+            raise JobError(
+                f"{out.resolve()} is not the run folder of host 0",
+                where="out",
+                rule="all hosts of a job see one run folder, on a file system that they share",
+                fix="set out to a folder of a shared file system, the same on every host",
+            )
+        time.sleep(0.1)
+
+
+class Resize:
+    """Decides with how many ranks a job that failed goes on: without one that fails again and again, and without lost hosts.
+
+    Args:
+        job: as the user wrote it.
+        ranks: of the first attempt.
+        path: of the job that ranks read, which is written anew.
+    """
+
+    def __init__(self, job: Job, ranks: int, path: Path):
+        self.job, self.all_ranks, self.ranks, self.path = job, ranks, ranks, path
+        self.blamed: int | None = None
+
+    def __call__(self, failure: RankFailure, available: int) -> int:
+        """The number of ranks of the next attempt; see `weft.cluster.launch.launch`.
+
+        Raises:
+            RankFailure: the failure, if the plan fits no number that is available.
+        """
+        again, self.blamed = failure.rank is not None and failure.rank == self.blamed, failure.rank
+        found = fitting(self.job, available, self.all_ranks)
+        if again and (fewer := fitting(self.job, self.ranks - 1, self.all_ranks)):
+            found, self.blamed = fewer, None
+        if found is None:
+            raise failure
+        self.ranks, job = found
+        self.path.write_text(job.to_toml(), encoding="utf-8")
+        return self.ranks
+
+
+def fitting(job: Job, ranks: int, wanted: int) -> tuple[int, Job] | None:
+    """The largest number of ranks up to `ranks` that the job's plan fits, and the job for it; the global batch stays.
+
+    Args:
+        job: as the user wrote it.
+        wanted: ranks that it was started with; for fewer the number of data ranks may change.
+    """
+    for fewer in range(ranks, 0, -1):
+        plan = job.plan if fewer == wanted else _any_data_ranks(job.plan)
+        try:
+            resolved = job.model_copy(update={"plan": plan.resolve(fewer)})
+            check_model(resolved)
+        except WeftError:
+            continue
+        return fewer, resolved
+    return None
+
+
+def _any_data_ranks(plan: Plan) -> Plan:
+    """The plan with as many data ranks as fit."""
+    parallel = plan.parallel.model_copy(update={"dp_shard": -1, "dp_replicate": 1})
+    return plan.model_copy(update={"parallel": parallel})
 
 
 def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
@@ -88,6 +278,8 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
     train = job.train
     micro_batches = count_micro_batches(train.global_batch, train.micro_batch, job.plan.parallel.data_ranks)
     check_axes(model, anatomy, job.plan, job.data.seq_len, micro_batches)
+    if job.guard.replicas_every:
+        check_replicas(job.plan)
     return config, anatomy
 
 
@@ -115,7 +307,6 @@ def _new_folder(out: Path, say: Callable[[str], None]) -> Path:
             number += 1
         out.rename(aside)
         say(f"the earlier run in {out} is now {aside}")
-    out.mkdir(parents=True, exist_ok=True)
     return out
 
 

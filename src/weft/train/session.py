@@ -1,6 +1,7 @@
 """What one rank trains with, from the first handshake to the saved weights."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize, read_config, save_folder
+from weft.checkpoint.huggingface import (
+    allocate,
+    build_on_meta,
+    gather_weights,
+    materialize,
+    read_config,
+    save_folder,
+)
+from weft.checkpoint.manifest import Position
 from weft.cluster.device import Device, detect
 from weft.cluster.launch import connect
 from weft.cluster.mesh import build_mesh, data_rank
@@ -19,6 +28,8 @@ from weft.data import MicroBatch, Prepared, Rows, batches, evaluation_batches
 from weft.job import Job
 from weft.parallel.parallelize import parallelize
 from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.train.checkpoints import Checkpoints
 from weft.train.optimizer import build_optimizer
 
 
@@ -39,10 +50,25 @@ class Session:
     optimizer: torch.optim.Optimizer
     train_rows: Rows
     held_out_rows: Rows
+    checkpoints: Checkpoints | None
+    """None where there is no run folder."""
+    position: Position
+    """Where training begins."""
 
 
-def open_session(job: Job, prepared: Prepared) -> Session:
-    """Join the other ranks, split the model, give it its weights, and open the data."""
+def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: Sequence[str] = ()) -> Session:
+    """Join the other ranks, split the model, give it its weights, and open the data.
+
+    Args:
+        job: what to train.
+        prepared: its tokens.
+        run: the run folder.
+        resume: "auto" or the folder of a checkpoint, tried in turn: go on from there, under any plan; else begin.
+
+    Raises:
+        CheckpointError: a named checkpoint does not verify, or is not of this model.
+        JobError: the job has other data than that of the checkpoint.
+    """
     device = detect()
     rank, world_size, local_rank = connect(device)
     place = device.torch_device(local_rank)
@@ -51,12 +77,24 @@ def open_session(job: Job, prepared: Prepared) -> Session:
     model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
     anatomy = read_anatomy(model)
     parallelize(model, plan, mesh)
-    materialize(model, job.model, place)
+    job = job.model_copy(update={"plan": plan})
+    checkpoints = Checkpoints(job, run, prepared.identity) if run else None
+    found = checkpoints.find(resume) if checkpoints else None
+    if found:
+        allocate(model, place)
+    else:
+        materialize(model, job.model, place)
     model.train()
     torch.manual_seed(job.train.seed + data_rank(mesh))  # dropout
+    random.seed(job.train.seed + data_rank(mesh))  # what a model's own code may draw; it stands in every checkpoint
+    optimizer = build_optimizer(model, job.optimizer)
+    position = Position(step=0, next_batch=0, loss_scale=LossScale.from_plan(plan.precision.loss_scale))
+    if checkpoints:
+        checkpoints.attach(model, anatomy, optimizer, device, place, mesh)
+        position = checkpoints.load(found) if found else position
     data, seed = job.data, job.train.seed
     return Session(
-        job=job.model_copy(update={"plan": plan}),
+        job=job,
         prepared=prepared,
         device=device,
         place=place,
@@ -64,22 +102,25 @@ def open_session(job: Job, prepared: Prepared) -> Session:
         mesh=mesh,
         anatomy=anatomy,
         model=model,
-        optimizer=build_optimizer(model, job.optimizer),
+        optimizer=optimizer,
         train_rows=Rows(prepared.train, seq_len=data.seq_len, packing=data.packing, shuffle=data.shuffle, seed=seed),
         held_out_rows=Rows(prepared.held_out, seq_len=data.seq_len, packing=data.packing, shuffle=False, seed=seed),
+        checkpoints=checkpoints,
+        position=position,
     )
 
 
-def train_batches(session: Session) -> Iterator[list[MicroBatch]]:
-    """This rank's micro-batches of each step, on its device."""
+def train_batches(session: Session, position: Position) -> Iterator[list[MicroBatch]]:
+    """This rank's micro-batches of each step that is left, on its device."""
     train = session.job.train
     steps = batches(
         session.train_rows,
-        steps=train.steps,
+        steps=position.next_batch + train.steps - position.step,
         global_batch=train.global_batch,
         micro_batch=train.micro_batch,
         data_rank=data_rank(session.mesh),
         data_ranks=session.job.plan.parallel.data_ranks,
+        start_step=position.next_batch,
     )
     for micro_batches in steps:
         yield [_to_device(batch, session.place) for batch in micro_batches]

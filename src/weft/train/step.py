@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward over micro-batches, reduce, guard, clip, update."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -121,6 +121,7 @@ def train_step(
     mesh: DeviceMesh,
     loss_scale: LossScale,
     clip_norm: float,
+    judge: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
 ) -> StepResult:
     """Run one optimizer step on this rank's share of a global batch.
 
@@ -136,6 +137,7 @@ def train_step(
         mesh: of all ranks.
         loss_scale: the scale of this step.
         clip_norm: largest norm of the gradient; 0 for no limit.
+        judge: (loss, gradient norm) of a step whose numbers are finite -> why its update is left out, if it is.
     """
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
     tokens = int(all_reduce(counts.sum(), mesh, DATA_AXES))
@@ -149,8 +151,8 @@ def train_step(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     grad_norm = model_norm(model, parameters, mesh).item() / loss_scale.value
     finite = math.isfinite(grad_norm) and math.isfinite(mean_loss)
-    problem = None
-    if finite:
+    problem = judge(mean_loss, grad_norm) if finite else None
+    if finite and problem is None:
         clip = min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0
         scale_gradients(parameters, clip / loss_scale.value)
         optimizer.step()

@@ -1,0 +1,317 @@
+"""What a checkpoint costs training: Weft beside torch's distributed checkpoint (DCP), saved at once and in the background.
+
+    python benchmarks/checkpoint.py [--repeats 5] [--steps 16] [--folder DIR]
+
+Two ranks train one model under ZeRO-3; the same shards are saved in turn by each system. In a turn the state is saved once, and
+then some steps are taken while it is written. Blocked is what training waited for the save to return; the slow-down is that
+of the steps after it, beside the steps of a turn in which nothing is saved, in the same repeat. Written is when the state was
+on the disk, counted from the save.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from peers.figures import spread
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.folders import folder_of
+from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.checkpoint.manifest import Position
+from weft.checkpoint.restore import Reader, restore, verify_together
+from weft.checkpoint.snapshot import Snapshots, Target
+from weft.cluster.device import detect
+from weft.cluster.mesh import build_mesh
+from weft.data import MicroBatch
+from weft.job import Checkpoint, Job, Model, Optimizer
+from weft.parallel.parallelize import parallelize
+from weft.plan import Parallel, Plan, Precision
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer
+from weft.train.step import train_step
+
+RANKS = 2
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 256,
+}
+
+
+class Training:
+    """A model in training on this rank."""
+
+    def __init__(self, world_size: int):
+        precision = Precision(forward="fp32", update="fp32", reduce="fp32")
+        self.plan = Plan(parallel=Parallel(zero=3), precision=precision).resolve(world_size)
+        self.mesh = build_mesh(self.plan, "cpu", world_size)
+        self.source = Model(config=MODEL)
+        self.model: Any = build_on_meta(read_config(self.source), torch.float32)
+        self.anatomy = read_anatomy(self.model)
+        parallelize(self.model, self.plan, self.mesh)
+        materialize(self.model, self.source, torch.device("cpu"))
+        self.model.train()
+        self.optimizer = build_optimizer(self.model, Optimizer())
+        tokens = torch.randint(0, 8192, (1, 129))
+        self.batch = [MicroBatch(tokens[:, :-1].contiguous(), torch.arange(128)[None], tokens[:, 1:].contiguous())]
+
+    def step(self) -> None:
+        train_step(self.model, self.optimizer, self.batch, self.plan, self.mesh, LossScale(), 1.0)
+
+
+class Saver(Protocol):
+    """A way to save."""
+
+    def save(self, number: int) -> None:
+        """Returns when training may go on."""
+
+    def finish(self) -> float:
+        """Wait until the last save is on the disk; when that was, by time.perf_counter()."""
+
+    def load(self) -> None:
+        """Bring the last save back into the model and its optimizer."""
+
+
+class Nothing:
+    def __init__(self, training: Training, folder: Path): ...
+
+    def save(self, number: int) -> None: ...
+
+    def finish(self) -> float:
+        return time.perf_counter()
+
+    def load(self) -> None: ...
+
+
+class Weft:
+    def __init__(self, training: Training, folder: Path):
+        t = self.training = training
+        self.target = Target(folder / "weft", dist.get_rank() == 0, keep=1, keep_hours=0)
+        job = Job(model=t.source, plan=t.plan, checkpoint=Checkpoint(every=1))
+        cpu = torch.device("cpu")
+        self.snapshots = Snapshots(job, t.model, t.anatomy, t.optimizer, detect(), cpu, t.mesh)
+        self.number = 0
+
+    def save(self, number: int) -> None:
+        self.number = number
+        self.snapshots.take(Position(step=number, next_batch=number, loss_scale=LossScale()), self.target)
+
+    def finish(self) -> float:
+        self.snapshots.finish()
+        return self.snapshots.finished
+
+    def load(self) -> None:
+        folder = folder_of(self.target.folder, self.number)
+        with Reader(folder, verify_together(folder)) as reader:
+            restore(self.training.model, self.training.anatomy, self.training.optimizer, reader, lambda files: None)
+
+
+class Dcp:
+    """With its plan kept from one save to the next, and each save in a folder of its own."""
+
+    def __init__(self, training: Training, folder: Path):
+        self.training, self.folder = training, folder / type(self).__name__
+        self.planner = DefaultSavePlanner(enable_plan_caching=True)
+        self.number, self.end = 0, 0.0
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.training.model, self.training.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def path(self) -> Path:
+        return self.folder / str(self.number)
+
+    def save(self, number: int) -> None:
+        self.number = number
+        dcp.save(self.state(), storage_writer=FileSystemWriter(self.path()), planner=self.planner)
+        self.end = time.perf_counter()
+
+    def finish(self) -> float:
+        return self.end
+
+    def load(self) -> None:
+        dcp.load(self.state(), storage_reader=FileSystemReader(self.path()))
+
+
+class DcpAsync(Dcp):
+    def save(self, number: int) -> None:
+        self.number = number
+        # Staging buffers that are kept (cache_staged_state_dict) need an accelerator.
+        writer = FileSystemWriter(self.path())
+        self.future: Any = dcp.async_save(
+            self.state(), storage_writer=writer, planner=self.planner, process_group=self.group()
+        )
+        self.future.add_done_callback(self.note)
+
+    def group(self) -> dist.ProcessGroup:
+        """Its messages come from another thread: beside the groups of training."""
+        if not hasattr(self, "own_group"):
+            self.own_group = dist.new_group(backend="gloo")
+        return self.own_group
+
+    def note(self, _: object) -> None:
+        self.end = time.perf_counter()
+
+    def finish(self) -> float:
+        self.future.result()
+        return self.end
+
+
+SYSTEMS = {"nothing": Nothing, "Weft": Weft, "DCP": Dcp, "DCP async": DcpAsync}
+
+
+def largest(value: float) -> float:
+    """Over ranks."""
+    shared = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return shared.item()
+
+
+def turn(training: Training, saver: Saver, number: int, steps: int) -> dict[str, float]:
+    """Save once, and go on training."""
+    training.step()
+    dist.barrier()
+    begin = time.perf_counter()
+    saver.save(number)
+    blocked = time.perf_counter() - begin
+    dist.barrier()
+    first = time.perf_counter()
+    for _ in range(steps):
+        training.step()
+    stepped = time.perf_counter() - first
+    written = saver.finish() - begin
+    dist.barrier()
+    return {"blocked": largest(blocked), "steps": largest(stepped), "written": largest(written)}
+
+
+def run_rank(rank: int, port: int, folder: Path, repeats: int, steps: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    training = Training(RANKS)
+    for _ in range(2):
+        training.step()
+    savers: dict[str, Any] = {name: system(training, folder) for name, system in SYSTEMS.items()}
+    for name, saver in savers.items():  # buffers and plans are made by the first save
+        first = turn(training, saver, 1, 0)
+        if rank == 0:
+            results.put(("first", name, first))
+    for number in range(2, 2 + repeats):
+        for name, saver in savers.items():
+            measured = turn(training, saver, number, steps)
+            if rank == 0:
+                results.put(("turn", name, measured))
+    for name, saver in list(savers.items())[1:] * 2:
+        dist.barrier()
+        begin = time.perf_counter()
+        saver.load()
+        seconds = largest(time.perf_counter() - begin)
+        if rank == 0:
+            results.put(("load", name, {"seconds": seconds}))
+    dist.barrier()
+    if rank == 0:
+        results.put(("end", "", {}))
+    dist.barrier()
+    os._exit(0)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of one save of each system."""
+    kinds = {"Weft": "weft", "DCP": "Dcp", "DCP async": "DcpAsync"}
+    last = {name: max((folder / kind).iterdir(), key=lambda path: path.stat().st_mtime) for name, kind in kinds.items()}
+    return {name: sum(path.stat().st_size for path in saved.iterdir()) for name, saved in last.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--folder", type=Path, help="where to save; default a temporary folder")
+    chosen = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
+    context = torch.multiprocessing.get_context("spawn")
+    results, port = context.Queue(), 20_000 + os.getpid() % 20_000
+    with TemporaryDirectory(dir=chosen.folder) as folder:
+        arguments = (port, Path(folder), chosen.repeats, chosen.steps, results)
+        ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        firsts: dict[str, float] = {}
+        turns: dict[str, list[dict[str, float]]] = {name: [] for name in SYSTEMS}
+        loads: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+        while (result := results.get(timeout=300))[0] != "end":
+            kind, name, found = result
+            if kind == "first":
+                firsts[name] = found["blocked"]
+            elif kind == "turn":
+                turns[name].append(found)
+            else:
+                loads[name].append(found["seconds"])
+        bytes_of = sizes(Path(folder))
+        for process in ranks:
+            process.join()
+    print_table(chosen.steps, firsts, turns, loads, bytes_of)
+    sys.exit(failures(turns))
+
+
+def slow_downs(turns: dict[str, list[dict[str, float]]], name: str) -> list[float]:
+    return [mine["steps"] / none["steps"] - 1 for mine, none in zip(turns[name], turns["nothing"], strict=True)]
+
+
+def print_table(
+    steps: int,
+    firsts: dict[str, float],
+    turns: dict[str, list[dict[str, float]]],
+    loads: dict[str, list[float]],
+    bytes_of: dict[str, int],
+) -> None:
+    alone = statistics.median(found["steps"] for found in turns["nothing"])
+    table = Table(title=f"{RANKS} ranks; {steps} steps take {alone:.1f} s where nothing is saved")
+    for column in ("", "MiB", "blocked, s", "first, s", f"slow-down of {steps} steps", "written after, s", "load, s"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name in list(SYSTEMS)[1:]:
+        table.add_row(
+            name,
+            f"{bytes_of[name] / 2**20:.0f}",
+            spread([found["blocked"] for found in turns[name]], ".3f"),
+            f"{firsts[name]:.3f}",
+            spread([100 * share for share in slow_downs(turns, name)], ".1f") + " %",
+            spread([found["written"] for found in turns[name]], ".2f"),
+            f"{min(loads[name]):.2f}",
+        )
+    Console(width=150).print(table)
+
+
+def failures(turns: dict[str, list[dict[str, float]]]) -> str | None:
+    """What of the promise does not hold."""
+    blocked = {name: statistics.median(found["blocked"] for found in turns[name]) for name in SYSTEMS}
+    slower = statistics.median(slow_downs(turns, "Weft"))
+    problems = []
+    if blocked["Weft"] > blocked["DCP async"]:
+        problems.append(f"Weft blocks {blocked['Weft']:.3f} s, DCP async {blocked['DCP async']:.3f} s")
+    if slower > 0.02:
+        problems.append(f"training is {slower:.1%} slower while a checkpoint is written")
+    return "; ".join(problems) or None
+
+
+if __name__ == "__main__":
+    main()

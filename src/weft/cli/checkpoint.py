@@ -1,0 +1,133 @@
+"""weft checkpoint ls, verify, diff, convert"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from weft.checkpoint.diff import Difference
+
+checkpoint = typer.Typer(help="List, verify, compare and convert checkpoints.", no_args_is_help=True)
+
+
+@checkpoint.command()
+def ls(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, or another in which checkpoints lie.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Check every byte: only then one is called good.")] = False,
+) -> None:
+    """List the checkpoints of a run, also those that are damaged, set aside or unfinished."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    from weft.checkpoint.listing import list_run
+
+    table = Table(
+        "folder", "step", Column("MiB", justify="right"), "written", "layout", Column("state", overflow="fold")
+    )
+    for row in list_run(run, verify=verify):
+        size, written = f"{row.bytes / 2**20:.1f}", f"{row.written:%Y-%m-%d %H:%M:%S}"
+        table.add_row(escape(row.name), str(row.step), size, written, row.layout, escape(row.state))
+    Console(highlight=False).print(table)
+
+
+@checkpoint.command()
+def verify(
+    folders: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs for all of theirs.")],
+) -> None:
+    """Check every byte of checkpoints. Exit code 0: all are good; 1: one does not verify."""
+    from weft.checkpoint.listing import checkpoints_at
+    from weft.checkpoint.manifest import verify_folder
+    from weft.errors import CheckpointError
+
+    bad = 0
+    for folder in checkpoints_at(folders):
+        try:
+            manifest = verify_folder(folder)
+        except CheckpointError as error:
+            bad += 1
+            print(f"{folder} does not verify: {error}")
+        else:
+            print(f"{folder} is good: {len(manifest.files)} files, {manifest.bytes / 2**20:.1f} MiB")
+    raise typer.Exit(1 if bad else 0)
+
+
+@checkpoint.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A checkpoint.")],
+    b: Annotated[Path, typer.Argument(help="Another, under any layout.")],
+    generators: Annotated[bool, typer.Option("--generators", help="Compare random number generators too.")] = False,
+) -> None:
+    """Compare two checkpoints bit by bit, and name the first tensor that differs.
+
+    Exit code 0: tensors and position are equal; 1: they differ; 2: one of them does not verify.
+    """
+    from weft.checkpoint.diff import diff as diff_folders
+
+    found = diff_folders(a, b, generators=generators)
+    print_difference(found)
+    raise typer.Exit(0 if found.equal else 1)
+
+
+def print_difference(found: "Difference") -> None:
+    """Print the first tensor that differs, then how many do by kind, and the keys of position and job that do."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.checkpoint.diff import kind_of
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    if found.tensors:
+        console.print(f"The first tensor that differs is {found.tensors[0]}")
+    table = Table("tensors", "compared", "differ")
+    for kind, number in found.compared.items():
+        table.add_row(kind, str(number), str(sum(kind_of(tensor.name) == kind for tensor in found.tensors)))
+    console.print(table)
+    for side, names in (("A", found.only_a), ("B", found.only_b)):
+        if names:
+            console.print(f"{len(names)} tensors are in {side} alone, the first is {names[0]}")
+    for what, keys in (("position", found.position), ("job", found.job)):
+        for text in keys:
+            console.print(f"{what}.{text}")
+    if found.equal:
+        console.print("The checkpoints are equal: tensors, bit by bit, and position.")
+
+
+@checkpoint.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A checkpoint, a Hugging Face folder, or one of torch's DCP.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
+    to: Annotated[Literal["hf", "weft"], typer.Option(help="What to write.")],
+    dtype: Annotated[
+        Optional[Literal["fp32", "bf16", "fp16"]],  # noqa: UP045
+        typer.Option(help="Number format of the weights, with --to hf; default that in which they are."),
+    ] = None,
+    tokenizer: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder of a tokenizer, with --to hf; default the one of the run around a checkpoint."),
+    ] = None,
+    job: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Job as TOML: whose model a DCP folder holds; and what will go on from the checkpoint."),
+    ] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, or such a folder, or one of torch's DCP, as a checkpoint."""
+    import transformers
+
+    from weft.checkpoint.convert import to_checkpoint, to_huggingface
+    from weft.job import Job
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    chosen = Job.load(job) if job else None
+    if to == "hf":
+        print(to_huggingface(source, target, dtype=dtype, tokenizer=tokenizer, job=chosen))
+        if not any(target.glob("tokenizer*")):
+            print("There is no tokenizer in it: no run around the source names one. --tokenizer FOLDER does.")
+    elif dtype or tokenizer:
+        raise typer.BadParameter(
+            "--dtype and --tokenizer belong to --to hf; a checkpoint has the format of the job's plan"
+        )
+    else:
+        print(to_checkpoint(source, target, job=chosen))

@@ -1,0 +1,315 @@
+"""Bring a store of host 0 within reach of the other hosts of a job, and of nobody else.
+
+torch's TCPStore asks nobody who they are, and listens on every address. In Weft a store listens on loopback, and between
+hosts stand a gate on host 0 and a door on each other host:
+
+    gate = Gate("10.0.0.1", 29400, token)                   # on host 0
+    gate.open("ranks", port_of_the_store)
+    door = Door("10.0.0.1", 29400, token, "ranks")          # on another host
+    dist.TCPStore("127.0.0.1", door.port, is_master=False)  # there: as if the store were on this host
+
+For each connection anew, door and gate prove to each other that they know the token of the job; then bytes are passed on
+as they are. Messages of the proof have a fixed length, and nothing in them is evaluated:
+
+    gate to door   MAGIC, nonce of the gate
+    door to gate   nonce of the door, name of the store (zeros behind), HMAC("door" + both nonces + name)
+    gate to door   verdict, HMAC("gate" + verdict + both nonces + name); who is refused gets the verdict alone
+
+The token never travels, and a recorded conversation is worth nothing, since nonces are new each time. What follows the
+proof is neither encrypted nor signed, and the connections that gloo and NCCL make between ranks do not pass the gate: it
+keeps out strangers who reach the port, not somebody who can listen to or change packets between the hosts.
+"""
+
+import asyncio
+import hmac
+import logging
+import secrets
+import socket
+import threading
+from collections import Counter
+from typing import Self
+
+from weft.cluster.meeting import TOKEN_VARIABLE, listen, token_key
+from weft.errors import RendezvousError
+
+LOOPBACK = "127.0.0.1"
+MAGIC = b"weft-gate-01"
+NONCE_BYTES, NAME_BYTES, PROOF_BYTES = 32, 16, 32
+FOUND, ABSENT, REFUSED = b"+", b"-", b"x"  # verdicts
+HANDSHAKE_SECONDS = 5.0
+MAX_PENDING = 256  # proofs under way; one more pushes out the oldest, as honest ones take milliseconds
+BACKLOG = 1024
+CHUNK_BYTES = 2**16
+SILENCE_SECONDS = 20.0
+
+log = logging.getLogger(__name__)
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Relay:
+    """Passes connections on, by asyncio in a daemon thread: what `Gate` and `Door` share."""
+
+    def __init__(self, listener: socket.socket, silence_seconds: float):
+        self.address, self.port = listener.getsockname()
+        self._silence_seconds = silence_seconds
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(listener,), name=type(self).__name__, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop to listen, and end all connections. A second call does nothing."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self, listener: socket.socket) -> None:
+        server = self._loop.run_until_complete(asyncio.start_server(self._accept, sock=listener, backlog=BACKLOG))
+        self._loop.run_forever()
+        server.close()
+        self._loop.run_until_complete(self._end_all())
+        self._loop.close()
+
+    async def _end_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # sockets of closed writers are closed in the next turn
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError
+
+
+class Gate(Relay):
+    """Listens on one address of host 0 and lets those who know the token reach the stores that are open.
+
+    Each refused connection is counted in `refused`; the log says who it was, less and less often for the same address.
+
+    Args:
+        address: IPv4 address of one interface of this host.
+        port: 0 takes a free one; `port` tells which.
+        token: of `weft.cluster.meeting.read_token`.
+        silence_seconds: a connection whose other host does not answer for that long is ended (TCP_USER_TIMEOUT and
+            keepalive probes, so an idle connection to a host that is gone ends too).
+
+    Raises:
+        RendezvousError: the address stands for every interface, is not of this host, or its port is taken.
+    """
+
+    def __init__(self, address: str, port: int, token: str, *, silence_seconds: float = SILENCE_SECONDS):
+        self.refused = 0
+        self._key = token_key(token, "the token of the gate")
+        self._stores: dict[bytes, int] = {}
+        self._pending: dict[asyncio.StreamWriter, None] = {}  # in order of arrival
+        self._strangers: Counter[str] = Counter()
+        super().__init__(listen(address, port), silence_seconds)
+
+    def open(self, name: str, port: int) -> None:
+        """Lead doors with this name to a port of this host's loopback."""
+        self._stores[_padded(name)] = port
+
+    def shut(self, name: str) -> None:
+        """Lead nobody there any more. Connections that stand go on."""
+        del self._stores[_padded(name)]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = (writer.get_extra_info("peername") or ["somebody who is gone"])[0]
+        if len(self._pending) >= MAX_PENDING:
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            oldest.transport.abort()
+        self._pending[writer] = None
+        store = None
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                store = await self._admit(reader, writer)
+        except PermissionError:
+            self._count(peer, "wrong token")
+        except TimeoutError:
+            self._count(peer, f"no proof within {HANDSHAKE_SECONDS:g} s")
+        except (OSError, EOFError):
+            self._count(peer, "left without a proof")
+        finally:
+            self._pending.pop(writer, None)
+            if store is None:
+                writer.close()
+        if store is not None:
+            await _pass_on((reader, writer), store)
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Streams | None:
+        """A connection to the store that the door asks for; None if there is none now. PermissionError: a wrong proof."""
+        _watch(writer, self._silence_seconds)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        writer.write(MAGIC + nonce)
+        request = await reader.readexactly(NONCE_BYTES + NAME_BYTES)
+        proof = await reader.readexactly(PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(self._key, b"door" + nonce + request)):
+            writer.write(REFUSED)
+            raise PermissionError
+        try:
+            store = await asyncio.open_connection(LOOPBACK, self._stores[request[NONCE_BYTES:]])
+        except (KeyError, OSError):
+            store = None
+        verdict = ABSENT if store is None else FOUND
+        writer.write(verdict + _proof(self._key, b"gate" + verdict + nonce + request))
+        return store
+
+    def _count(self, peer: str, reason: str) -> None:
+        self.refused += 1
+        self._strangers[peer] += 1
+        number = self._strangers[peer]
+        if number & (number - 1) == 0:  # 1, 2, 4, 8 ...: nobody fills the log
+            log.warning("%s was refused at %s:%d: %s (number %d)", peer, self.address, self.port, reason, number)
+
+
+class Door(Relay):
+    """Listens on this host's loopback at `port`, and leads every connection through the gate to one store of host 0.
+
+    It is there when the way has been proven once: it waits for the gate and the store.
+
+    Args:
+        address, port: of the gate.
+        token: the same as the gate's.
+        name: of the store, as host 0 calls it.
+        timeout: seconds to wait for gate and store, at the start and for every connection later.
+        silence_seconds: as for `Gate`. After a break that is shorter everything goes on; a longer one ends the
+            connections on both hosts, and who used them gets an error.
+
+    Raises:
+        RendezvousError: the token is not the gate's, something else listens there, or there was no way within `timeout`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        token: str,
+        name: str,
+        *,
+        timeout: float = 60.0,
+        silence_seconds: float = SILENCE_SECONDS,
+    ):
+        self._gate, self._timeout = (address, port), timeout
+        self._key, self._name = token_key(token, "the token of the door"), _padded(name)
+        super().__init__(socket.create_server((LOOPBACK, 0)), silence_seconds)
+        try:
+            asyncio.run_coroutine_threadsafe(self._prove(), self._loop).result()
+        except BaseException:
+            self.close()
+            raise
+
+    async def _prove(self) -> None:
+        (await self._reach())[1].close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            gate = await self._reach()
+        except RendezvousError as error:
+            log.warning("%s", error)
+            writer.close()
+        else:
+            await _pass_on((reader, writer), gate)
+
+    async def _reach(self) -> Streams:
+        """A connection to the store, tried again until it stands: a link may be down for a moment, a gate not up yet."""
+        meet = "{}:{}".format(*self._gate)
+        end, pause = self._loop.time() + self._timeout, 0.05
+        while True:
+            try:
+                async with asyncio.timeout(min(HANDSHAKE_SECONDS, max(0.1, end - self._loop.time()))):
+                    return await self._dial(meet)
+            except (OSError, EOFError) as error:  # TimeoutError is one of the first
+                if self._loop.time() + pause > end:
+                    raise RendezvousError(
+                        f"no way to host 0 within {self._timeout:g} s: {error or 'no answer'}",
+                        where=meet,
+                        rule="host 0 listens at this address and has the store open",
+                        fix="start host 0; check the address, the port and the firewall",
+                    ) from None
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    async def _dial(self, meet: str) -> Streams:
+        """One attempt. OSError, EOFError: not now; RendezvousError: never."""
+        reader, writer = await asyncio.open_connection(*self._gate)
+        try:
+            _watch(writer, self._silence_seconds)
+            if await reader.readexactly(len(MAGIC)) != MAGIC:
+                raise _no_gate(meet)
+            nonce = await reader.readexactly(NONCE_BYTES)
+            request = secrets.token_bytes(NONCE_BYTES) + self._name
+            writer.write(request + _proof(self._key, b"door" + nonce + request))
+            verdict = await reader.readexactly(1)
+            if verdict == REFUSED:
+                raise RendezvousError(
+                    "the gate of host 0 refused the token of this host",
+                    where=meet,
+                    rule="all hosts of a job have the same token",
+                    fix=f"give every host the same {TOKEN_VARIABLE} or token file",
+                )
+            proof = await reader.readexactly(PROOF_BYTES)
+            if not hmac.compare_digest(proof, _proof(self._key, b"gate" + verdict + nonce + request)):
+                raise _no_gate(meet)
+            if verdict != FOUND:
+                raise ConnectionRefusedError(f"the store {self._name.rstrip(bytes(1)).decode()!r} is not open there")
+            return reader, writer
+        except BaseException:
+            writer.close()
+            raise
+
+
+def _padded(name: str) -> bytes:
+    if len(name.encode()) > NAME_BYTES:
+        raise ValueError(f"the name of a store has at most {NAME_BYTES} bytes: {name!r}")
+    return name.encode().ljust(NAME_BYTES, b"\0")
+
+
+def _proof(key: bytes, text: bytes) -> bytes:
+    return hmac.digest(key, text, "sha256")
+
+
+def _no_gate(meet: str) -> RendezvousError:
+    return RendezvousError(
+        "what listens there is not the gate of this job",
+        where=meet,
+        rule="the gate proves that it knows the token",
+        fix="check the address and port of host 0",
+    )
+
+
+def _watch(writer: asyncio.StreamWriter, silence_seconds: float) -> None:
+    """Let the kernel end a connection when the other host is silent. asyncio itself sets TCP_NODELAY."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    probe_seconds = max(1, round(silence_seconds / 4))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_seconds * 1000))
+
+
+async def _pass_on(one: Streams, other: Streams) -> None:
+    """Pass bytes on in both directions, until one side ends."""
+    await asyncio.gather(_pipe(one[0], other[1]), _pipe(other[0], one[1]))
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(CHUNK_BYTES):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass  # a side that is lost ends the connection, as one that leaves
+    finally:
+        writer.close()

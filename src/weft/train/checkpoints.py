@@ -1,0 +1,203 @@
+"""The checkpoints of a run as training sees them: on the disk and in the memory of hosts, taken, found again, gone back to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.anatomy.roles import Anatomy
+from weft.checkpoint.folders import list_checkpoints, step_of
+from weft.checkpoint.manifest import Manifest, Position
+from weft.checkpoint.memory import HostMemory
+from weft.checkpoint.pieces import set_generators
+from weft.checkpoint.restore import Reader, choose, make_way, restore, verify_together
+from weft.checkpoint.snapshot import Snapshots, Target
+from weft.cluster.device import Device
+from weft.errors import JobError
+from weft.job import Job
+
+SAME_BATCHES = (
+    "train.global_batch",
+    "train.seed",
+    "data.source",
+    "data.seq_len",
+    "data.packing",
+    "data.shuffle",
+    "data.held_out",
+)
+"""Keys that decide which rows a global batch has."""
+ANY_STEP = 2**62
+
+
+@dataclass(frozen=True)
+class Found:
+    """A verified checkpoint."""
+
+    folder: Path
+    manifest: Manifest
+    provide: Callable[[set[str]], None]
+    """Brings files to this host, before they are read."""
+
+
+class Checkpoints:
+    """All ranks make one, and call its methods together.
+
+    Args:
+        job: with its plan resolved.
+        run: the run folder.
+        data: `identity` of the prepared tokens.
+    """
+
+    def __init__(self, job: Job, run: Path, data: str):
+        self.job, self.settings, self.data = job, job.checkpoint, data
+        self.folder = checkpoint_folder(job, run)
+        self.leads = dist.get_rank() == 0
+        self.disk = Target(self.folder, self.leads, self.settings.keep, self.settings.keep_hours)
+        self.memory = HostMemory(run) if self.settings.memory_every else None
+
+    def attach(
+        self,
+        model: Any,
+        anatomy: Anatomy,
+        optimizer: torch.optim.Optimizer,
+        device: Device,
+        place: torch.device,
+        mesh: DeviceMesh,
+    ) -> None:
+        """Say what is in them."""
+        self.model, self.anatomy, self.optimizer, self.device = model, anatomy, optimizer, device
+        self.snapshots = Snapshots(self.job, model, anatomy, optimizer, device, place, mesh, self.data)
+
+    def find(self, resume: Sequence[str]) -> Found | None:
+        """The checkpoint to begin from.
+
+        Args:
+            resume: what is tried in turn: "auto" for the newest of this run that verifies, if there is one; the folder of one.
+
+        Raises:
+            CheckpointError: a named checkpoint does not verify.
+            JobError: it was made with other batches.
+        """
+        for wish in resume:
+            if wish != "auto":
+                return self._go_on(Path(wish), verify_together(Path(wish)))
+            if found := self._newest(ANY_STEP):
+                return found
+        self._make_way(None, -1)
+        return None
+
+    def load(self, found: Found) -> Position:
+        """Take up the state of a checkpoint: tensors, generators if there were as many ranks, and position."""
+        with Reader(found.folder, found.manifest) as reader:
+            generators = [name for name in found.manifest.tensors if name.startswith(f"rng/{dist.get_rank():05d}/")]
+            same_ranks = dist.get_world_size() == found.manifest.world_size
+            own = {part.file for name in generators for part in reader.entry(name).parts} if same_ranks else set()
+            restore(self.model, self.anatomy, self.optimizer, reader, lambda files: found.provide(files | own))
+            if same_ranks:
+                set_generators(self.device, {name: reader.read(name) for name in generators})
+        return found.manifest.position
+
+    def go_back(self, step: int) -> Position | None:
+        """Take up the state of the newest good checkpoint of a step up to `step`; None, and nothing done, if there is none."""
+        self.snapshots.finish()
+        dist.barrier()
+        found = self._newest(step)
+        return self.load(found) if found else None
+
+    def due(self, step: int, last: bool) -> Target | None:
+        """Where a checkpoint goes after a step, if one is due."""
+        if self.settings.every and (last or step % self.settings.every == 0):
+            return self.disk
+        if self.memory and step % self.settings.memory_every == 0:
+            return self.memory.target()
+        return None
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        self.snapshots.finish()
+        dist.barrier()
+
+    def close(self) -> None:
+        """The run has ended well: what is in memory is not needed any more."""
+        if self.memory:
+            self.memory.close()
+
+    def say(self, text: str) -> None:
+        """Let it be printed, once."""
+        if self.leads:
+            print(text, flush=True)
+
+    def _newest(self, until: int) -> Found | None:
+        copy = self.memory.newest(until) if self.memory else None
+        older = copy.step if copy else -1
+        on_disk = choose([path for path in list_checkpoints(self.folder) if older < step_of(path) <= until], self.say)
+        if on_disk:
+            return self._go_on(*on_disk)
+        if copy is None or self.memory is None:
+            return None
+        memory = self.memory
+        folder, manifest = memory.open(copy)
+        self._check(folder, manifest)
+        self._make_way(None, copy.step, of_memory=True)
+        self.say(f"going on after step {copy.step}, from the memory of {len(memory.hosts)} hosts")
+        return Found(folder, manifest, lambda files: memory.provide(copy, files))
+
+    def _go_on(self, folder: Path, manifest: Manifest) -> Found:
+        self._check(folder, manifest)
+        self._make_way(folder, manifest.position.step)
+        self.say(f"going on after step {manifest.position.step}, from {folder}")
+        return Found(folder, manifest, lambda files: None)
+
+    def _make_way(self, chosen: Path | None, step: int, of_memory: bool = False) -> None:
+        """Steps after this one come again, and with them their checkpoints."""
+        if self.leads:
+            make_way(self.folder, chosen, step + of_memory, self.say)
+        if self.memory:
+            self.memory.forget(step if of_memory else -1)
+
+    def _check(self, folder: Path, manifest: Manifest) -> None:
+        check_same_batches(self.job, self.data, manifest, folder)
+
+
+def checkpoint_folder(job: Job, run: Path | None = None) -> Path:
+    """Where the checkpoints of a job lie.
+
+    Args:
+        run: its run folder; by default that of the job.
+    """
+    return Path(job.checkpoint.folder or run or job.out)
+
+
+def check_same_batches(job: Job, data: str, manifest: Manifest, folder: Path) -> None:
+    """Refuse to go on with other batches than those that a checkpoint was made with, if it has seen any.
+
+    Args:
+        job: the one that is to go on.
+        data: `identity` of its prepared tokens.
+        manifest: of the checkpoint.
+        folder: of the checkpoint.
+
+    Raises:
+        JobError: with the first key that differs.
+    """
+    if manifest.position.next_batch == 0:
+        return
+    now, other = job.model_dump(mode="json"), ""
+    for key in SAME_BATCHES:
+        table, _, name = key.partition(".")
+        before = manifest.job.get(table, {}).get(name)
+        if before != now[table][name]:
+            other = other or f"{key} = {now[table][name]!r}; the checkpoint was made with {before!r}"
+    if not other and data != manifest.data:
+        other = "the tokens of data.path, under this tokenizer, are others than those the checkpoint was made with"
+    if other:
+        raise JobError(
+            other,
+            where=str(folder),
+            rule="a resumed run takes the same global batches in the same order",
+            fix="set it back, or begin a run of its own from the export of this one (model.path = ...)",
+        )

@@ -1,0 +1,71 @@
+"""A checkpoint knows nothing of the layout that wrote it: any other reads it, and writes the same bits again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lab.checkpoints import keep, tensors_of
+from tests.lab.families import family
+from tests.lab.parity import plan_for
+from tests.lab.pool import run_ranks
+from weft.checkpoint.folders import folder_of
+from weft.job import Model
+
+TWO_STAGES = {"num_hidden_layers": 4, "tie_word_embeddings": True}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {"zero": 0}),
+    "zero 0": (2, {"zero": 0}),
+    "zero 1": (2, {"zero": 1}),
+    "zero 3": (4, {"zero": 3}),
+    "three ranks, uneven": (3, {"zero": 3}),
+    "hsdp": (4, {"zero": 3, "dp_replicate": 2}),
+    "tp": (2, {"tp": 2}),
+    "tp x dp": (4, {"tp": 2, "zero": 3}),
+    "tp x dp, zero 1": (4, {"tp": 2, "zero": 1}),
+    "cp": (2, {"cp": 2}),
+    "pp": (2, {"pp": 2}),
+    "pp x dp": (4, {"pp": 2, "zero": 3}),
+    "pp x tp": (4, {"pp": 2, "tp": 2}),
+    "ep": (2, {"ep": 2}),
+    "ep, zero 1": (4, {"ep": 2, "zero": 1}),
+    "ep x tp": (4, {"ep": 2, "tp": 2}),
+}
+PLAIN = [name for name in LAYOUTS if "ep" not in name]
+# family, what is changed of it, and the layouts it takes
+MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "llama": (TWO_STAGES, PLAIN),
+    "phi3": ({}, ["one rank", "zero 3", "tp", "tp x dp", "tp x dp, zero 1"]),  # packed projections
+    "gpt2": ({}, ["one rank", "tp x dp", "pp x tp", "zero 1"]),  # packed, with biases
+    "qwen3_moe": ({}, ["one rank", "zero 3", "ep", "ep, zero 1", "ep x tp", "pp x dp"]),
+    "gpt_oss": ({}, ["one rank", "ep x tp", "tp"]),
+}
+
+
+def _source(name: str) -> Model:
+    return Model(config={**family(name), **MODELS[name][0]})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layout_reads_what_another_wrote(name: str, tmp_path: Path) -> None:
+    source, layouts = _source(name), MODELS[name][1]
+    before: Path | None = None
+    for layout in [*layouts, layouts[0]]:
+        ranks, degrees = LAYOUTS[layout]
+        run = tmp_path / layout.replace(" ", "-")
+        plan, steps = plan_for("fp32", **degrees), (0, 0) if before else (0, 2)
+        weights = run_ranks(ranks, keep, source, plan, run, steps, before)[0]
+        folder = folder_of(run, steps[1])
+        found = tensors_of(folder)
+        if before:
+            again = tensors_of(before)
+            assert found.keys() == again.keys()
+            for key, tensor in again.items():
+                assert torch.equal(found[key], tensor), f"{layout}: {key}"
+        assert any(key.startswith("exp_avg/") for key in found)
+        for key, tensor in weights.items():
+            if f"weights/{key}" in found:
+                assert torch.equal(found[f"weights/{key}"], tensor), f"{layout}: {key}"
+        before = folder

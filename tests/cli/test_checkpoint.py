@@ -1,0 +1,256 @@
+"""weft checkpoint, as a user types it: what it prints and the codes it ends with."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.lab.checkpoints import keep
+from tests.lab.families import family
+from tests.lab.parity import plan_for
+from tests.lab.pool import run_ranks
+from weft.checkpoint.convert import to_checkpoint
+from weft.checkpoint.diff import diff
+from weft.checkpoint.folders import folder_of, part_of, set_aside
+from weft.checkpoint.huggingface import build_plain, read_config
+from weft.cli import main
+from weft.job import Job, Model
+
+SOURCE = Model(config={**family("llama"), "tie_word_embeddings": True})
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with run `a`, steps 1 and 2, and run `b`, where another layout wrote step 2 again."""
+    folder = tmp_path_factory.mktemp("trained")
+    run_ranks(2, keep, SOURCE, plan_for("fp32", zero=3), folder / "a", (0, 1), None)
+    run_ranks(2, keep, SOURCE, plan_for("fp32", zero=3), folder / "a", (1, 2), folder_of(folder / "a", 1))
+    run_ranks(2, keep, SOURCE, plan_for("fp32", tp=2), folder / "b", (2, 2), folder_of(folder / "a", 2))
+    return folder
+
+
+@pytest.fixture
+def runs(trained: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(trained, tmp_path / "runs"))
+
+
+class Weft:
+    """Runs commands in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *arguments: str | Path, code: int = 0) -> str:
+        """What a command prints, on one line; it must end with this code."""
+        self.monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])
+        self.monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        printed = self.capsys.readouterr()
+        assert "Traceback" not in printed.err
+        assert stopped.value.code == code, printed
+        return " ".join((printed.out + printed.err).replace("│", " ").split())
+
+
+@pytest.fixture
+def weft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Weft:
+    return Weft(capsys, monkeypatch)
+
+
+def flip(file: Path, place: int = -9) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[place] ^= 1
+    file.write_bytes(raw)
+
+
+def test_ls_shows_every_folder_and_its_state(runs: Path, weft: Weft) -> None:
+    run = runs / "a"
+    text = weft("checkpoint", "ls", run)
+    assert text.count("complete") == 2
+    assert text.count("2 ranks, dp_shard 2, zero 3") == 2
+    assert "good" not in text
+
+    part_of(run, 3).mkdir()
+    (part_of(run, 3) / "shard-00000.safetensors").write_bytes(b"half")
+    set_aside(folder_of(run, 1))
+    shutil.copytree(folder_of(run, 2), run / "best")
+    shutil.copytree(folder_of(run, 2), folder_of(run, 4))
+    (folder_of(run, 4) / "manifest.json").unlink()
+    shutil.copytree(folder_of(run, 2), folder_of(run, 5))
+    flip(folder_of(run, 5) / "shard-00001.safetensors")
+    text = weft("checkpoint", "ls", run, "--verify")
+    states = [
+        "set aside, good",
+        "good",
+        "unfinished",
+        "damaged: there is no checkpoint",
+        "damaged: shard-00001.safetensors",
+    ]
+    assert text.index("best 2 ") < text.index("step-00000002 2 ")
+    places = [text.index(state) for state in states]
+    assert places == sorted(places)
+    assert "damaged" in weft("checkpoint", "ls", run)  # a manifest that is missing shows without reading all files
+    assert sorted(path.name for path in run.iterdir())[0] == ".step-00000003.part"  # looking changes nothing
+
+
+def test_verify_looks_at_every_byte(runs: Path, weft: Weft) -> None:
+    first, second = folder_of(runs / "a", 1), folder_of(runs / "a", 2)
+    assert weft("checkpoint", "verify", runs / "a").count("is good: 2 files") == 2
+    files = sorted(first.iterdir())
+    assert len(files) == 3
+    for file in files:
+        whole = file.read_bytes()
+        for place in (0, len(whole) // 2, len(whole) - 1):
+            flip(file, place)
+            text = weft("checkpoint", "verify", first, second, code=1)
+            assert f"{first} does not verify" in text
+            assert "rule:" in text
+            assert f"{second} is good" in text
+            file.write_bytes(whole)
+    (first / "more").touch()
+    assert "more is not part of the checkpoint" in weft("checkpoint", "verify", first, code=1)
+    (first / "more").unlink()
+    weft("checkpoint", "verify", first)
+
+
+def test_two_layouts_of_one_state_are_equal(runs: Path, weft: Weft) -> None:
+    text = weft("checkpoint", "diff", folder_of(runs / "a", 2), folder_of(runs / "b", 2))
+    assert "The checkpoints are equal" in text
+    assert "weights 20 0" in text
+    assert "exp_avg_sq 20 0" in text
+    assert "job.plan.parallel.tp: 1 against 2" in text
+    assert "position" not in text.replace("and position.", "")
+
+
+def test_another_step_differs_everywhere(runs: Path, weft: Weft) -> None:
+    text = weft("checkpoint", "diff", folder_of(runs / "a", 1), folder_of(runs / "b", 2), code=1)
+    assert "The first tensor that differs is weights/model.embed_tokens.weight" in text
+    assert "weights 20 20" in text
+    assert "buffers 2 0" in text
+    assert "position.step: 1 against 2" in text
+
+
+def test_generators_are_compared_when_asked_for(runs: Path) -> None:
+    a, b = folder_of(runs / "a", 1), folder_of(runs / "a", 2)
+    assert "rng" not in diff(a, b).compared
+    assert diff(a, b, generators=True).compared["rng"] == 4
+
+
+def converted(folder: Path, name: str, change: Any) -> Path:
+    """A checkpoint of a Hugging Face folder, one weight of it changed."""
+    source = folder / f"{name}-hf"
+    build_plain(SOURCE, read_config(SOURCE), torch.float32).save_pretrained(source)
+    weights = load_file(source / "model.safetensors")
+    change(weights[WEIGHT])
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    return to_checkpoint(source, folder / name, job=Job())
+
+
+def set_bits(place: tuple[int, int], bits: int) -> Any:
+    """Let an element have these bits."""
+
+    def change(weight: torch.Tensor) -> None:
+        weight.view(torch.int32)[place] = bits
+
+    return change
+
+
+NAN, ANOTHER_NAN, ZERO, MINUS_ZERO, ONE, ONE_UP, INF = (
+    0x7FC00000,
+    0x7FC00001,
+    0,
+    -(2**31),
+    0x3F800000,
+    0x3F800001,
+    0x7F800000,
+)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "largest"),
+    [(ZERO, MINUS_ZERO, 0.0), (NAN, ANOTHER_NAN, float("inf")), (ONE, ONE_UP, 2.0**-23), (INF, ONE, float("inf"))],
+)
+def test_one_bit_is_found_and_measured(a: int, b: int, largest: float, tmp_path: Path, weft: Weft) -> None:
+    one, other = converted(tmp_path, "a", set_bits((3, 5), a)), converted(tmp_path, "b", set_bits((3, 5), b))
+    found = diff(one, other)
+    (tensor,) = found.tensors
+    assert (tensor.name, tensor.elements, tensor.first) == (f"weights/{WEIGHT}", 1, (3, 5))
+    assert tensor.largest == largest
+    assert not found.equal
+    text = weft("checkpoint", "diff", one, other, code=1)
+    assert f"The first tensor that differs is weights/{WEIGHT}: 1 of 1,536 elements, first at [3, 5]" in text
+    assert diff(one, one).equal
+
+
+def test_the_same_nan_is_equal(tmp_path: Path) -> None:
+    one, other = (converted(tmp_path, name, set_bits((0, 0), NAN)) for name in ("a", "b"))
+    assert diff(one, other).equal
+
+
+def test_names_of_one_side(runs: Path, tmp_path: Path, weft: Weft) -> None:
+    bare = converted(tmp_path, "bare", lambda weight: None)
+    text = weft("checkpoint", "diff", folder_of(runs / "a", 1), bare, code=1)
+    assert "60 tensors are in A alone, the first is exp_avg/model.embed_tokens.weight" in text
+
+
+def test_a_damaged_side_is_refused(runs: Path, weft: Weft) -> None:
+    a, b = folder_of(runs / "a", 1), folder_of(runs / "a", 2)
+    flip(b / "shard-00000.safetensors")
+    assert "has the digest" in weft("checkpoint", "diff", a, b, code=2)
+
+
+def test_convert_there_and_back(runs: Path, tmp_path: Path, weft: Weft) -> None:
+    source = folder_of(runs / "a", 2)
+    text = weft("checkpoint", "convert", source, tmp_path / "hf", "--to", "hf")
+    assert "no tokenizer" in text
+    weft("checkpoint", "convert", tmp_path / "hf", tmp_path / "back", "--to", "weft")
+    text = weft("checkpoint", "diff", source, tmp_path / "back", code=1)
+    assert "weights 20 0" in text
+    assert "buffers 2 0" in text
+
+
+def test_export_of_a_step(runs: Path, tmp_path: Path, weft: Weft) -> None:
+    (runs / "a" / "job.toml").write_text(Job(model=SOURCE).to_toml())
+    weft("export", runs / "a", tmp_path / "hf", "--step", "2", "--dtype", "bf16")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert found.dtype == torch.bfloat16
+    weft("checkpoint", "convert", folder_of(runs / "b", 2), tmp_path / "same", "--to", "hf", "--dtype", "bf16")
+    same = AutoModelForCausalLM.from_pretrained(tmp_path / "same", dtype="auto").state_dict()
+    assert all(torch.equal(same[key], value) for key, value in found.state_dict().items())
+    assert "there is no folder" in weft("export", runs / "a", tmp_path / "no", "--step", "7", code=2)
+    assert "there is no file" in weft("export", tmp_path, tmp_path / "no", "--step", "2", code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ls", "{nowhere}"], "there is no folder"),
+        (["diff", "{a}", "{nowhere}"], "there is no checkpoint in"),
+        (["diff", "{a}", "{hf}"], "there is no checkpoint in"),
+        (["diff", "{a}", "{file}"], "there is no checkpoint in"),
+        (["convert", "{run}", "{to}", "--to", "hf"], "is a run with 2 checkpoints"),
+        (["convert", "{file}", "{to}", "--to", "weft"], "is a file"),
+        (["convert", "{a}", "{hf}", "--to", "hf"], "exists"),
+        (["convert", "{hf}", "{to}", "--to", "weft", "--dtype", "bf16"], "belong to --to hf"),
+        (["convert", "{a}", "{to}"], "--to"),
+    ],
+)
+def test_bad_input(arguments: list[str], words: str, runs: Path, tmp_path: Path, weft: Weft) -> None:
+    (tmp_path / "file").touch()
+    build_plain(SOURCE, read_config(SOURCE), torch.float32).save_pretrained(tmp_path / "hf")
+    places = {name: tmp_path / name for name in ("nowhere", "hf", "file", "to")}
+    filled = [argument.format(run=runs / "a", a=folder_of(runs / "a", 1), **places) for argument in arguments]
+    assert words in weft("checkpoint", *filled, code=2)
+    assert not os.path.lexists(tmp_path / "to")
+
+
+def test_verify_of_what_is_no_checkpoint(tmp_path: Path, weft: Weft) -> None:
+    assert "there is no checkpoint in" in weft("checkpoint", "verify", tmp_path / "nowhere", code=1)

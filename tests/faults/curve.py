@@ -1,0 +1,94 @@
+"""One loss curve through a restart under another layout every few steps, beside the run that was never stopped.
+
+python -m tests.faults.curve          # writes docs/resume.svg, prints the largest difference
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.faults.test_runs import LAYOUTS, job_of, losses_of, stop_after_5_more
+from tests.lab.pool import close_pools
+from tests.lab.runs import train_in_the_pool
+
+PICTURE = Path(__file__).parents[2] / "docs" / "resume.svg"
+ORDER = (
+    "zero 3 on 4",
+    "zero 3 on 2",
+    "one rank",
+    "tp2 x dp2",
+    "pp2 x dp2",
+    "ep2 x dp2",
+    "zero 0 on 3",
+    "cp2 x tp2",
+    "zero 1, dp_replicate 2",
+    "zero 3 on 4",
+)
+EACH = 5
+STEPS = len(ORDER) * EACH
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 900, 380, 50, 20, 70
+
+
+def curves(folder: Path) -> tuple[list[float], list[float]]:
+    """Losses of the run that is never stopped, and of the one that is."""
+    tables: dict[str, dict[str, Any]] = {"train": {"steps": STEPS}}
+    whole, _ = train_in_the_pool(*job_of(folder, "one rank", "whole", **tables))
+    for layout in ORDER:
+        parts, _ = train_in_the_pool(
+            *job_of(folder, layout, "parts", **tables), resume="auto", trouble=stop_after_5_more
+        )
+    return losses_of(whole), losses_of(parts)
+
+
+def draw(whole: list[float], parts: list[float]) -> str:
+    """An SVG picture: the run that was never stopped as a line, the other as points, layouts below."""
+    low, high = min(whole), max(whole)
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - 20) * (step - 0.5) / STEPS
+
+    def y(loss: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (high - loss) / (high - low)
+
+    def text(at: float, down: float, words: str, anchor: str = "middle") -> str:
+        return f'<text x="{at:.1f}" y="{down:.1f}" text-anchor="{anchor}">{words}</text>'
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="10">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+    ]
+    for number, layout in enumerate(ORDER):
+        begin, end = x(number * EACH + 0.5), x((number + 1) * EACH + 0.5)
+        shade = "#f3f3f3" if number % 2 else "#ffffff"
+        height = HEIGHT - TOP - BOTTOM
+        lines.append(f'<rect x="{begin:.1f}" y="{TOP}" width="{end - begin:.1f}" height="{height}" fill="{shade}"/>')
+        for row, words in enumerate(layout.replace(" on ", ", on ").split(", ")):
+            lines.append(text((begin + end) / 2, HEIGHT - BOTTOM + 30 + 12 * row, words))
+        lines.append(text((begin + end) / 2, HEIGHT - BOTTOM + 14, f"{number * EACH + 1}-{(number + 1) * EACH}"))
+    for share in range(5):
+        loss = low + (high - low) * share / 4
+        lines.append(text(LEFT - 6, y(loss) + 3, f"{loss:.2f}", "end"))
+    points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in enumerate(whole, 1))
+    lines.append(f'<polyline points="{points}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>')
+    for step, loss in enumerate(parts, 1):
+        lines.append(f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="3" fill="none" stroke="#d62728"/>')
+    lines.append(text(WIDTH - 24, TOP + 14, "line: one rank, never stopped; rings: restarted every 5 steps", "end"))
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def main(say: Callable[[str], None] = print) -> None:
+    with TemporaryDirectory() as folder:
+        whole, parts = curves(Path(folder))
+    close_pools()
+    if len(whole) != len(parts):
+        sys.exit(f"{len(whole)} steps, but {len(parts)} with restarts")
+    PICTURE.write_text(draw(whole, parts), encoding="utf-8")
+    worst = max(abs(one - other) / one for one, other in zip(whole, parts, strict=True))
+    ranks = ", ".join(f"{name} ({LAYOUTS[name][0]} ranks)" for name in ORDER)
+    say(f"{STEPS} steps under {ranks}: largest relative difference of a loss {worst:.1e}; {PICTURE.name} written")
+
+
+if __name__ == "__main__":
+    main()

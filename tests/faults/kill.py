@@ -1,0 +1,337 @@
+"""Real runs whose ranks are killed at random: each goes on by itself, and ends with the bits of one that was left alone.
+
+    python -m tests.faults.kill --trials 100 [--seed 0] [--minutes 40]      # one kill a run, layouts in turn
+    python -m tests.faults.kill --every 15 --steps 600                      # one run, a kill every 15 seconds
+
+Prints a line for each fault, and a table; exits with 1 if a run did not go on as promised.
+"""
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tests.lab.families import family
+from tests.lab.jobs import write_job
+from weft.checkpoint.folders import list_checkpoints, part_of
+from weft.cluster.pulse import PULSE_VARIABLE, PulseRecord, read_pulse
+from weft.train.metrics import read_metrics
+
+MODEL = {**family("qwen3_moe"), "vocab_size": 300}  # for every axis
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero3 on 4": (4, {"zero": 3}),
+    "tp2 x dp2": (4, {"tp": 2}),
+    "pp2 x dp2": (4, {"pp": 2}),
+    "ep2 x dp2": (4, {"ep": 2, "dp_replicate": 2}),
+    "zero3 on 2": (2, {"zero": 3}),
+}
+FOUR_RANKS = tuple(name for name, (ranks, _) in LAYOUTS.items() if ranks == 4)
+STEPS, EVERY = 8, 2  # of a trial: optimizer steps, and those between two checkpoints
+STEP_SECONDS = 0.1  # about; a kill comes at any moment of a step
+NAMING_SECONDS = 1.0  # promised, from the death of a rank to the line that names it
+START_SECONDS = 120.0  # that ranks may take to begin; a run of some seconds hangs after as many
+WRITING = "a checkpoint is being written"
+NAMED = re.compile(r"weft: rank (\d+) on \S+ was killed by SIGKILL; (?:\w+ at )?step (\d+)")
+PROGRESS = re.compile(r"step[ -]\d|held-out")  # what rank 0 may still say of a step, a checkpoint or an evaluation
+
+
+def job_file(folder: Path, layout: str, **tables: dict[str, Any]) -> Path:
+    """A tiny job of a layout in a folder. Its tokens are given, so that no tokenizer and no sample take time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first, stride = np.arange(96).reshape(-1, 1), 1 + np.arange(96).reshape(-1, 1) % 7
+    np.save(folder / "tokens.npy", ((first + stride * np.arange(33)) % 300).astype(np.uint16))
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"config": MODEL},
+        "data": {"source": "tokens", "path": str(folder / "tokens.npy"), "held_out": 0.1},
+        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 1},
+        "plan": {"parallel": LAYOUTS[layout][1], "precision": {"forward": "fp32"}},
+        "optimizer": {"lr": 1e-2, "eps": 1e-3},
+        "checkpoint": {"every": EVERY},
+    }
+    for name, table in tables.items():
+        settings[name] = {**settings.get(name, {}), **table}
+    return write_job(folder, **settings)
+
+
+class Line(NamedTuple):
+    """What a command printed, when, and whether as an error."""
+
+    seconds: float
+    error: bool
+    text: str
+
+
+class Rank(NamedTuple):
+    """A rank of a run under way."""
+
+    pid: int
+    pulse: Path
+
+    def record(self) -> PulseRecord:
+        """What it last said; nothing where its attempt is over."""
+        try:
+            return read_pulse(self.pulse)
+        except FileNotFoundError:
+            return PulseRecord()
+
+
+def ranks_of(launcher: int) -> dict[int, Rank]:
+    """The ranks that live now, by number: children of a launcher whose environment names a pulse."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == launcher:
+                pairs = os.fsdecode((folder / "environ").read_bytes()).split("\0")
+                environment = {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+                if PULSE_VARIABLE in environment:
+                    found[int(environment["RANK"])] = Rank(int(folder.name), Path(environment[PULSE_VARIABLE]))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+class Command:
+    """A launcher under way. Two threads note each line as it comes. A context manager: nothing outlives it."""
+
+    def __init__(self, arguments: list[str]):
+        self.lines: list[Line] = []
+        self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        streams = (self.process.stdout, False), (self.process.stderr, True)
+        self.readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in streams]
+        for reader in self.readers:
+            reader.start()
+
+    def _read(self, stream: IO[str], error: bool) -> None:
+        for text in stream:
+            self.lines.append(Line(time.monotonic(), error, text.rstrip()))
+
+    def until(self, done: Callable[[], Any], what: str) -> Any:
+        """Wait until something holds, and return it; an AssertionError with all output if it does not come to that."""
+        deadline = time.monotonic() + START_SECONDS
+        while not (found := done()):
+            assert self.process.poll() is None, f"the run ended before {what}\n{self.printed()}"
+            assert time.monotonic() < deadline, f"{what}: not within {START_SECONDS:g} s\n{self.printed()}"
+            time.sleep(0.003)
+        return found
+
+    def rank_at(self, rank: int, step: int) -> Rank:
+        """A rank, as soon as it has come to a step."""
+        found = self.until(lambda: ranks_of(self.process.pid).get(rank), f"rank {rank} started")
+        self.until(lambda: (found.record().step or 0) >= step, f"rank {rank} came to step {step}")
+        return found
+
+    def wait(self) -> int:
+        """The exit code, when everything that was printed has been read."""
+        self.process.wait(START_SECONDS)
+        for reader in self.readers:
+            reader.join(START_SECONDS)
+        return self.process.returncode
+
+    def errors(self) -> list[str]:
+        """What came on stderr."""
+        return [line.text for line in self.lines if line.error]
+
+    def printed(self) -> str:
+        """All output, for the message of a test that fails."""
+        return "\n".join(f"{line.seconds:10.3f} {'!' if line.error else ' '} {line.text}" for line in self.lines)
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.process.poll() is None:
+            for child in ranks_of(self.process.pid).values():
+                os.kill(child.pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
+
+
+def weft_train(job: Path, layout: str, out: Path, *options: str) -> Command:
+    """Start `weft train` on a job."""
+    weft, ranks = str(Path(sys.executable).parent / "weft"), str(LAYOUTS[layout][0])
+    return Command([weft, "train", str(job), "--ranks", ranks, "--out", str(out), *options])
+
+
+def run_alone(folder: Path, layout: str, **tables: dict[str, Any]) -> Path:
+    """The run folder of a layout that nobody disturbs."""
+    out = folder / layout / "whole"
+    with weft_train(job_file(folder / layout, layout, **tables), layout, out) as command:
+        assert command.wait() == 0, command.printed()
+    return out
+
+
+def differences(whole: Path, parts: Path) -> list[str]:
+    """What of two runs of one layout is not bit by bit the same: every step, the last checkpoint, the export."""
+    found = []
+    one, other = (
+        [(row.step, row.loss, row.grad_norm, row.learning_rate) for row in read_metrics(run / "metrics.jsonl")]
+        for run in (whole, parts)
+    )
+    if one != other:
+        steps = [step for step, *_ in sorted(set(one) ^ set(other))]
+        found.append(f"step {steps[0]} and {len(steps) - 1} more lines of metrics")
+    last = list_checkpoints(whole)[0].name
+    files = [*(whole / last).glob("*.safetensors"), *(whole / "export").glob("*.safetensors")]
+    assert len(files) > 1
+    for path in files:
+        name = path.relative_to(whole)
+        if not (parts / name).exists() or path.read_bytes() != (parts / name).read_bytes():
+            found.append(str(name))
+    return found
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run one of whose ranks was killed."""
+
+    layout: str
+    rank: int
+    moment: str
+    naming_seconds: float
+    problems: list[str]
+
+
+def trial(folder: Path, layout: str, whole: Path, chance: random.Random) -> Trial:
+    """Kill a random rank at a random moment of a run, and look how it goes on and ends.
+
+    Args:
+        folder: for the job and the run.
+        layout: one of LAYOUTS.
+        whole: an undisturbed run of the same job.
+        chance: decides all that is random.
+    """
+    rank, writing = chance.randrange(LAYOUTS[layout][0]), chance.random() < 0.3
+    step = chance.randrange(1, STEPS - EVERY if writing else STEPS)  # at least two checkpoints are still to be written
+    delay = chance.uniform(0, STEP_SECONDS)
+    out = folder / "run"
+    with weft_train(job_file(folder, layout), layout, out, "--max-restarts", "3") as command:
+        victim = command.rank_at(rank, step)
+        if writing:
+            drafts = [part_of(out, saved) for saved in range(EVERY, STEPS + 1, EVERY)]
+            command.until(lambda: any(path.exists() for path in drafts), WRITING)
+            delay /= 10
+        time.sleep(delay)
+        before = victim.record()
+        killed = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        after = victim.record()
+        exit_code = command.wait()
+    said = [line for line in command.lines if line.seconds > killed]
+    complaints = [line for line in said if line.error or not PROGRESS.match(line.text)]
+    first = complaints[0] if complaints else Line(killed, True, "nothing")
+    named, steps = NAMED.match(first.text), {before.step or 0, after.step or before.step or 0}
+    checks = {
+        f"exit code {exit_code}": exit_code == 0,
+        f"the first that was said: {first.text}": named and int(named[1]) == rank and int(named[2]) in steps,
+        "named too late": first.seconds - killed < NAMING_SECONDS,
+        "no restart": any("restart 1 of 3" in line.text for line in said),
+    }
+    problems = [text for text, good in checks.items() if not good] or differences(whole, out)
+    moment = f"{before.phase}{' ' if before.phase == 'step' else ' at step '}{before.step}"
+    return Trial(layout, rank, f"{moment}, {WRITING}" if writing else moment, first.seconds - killed, problems)
+
+
+def many_runs(folder: Path, trials: int, minutes: float, chance: random.Random) -> bool:
+    """Trials of all layouts in turn; whether all went well."""
+    wholes = {layout: run_alone(folder, layout) for layout in FOUR_RANKS[:trials]}
+    done: list[Trial] = []
+    begin = time.monotonic()
+    for number in range(trials):
+        if time.monotonic() - begin > 60 * minutes:
+            print(f"{minutes:g} minutes are over after {number} of {trials} trials")
+            break
+        layout, place, start = FOUR_RANKS[number % len(FOUR_RANKS)], folder / f"trial-{number}", time.monotonic()
+        result = trial(place, layout, wholes[layout], chance)
+        done.append(result)
+        verdict = "; ".join(result.problems) or "bit-equal"
+        print(
+            f"{number + 1:3}  {layout:11} rank {result.rank} killed in {result.moment}: named in "
+            f"{result.naming_seconds:.2f} s, {verdict}; {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
+        if not result.problems:
+            shutil.rmtree(place)
+    table = Table("layout", "trials", "bit-equal", "median naming time", "worst")
+    for layout in (*FOUR_RANKS, "all"):
+        of = [result for result in done if layout in (result.layout, "all")]
+        if of:
+            seconds = [result.naming_seconds for result in of]
+            good = sum(not result.problems for result in of)
+            table.add_row(
+                layout, str(len(of)), str(good), f"{statistics.median(seconds):.2f} s", f"{max(seconds):.2f} s"
+            )
+    Console().print(table)
+    return all(not result.problems for result in done)
+
+
+def one_run(folder: Path, layout: str, steps: int, every: float, chance: random.Random) -> bool:
+    """A run that loses a rank every so many seconds; whether it ends as one that loses none.
+
+    No rank is killed twice in a row: the run would leave it out, and go on with another layout.
+    """
+    tables = {"train": {"steps": steps}, "checkpoint": {"every": 10}}
+    whole = run_alone(folder, layout, **tables)
+    faults, last, begin = 0, -1, time.monotonic()
+    with weft_train(job_file(folder, layout, **tables), layout, folder / "run", "--max-restarts", "20") as command:
+        while command.process.poll() is None:
+            if time.monotonic() - begin > (faults + 1) * every and (
+                ranks := {rank: found for rank, found in ranks_of(command.process.pid).items() if rank != last}
+            ):
+                last = chance.choice(sorted(ranks))
+                said = f"{time.monotonic() - begin:6.1f} s  rank {last} killed at step {ranks[last].record().step}"
+                os.kill(ranks[last].pid, signal.SIGKILL)
+                faults += 1
+                print(said, flush=True)
+            time.sleep(0.05)
+        exit_code = command.wait()
+    wall = time.monotonic() - begin
+    if exit_code:
+        print(command.printed())
+        return False
+    rows, problems = read_metrics(folder / "run/metrics.jsonl"), differences(whole, folder / "run")
+    goodput = sum(row.step_seconds for row in rows) / wall
+    calm = read_metrics(whole / "metrics.jsonl")
+    print(f"{faults} faults, {len(rows)} steps in {wall:.0f} s, goodput {goodput:.0%} (steps that count / wall time)")
+    print(f"final loss {rows[-1].loss!r}, without faults {calm[-1].loss!r}: {'; '.join(problems) or 'bit-equal'}")
+    return not problems and faults > 0
+
+
+def main() -> None:
+    """Run what the command line says, in a folder that goes if all is well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=4, help="runs with one kill each")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no trial begins later")
+    parser.add_argument("--every", type=float, help="instead, one run with a kill every so many seconds")
+    parser.add_argument("--steps", type=int, default=600, help="of that run")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    chance, folder = random.Random(options.seed), Path(tempfile.mkdtemp(prefix="weft-kill-"))
+    if options.every:
+        good = one_run(folder, FOUR_RANKS[0], options.steps, options.every, chance)
+    else:
+        good = many_runs(folder, options.trials, options.minutes, chance)
+    if good:
+        shutil.rmtree(folder)
+    else:
+        print(f"what failed is in {folder}")
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()

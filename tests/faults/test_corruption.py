@@ -1,0 +1,287 @@
+"""Nothing wrong is ever loaded: flipped bits, missing and planted files, and manifests that lie."""
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.checkpoints import keep, tensors_of
+from tests.lab.families import family
+from tests.lab.parity import plan_for
+from tests.lab.pool import run_ranks
+from weft.checkpoint.folders import list_checkpoints
+from weft.checkpoint.manifest import NAME, read_manifest, verify_folder
+from weft.checkpoint.restore import Reader, choose
+from weft.errors import CheckpointError
+from weft.job import Model
+
+FLIPS = 1000
+SOURCE = Model(config=family("llama"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with the checkpoints of steps 1 and 2, written by two ranks."""
+    folder = tmp_path_factory.mktemp("run")
+    for steps in ((0, 1), (0, 2)):
+        run_ranks(2, keep, SOURCE, plan_for("fp32", zero=3), folder, steps, None)
+    return folder
+
+
+@pytest.fixture
+def newest(run: Path) -> Any:
+    """The newest checkpoint, which a test may spoil; it is put back."""
+    folder = list_checkpoints(run)[0]
+    saved = {path: path.read_bytes() for path in folder.iterdir()}
+    yield folder
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for path, content in saved.items():
+        path.write_bytes(content)
+
+
+def choose_of(rank: int, world_size: int, run: Path) -> tuple[str, list[str]]:
+    """What --resume auto takes, and what it says of the others."""
+    said: list[str] = []
+    found = choose(list_checkpoints(run), said.append)
+    return (found[0].name if found else "", said)
+
+
+def flip_and_choose(rank: int, world_size: int, run: Path, count: int, seed: int) -> int:
+    """Flip single bits of the newest checkpoint, one after the other; how often it was passed over for the one before."""
+    place, folder, passed_over = random.Random(seed), list_checkpoints(run)[0], 0
+    for _ in range(count):
+        path = place.choice(sorted(folder.iterdir()))
+        offset, bit = place.randrange(path.stat().st_size), 1 << place.randrange(8)
+        flip(path, offset, bit)
+        chosen, said = choose_of(rank, world_size, run)
+        passed_over += chosen == "step-00000001" and "step-00000002 is passed over" in said[0]
+        flip(path, offset, bit)
+    assert choose_of(rank, world_size, run) == ("step-00000002", [])
+    return passed_over
+
+
+def flip(path: Path, offset: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ bit]))
+
+
+def test_every_flipped_bit_is_found_and_the_step_before_taken(run: Path) -> None:
+    assert run_ranks(1, flip_and_choose, run, FLIPS, 0, timeout=300) == [FLIPS]
+
+
+def resign(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest as somebody would who knows how its digest is made."""
+    fields = json.loads((folder / NAME).read_text())
+    del fields["sha256"]
+    change(fields)
+    text = json.dumps(fields)[:-1] + ",\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (folder / NAME).write_text(text + f'"sha256": "{digest}"}}\n')
+
+
+def test_a_manifest_that_was_signed_again_is_read(newest: Path) -> None:
+    """Else the tests below would refuse for another reason than they say."""
+    resign(newest, lambda fields: None)
+    verify_folder(newest)
+
+
+def missing_shard(folder: Path) -> str:
+    (folder / "shard-00001.safetensors").unlink()
+    return "shard-00001.safetensors is missing"
+
+
+def truncated_shard(folder: Path) -> str:
+    os.truncate(folder / "shard-00000.safetensors", 1000)
+    return "has 1000 bytes"
+
+
+def truncated_manifest(folder: Path) -> str:
+    os.truncate(folder / NAME, 500)
+    return "do not match the digest"
+
+
+def empty_manifest(folder: Path) -> str:
+    os.truncate(folder / NAME, 0)
+    return "do not match the digest"
+
+
+def no_manifest(folder: Path) -> str:
+    (folder / NAME).unlink()
+    return "there is no checkpoint in"
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+def planted_pickle(folder: Path) -> str:
+    (folder / ".metadata").write_bytes(pickle.dumps(Payload(folder.parent / "canary")))
+    return ".metadata is not part of the checkpoint"
+
+
+def pickle_in_place_of_a_shard(folder: Path) -> str:
+    """With a manifest that agrees with it."""
+    shard = folder / "shard-00000.safetensors"
+    content = pickle.dumps(Payload(folder.parent / "canary")).ljust(shard.stat().st_size, b"\0")
+    shard.write_bytes(content)
+
+    def agree(fields: dict[str, Any]) -> None:
+        digest = hashlib.sha256(content).hexdigest()
+        fields["files"][shard.name] = {"bytes": len(content), "sha256": digest}
+
+    resign(folder, agree)
+    return "does not hold what the manifest says"
+
+
+def path_escape(folder: Path) -> str:
+    outside = folder.parent / "outside.safetensors"
+    shutil.copy(folder / "shard-00000.safetensors", outside)
+
+    def escape(fields: dict[str, Any]) -> None:
+        fields["files"]["../outside.safetensors"] = fields["files"].pop("shard-00000.safetensors")
+
+    resign(folder, escape)
+    return "'../outside.safetensors'"
+
+
+def link_to_another_file(folder: Path) -> str:
+    shard = folder / "shard-00000.safetensors"
+    outside = folder.parent / "outside.safetensors"
+    shard.rename(outside)
+    shard.symlink_to(outside)
+    return "shard-00000.safetensors is missing"
+
+
+def huge_shape(folder: Path) -> str:
+    """2**60 numbers, in all places where a shape stands."""
+    name = "weights/lm_head.weight"
+
+    def grow(fields: dict[str, Any]) -> None:
+        entry = fields["tensors"][name]
+        entry["shape"] = [2**30, 2**30]
+        entry["parts"] = [{**entry["parts"][0], "offset": [0, 0], "shape": [2**30, 2**30]}]
+
+    resign(folder, grow)
+    return "bytes of tensors cannot lie in shard-0000"
+
+
+def huge_shape_in_the_header(folder: Path) -> str:
+    """The same, with a safetensors header and digests that agree."""
+    shard = folder / "shard-00000.safetensors"
+    name = "weights/lm_head.weight"
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    key = next(key for key in header if key.startswith(name))
+    header[key]["shape"] = [2**30, 2**30]
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + content[8 + length :]
+    shard.write_bytes(content)
+
+    def agree(fields: dict[str, Any]) -> None:
+        digest = hashlib.sha256(content).hexdigest()
+        fields["files"][shard.name] = {"bytes": len(content), "sha256": digest}
+        entry = fields["tensors"][name]
+        entry["shape"] = [2**30, 2**30]
+        entry["parts"] = [{"file": shard.name, "key": key, "offset": [0, 0], "shape": [2**30, 2**30]}]
+
+    resign(folder, agree)
+    return "bytes of tensors cannot lie in shard-00000"
+
+
+def overlapping_parts(folder: Path) -> str:
+    """As many numbers as the tensor has, but one half twice."""
+
+    def overlap(fields: dict[str, Any]) -> None:
+        entry = fields["tensors"]["weights/lm_head.weight"]
+        entry["parts"] = [entry["parts"][0], entry["parts"][0]]
+
+    resign(folder, overlap)
+    return "do not make up a box"
+
+
+def negative_offset(folder: Path) -> str:
+    def move(fields: dict[str, Any]) -> None:
+        fields["tensors"]["weights/lm_head.weight"]["parts"][0]["offset"] = [-8, 0]
+
+    resign(folder, move)
+    return "the manifest is refused"
+
+
+def deep_json(folder: Path) -> str:
+    text = '{"a": ' + "[" * 200_000
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (folder / NAME).write_text(text + f'"sha256": "{digest}"}}\n')
+    return "the manifest is refused"
+
+
+SPOILERS = (
+    missing_shard,
+    truncated_shard,
+    truncated_manifest,
+    empty_manifest,
+    no_manifest,
+    planted_pickle,
+    pickle_in_place_of_a_shard,
+    path_escape,
+    link_to_another_file,
+    huge_shape,
+    huge_shape_in_the_header,
+    overlapping_parts,
+    negative_offset,
+    deep_json,
+)
+
+
+def read_head(folder: Path) -> None:
+    manifest = verify_folder(folder)
+    with Reader(folder, manifest) as reader:  # its bytes are what the manifest says: then what it says is wrong
+        reader.read("weights/lm_head.weight")
+
+
+@pytest.mark.parametrize("spoil", SPOILERS)
+def test_a_spoilt_checkpoint_is_refused(spoil: Callable[[Path], str], newest: Path) -> None:
+    expected = spoil(newest)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError) as refusal:
+        read_head(newest)
+    assert expected in str(refusal.value)
+    assert not (newest.parent / "canary").exists()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB: 256 MiB
+    (newest.parent / "outside.safetensors").unlink(missing_ok=True)
+
+
+def test_auto_takes_the_newest_that_is_whole(newest: Path) -> None:
+    missing_shard(newest)
+    chosen, said = run_ranks(2, choose_of, newest.parent)[1]
+    assert chosen == "step-00000001"
+    assert said == ["step-00000002 is passed over: shard-00001.safetensors is missing"]
+
+
+def test_reading_needs_no_library_of_ours(run: Path) -> None:
+    """Each file is a safetensors file like any other."""
+    from safetensors.torch import load_file
+
+    folder = list_checkpoints(run)[0]
+    found = {name for path in folder.glob("*.safetensors") for name in load_file(path)}
+    parts = {part.key for entry in read_manifest(folder).tensors.values() for part in entry.parts}
+    assert found == parts
+    assert len(tensors_of(folder)) > 50

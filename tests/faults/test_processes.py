@@ -1,0 +1,210 @@
+"""Ranks of real runs that are killed, stopped and broken: the culprit is named first, the bits are those of a calm run."""
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.kill import FOUR_RANKS, Command, differences, job_file, run_alone, trial, weft_train
+from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
+from weft.cluster.guardian import Limits, process_state
+from weft.job import Job
+from weft.train.run import train
+
+LAYOUT = "zero3 on 2"
+PATIENCE = 8.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a calm run on two ranks."""
+    return run_alone(tmp_path_factory.mktemp("calm"), LAYOUT)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """The same job, in a folder of its own."""
+    return job_file(tmp_path, LAYOUT)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a run folder but its logs and its page, which holds the time."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    own = [path.relative_to(folder) for path in files]
+    return {str(name): (folder / name).read_bytes() for name in own if name.parts[0] not in ("logs", "report.html")}
+
+
+# Death
+
+
+def test_a_rank_is_killed_and_the_run_goes_on(whole: Path, tmp_path: Path) -> None:
+    result = trial(tmp_path, LAYOUT, whole, random.Random(3))
+    assert not result.problems, result
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", FOUR_RANKS)
+def test_a_rank_is_killed_in_every_layout(layout: str, tmp_path: Path) -> None:
+    calm = run_alone(tmp_path, layout)
+    for seed in range(3):
+        result = trial(tmp_path / str(seed), layout, calm, random.Random(seed))
+        assert not result.problems, result
+
+
+@pytest.mark.sweep
+def test_a_run_that_is_not_started_again_can_be_resumed(whole: Path, job: Path, tmp_path: Path) -> None:
+    """It ends as docs/errors.md says. Then it goes on; and once it has ended, nothing changes any more."""
+    with weft_train(job, LAYOUT, tmp_path / "run", "--max-restarts", "0") as command:
+        victim = command.rank_at(1, 7)
+        os.kill(victim.pid, signal.SIGKILL)
+        assert command.wait() == 1, command.printed()
+        errors = command.errors()
+    log = tmp_path / "run" / "logs" / "rank-1.err"
+    assert errors[0].startswith(f"weft: rank 1 on {os.uname().nodename} was killed by SIGKILL; ")
+    assert errors[0].endswith(f"; log {log}")
+    assert errors[1:3] == ["error: RankFailure", "rank 1 was killed by SIGKILL"]
+    assert f"  where: {log}" in errors
+    assert not any("Traceback" in line for line in errors)
+    assert step_of(list_checkpoints(tmp_path / "run")[0]) in (4, 6)  # that of step 6 may not have been whole yet
+    resumed = Job.load(job, [f"out={tmp_path / 'run'}"])
+    train(resumed, ranks=2, resume="auto", say=lambda text: None)
+    assert differences(whole, tmp_path / "run") == []
+    ended = contents(tmp_path / "run")
+    with weft_train(job, LAYOUT, tmp_path / "run", "--resume", "auto") as command:
+        assert command.wait() == 0, command.printed()
+    assert "the run has ended, after step 8 of 8" in command.printed()
+    assert contents(tmp_path / "run") == ended
+
+
+# Standing still
+
+
+@pytest.mark.sweep
+def test_a_second_of_standing_still_is_nobodys_business(whole: Path, job: Path, tmp_path: Path) -> None:
+    with weft_train(job, LAYOUT, tmp_path / "run", "--max-restarts", "3") as command:
+        victim = command.rank_at(1, 4)
+        os.kill(victim.pid, signal.SIGSTOP)
+        time.sleep(1)
+        state, step = process_state(victim.pid), victim.record().step
+        os.kill(victim.pid, signal.SIGCONT)
+        assert command.wait() == 0, command.printed()
+    assert (state, step in range(4, 8)) == ("T", True)  # before the last step
+    assert command.errors() == []
+    assert differences(whole, tmp_path / "run") == []
+
+
+@pytest.mark.sweep
+def test_a_rank_that_stands_still_for_good_is_named_and_the_run_goes_on(whole: Path, job: Path, tmp_path: Path) -> None:
+    options = ("--max-restarts", "1", "--set", f"guard.patience_seconds={PATIENCE}")
+    with weft_train(job, LAYOUT, tmp_path / "run", *options) as command:
+        victim = command.rank_at(1, 4)
+        stopped = time.monotonic()
+        os.kill(victim.pid, signal.SIGSTOP)
+        assert command.wait() == 0, command.printed()
+    first, *others = [line for line in command.lines if line.error]
+    assert first.text.startswith(f"weft: rank 1 on {os.uname().nodename} "), command.printed()
+    assert "stopped by a signal" in first.text
+    assert Limits.stopped < first.seconds - stopped < Limits.stopped + 2
+    ended = next(line for line in others if "attempt 1 starts 2 ranks" in line.text)
+    assert "rank 1 made no progress for" in ended.text
+    assert PATIENCE < ended.seconds - stopped < PATIENCE + 15
+    assert differences(whole, tmp_path / "run") == []
+
+
+# Errors
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from weft.cluster.launch import launch
+
+out, rank = sys.argv[1:]
+launch([sys.executable, rank, out, "auto"], ranks=2, log_dir=Path(out) / "logs", max_restarts=1)
+"""
+BROKEN_RANK = """
+import os
+from torch.nn.modules.module import register_module_forward_pre_hook
+from weft.cluster.launch import rank_main
+from weft.train.rank import main
+
+forwards = 0
+
+def break_step_3(module, arguments):  # a step has two micro-batches
+    global forwards
+    forwards += type(module).__name__.endswith("ForCausalLM")
+    if forwards == 5 and os.environ["RANK"] == "1" and os.environ["WEFT_ATTEMPT"] == "0":
+        raise ValueError("an odd token")
+
+register_module_forward_pre_hook(break_step_3)
+rank_main(main)
+"""
+
+
+@pytest.mark.sweep
+def test_an_exception_of_one_rank_is_the_first_error(whole: Path, tmp_path: Path) -> None:
+    out, launcher, rank = (tmp_path / name for name in ("run", "launcher.py", "rank.py"))
+    launcher.write_text(LAUNCHER)
+    rank.write_text(BROKEN_RANK)
+    out.mkdir()
+    for name in ("job.toml", "prepared.json"):
+        shutil.copy(whole / name, out)
+    with Command([sys.executable, str(launcher), str(out), str(rank)]) as command:
+        assert command.wait() == 0, command.printed()
+    first = command.errors()[0]
+    assert first.startswith(
+        f"weft: rank 1 on {os.uname().nodename} left with exit code 1 (ValueError: an odd token); step 3"
+    )
+    log = tmp_path / "run/logs/rank-1.traceback"
+    assert first.endswith(f"; log {log}")
+    assert "in break_step_3" in log.read_text()
+    assert differences(whole, tmp_path / "run") == []
+
+
+# Refusals
+
+
+@pytest.mark.sweep
+def test_resuming_where_nothing_is_begins(whole: Path, job: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    train(Job.load(job), ranks=2, resume="auto", say=lambda text: None)
+    assert differences(whole, tmp_path / "run") == []
+
+
+@pytest.fixture
+def ended(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the calm run."""
+    return Path(shutil.copytree(whole, tmp_path / "ended"))
+
+
+def test_other_batches_are_refused_before_anything_is_touched(ended: Path, job: Path) -> None:
+    before = contents(ended)
+    settings = ("--set", "train.global_batch=8", "--set", "train.steps=20")
+    with weft_train(job, LAYOUT, ended, "--resume", "auto", *settings) as command:
+        assert command.wait() == 2, command.printed()
+    errors = command.errors()
+    assert errors[:2] == ["error: JobError", "train.global_batch = 8; the checkpoint was made with 4"]
+    assert len(errors) == 5  # class, what, where, rule, fix
+    assert contents(ended) == before
+
+
+@pytest.mark.sweep
+def test_a_damaged_checkpoint_is_refused_by_name(whole: Path, ended: Path) -> None:
+    folder = folder_of(ended, 6)
+    shard = folder / "shard-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    before = contents(ended)
+    with weft_train(whole.parent / "job.toml", LAYOUT, ended, "--resume", str(folder)) as command:
+        assert command.wait() == 2, command.printed()
+    errors = command.errors()
+    assert "shard-00001.safetensors" in errors[1]
+    assert any(line.strip().startswith(f"where: {folder}") for line in errors)
+    assert {name: data for name, data in contents(ended).items() if name.startswith("step-")} == {
+        name: data for name, data in before.items() if name.startswith("step-")
+    }

@@ -1,0 +1,62 @@
+"""Checkpoints for tests, of tiny models under any plan, taken on ranks of the pool."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.lab.parity import SETTINGS, packed_batches, share
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import allocate, build_on_meta, gather_weights, materialize, read_config
+from weft.checkpoint.manifest import Position, verify_folder
+from weft.checkpoint.restore import Reader, restore, verify_together
+from weft.checkpoint.snapshot import Snapshots, Target
+from weft.cluster.device import detect
+from weft.cluster.mesh import build_mesh, data_rank
+from weft.job import Checkpoint, Job, Model
+from weft.parallel.parallelize import parallelize
+from weft.plan import Plan
+from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer
+from weft.train.step import evaluate, train_step
+
+CPU = torch.device("cpu")
+
+
+def keep(
+    rank: int, world_size: int, source: Model, plan: Plan, run: Path, steps: tuple[int, int], begin: Path | None
+) -> dict[str, torch.Tensor]:
+    """Train from a checkpoint or from scratch, and leave a checkpoint; the weights, whole, by another way."""
+    plan = plan.resolve(world_size)
+    mesh = build_mesh(plan, "cpu", world_size)
+    model = build_on_meta(read_config(source), DTYPES[plan.precision.update])
+    anatomy = read_anatomy(model)
+    parallelize(model, plan, mesh)
+    if begin:
+        allocate(model, CPU)
+        optimizer = build_optimizer(model, SETTINGS)
+        with Reader(begin, verify_together(begin)) as reader:
+            restore(model, anatomy, optimizer, reader, lambda files: None)
+    else:
+        materialize(model, source, CPU)
+        optimizer = build_optimizer(model, SETTINGS)
+    for whole in packed_batches(read_config(source).get_text_config().vocab_size)[slice(*steps)]:
+        batch = share(whole, data_rank(mesh), plan.parallel.data_ranks, 1)
+        train_step(model, optimizer, batch, plan, mesh, LossScale(), 0.5)
+        evaluate(model, batch, mesh)  # which may leave weights gathered
+    job = Job(model=source, plan=plan, checkpoint=Checkpoint(every=1))
+    snapshots = Snapshots(job, model, anatomy, optimizer, detect(), CPU, mesh)
+    step, target = steps[1], Target(run, rank == 0, keep=0, keep_hours=0)
+    assert snapshots.take(Position(step=step, next_batch=step, loss_scale=LossScale()), target) > 0
+    snapshots.finish()
+    dist.barrier()
+    assert rank or "beside training" in "".join(snapshots.take_news())
+    return gather_weights(model)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything but generators, which belong to ranks."""
+    manifest = verify_folder(folder)
+    with Reader(folder, manifest) as reader:
+        return {name: reader.read(name) for name in manifest.tensors if not name.startswith("rng/")}
