@@ -314,3 +314,18 @@ def test_a_link_breaks_for_a_second_and_for_good(launchers: list[Launcher]) -> N
     first.order("leave")
     second.order("leave")
     assert [launcher.process.wait(30) for launcher in launchers] == [0, 0, 0]
+
+
+def test_what_is_read_late_was_written_before(meeting: Meeting) -> None:
+    """A host is lost just after a heartbeat that nobody has read yet: reading it says nothing of how the host is now."""
+    late, lost = together(
+        [lambda: meeting.join(0, 2, interval=0.5), lambda: meeting.join(1, 2)],
+    )
+    until(lambda: late.look()[1].silent_seconds < 0.05)  # it has just looked, and does so again in 0.5 s
+    time.sleep(0.2)
+    with lost._news:
+        lost._ended = True  # as a power failure does: without a word
+    lost._thread.join()
+    end = time.monotonic()
+    until(lambda: late.look()[1].silent_seconds < time.monotonic() - end)  # its last heartbeat has been read
+    assert late.look()[1].spoke_seconds >= time.monotonic() - end

@@ -73,6 +73,9 @@ class HostState:
     status: Status
     report: str | None
     silent_seconds: float
+    """Since something new was read of it."""
+    spoke_seconds: float
+    """Since that was written, at most: it was not there when this host read before."""
     gone: bool
     """Whether it has left, or cannot be reached, whatever it has reported before."""
     entry: Entry
@@ -155,6 +158,7 @@ class Board:
             )
         self._entries: list[Entry | None] = [None] * hosts
         self._heard = [time.monotonic()] * hosts
+        self._spoke, self._looked = list(self._heard), time.monotonic()
         self._texts = [NOBODY] * hosts
         self._notice = self._written = NOBODY
         self._freed: dict[int, str] = {}
@@ -270,8 +274,19 @@ class Board:
             status = "failed"
         elif silent_too_long:
             status = "unreachable"
-        report, gone = entry.report if failed else None, entry.left or silent_too_long
-        return HostState(host, entry.name, entry.pid, entry.ranks, entry.attempt, status, report, silent, gone, entry)
+        return HostState(
+            host,
+            entry.name,
+            entry.pid,
+            entry.ranks,
+            entry.attempt,
+            status,
+            report=entry.report if failed else None,
+            silent_seconds=silent,
+            spoke_seconds=0.0 if host == self.host else time.monotonic() - self._spoke[host],
+            gone=entry.left or silent_too_long,
+            entry=entry,
+        )
 
     def _keep_up(self) -> None:
         """The thread. No other uses the store, which may keep it waiting."""
@@ -280,6 +295,7 @@ class Board:
                 self._mine = replace(self._mine, beat=self._mine.beat + 1)
                 changes, text, notice = self._changes, json.dumps(asdict(self._mine)), self._notice
                 freed, self._freed = self._freed, {}
+            looks = time.monotonic()
             try:
                 texts, notice = self._exchange(text, notice, freed)
             except (dist.DistError, _Replaced):
@@ -292,7 +308,8 @@ class Board:
                     if other != self._texts[host]:
                         fields = json.loads(other)
                         self._entries[host] = Entry(**fields) if fields else None
-                        self._texts[host], self._heard[host] = other, time.monotonic()
+                        self._texts[host], self._heard[host], self._spoke[host] = other, time.monotonic(), self._looked
+                self._looked = looks
                 if self.host:
                     self._notice = notice
                 self._published = changes

@@ -210,9 +210,12 @@ class Team:
         return next(iter(causes + lost), None)
 
     def has_heard(self, seconds: float) -> bool:
-        """Whether each other host has had the time, within the last `seconds`, to say what it knows."""
-        silent = [state.silent_seconds for state in self._others() if not state.gone]
-        return seconds > max([HEARING_SECONDS, *silent])
+        """Whether each other host has had the time, within the last `seconds`, to say what it knows.
+
+        What is read of a host that was lost at that time may have been written before: it counts from when it was written.
+        """
+        spoke = [state.spoke_seconds for state in self._others() if not state.gone]
+        return seconds > max([HEARING_SECONDS, *spoke])
 
     def last_words(self) -> Failure | None:
         """When only consequences are seen on all hosts: what all of them should say."""
