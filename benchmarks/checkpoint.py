@@ -4,8 +4,9 @@
 
 Two ranks train one model under ZeRO-3; the same shards are saved in turn by each system. In a turn the state is saved once, and
 then some steps are taken while it is written. Blocked is what training waited for the save to return; the slow-down is that
-of the steps after it, beside the steps of a turn in which nothing is saved, in the same repeat. Written is when the state was
-on the disk, counted from the save.
+of the steps after it, beside the steps of a turn in which nothing is saved, in the same repeat; CPU beside is what other threads
+of a rank than its training took meanwhile: where all cores are busy, that is what they take from training. Written is when the
+state was on the disk, counted from the save.
 """
 
 import argparse
@@ -189,7 +190,7 @@ def turn(training: Training, saver: Saver, number: int, steps: int) -> dict[str,
     """Save once, and go on training."""
     training.step()
     dist.barrier()
-    begin = time.perf_counter()
+    begin, others = time.perf_counter(), time.process_time() - time.thread_time()
     saver.save(number)
     blocked = time.perf_counter() - begin
     dist.barrier()
@@ -198,8 +199,10 @@ def turn(training: Training, saver: Saver, number: int, steps: int) -> dict[str,
         training.step()
     stepped = time.perf_counter() - first
     written = saver.finish() - begin
+    beside = time.process_time() - time.thread_time() - others
     dist.barrier()
-    return {"blocked": largest(blocked), "steps": largest(stepped), "written": largest(written)}
+    found = {"blocked": blocked, "steps": stepped, "written": written, "beside": beside}
+    return {name: largest(seconds) for name, seconds in found.items()}
 
 
 def run_rank(rank: int, port: int, folder: Path, repeats: int, steps: int, results: Any) -> None:
@@ -286,7 +289,16 @@ def print_table(
 ) -> None:
     alone = statistics.median(found["steps"] for found in turns["nothing"])
     table = Table(title=f"{RANKS} ranks; {steps} steps take {alone:.1f} s where nothing is saved")
-    for column in ("", "MiB", "blocked, s", "first, s", f"slow-down of {steps} steps", "written after, s", "load, s"):
+    for column in (
+        "",
+        "MiB",
+        "blocked, s",
+        "first, s",
+        f"slow-down of {steps} steps",
+        "CPU beside, s",
+        "written after, s",
+        "load, s",
+    ):
         table.add_column(column, justify="left" if not column else "right")
     for name in list(SYSTEMS)[1:]:
         table.add_row(
@@ -295,6 +307,7 @@ def print_table(
             spread([found["blocked"] for found in turns[name]], ".3f"),
             f"{firsts[name]:.3f}",
             spread([100 * share for share in slow_downs(turns, name)], ".1f") + " %",
+            spread([found["beside"] for found in turns[name]], ".2f"),
             spread([found["written"] for found in turns[name]], ".2f"),
             f"{min(loads[name]):.2f}",
         )

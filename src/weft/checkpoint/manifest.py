@@ -5,8 +5,8 @@
         shard-00001.safetensors
         manifest.json
 
-The manifest names every file with its size and SHA-256, and every tensor with its shape, format and the files its parts lie
-in. Its own last line is the SHA-256 of all bytes before it. Nothing is read from a folder before its manifest is whole, and
+The manifest names every file with its size and BLAKE3 digest, and every tensor with its shape, format and the files its parts
+lie in. Its own last line is the digest of all bytes before it. Nothing is read from a folder before its manifest is whole, and
 no byte that is read is ever executed.
 """
 
@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from blake3 import blake3
 from pydantic import Field, ValidationError
 
 from weft.errors import CheckpointError
@@ -49,7 +50,7 @@ class File(Table):
     """One file of a checkpoint."""
 
     bytes: Size
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    blake3: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Part(Table):
@@ -122,7 +123,7 @@ def library_versions() -> dict[str, str]:
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
     """Write `manifest.json` and wait until it, and the names of all files, are on the disk."""
-    path, digest = folder / NAME, hashlib.sha256()
+    path, digest = folder / NAME, blake3()
     with path.open("wb") as file:
         for text in _dump(manifest):
             digest.update(text.encode())
@@ -145,7 +146,7 @@ def _dump(manifest: Manifest) -> Iterator[str]:
 
 
 def _last_line(digest: str) -> bytes:
-    return f'"sha256": "{digest}"}}\n'.encode()
+    return f'"blake3": "{digest}"}}\n'.encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -165,12 +166,12 @@ def read_manifest(folder: Path) -> Manifest:
             rule=f"a checkpoint is a folder with a {NAME}, which is written last",
             fix="`weft checkpoint ls` lists the checkpoints of a run",
         ) from None
-    end = raw.rfind(b'"sha256"')
-    if end < 0 or raw[end:] != _last_line(hashlib.sha256(raw[:end]).hexdigest()):
+    end = raw.rfind(b'"blake3"')
+    if end < 0 or raw[end:] != _last_line(blake3(raw[:end]).hexdigest()):
         raise _damaged(path, "its bytes do not match the digest in its last line")
     try:
         fields = json.loads(raw)
-        del fields["sha256"]
+        del fields["blake3"]
         manifest = Manifest.model_validate(fields)
     except (ValueError, TypeError, RecursionError, ValidationError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from None
@@ -215,10 +216,10 @@ def verify_file(folder: Path, name: str, file: File) -> str | None:
         return f"{name} has {size} bytes, {file.bytes} were written"
     try:
         with path.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
+            found = hashlib.file_digest(content, blake3).hexdigest()  # type: ignore[arg-type]
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    return None if found == file.sha256 else f"{name} has the digest {found[:16]}..., {file.sha256[:16]}... was written"
+    return None if found == file.blake3 else f"{name} has the digest {found[:16]}..., {file.blake3[:16]}... was written"
 
 
 def verify_names(folder: Path, manifest: Manifest) -> str | None:
@@ -248,7 +249,7 @@ def refused(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         problem,
         where=str(folder),
-        rule="every file of a checkpoint has the size and the SHA-256 of its manifest, and no other file is there",
+        rule="every file of a checkpoint has the size and the digest of its manifest, and no other file is there",
         fix="use another step: --resume auto takes the newest that verifies",
     )
 

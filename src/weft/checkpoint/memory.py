@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from blake3 import blake3
 from torch import Tensor
 
 from weft.checkpoint.folders import clean, folder_of, list_checkpoints, step_of
@@ -195,7 +196,7 @@ def place_of_host() -> list[str]:
 
 
 def _digest(folder: Path) -> str:
-    return hashlib.sha256((folder / NAME).read_bytes()).hexdigest()
+    return blake3((folder / NAME).read_bytes()).hexdigest()
 
 
 def _unique(values: list[list[str]]) -> list[list[str]]:

@@ -1,14 +1,17 @@
 """A safetensors file as one buffer: a snapshot is laid out in memory as it will lie on the disk, or with a neighbour rank."""
 
-import hashlib
+import errno
+import fcntl
 import json
 import math
 import os
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from weft.checkpoint.manifest import CHUNK, FORMAT_BYTES, File
@@ -29,6 +32,9 @@ FORMATS = {
 }
 """Names that safetensors gives to formats, by torch's."""
 TORCH_FORMATS = {name: dtype for dtype, name in FORMATS.items()}
+
+
+BLOCK = 4096  # bytes; what goes past the page cache begins and ends at a multiple, in memory and in the file
 
 
 class Slot(NamedTuple):
@@ -63,7 +69,9 @@ class Shard:
             end += slot.bytes
         header = json.dumps(table).encode()
         header += b" " * (-len(header) % 8)
-        self.buffer = torch.zeros(8 + len(header) + end, dtype=torch.uint8, pin_memory=pinned)
+        size = 8 + len(header) + end
+        room = torch.zeros(size + BLOCK, dtype=torch.uint8, pin_memory=pinned)
+        self.buffer = room[-room.data_ptr() % BLOCK :][:size]
         self.buffer[: 8 + len(header)] = torch.frombuffer(
             bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8
         )
@@ -77,18 +85,37 @@ class Shard:
 def write_bytes(buffer: Tensor, path: Path) -> File:
     """Write a buffer to a new file, wait until it is on the disk, and return its size and digest.
 
-    Nothing in it holds Python's lock for long: it runs beside training.
+    Nothing in it holds Python's lock for long, and the disk fetches the bytes itself: it runs beside training. A file system
+    that cannot write past the page cache (tmpfs, some of networks) writes through it.
     """
-    digest, array = hashlib.sha256(), buffer.numpy()
-    view = memoryview(array)  # type: ignore[arg-type]
+    digest, view = blake3(), memoryview(buffer.numpy())  # type: ignore[arg-type]
     with path.open("xb", buffering=0) as file:
+        direct = _write_past_cache(file, buffer.data_ptr() % BLOCK == 0)
         for start in range(0, len(view), CHUNK):
             piece = view[start : start + CHUNK]
             digest.update(piece)
+            if len(piece) % BLOCK:  # the last
+                direct = _write_past_cache(file, False)
             while piece:  # the system may take less than it is given
-                piece = piece[file.write(piece) :]
+                try:
+                    piece = piece[file.write(piece) :]
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not direct:
+                        raise
+                    direct = _write_past_cache(file, False)
         os.fsync(file.fileno())
-    return File(bytes=len(view), sha256=digest.hexdigest())
+    return File(bytes=len(view), blake3=digest.hexdigest())
+
+
+def _write_past_cache(file: FileIO, wanted: bool) -> bool:
+    """Let writes go past the page cache, or through it; whether they go past it."""
+    flag = getattr(os, "O_DIRECT", 0)  # of Linux
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | flag if wanted else flags & ~flag)
+    except OSError:  # this file system cannot
+        return False
+    return wanted and bool(flag)
 
 
 def check_room(path: Path, size: int) -> None:

@@ -113,6 +113,8 @@ class Snapshots:
         """Where the pieces lie in it."""
         self.parts = ""
         """What it holds, as rank 0 is told."""
+        self.merged: tuple[list[str], dict[str, Entry]] = [], {}
+        """The parts of all ranks and the tensors they make, of the last checkpoint that this rank led."""
         self.copied: Any = None
         """The event after which the state may change."""
         optimizer.register_step_pre_hook(self._wait_for_copy)
@@ -261,12 +263,18 @@ class Snapshots:
             data=self.data,
             versions=library_versions(),
             files={file_name(rank): File(**report["file"]) for rank, report in enumerate(reports)},
-            tensors=_merge([json.loads(report["parts"]) for report in reports]),
+            tensors=self._merged([report["parts"] for report in reports]),
         )
         write_manifest(manifest, part_of(target.folder, position.step))
         folder = commit_folder(target.folder, position.step)
         retire(target.folder, target.keep, target.keep_hours)
         return folder, manifest.bytes
+
+    def _merged(self, parts: list[str]) -> dict[str, Entry]:
+        """The tensors of all files. Ranks seldom change what they hold: it is made when they have."""
+        if parts != self.merged[0]:
+            self.merged = parts, _merge([json.loads(text) for text in parts])
+        return self.merged[1]
 
     def _await_report(self, rank: int) -> dict[str, Any]:
         key, deadline = f"{self.prefix}/{rank}/number", time.monotonic() + COMMIT_SECONDS
