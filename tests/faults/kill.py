@@ -1,6 +1,6 @@
 """Real runs whose ranks are killed at random: each goes on by itself, and ends with the bits of one that was left alone.
 
-    python -m tests.faults.kill --trials 100 [--seed 0] [--minutes 40]      # one kill a run, layouts in turn
+    python -m tests.faults.kill --trials 100 [--kills 5] [--seed 0] [--minutes 40]      # five kills a run, layouts in turn
     python -m tests.faults.kill --every 15 --steps 600                      # one run, a kill every 15 seconds
 
 Prints a line for each fault, and a table; exits with 1 if a run did not go on as promised.
@@ -42,12 +42,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3 on 2": (2, {"zero": 3}),
 }
 FOUR_RANKS = tuple(name for name, (ranks, _) in LAYOUTS.items() if ranks == 4)
-STEPS, EVERY = 8, 2  # of a trial: optimizer steps, and those between two checkpoints
+STEPS, EVERY = 8, 2  # of a run with one kill: optimizer steps, and those between two checkpoints
+MORE_STEPS = 6  # for each other kill
 STEP_SECONDS = 0.1  # about; a kill comes at any moment of a step
 NAMING_SECONDS = 1.0  # promised, from the death of a rank to the line that names it
 START_SECONDS = 120.0  # that ranks may take to begin; a run of some seconds hangs after as many
 WRITING = "a checkpoint is being written"
 NAMED = re.compile(r"weft: rank (\d+) on \S+ was killed by SIGKILL; (?:\w+ at )?step (\d+)")
+RESTART = re.compile(r"attempt \d+ starts \d+ ranks in .+ restart \d of 3")
 PROGRESS = re.compile(r"step[ -]\d|held-out")  # what rank 0 may still say of a step, a checkpoint or an evaluation
 
 
@@ -196,9 +198,9 @@ def differences(whole: Path, parts: Path) -> list[str]:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
-    """A run one of whose ranks was killed."""
+    """A kill, and what came of it."""
 
     layout: str
     rank: int
@@ -207,8 +209,15 @@ class Trial:
     problems: list[str]
 
 
-def trial(folder: Path, layout: str, whole: Path, chance: random.Random) -> Trial:
-    """Kill a random rank at a random moment of a run, and look how it goes on and ends.
+def steps_of(kills: int) -> int:
+    """Steps of a run with so many kills."""
+    return STEPS + MORE_STEPS * (kills - 1)
+
+
+def trials(folder: Path, layout: str, whole: Path, chance: random.Random, kills: int = 1) -> list[Trial]:
+    """Kill random ranks at random moments of a run, one after the other, and look how it goes on and ends.
+
+    No rank is killed twice in a row: the run would leave it out, and go on with another layout.
 
     Args:
         folder: for the job and the run.
@@ -216,56 +225,73 @@ def trial(folder: Path, layout: str, whole: Path, chance: random.Random) -> Tria
         whole: an undisturbed run of the same job.
         chance: decides all that is random.
     """
-    rank, writing = chance.randrange(LAYOUTS[layout][0]), chance.random() < 0.3
-    step = chance.randrange(1, STEPS - EVERY if writing else STEPS)  # at least two checkpoints are still to be written
-    delay = chance.uniform(0, STEP_SECONDS)
-    out = folder / "run"
-    with weft_train(job_file(folder, layout), layout, out, "--max-restarts", "3") as command:
-        victim = command.rank_at(rank, step)
-        if writing:
-            drafts = [part_of(out, saved) for saved in range(EVERY, STEPS + 1, EVERY)]
-            command.until(lambda: any(path.exists() for path in drafts), WRITING)
-            delay /= 10
-        time.sleep(delay)
-        before = victim.record()
-        killed = time.monotonic()
-        os.kill(victim.pid, signal.SIGKILL)
-        after = victim.record()
+    out, steps, done = folder / "run", steps_of(kills), list[Trial]()
+    job = job_file(folder, layout, train={"steps": steps})
+    with weft_train(job, layout, out, "--max-restarts", "3") as command:
+        for number in range(kills):
+            ranks = {*range(LAYOUTS[layout][0])} - {trial.rank for trial in done[-1:]}
+            done.append(kill_one(command, layout, chance.choice(sorted(ranks)), MORE_STEPS * number, out, chance))
         exit_code = command.wait()
-    said = [line for line in command.lines if line.seconds > killed]
-    complaints = [line for line in said if line.error or not PROGRESS.match(line.text)]
-    first = complaints[0] if complaints else Line(killed, True, "nothing")
-    named, steps = NAMED.match(first.text), {before.step or 0, after.step or before.step or 0}
+    found = [f"exit code {exit_code}"] if exit_code else differences(whole, out)
+    for trial in done:
+        trial.problems += found
+    return done
+
+
+def kill_one(command: Command, layout: str, rank: int, first_step: int, out: Path, chance: random.Random) -> Trial:
+    """Kill a rank at a random moment behind a step, and wait for the announcement of the next attempt."""
+    writing = chance.random() < 0.3
+    # While writing: at least two checkpoints are still to be written
+    step = first_step + chance.randrange(1, STEPS - EVERY if writing else STEPS)
+    delay = chance.uniform(0, STEP_SECONDS)
+    victim = command.rank_at(rank, step)
+    if writing:
+        drafts = [part_of(out, saved) for saved in range(EVERY, first_step + STEPS + 1, EVERY)]
+        command.until(lambda: any(path.exists() for path in drafts), WRITING)
+        delay /= 10
+    time.sleep(delay)
+    before = victim.record()
+    killed = time.monotonic()
+    os.kill(victim.pid, signal.SIGKILL)
+    after = victim.record()
+
+    def said() -> list[Line]:
+        return [line for line in command.lines if line.seconds > killed]
+
+    command.until(lambda: any(RESTART.search(line.text) for line in said()), "the next attempt is announced")
+    complaints = [line for line in said() if line.error or not PROGRESS.match(line.text)]
+    named, steps = NAMED.match(complaints[0].text), {before.step or 0, after.step or before.step or 0}
+    seconds = complaints[0].seconds - killed
     checks = {
-        f"exit code {exit_code}": exit_code == 0,
-        f"the first that was said: {first.text}": named and int(named[1]) == rank and int(named[2]) in steps,
-        "named too late": first.seconds - killed < NAMING_SECONDS,
-        "no restart": any("restart 1 of 3" in line.text for line in said),
+        f"the first that was said: {complaints[0].text}": named and int(named[1]) == rank and int(named[2]) in steps,
+        "named too late": seconds < NAMING_SECONDS,
     }
-    problems = [text for text, good in checks.items() if not good] or differences(whole, out)
     moment = f"{before.phase}{' ' if before.phase == 'step' else ' at step '}{before.step}"
-    return Trial(layout, rank, f"{moment}, {WRITING}" if writing else moment, first.seconds - killed, problems)
+    moment += f", {WRITING}" if writing else ""
+    return Trial(layout, rank, moment, seconds, [text for text, good in checks.items() if not good])
 
 
-def many_runs(folder: Path, trials: int, minutes: float, chance: random.Random) -> bool:
-    """Trials of all layouts in turn; whether all went well."""
-    wholes = {layout: run_alone(folder, layout) for layout in FOUR_RANKS[:trials]}
+def many_runs(folder: Path, count: int, kills: int, minutes: float, chance: random.Random) -> bool:
+    """Trials of all layouts in turn, so many in a run; whether all went well."""
+    wholes: dict[str, Path] = {}
     done: list[Trial] = []
     begin = time.monotonic()
-    for number in range(trials):
+    for number in range(-(-count // kills)):
         if time.monotonic() - begin > 60 * minutes:
-            print(f"{minutes:g} minutes are over after {number} of {trials} trials")
+            print(f"{minutes:g} minutes are over after {len(done)} of {count} trials")
             break
-        layout, place, start = FOUR_RANKS[number % len(FOUR_RANKS)], folder / f"trial-{number}", time.monotonic()
-        result = trial(place, layout, wholes[layout], chance)
-        done.append(result)
-        verdict = "; ".join(result.problems) or "bit-equal"
-        print(
-            f"{number + 1:3}  {layout:11} rank {result.rank} killed in {result.moment}: named in "
-            f"{result.naming_seconds:.2f} s, {verdict}; {time.monotonic() - start:.0f} s",
-            flush=True,
-        )
-        if not result.problems:
+        layout, place, start = FOUR_RANKS[number % len(FOUR_RANKS)], folder / f"run-{number}", time.monotonic()
+        if layout not in wholes:
+            wholes[layout] = run_alone(folder, layout, train={"steps": steps_of(kills)})
+        found = trials(place, layout, wholes[layout], chance, kills)
+        for result in found:
+            done.append(result)
+            print(
+                f"{len(done):3}  {layout:11} rank {result.rank} killed in {result.moment}: named in "
+                f"{result.naming_seconds:.2f} s, {'; '.join(result.problems) or 'bit-equal'}"
+            )
+        print(f"run {number + 1}: {time.monotonic() - start:.0f} s", flush=True)
+        if not any(result.problems for result in found):
             shutil.rmtree(place)
     table = Table("layout", "trials", "bit-equal", "median naming time", "worst")
     for layout in (*FOUR_RANKS, "all"):
@@ -281,10 +307,7 @@ def many_runs(folder: Path, trials: int, minutes: float, chance: random.Random) 
 
 
 def one_run(folder: Path, layout: str, steps: int, every: float, chance: random.Random) -> bool:
-    """A run that loses a rank every so many seconds; whether it ends as one that loses none.
-
-    No rank is killed twice in a row: the run would leave it out, and go on with another layout.
-    """
+    """A run that loses a rank every so many seconds, never one twice in a row; whether it ends as one that loses none."""
     tables = {"train": {"steps": steps}, "checkpoint": {"every": 10}}
     whole = run_alone(folder, layout, **tables)
     faults, last, begin = 0, -1, time.monotonic()
@@ -315,8 +338,9 @@ def one_run(folder: Path, layout: str, steps: int, every: float, chance: random.
 def main() -> None:
     """Run what the command line says, in a folder that goes if all is well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=4, help="runs with one kill each")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="no trial begins later")
+    parser.add_argument("--trials", type=int, default=4, help="kills")
+    parser.add_argument("--kills", type=int, default=5, help="of each run")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no run begins later")
     parser.add_argument("--every", type=float, help="instead, one run with a kill every so many seconds")
     parser.add_argument("--steps", type=int, default=600, help="of that run")
     parser.add_argument("--seed", type=int, default=0)
@@ -325,7 +349,7 @@ def main() -> None:
     if options.every:
         good = one_run(folder, FOUR_RANKS[0], options.steps, options.every, chance)
     else:
-        good = many_runs(folder, options.trials, options.minutes, chance)
+        good = many_runs(folder, options.trials, options.kills, options.minutes, chance)
     if good:
         shutil.rmtree(folder)
     else:

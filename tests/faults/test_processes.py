@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.kill import FOUR_RANKS, Command, differences, job_file, run_alone, trial, weft_train
+from tests.faults.kill import FOUR_RANKS, Command, differences, job_file, run_alone, steps_of, trials, weft_train
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.cluster.guardian import Limits, process_state
 from weft.job import Job
@@ -43,16 +43,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_rank_is_killed_and_the_run_goes_on(whole: Path, tmp_path: Path) -> None:
-    result = trial(tmp_path, LAYOUT, whole, random.Random(3))
-    assert not result.problems, result
+    for result in trials(tmp_path, LAYOUT, whole, random.Random(3)):
+        assert not result.problems, result
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("layout", FOUR_RANKS)
 def test_a_rank_is_killed_in_every_layout(layout: str, tmp_path: Path) -> None:
-    calm = run_alone(tmp_path, layout)
-    for seed in range(3):
-        result = trial(tmp_path / str(seed), layout, calm, random.Random(seed))
+    calm = run_alone(tmp_path / "calm", layout, train={"steps": steps_of(kills=2)})
+    for result in trials(tmp_path, layout, calm, random.Random(3), kills=2):
         assert not result.problems, result
 
 
