@@ -3,7 +3,7 @@
 import pytest
 
 from weft.errors import PlanError
-from weft.plan import RULES, Parallel, Pipeline, Plan, Precision
+from weft.plan import RULES, Memory, Parallel, Pipeline, Plan, Precision
 
 
 def test_what_is_left_goes_to_dp_shard() -> None:
@@ -53,6 +53,9 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(precision=Precision(forward="fp32", update="bf16")),
         Plan(precision=Precision(reduce="fp16")),
         Plan(parallel=Parallel(zero=0), precision=Precision(reduce="bf16")),
+        Plan(memory=Memory(recompute=("block", "norm"))),
+        Plan(memory=Memory(recompute=("mlp", "activation"))),
+        Plan(memory=Memory(recompute_every=2)),
     ]
     for rule in RULES:
         assert any(rule.broken(plan) for plan in breaking), rule.name

@@ -80,12 +80,23 @@ class Precision(Table):
     """Factor on the loss that keeps fp16 gradients from underflowing: none, dynamic, or a fixed number."""
 
 
+class Memory(Table):
+    """What is not held on the device, or not held at all."""
+
+    recompute: tuple[Literal["block", "attention", "mlp", "activation", "norm"], ...] = ()
+    """What backward computes again instead of keeping it: whole blocks, their attention or mlp, or only what activation
+    functions and norms make."""
+    recompute_every: Degree = 1
+    """Only every so-manieth block does, the first one included."""
+
+
 class Plan(Table):
     """How a model runs on a cluster. Frozen; read by the runtime, the planner, checkpoints and the report alike."""
 
     parallel: Parallel = Parallel()
     pipeline: Pipeline = Pipeline()
     precision: Precision = Precision()
+    memory: Memory = Memory()
 
     def resolve(self, world_size: int) -> "Plan":
         """Check every rule and replace -1 by a number.
@@ -143,6 +154,24 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 # The one table of settings that exclude each other: the runtime, the planner and the docs read it.
 RULES: tuple[Rule, ...] = (
+    Rule(
+        name="recompute of blocks and of a part of them",
+        broken=lambda plan: "block" in plan.memory.recompute and len(plan.memory.recompute) > 1,
+        reason="a block that is computed again keeps nothing inside that a part could leave out",
+        fix='set plan.memory.recompute to ["block"], or to parts of a block',
+    ),
+    Rule(
+        name="recompute of mlp and of activation",
+        broken=lambda plan: {"mlp", "activation"} <= set(plan.memory.recompute),
+        reason="a feed-forward part that is computed again keeps nothing of its activation function",
+        fix="leave one of the two out of plan.memory.recompute",
+    ),
+    Rule(
+        name="recompute_every > 1 without recompute",
+        broken=lambda plan: plan.memory.recompute_every > 1 and not plan.memory.recompute,
+        reason="it chooses the blocks that compute again",
+        fix="set plan.memory.recompute, or leave plan.memory.recompute_every at 1",
+    ),
     Rule(
         name="virtual_stages > 1 without a pipeline",
         broken=lambda plan: plan.pipeline.virtual_stages > 1 and plan.parallel.pp == 1,

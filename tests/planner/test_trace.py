@@ -24,6 +24,7 @@ from weft.errors import JobError, PlanError
 from weft.job import Job
 from weft.parallel.data import model_state_bytes
 from weft.parallel.parallelize import parallelize
+from weft.plan import Memory
 from weft.planner.count import Count, count_step
 from weft.planner.steering import route_evenly
 from weft.planner.trace import Trace, assumed_batches, trace, trace_rank
@@ -94,7 +95,22 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan[0]['model_type']} {plan[1]} {plan[2]} {plan[3]}")
 def test_dry_run_equals_a_real_run(plan: tuple[dict[str, Any], str, int, dict[str, Any]]) -> None:
     model, precision, micro_batch, parallel = plan
-    job = job_for(model, precision, micro_batch, **parallel)
+    assert_dry_equals_real(job_for(model, precision, micro_batch, **parallel))
+
+
+def test_memory_is_what_recompute_leaves() -> None:
+    job = job_for(MOE, "bf16", 2, tp=2, zero=3)
+    peaks = []
+    for roles in ((), ("activation", "norm"), ("block",)):
+        memory = Memory(recompute=roles)
+        peaks.append(
+            assert_dry_equals_real(job.model_copy(update={"plan": job.plan.model_copy(update={"memory": memory})}))
+        )
+    assert peaks[0] > 1.1 * peaks[1] > 1.2 * peaks[2]
+
+
+def assert_dry_equals_real(job: Job) -> int:
+    """The largest bytes of activations at the peak of a rank."""
     close_pools()  # torch finds meshes of earlier runs in its caches, equal but for their groups
     dry_runs = [found.count for found in trace(job, RANKS, range(RANKS))]
     for dry, real in zip(dry_runs, run_ranks(RANKS, real_count, job), strict=True):
@@ -104,6 +120,7 @@ def test_dry_run_equals_a_real_run(plan: tuple[dict[str, Any], str, int, dict[st
         assert dry.peak == pytest.approx(real.peak, rel=0.02)
         for kind, size in real.peak_bytes.items():
             assert dry.peak_bytes[kind] == pytest.approx(size, rel=0.02, abs=0.02 * real.peak), kind
+    return max(found.peak_bytes["activations"] for found in dry_runs)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

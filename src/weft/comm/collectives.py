@@ -32,6 +32,7 @@ CARRIERS = (
     os.path.dirname(__file__),
     "shared_memory.py",
     "steering.py",
+    os.path.join("weft", "memory"),
     "contextlib.py",
 )
 

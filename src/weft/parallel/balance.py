@@ -35,6 +35,8 @@ class RouterWatch:
         self.num_experts = max((_count_experts(model, block) for block in anatomy.blocks), default=0)
         self.model, self.dtype = model, torch.promote_types(model.dtype, torch.float32)
         self.logits: list[Tensor] = []
+        self.hears = True
+        """Not while backward runs a block again: what it says has been heard."""
         self.counts_load = False
         self.load: dict[str, Tensor] = {}
         """Copies of tokens for each expert since `take_load`, by layer, [num_experts] int64: those of this rank's tokens."""
@@ -55,7 +57,7 @@ class RouterWatch:
         self.counts_load = True
 
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module.training:
+            if module.training and self.hears:
                 index = args[1] if len(args) > 1 else next(value for key, value in kwargs.items() if "ind" in key)
                 load = torch.bincount(index.flatten(), minlength=num_experts)[:num_experts]
                 self.load[name] = self.load[name] + load if name in self.load else load
@@ -63,7 +65,7 @@ class RouterWatch:
         experts.register_forward_pre_hook(count, with_kwargs=True)
 
     def _keep_logits(self, router: nn.Module, args: Any, out: Any) -> None:
-        if router.training:
+        if router.training and self.hears:
             self.logits.append(out[0])
 
     def no_sums(self, rows: int, device: torch.device) -> Tensor:

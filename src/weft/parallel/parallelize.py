@@ -1,5 +1,6 @@
 """The straight line: which technique is applied to a model, and in which order."""
 
+from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,6 +10,7 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.cluster.mesh import build_expert_mesh
 from weft.errors import PlanError
+from weft.memory.recompute import recompute
 from weft.parallel.balance import RouterWatch
 from weft.parallel.checks import check_tensors
 from weft.parallel.context import check_sequence
@@ -21,6 +23,7 @@ from weft.parallel.pipeline.runtime import Pipeline
 from weft.parallel.pipeline.weight_gradients import defer_weight_gradients
 from weft.parallel.replicate import replicate_data_parallel
 from weft.parallel.rows import split_sequences, take_whole_rows, takes_over_attention
+from weft.parallel.scene import remember_scene
 from weft.parallel.tensor import split_tensors
 from weft.parallel.weights import Layout, LocalWeights, shard_parameter
 from weft.plan import Plan
@@ -65,6 +68,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     if p.tp > 1 or own_attention:
         take_whole_rows(model, mesh)
     queue = defer_weight_gradients(model, anatomy) if p.pp > 1 and splits_backward(plan) else None
+    if plan.memory.recompute:
+        recompute(model, whole, {block.name for block in anatomy.blocks}, plan.memory, partial(remember_scene, model))
     split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel
     split_data(model, anatomy, plan, mesh, expert_mesh)
     if p.pp > 1:

@@ -1,0 +1,1 @@
+"""Holding less at once."""

@@ -1,0 +1,95 @@
+"""Computing again in backward what forward did not keep (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+
+What a block keeps for backward, by what `plan.memory.recompute` names:
+
+    block         its input, and what is computed again runs once more as a whole: forward a second time
+    attention     in the place of all inside: the input of the attention
+    mlp           the same of the feed-forward part, experts inside
+    activation    all but what activation functions, and the products of gates, make: `rebuild.py`, at next to no cost
+    norm          all but what norms make, the copies in float32 among it
+
+Attention that is computed again and outputs that are made again go together.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from weft.anatomy.roles import Anatomy, Block
+from weft.memory.rebuild import Tape
+from weft.plan import Memory
+
+Scene = AbstractContextManager[Any]
+Remember = Callable[[nn.Module], Callable[[], Scene]]
+
+
+def recompute(model: nn.Module, anatomy: Anatomy, own: set[str], memory: Memory, remember: Remember) -> None:
+    """Let blocks keep less for backward, in place. Gradients are the same, bit by bit.
+
+    Args:
+        model: split over all axes but data.
+        anatomy: of the whole model.
+        own: names of the blocks that are here.
+        memory: of the plan.
+        remember: called in forward with a module; what it returns is called in backward, and sets the scene for that forward
+            again: weights in flight, places of dropout.
+    """
+    for block in anatomy.blocks[:: memory.recompute_every]:
+        if block.name not in own:
+            continue
+        for name in whole_modules(block, memory):
+            module = model.get_submodule(name)
+            module.forward = partial(_run_again, module.forward, module, remember)
+        noted = noted_modules(block, memory)
+        if noted:
+            tapes: list[Tape] = []
+            for name in noted:
+                module = model.get_submodule(name)
+                module.forward = partial(_noted, module.forward, tapes)
+            module = model.get_submodule(block.name)
+            module.forward = partial(_taped, module.forward, tapes)
+
+
+def whole_modules(block: Block, memory: Memory) -> tuple[str, ...]:
+    """Names of the modules that are computed again as a whole."""
+    roles = {"block": (block.name,), "attention": block.attention, "mlp": block.mlp}
+    return tuple(name for role, names in roles.items() if role in memory.recompute for name in names)
+
+
+def noted_modules(block: Block, memory: Memory) -> tuple[str, ...]:
+    """Names of the modules inside of which results of cheap operations are made again; none is inside another."""
+    roles = {"norm": block.norms, "activation": block.mlp}
+    names = [name for role, names in roles.items() if role in memory.recompute for name in names]
+    return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+
+
+def _run_again(forward: Any, module: nn.Module, remember: Remember, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    scene = remember(module)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), scene()), **kwargs)
+
+
+def _taped(forward: Any, tapes: list[Tape], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a block."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    tapes.append(Tape())
+    try:
+        with tapes[-1].keeping():
+            return forward(*args, **kwargs)
+    finally:
+        tapes.pop()
+
+
+def _noted(forward: Any, tapes: list[Tape], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module inside."""
+    if not tapes:
+        return forward(*args, **kwargs)
+    with tapes[-1].noting():
+        return forward(*args, **kwargs)

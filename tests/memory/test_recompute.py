@@ -1,0 +1,155 @@
+"""What is computed again in backward changes no bit of a step, in any layout, and is not there in between."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lab.families import FAMILIES, family
+from tests.lab.live import LiveBytes
+from tests.lab.parity import Trace, packed_batches, plan_for, run_plan
+from tests.lab.pool import run_ranks
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_plain, read_config
+from weft.cluster.mesh import build_mesh
+from weft.job import Model
+from weft.parallel.parallelize import parallelize
+from weft.plan import Memory, Pipeline, Plan, Precision
+
+ROLES = (
+    ("block",),
+    ("attention",),
+    ("mlp",),
+    ("activation",),
+    ("norm",),
+    ("activation", "norm"),
+    ("attention", "activation"),
+)
+ALL = ("attention", "activation", "norm")
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "zero 0": (2, {"zero": 0}),
+    "zero 3": (2, {"zero": 3}),
+    "tp2 sp": (2, {"tp": 2, "zero": 1}),
+    "cp2 ring": (2, {"cp": 2, "zero": 2}),
+    "pp2": (2, {"pp": 2, "zero": 1}),
+    "tp2 x dp2": (4, {"tp": 2, "zero": 3}),
+}
+EXPERT_LAYOUTS = {"ep2": (2, {"ep": 2, "zero": 3}), "tp2 x ep2, replicated": (2, {"tp": 2, "ep": 2, "zero": 0})}
+
+
+def traces_of(config: dict[str, Any], plan: Plan, ranks: int, micro_batch: int = 2) -> list[Trace]:
+    return run_ranks(ranks, run_plan, Model(config=config), plan, packed_batches(96), micro_batch, timeout=120)
+
+
+def assert_same_bits(config: dict[str, Any], plan: Plan, ranks: int, *memories: Memory, micro_batch: int = 2) -> None:
+    """Losses, norms, gradients and weights of three steps, with and without."""
+    expected = traces_of(config, plan, ranks, micro_batch)
+    for memory in memories:
+        found = traces_of(config, plan.model_copy(update={"memory": memory}), ranks, micro_batch)
+        for one, other in zip(found, expected, strict=True):
+            assert (one.losses, one.norms, one.held_out) == (other.losses, other.norms, other.held_out), memory
+            for kind in ("gradients", "weights"):
+                mine, theirs = getattr(one, kind), getattr(other, kind)
+                assert mine.keys() == theirs.keys()
+                assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == [], memory
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_bit_changes(name: str) -> None:
+    memories = [Memory(recompute=roles) for roles in ROLES]
+    assert_same_bits(family(name), plan_for("fp32", zero=0), 1, *memories)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    memories = [Memory(recompute=("block",)), Memory(recompute=ALL, recompute_every=2), Memory(recompute=ALL)]
+    assert_same_bits(family(name), plan_for("fp32", **parallel), ranks, *memories)
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_and_their_auxiliary_loss(name: str, layout: str) -> None:
+    """A router that is computed again is not counted again."""
+    ranks, parallel = EXPERT_LAYOUTS[layout]
+    config = {**family(name), "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    assert_same_bits(
+        config, plan_for("fp32", **parallel), ranks, Memory(recompute=("block",)), Memory(recompute=("mlp", "norm"))
+    )
+
+
+@pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 2}, {"zero": 0, "tp": 2}, {"pp": 2, "zero": 1}])
+def test_dropout_and_two_formats(parallel: dict[str, int]) -> None:
+    """The same numbers are dropped again; weights that were cast for forward are cast weights again."""
+    precision = Precision(forward="bf16", update="fp32", reduce="fp32")
+    plan = plan_for("fp32", **parallel).model_copy(update={"precision": precision})
+    config = {**family("gpt2"), **DROPOUT}
+    memories = [Memory(recompute=roles) for roles in (("block",), ("attention", "mlp"), ("activation", "norm"))]
+    assert_same_bits(config, plan, 2, *memories, micro_batch=1)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved"])
+def test_schedules(schedule: str) -> None:
+    pipeline = Pipeline(schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
+    plan = plan_for("fp32", pipeline, pp=2, zero=1)
+    config = {**family("llama"), "num_hidden_layers": 4}
+    assert_same_bits(config, plan, 2, Memory(recompute=("block",)), Memory(recompute=ALL), micro_batch=1)
+
+
+# Memory
+
+
+def held_bytes(rank: int, world_size: int, config: dict[str, Any], memory: Memory, dtype: torch.dtype) -> int:
+    """Bytes that one forward leaves for backward."""
+    source = Model(config=config)
+    plan = Plan(parallel=plan_for("fp32", zero=0).parallel, memory=memory, precision=plan_for("fp32").precision)
+    plan = plan.resolve(world_size)
+    plain: Any = build_plain(source, read_config(source), dtype)
+    model = parallelize(plain, plan, build_mesh(plan, "cpu", world_size))
+    model.train()
+    tokens = torch.randint(0, 96, (2, 32))
+    with LiveBytes().track(model) as live:
+        before = live.current
+        inside = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        held = live.current - before
+    inside.sum().backward()
+    return held
+
+
+def saved(config: dict[str, Any], dtype: torch.dtype = torch.float32, **settings: Any) -> float:
+    """Bytes a token and block that are not kept."""
+    blocks = config["num_hidden_layers"]
+    plain, less = (run_ranks(1, held_bytes, config, memory, dtype)[0] for memory in (Memory(), Memory(**settings)))
+    return (plain - less) / 64 / blocks
+
+
+LLAMA = {**family("llama"), "num_hidden_layers": 4}
+HIDDEN, INNER = LLAMA["hidden_size"], LLAMA["intermediate_size"]
+
+
+def test_outputs_of_activation_functions_are_gone_after_forward() -> None:
+    """Of a gated feed-forward part: silu(gate), and its product with the other half."""
+    assert saved(LLAMA, recompute=("activation",)) == 2 * INNER * 4
+    assert saved(LLAMA, torch.bfloat16, recompute=("activation",)) == 2 * INNER * 2
+    assert saved(LLAMA, recompute=("activation",), recompute_every=2) == INNER * 4
+
+
+def test_outputs_of_norms_are_gone_after_forward() -> None:
+    """Of each of two norms x / rms and its product with the weight, and the rms; in bfloat16 also x in float32."""
+    assert saved(LLAMA, recompute=("norm",)) == pytest.approx(2 * (2 * HIDDEN + 1) * 4, abs=8)
+
+
+def test_blocks_keep_their_input() -> None:
+    plain = run_ranks(1, held_bytes, LLAMA, Memory(), torch.float32)[0]
+    less = run_ranks(1, held_bytes, LLAMA, Memory(recompute=("block",)), torch.float32)[0]
+    assert less < plain / 5
+    assert saved(LLAMA, recompute=("block",), recompute_every=2) < saved(LLAMA, recompute=("block",)) * 0.6
+
+
+def test_every_family_has_what_the_roles_name() -> None:
+    for name in FAMILIES:
+        source = Model(config=family(name))
+        anatomy = read_anatomy(build_plain(source, read_config(source), torch.float32))
+        assert all(block.mlp and block.norms for block in anatomy.blocks), name
