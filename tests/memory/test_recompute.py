@@ -8,7 +8,7 @@ import torch
 from tests.lab.families import FAMILIES, family
 from tests.lab.live import LiveBytes
 from tests.lab.parity import Trace, packed_batches, plan_for, run_plan
-from tests.lab.pool import run_ranks
+from tests.lab.pool import close_pools, run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_plain, read_config
 from weft.cluster.mesh import build_mesh
@@ -39,6 +39,8 @@ EXPERT_LAYOUTS = {"ep2": (2, {"ep": 2, "zero": 3}), "tp2 x ep2, replicated": (2,
 
 
 def traces_of(config: dict[str, Any], plan: Plan, ranks: int, micro_batch: int = 2) -> list[Trace]:
+    """On fresh ranks: torch finds meshes of earlier runs in its caches, but for their groups, by which norms are summed."""
+    close_pools()
     return run_ranks(ranks, run_plan, Model(config=config), plan, packed_batches(96), micro_batch, timeout=120)
 
 
