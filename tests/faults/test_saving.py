@@ -34,6 +34,7 @@ from weft.train.step import train_step
 
 CPU = torch.device("cpu")
 PAGE = 4096
+WRITING_SECONDS = 0.06  # about what a checkpoint takes
 MODEL = {**family("llama"), "hidden_size": 128, "intermediate_size": 512, "vocab_size": 2000}  # 10 MiB of state
 
 
@@ -86,7 +87,9 @@ def test_a_run_that_is_killed_while_it_saves_loses_no_checkpoint(trials: int, tm
             assert process.is_alive()
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        time.sleep(moments.random() * 0.1)
+        while not any(tmp_path.glob(".step-*.part")):  # the next one begins
+            assert time.monotonic() < deadline
+        time.sleep(moments.random() * WRITING_SECONDS)
         assert process.pid
         os.kill(process.pid, signal.SIGKILL)
         process.join()
