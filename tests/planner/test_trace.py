@@ -106,7 +106,7 @@ def test_memory_is_what_recompute_leaves() -> None:
         peaks.append(
             assert_dry_equals_real(job.model_copy(update={"plan": job.plan.model_copy(update={"memory": memory})}))
         )
-    assert peaks[0] > 1.1 * peaks[1] > 1.2 * peaks[2]
+    assert peaks[0] > max(peaks[1:])  # two blocks: of each, backward holds one whole
 
 
 def assert_dry_equals_real(job: Job) -> int:
