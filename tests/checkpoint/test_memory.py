@@ -62,7 +62,7 @@ def go_on(rank: int, world_size: int, shared: Path) -> tuple[int, dict[str, torc
         copy = host.newest(2**62)
         if copy is None:
             return 0, {}
-        with Reader(*host.open(copy)) as reader:
+        with Reader(host.place(copy), copy.manifest) as reader:
             restore(trainer.model, trainer.anatomy, trainer.optimizer, reader, lambda files: host.provide(copy, files))
     return copy.step, state_of(trainer)
 

@@ -9,25 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.faults.test_runs import LAYOUTS, job_of, losses_of, stop_after_5_more
+from tests.faults.test_runs import LAYOUTS, ORDER, job_of, losses_of, stop_after_5_more
 from tests.lab.pool import close_pools
 from tests.lab.runs import train_in_the_pool
 
 PICTURE = Path(__file__).parents[2] / "docs" / "resume.svg"
-ORDER = (
-    "zero 3 on 4",
-    "zero 3 on 2",
-    "one rank",
-    "tp2 x dp2",
-    "pp2 x dp2",
-    "ep2 x dp2",
-    "zero 0 on 3",
-    "cp2 x tp2",
-    "zero 1, dp_replicate 2",
-    "zero 3 on 4",
-)
+LAYOUTS_IN_TURN = (*ORDER, "zero 1, dp_replicate 2", "zero 3 on 4")
 EACH = 5
-STEPS = len(ORDER) * EACH
+STEPS = len(LAYOUTS_IN_TURN) * EACH
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 900, 380, 50, 20, 70
 
 
@@ -35,7 +24,7 @@ def curves(folder: Path) -> tuple[list[float], list[float]]:
     """Losses of the run that is never stopped, and of the one that is."""
     tables: dict[str, dict[str, Any]] = {"train": {"steps": STEPS}}
     whole, _ = train_in_the_pool(*job_of(folder, "one rank", "whole", **tables))
-    for layout in ORDER:
+    for layout in LAYOUTS_IN_TURN:
         parts, _ = train_in_the_pool(
             *job_of(folder, layout, "parts", **tables), resume="auto", trouble=stop_after_5_more
         )
@@ -59,7 +48,7 @@ def draw(whole: list[float], parts: list[float]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="10">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
     ]
-    for number, layout in enumerate(ORDER):
+    for number, layout in enumerate(LAYOUTS_IN_TURN):
         begin, end = x(number * EACH + 0.5), x((number + 1) * EACH + 0.5)
         shade = "#f3f3f3" if number % 2 else "#ffffff"
         height = HEIGHT - TOP - BOTTOM
@@ -86,7 +75,7 @@ def main(say: Callable[[str], None] = print) -> None:
         sys.exit(f"{len(whole)} steps, but {len(parts)} with restarts")
     PICTURE.write_text(draw(whole, parts), encoding="utf-8")
     worst = max(abs(one - other) / one for one, other in zip(whole, parts, strict=True))
-    ranks = ", ".join(f"{name} ({LAYOUTS[name][0]} ranks)" for name in ORDER)
+    ranks = ", ".join(f"{name} ({LAYOUTS[name][0]} ranks)" for name in LAYOUTS_IN_TURN)
     say(f"{STEPS} steps under {ranks}: largest relative difference of a loss {worst:.1e}; {PICTURE.name} written")
 
 

@@ -32,6 +32,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 x dp2": (4, {"ep": 2, "dp_replicate": 2}),
     "cp2 x tp2": (4, {"cp": 2, "tp": 2}),
 }
+ORDER = ("zero 3 on 4", "zero 3 on 2", "one rank", "tp2 x dp2", "pp2 x dp2", "ep2 x dp2", "zero 0 on 3", "cp2 x tp2")
+"""dp 4, 2, 1, then other axes."""
 STEPS = 12
 
 
@@ -161,17 +163,7 @@ def tensors_equal(one: Path, other: Path) -> bool:
 def test_every_restart_may_have_another_layout(tmp_path: Path) -> None:
     """dp 4 -> 2 -> 1, then other axes: one curve."""
     whole, _ = train_in_the_pool(*job_of(tmp_path, "one rank", "whole", train={"steps": 16}))
-    order = [
-        "zero 3 on 4",
-        "zero 3 on 2",
-        "one rank",
-        "tp2 x dp2",
-        "pp2 x dp2",
-        "ep2 x dp2",
-        "zero 0 on 3",
-        "cp2 x tp2",
-    ]
-    for layout in order:
+    for layout in ORDER:
         job, ranks = job_of(tmp_path, layout, "parts", train={"steps": 16})
         out, _ = train_in_the_pool(job, ranks, resume="auto", trouble=stop_after_2_more)
     assert step_of(list_checkpoints(out)[0]) == 16

@@ -34,7 +34,8 @@ class Copy:
 
     step: int
     digest: str
-    """SHA-256 of its manifest: two runs may have taken the same step."""
+    """Of its manifest: two runs may have taken the same step."""
+    manifest: Manifest
     holders: dict[str, list[int]]
     """By name of a file: the hosts that hold it as it was written."""
 
@@ -113,7 +114,8 @@ class HostMemory:
         if self.leads:
             clean(self.folder)
         dist.barrier()
-        mine = [(step, digest, self._unharmed(step)) for step, digest in self._listed() if step <= until]
+        listed = [(digest, manifest) for digest, manifest in self._listed() if manifest.position.step <= until]
+        mine = [(manifest.position.step, digest, self._unharmed(manifest)) for digest, manifest in listed]
         found: dict[tuple[int, str], dict[str, list[int]]] = {}
         for rank, held in enumerate(all_gather_json(mine)):
             host = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
@@ -122,30 +124,31 @@ class HostMemory:
                 for name in names:
                     holders.setdefault(name, []).append(host)
         for (step, digest), holders in sorted(found.items(), reverse=True):
-            names = self._manifest_of(step, digest)
-            if names is not None and names <= holders.keys():
-                return Copy(step, digest, holders)
+            manifest = self._manifest_of(step, digest)
+            if manifest.files.keys() <= holders.keys():
+                return Copy(step, digest, manifest, holders)
         return None
 
-    def _listed(self) -> list[tuple[int, str]]:
+    def _listed(self) -> list[tuple[str, Manifest]]:
+        """Digests of the manifests that are on this host, and what they say."""
         found = []
         for folder in list_checkpoints(self.folder):
             try:
                 manifest = read_manifest(folder)
             except CheckpointError:
                 continue
-            found.append((manifest.position.step, _digest(folder)))
+            found.append((_digest(folder), manifest))
         return found
 
-    def _unharmed(self, step: int) -> list[str]:
+    def _unharmed(self, manifest: Manifest) -> list[str]:
         """Of the files of a checkpoint on this host, this rank's share that is as it was written."""
-        folder, ranks = folder_of(self.folder, step), self.hosts[self.host]
-        here = sorted((name, file) for name, file in read_manifest(folder).files.items() if (folder / name).exists())
+        folder, ranks = folder_of(self.folder, manifest.position.step), self.hosts[self.host]
+        here = sorted((name, file) for name, file in manifest.files.items() if (folder / name).exists())
         mine = here[ranks.index(self.rank) :: len(ranks)]
         return [name for name, file in mine if verify_file(folder, name, file) is None]
 
-    def _manifest_of(self, step: int, digest: str) -> set[str] | None:
-        """Names of the files of a checkpoint; hosts that have no manifest of it get one."""
+    def _manifest_of(self, step: int, digest: str) -> Manifest:
+        """The manifest of a checkpoint; hosts that have none of it get one."""
         folder = folder_of(self.folder, step)
         has = (folder / NAME).exists() and _digest(folder) == digest
         source = next(rank for rank, there in enumerate(all_gather_json(has)) if there)
@@ -155,12 +158,11 @@ class HostMemory:
             folder.mkdir()
             (folder / NAME).write_text(text)
         dist.barrier()
-        return set(read_manifest(folder).files)
+        return read_manifest(folder)
 
-    def open(self, copy: Copy) -> tuple[Path, Manifest]:
+    def place(self, copy: Copy) -> Path:
         """The folder of this host for a checkpoint; `provide` brings the files that are read."""
-        folder = folder_of(self.folder, copy.step)
-        return folder, read_manifest(folder)
+        return folder_of(self.folder, copy.step)
 
     def provide(self, copy: Copy, wanted: Iterable[str]) -> None:
         """Bring the files that ranks of this host want, and the host does not hold, from one that does.
@@ -168,8 +170,7 @@ class HostMemory:
         Raises:
             CheckpointError: on every rank, when a file did not arrive as it was written.
         """
-        folder, manifest = self.open(copy)
-        problem = None
+        folder, manifest, problem = self.place(copy), copy.manifest, None
         wishes = all_gather_json(sorted(wanted))
         for name in sorted(manifest.files):
             holders = copy.holders[name]

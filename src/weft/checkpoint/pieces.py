@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -68,6 +69,13 @@ def optimizer_pieces(model: nn.Module, anatomy: Anatomy, optimizer: torch.optim.
                 )
             found += _boxes(f"{key}/{name}", value, _packed(model, name) if value.ndim else None)
     return found
+
+
+def let_rest(model: nn.Module) -> None:
+    """Let parameters be those at rest: an evaluation may have left weights gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def named_weights(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Parameter]:

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from weft.anatomy.roles import Anatomy
 from weft.checkpoint.folders import begin_folder, commit_folder, part_of, retire
@@ -42,7 +41,7 @@ from weft.checkpoint.manifest import (
     sync_folder,
     write_manifest,
 )
-from weft.checkpoint.pieces import Piece, divide, generators, model_pieces, optimizer_pieces
+from weft.checkpoint.pieces import Piece, divide, generators, let_rest, model_pieces, optimizer_pieces
 from weft.checkpoint.shard import FORMATS, Shard, Slot, check_room, write_bytes
 from weft.cluster.device import Device
 from weft.cluster.mesh import AXES
@@ -175,7 +174,7 @@ class Snapshots:
 
     def _lay_out(self) -> None:
         """Decide what this rank writes, and where it lies in its file."""
-        self._gather_nothing()
+        let_rest(self.model)
         held = model_pieces(self.model, self.anatomy) + optimizer_pieces(self.model, self.anatomy, self.optimizer)
         self.pieces = divide(held, self.place)
         slots = [Slot(_key(piece), tuple(piece.tensor.shape), piece.tensor.dtype) for piece in self.pieces]
@@ -188,7 +187,7 @@ class Snapshots:
     def _copy(self) -> Shard:
         """Copy the state; on an accelerator on a stream of its own, for which only the next update waits."""
         assert self.shard is not None
-        self._gather_nothing()
+        let_rest(self.model)
         side = self.device.stream()
         for piece, target in zip(self.pieces, self.targets, strict=True):
             if piece.name.startswith("buffers/"):  # which a forward may change
@@ -207,12 +206,6 @@ class Snapshots:
         """Before an update."""
         if self.copied is not None:
             self.device.current_stream().wait_event(self.copied)
-
-    def _gather_nothing(self) -> None:
-        """Let parameters be those at rest: an evaluation may have left weights gathered."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def _describe(self, shard: Shard) -> str:
         """What this rank's file holds, as JSON: (name, format, whole shape, key, offset, shape) of each tensor."""

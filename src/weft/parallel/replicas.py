@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from weft.checkpoint.pieces import let_rest
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import PlanError
 from weft.parallel.weights import to_local
@@ -71,9 +71,7 @@ def compare_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: D
         None where all copies are equal, or where there are none. Else, the same on all ranks, a line for each culprit:
         "rank 2: model.norm.weight, also exp_avg; ranks 0, 1, 3 agree".
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation may have left weights gathered
+    let_rest(model)
     held = _digest_parts(model, optimizer, mesh)
     said = all_gather_json({part: _sum_up(table) for part, table in held.items()})
     versions: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))

@@ -3,20 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from weft.anatomy.roles import Anatomy
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.checkpoint.manifest import Manifest, Position
 from weft.checkpoint.memory import HostMemory
 from weft.checkpoint.pieces import set_generators
 from weft.checkpoint.restore import Reader, choose, make_way, restore, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
-from weft.cluster.device import Device
 from weft.errors import JobError
 from weft.job import Job
 
@@ -59,18 +54,9 @@ class Checkpoints:
         self.disk = Target(self.folder, self.leads, self.settings.keep, self.settings.keep_hours)
         self.memory = HostMemory(run) if self.settings.memory_every else None
 
-    def attach(
-        self,
-        model: Any,
-        anatomy: Anatomy,
-        optimizer: torch.optim.Optimizer,
-        device: Device,
-        place: torch.device,
-        mesh: DeviceMesh,
-    ) -> None:
-        """Say what is in them."""
-        self.model, self.anatomy, self.optimizer, self.device = model, anatomy, optimizer, device
-        self.snapshots = Snapshots(self.job, model, anatomy, optimizer, device, place, mesh, self.data)
+    def attach(self, snapshots: Snapshots) -> None:
+        """Say what takes them, and with that what is in them."""
+        self.snapshots = snapshots
 
     def find(self, resume: Sequence[str]) -> Found | None:
         """The checkpoint to begin from.
@@ -96,9 +82,10 @@ class Checkpoints:
             generators = [name for name in found.manifest.tensors if name.startswith(f"rng/{dist.get_rank():05d}/")]
             same_ranks = dist.get_world_size() == found.manifest.world_size
             own = {part.file for name in generators for part in reader.entry(name).parts} if same_ranks else set()
-            restore(self.model, self.anatomy, self.optimizer, reader, lambda files: found.provide(files | own))
+            s = self.snapshots
+            restore(s.model, s.anatomy, s.optimizer, reader, lambda files: found.provide(files | own))
             if same_ranks:
-                set_generators(self.device, {name: reader.read(name) for name in generators})
+                set_generators(s.device, {name: reader.read(name) for name in generators})
         return found.manifest.position
 
     def go_back(self, step: int) -> Position | None:
@@ -140,7 +127,7 @@ class Checkpoints:
         if copy is None or self.memory is None:
             return None
         memory = self.memory
-        folder, manifest = memory.open(copy)
+        folder, manifest = memory.place(copy), copy.manifest
         self._check(folder, manifest)
         self._make_way(None, copy.step, of_memory=True)
         self.say(f"going on after step {copy.step}, from the memory of {len(memory.hosts)} hosts")

@@ -21,6 +21,7 @@ from weft.checkpoint.huggingface import (
     save_folder,
 )
 from weft.checkpoint.manifest import Position
+from weft.checkpoint.snapshot import Snapshots
 from weft.cluster.device import Device, detect
 from weft.cluster.launch import connect
 from weft.cluster.mesh import build_mesh, data_rank
@@ -90,7 +91,7 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
     optimizer = build_optimizer(model, job.optimizer)
     position = Position(step=0, next_batch=0, loss_scale=LossScale.from_plan(plan.precision.loss_scale))
     if checkpoints:
-        checkpoints.attach(model, anatomy, optimizer, device, place, mesh)
+        checkpoints.attach(Snapshots(job, model, anatomy, optimizer, device, place, mesh, prepared.identity))
         position = checkpoints.load(found) if found else position
     data, seed = job.data, job.train.seed
     return Session(
