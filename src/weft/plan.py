@@ -78,6 +78,9 @@ class Precision(Table):
     """Format in which gradients are summed over ranks and micro-batches."""
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
     """Factor on the loss that keeps fp16 gradients from underflowing: none, dynamic, or a fixed number."""
+    weights: Literal["whole", "split", "split_even"] = "whole"
+    """How a weight of the update is held: whole, beside its cast for forward; or split into that cast and the rest, in the
+    same memory, where ties are rounded away from zero or, with one bit more, to even as a cast does."""
 
 
 class Memory(Table):
@@ -210,6 +213,14 @@ RULES: tuple[Rule, ...] = (
         broken=lambda plan: plan.precision.update == "fp16",
         reason="fp16 holds no number between 1 and 1.00097, so that small updates of a weight are lost",
         fix='set plan.precision.update to "fp32" (or "bf16")',
+    ),
+    Rule(
+        name="split weights of other formats than bf16 and fp32",
+        broken=lambda plan: (
+            plan.precision.weights != "whole" and (plan.precision.forward, plan.precision.update) != ("bf16", "fp32")
+        ),
+        reason="the upper half of an fp32 number is a bf16 number; no other two formats fit into one another like that",
+        fix='set plan.precision.forward = "bf16" and update = "fp32", or leave plan.precision.weights = "whole"',
     ),
     Rule(
         name="a forward format wider than the update format",

@@ -109,6 +109,16 @@ def test_memory_is_what_recompute_leaves() -> None:
     assert peaks[0] > max(peaks[1:])  # two blocks: of each, backward holds one whole
 
 
+def test_split_weights_hold_no_casts() -> None:
+    """Two bytes a weight less at the peak, which is where all casts for forward are there."""
+    job = job_for({**DENSE, "tie_word_embeddings": True}, "bf16", 2, zero=0)
+    precision = job.plan.precision.model_copy(update={"weights": "split"})
+    split = job.model_copy(update={"plan": job.plan.model_copy(update={"precision": precision})})
+    saved = assert_dry_equals_real(job) - assert_dry_equals_real(split)
+    (found,) = trace(job, RANKS, [0])
+    assert saved == 2 * found.parameters
+
+
 def assert_dry_equals_real(job: Job) -> int:
     """The largest bytes of activations at the peak of a rank."""
     close_pools()  # torch finds meshes of earlier runs in its caches, equal but for their groups

@@ -11,6 +11,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.cluster.mesh import build_expert_mesh
 from weft.errors import PlanError
 from weft.memory.recompute import recompute
+from weft.memory.weights import split_weights
 from weft.parallel.balance import RouterWatch
 from weft.parallel.checks import check_tensors
 from weft.parallel.context import check_sequence
@@ -70,6 +71,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     queue = defer_weight_gradients(model, anatomy) if p.pp > 1 and splits_backward(plan) else None
     if plan.memory.recompute:
         recompute(model, whole, {block.name for block in anatomy.blocks}, plan.memory, partial(remember_scene, model))
+    if plan.precision.weights != "whole":
+        split_weights(model, even=plan.precision.weights == "split_even")
     split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel
     split_data(model, anatomy, plan, mesh, expert_mesh)
     if p.pp > 1:

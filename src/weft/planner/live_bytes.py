@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm.collectives import find_tensors
+from weft.memory.storages import plain_parts
 
 Kind = Literal["parameters", "buffers", "optimizer", "gradients", "gathered parameters", "activations"]
 Reference = weakref.ref[torch.UntypedStorage]
@@ -45,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
     def track(self, kind: Kind, tensors: Iterable[Tensor | None]) -> None:
         """Count tensors that exist already, or give those that are counted another kind."""
         for tensor in tensors:
-            for part in _parts(tensor):
+            for part in plain_parts(tensor):
                 self._set(part.untyped_storage(), kind)
         self._note_peak()
 
@@ -69,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
             unit.unshard()
             gathered = [parameter for parameter in unit.parameters() if id(parameter) not in known]
             self.track("gathered parameters", gathered)
-            self._resizable.update(id(part.untyped_storage()) for p in gathered for part in _parts(p))
+            self._resizable.update(id(part.untyped_storage()) for p in gathered for part in plain_parts(p))
             known.update(map(id, gathered))
             parameters += gathered
             unit.reshard()
@@ -141,13 +142,3 @@ class LiveBytes(TorchDispatchMode):
         self._resizable.discard(key)
         self.current[kind] -= size
         self.total -= size
-
-
-def _parts(tensor: Any) -> list[Tensor]:
-    """The plain tensors that hold the numbers of a tensor, or nothing."""
-    if not isinstance(tensor, Tensor):
-        return []
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in _parts(getattr(tensor, name))]
-    return [tensor]

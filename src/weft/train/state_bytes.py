@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from weft.data import MicroBatch
+from weft.memory.storages import plain_parts
 from weft.parallel.data import begin_micro_batch
 from weft.plan import Plan
 from weft.train.step import forward, token_loss
@@ -82,6 +82,6 @@ def _live_storages() -> dict[int, int]:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Address and bytes of the distinct storages behind some tensors; of a DTensor, those of the local shard."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    storages = (tensor.untyped_storage() for tensor in local if tensor.device.type != "meta")
+    parts = [part for tensor in tensors for part in plain_parts(tensor)]
+    storages = (part.untyped_storage() for part in parts if part.device.type != "meta")
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

@@ -15,6 +15,7 @@ from weft.anatomy.transformers import document_masks
 from weft.cluster.mesh import CONTEXT_AXES, DATA_AXES
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED, MicroBatch
+from weft.memory.update import step_in_parts
 from weft.parallel.data import begin_micro_batch
 from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.pipeline.runtime import running_stage
@@ -155,7 +156,10 @@ def train_step(
     if finite and problem is None:
         clip = min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0
         scale_gradients(parameters, clip / loss_scale.value)
-        optimizer.step()
+        if plan.precision.weights == "whole":
+            optimizer.step()
+        else:
+            step_in_parts(optimizer)
     optimizer.zero_grad(set_to_none=True)
     following = loss_scale.after(finite)
     if not finite and following.value < loss_scale.value:

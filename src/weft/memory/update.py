@@ -1,0 +1,45 @@
+"""The optimizer's update in parts, so that what it needs beside its inputs is bounded."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+PART_BYTES = 2**26
+
+
+def step_in_parts(optimizer: torch.optim.Optimizer, part_bytes: int = PART_BYTES) -> None:
+    """`optimizer.step()`, a few parameters at a time; their gradients are dropped on the way.
+
+    An optimizer leaves parameters without gradient alone: it steps once a part, and sees the gradients of that part only. So
+    split weights (`weights.py`) are joined for a part at a time. Any optimizer will do that treats each parameter by itself.
+
+    Args:
+        optimizer: over local or sharded parameters.
+        part_bytes: of the parameters that step together; a larger parameter steps alone.
+    """
+    with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = {parameter: parameter.grad for parameter in with_gradient}
+    for parameter in with_gradient:
+        parameter.grad = None
+    for part in _parts(with_gradient, part_bytes):
+        for parameter in part:
+            parameter.grad = gradients.pop(parameter)
+        optimizer.step()
+        for parameter in part:
+            parameter.grad = None
+
+
+def _parts(parameters: list[Tensor], part_bytes: int) -> Iterator[list[Tensor]]:
+    part: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        own = parameter.to_local().nbytes if isinstance(parameter, DTensor) else parameter.nbytes
+        if part and size + own > part_bytes:
+            yield part
+            part, size = [], 0
+        part.append(parameter)
+        size += own
+    if part:
+        yield part

@@ -1,0 +1,263 @@
+"""Split weights: two planes of 16 bits are a float32 number, exactly, and the bfloat16 that forward uses."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.faults.test_runs import LAYOUTS as RUNS
+from tests.faults.test_runs import job_of, losses_of, stop_after_5
+from tests.lab.checkpoints import tensors_of
+from tests.lab.families import FAMILIES, family
+from tests.lab.live import LiveBytes
+from tests.lab.parity import Trace, packed_batches, run_plan
+from tests.lab.pool import close_pools, run_ranks
+from tests.lab.runs import train_in_the_pool
+from weft.checkpoint.folders import list_checkpoints
+from weft.job import Model
+from weft.memory.update import step_in_parts
+from weft.memory.weights import SplitWeight
+from weft.plan import Memory, Parallel, Pipeline, Plan, Precision
+
+EDGES = (0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF)
+BOTH = pytest.mark.parametrize("even", [False, True], ids=["away", "even"])
+
+
+def numbers(bits: Tensor) -> Tensor:
+    """float32 numbers of bit patterns, [...] int64 from 0 to 2^32 - 1."""
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+
+
+def bits_of(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int32)
+
+
+def planes_of(values: Tensor, even: bool) -> SplitWeight:
+    weight = SplitWeight.empty(values.shape, values.device, even=even)
+    weight.write(values)
+    return weight
+
+
+def assert_exact(values: Tensor, even: bool) -> None:
+    """Joined, every number is what it was, a NaN a NaN; and the upper plane is the number rounded as it should be."""
+    weight = planes_of(values, even)
+    joined, nan = weight.joined(), values.isnan()
+    assert torch.equal(bits_of(joined)[~nan], bits_of(values)[~nan])
+    assert torch.equal(joined.isnan(), nan)
+    assert torch.equal(weight.high.isnan(), nan)
+    assert torch.equal(weight.high.isinf(), values.to(torch.bfloat16).isinf())
+    high = weight.high.view(torch.int16)[~nan]
+    if even:
+        assert torch.equal(high, values.to(torch.bfloat16).view(torch.int16)[~nan])
+    else:  # of the magnitude, in integers: half of the last place is added, and what is below it cut off
+        wide = bits_of(values)[~nan].long() & 0xFFFFFFFF
+        away = (((wide & 0x7FFFFFFF) + 0x8000) >> 16) | (wide >> 31 << 15)
+        assert torch.equal(high.long() & 0xFFFF, away)
+
+
+@BOTH
+def test_every_upper_half_with_the_edges_of_lower_halves(even: bool) -> None:
+    """Ties, largest and smallest numbers, infinities, zeros, subnormals and NaNs of all kinds."""
+    assert_exact(numbers((torch.arange(2**16)[:, None] << 16) | torch.tensor(EDGES)), even)
+
+
+@BOTH
+def test_random_patterns(even: bool) -> None:
+    assert_exact(numbers(torch.randint(2**32, (2**22,), generator=torch.Generator().manual_seed(0))), even)
+
+
+@pytest.mark.sweep
+@BOTH
+def test_many_random_patterns(even: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2**28 // 2**22):
+        assert_exact(numbers(torch.randint(2**32, (2**22,), generator=generator)), even)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (0, 4), (3, 5, 2)])
+def test_every_shape(shape: tuple[int, ...], even: bool) -> None:
+    values = torch.full(shape, 1.00390625)  # a tie
+    assert torch.equal(planes_of(values, even).joined(), values)
+
+
+@BOTH
+def test_views_are_views_of_the_planes(even: bool) -> None:
+    """What is written through one is there through the other, ties too, and nothing else changes."""
+    ties = numbers(torch.arange(0x3F80, 0x3F80 + 512).repeat(64, 1) << 16 | 0x8000)
+    weight = planes_of(ties, even)
+    view: Any = weight[5:60, 3:411:2].t()
+    assert isinstance(view, SplitWeight)
+    assert view.high.untyped_storage()._cdata == weight.high.untyped_storage()._cdata
+    assert torch.equal(view.joined(), ties[5:60, 3:411:2].t())
+    expected = ties.clone()
+    for changed in (ties.flip(1), torch.randn(ties.shape)):
+        view.copy_(changed[5:60, 3:411:2].t())
+        expected[5:60, 3:411:2] = changed[5:60, 3:411:2]
+        assert torch.equal(weight.joined(), expected)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "AdamW, foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "AdamW, one by one": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "AdamW, amsgrad": lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
+    "Adam": torch.optim.Adam,
+    "SGD": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, nesterov=True),
+    "Muon": torch.optim.Muon,
+    "Adafactor": torch.optim.Adafactor,
+    "RMSprop": torch.optim.RMSprop,
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer(name: str, even: bool) -> None:
+    """The weights of ten steps, bit by bit, all at once and in parts."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [nn.Parameter(torch.randn(33, 17, generator=generator)) for _ in range(4)]
+    split = [nn.Parameter(planes_of(parameter.detach(), even)) for parameter in whole]
+    parts = [nn.Parameter(planes_of(parameter.detach(), even)) for parameter in whole]
+    optimizers = [OPTIMIZERS[name](parameters) for parameters in (whole, split, parts)]
+    for step in range(10):
+        for trio in zip(whole, split, parts, strict=True):
+            gradient = torch.randn(33, 17, generator=generator)
+            for parameter in trio:
+                parameter.grad = gradient.clone()
+        if step == 3:  # a parameter that gets none
+            for parameters in (whole, split, parts):
+                parameters[2].grad = None
+        optimizers[0].step()
+        optimizers[1].step()
+        step_in_parts(optimizers[2], part_bytes=2 * 33 * 17 * 4)
+    for parameter, one, other in zip(whole, split, parts, strict=True):
+        assert torch.equal(parameter.detach(), one.detach() + 0)
+        assert torch.equal(parameter.detach(), other.detach() + 0)
+        assert all(type(value) is Tensor for value in optimizers[1].state[one].values())
+
+
+@BOTH
+def test_an_update_joins_a_part_at_a_time(even: bool) -> None:
+    parameters = [nn.Parameter(planes_of(torch.randn(64, 1024), even)) for _ in range(16)]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+
+    def peak_of_a_step() -> int:
+        for parameter in parameters:
+            parameter.grad = torch.randn(64, 1024)
+        with LiveBytes().track(parameters, optimizer.state) as live:
+            before = live.current
+            step_in_parts(optimizer, part_bytes=2**18)
+        return live.peak - before
+
+    peak_of_a_step()
+    # The joined part, and the blocks that are worked on.
+    assert 2**18 <= peak_of_a_step() < 2 * 2**18 + 4 * 2**17 * 4
+
+
+# In training
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "zero 0": (2, {"zero": 0}),
+    "zero 1": (2, {"zero": 1}),
+    "zero 2": (2, {"zero": 2}),
+    "zero 3": (2, {"zero": 3}),
+    "zero 3 on 4, uneven": (4, {"zero": 3}),
+    "dp_replicate 2": (4, {"zero": 3, "dp_replicate": 2}),
+    "tp 2": (2, {"tp": 2, "zero": 0}),
+    "tp 2, zero 3": (4, {"tp": 2, "zero": 3}),
+    "cp 2": (2, {"cp": 2, "zero": 2}),
+    "pp 2": (2, {"pp": 2, "zero": 1}),
+    "pp 2, zero 0": (2, {"pp": 2, "zero": 0}),
+}
+EXPERT_LAYOUTS = {"ep 2": (2, {"ep": 2, "zero": 3}), "tp 2 x ep 2": (2, {"tp": 2, "ep": 2, "zero": 0})}
+
+
+def plan_of(weights: str, memory: Memory | None = None, pipeline: Pipeline | None = None, **parallel: int) -> Plan:
+    return Plan(
+        parallel=Parallel(**parallel),  # type: ignore[arg-type]
+        precision=Precision(weights=weights),  # type: ignore[arg-type]
+        memory=memory or Memory(),
+        pipeline=pipeline or Pipeline(),
+    )
+
+
+def traces_of(config: dict[str, Any], plan: Plan, ranks: int) -> list[Trace]:
+    close_pools()  # see test_recompute
+    return run_ranks(ranks, run_plan, Model(config=config), plan, packed_batches(96), 1, timeout=120)
+
+
+def assert_same_bits(config: dict[str, Any], ranks: int, **settings: Any) -> None:
+    """Losses, norms, gradients and weights of three steps are those of whole weights."""
+    expected = traces_of(config, plan_of("whole", **settings), ranks)
+    found = traces_of(config, plan_of("split_even", **settings), ranks)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.losses, one.norms, one.held_out) == (other.losses, other.norms, other.held_out)
+        for kind in ("gradients", "weights"):
+            mine, theirs = getattr(one, kind), getattr(other, kind)
+            assert mine.keys() == theirs.keys()
+            assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_bit_changes(name: str) -> None:
+    assert_same_bits(family(name), 1, zero=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])  # tied embeddings; biases and packed matrices
+def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    assert_same_bits({**family(name), "vocab_size": 97}, ranks, **parallel)
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_no_bit_changes_of_experts(layout: str) -> None:
+    ranks, parallel = EXPERT_LAYOUTS[layout]
+    assert_same_bits(family("qwen3_moe"), ranks, **parallel)
+
+
+@pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"tp": 2, "zero": 0}, {"pp": 2, "zero": 1}])
+def test_with_recompute(parallel: dict[str, int]) -> None:
+    memory = Memory(recompute=("attention", "activation", "norm"))
+    assert_same_bits(family("llama"), 2, memory=memory, **parallel)
+
+
+def train(folder: Path, layout: str, out: str, weights: str, steps: int, **settings: Any) -> Path:
+    job, ranks = job_of(
+        folder,
+        layout,
+        out,
+        train={"steps": steps},
+        plan={"parallel": RUNS[layout][1], "precision": {"forward": "bf16", "weights": weights}},
+        checkpoint={"every": 50},
+    )
+    close_pools()
+    return train_in_the_pool(job, ranks, **settings)[0]
+
+
+@pytest.mark.sweep
+def test_200_steps(tmp_path: Path) -> None:
+    """Every loss of a run, and at its end every weight and moment, as checkpoints hold them: joined."""
+    whole = train(tmp_path, "one rank", "whole", "whole", 200)
+    split = train(tmp_path, "one rank", "split", "split_even", 200)
+    assert losses_of(split) == losses_of(whole)
+    expected, found = (tensors_of(list_checkpoints(run)[-1]) for run in (whole, split))
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("first", "then"), [("zero 3 on 4", "tp2 x dp2"), ("pp2 x dp2", "zero 0 on 3")])
+def test_resume_under_another_layout(tmp_path: Path, first: str, then: str) -> None:
+    """With whole weights, with split ones, and from whole to split."""
+    curves = []
+    for one, other in (("whole", "whole"), ("split_even", "split_even"), ("whole", "split_even")):
+        out = f"{one} {other}"
+        train(tmp_path, first, out, one, 12, trouble=stop_after_5)
+        curves.append(losses_of(train(tmp_path, then, out, other, 12, resume="auto")))
+    assert len(curves[0]) == 12
+    assert curves[1] == curves[0]
+    assert curves[2] == curves[0]
