@@ -57,6 +57,8 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(memory=Memory(recompute=("block", "norm"))),
         Plan(memory=Memory(recompute=("mlp", "activation"))),
         Plan(memory=Memory(recompute_every=2)),
+        Plan(memory=Memory(optimizer_bytes=(1000,))),
+        Plan(memory=Memory(optimizer="host", optimizer_bytes=(1000, 2000))),
     ]
     for rule in RULES:
         assert any(rule.broken(plan) for plan in breaking), rule.name

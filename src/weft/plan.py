@@ -91,6 +91,21 @@ class Memory(Table):
     functions and norms make."""
     recompute_every: Degree = 1
     """Only every so-manieth block does, the first one included."""
+    optimizer: Literal["device", "host", "disk"] = "device"
+    """Where the optimizer's states live between updates."""
+    optimizer_bytes: tuple[Annotated[int, Field(gt=0)], ...] = ()
+    """Bytes of them that a rank has there, the others stay on the device: one number for all ranks, or one for each rank of pp;
+    empty: all."""
+    offload: tuple[Literal["block", "attention", "mlp"], ...] = ()
+    """Parts of blocks whose activations wait elsewhere between forward and backward."""
+    offload_to: Literal["host", "disk"] = "host"
+    """Where they wait."""
+    offload_bytes: Annotated[int, Field(ge=0)] = 0
+    """Bytes of them that a rank has there at most, the others stay on the device; 0: all."""
+    offload_ahead: Degree = 1
+    """Parts whose activations come back before they are asked for."""
+    folder: str = "/tmp"
+    """Of the disk: where each rank keeps files. They have no names, and go with the process."""
 
 
 class Plan(Table):
@@ -174,6 +189,42 @@ RULES: tuple[Rule, ...] = (
         broken=lambda plan: plan.memory.recompute_every > 1 and not plan.memory.recompute,
         reason="it chooses the blocks that compute again",
         fix="set plan.memory.recompute, or leave plan.memory.recompute_every at 1",
+    ),
+    Rule(
+        name="offload of blocks and of a part of them",
+        broken=lambda plan: "block" in plan.memory.offload and len(plan.memory.offload) > 1,
+        reason="the parts of a block are in it",
+        fix='set plan.memory.offload to ["block"], or to parts of a block',
+    ),
+    Rule(
+        name="offload of what is recomputed",
+        broken=lambda plan: (
+            bool({"attention", "mlp"} & set(plan.memory.offload) & set(plan.memory.recompute))
+            or ("block" in plan.memory.recompute and bool({"attention", "mlp"} & set(plan.memory.offload)))
+        ),
+        reason="what is computed again keeps nothing inside that could wait elsewhere; its input is a matter of the block",
+        fix='leave the part out of plan.memory.offload or of plan.memory.recompute, or set plan.memory.offload = ["block"]',
+    ),
+    Rule(
+        name="settings of offload without it",
+        broken=lambda plan: (
+            not plan.memory.offload
+            and (plan.memory.offload_to, plan.memory.offload_bytes, plan.memory.offload_ahead) != ("host", 0, 1)
+        ),
+        reason="they say where, how much and how early of the activations that plan.memory.offload names",
+        fix="set plan.memory.offload, or leave them out",
+    ),
+    Rule(
+        name="optimizer_bytes without another place",
+        broken=lambda plan: bool(plan.memory.optimizer_bytes) and plan.memory.optimizer == "device",
+        reason="it is how much of the optimizer's states leaves the device",
+        fix='set plan.memory.optimizer to "host" or "disk", or leave out plan.memory.optimizer_bytes',
+    ),
+    Rule(
+        name="optimizer_bytes of another number of stages",
+        broken=lambda plan: len(plan.memory.optimizer_bytes) not in (0, 1, plan.parallel.pp),
+        reason="there is one number for all ranks, or one for each rank of pp",
+        fix="give plan.memory.optimizer_bytes one number, or plan.parallel.pp of them",
     ),
     Rule(
         name="virtual_stages > 1 without a pipeline",

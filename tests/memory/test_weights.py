@@ -225,15 +225,20 @@ def test_with_recompute(parallel: dict[str, int]) -> None:
     assert_same_bits(family("llama"), 2, memory=memory, **parallel)
 
 
-def train(folder: Path, layout: str, out: str, weights: str, steps: int, **settings: Any) -> Path:
-    job, ranks = job_of(
-        folder,
-        layout,
-        out,
-        train={"steps": steps},
-        plan={"parallel": RUNS[layout][1], "precision": {"forward": "bf16", "weights": weights}},
-        checkpoint={"every": 50},
-    )
+def train(folder: Path, layout: str, out: str, steps: int, tables: dict[str, Any], **settings: Any) -> Path:
+    """A run on fresh ranks; its folder.
+
+    Args:
+        folder: of the text.
+        layout: of `tests.faults.test_runs`.
+        out: name of the run.
+        steps: to train.
+        tables: of the plan, beside bf16 over fp32.
+        settings: of `train_in_the_pool`.
+    """
+    precision = {"forward": "bf16", **tables.get("precision", {})}
+    plan = {"parallel": RUNS[layout][1], **tables, "precision": precision}
+    job, ranks = job_of(folder, layout, out, train={"steps": steps}, plan=plan, checkpoint={"every": 50})
     close_pools()
     return train_in_the_pool(job, ranks, **settings)[0]
 
@@ -241,8 +246,8 @@ def train(folder: Path, layout: str, out: str, weights: str, steps: int, **setti
 @pytest.mark.sweep
 def test_200_steps(tmp_path: Path) -> None:
     """Every loss of a run, and at its end every weight and moment, as checkpoints hold them: joined."""
-    whole = train(tmp_path, "one rank", "whole", "whole", 200)
-    split = train(tmp_path, "one rank", "split", "split_even", 200)
+    whole = train(tmp_path, "one rank", "whole", 200, {})
+    split = train(tmp_path, "one rank", "split", 200, {"precision": {"weights": "split_even"}})
     assert losses_of(split) == losses_of(whole)
     expected, found = (tensors_of(list_checkpoints(run)[-1]) for run in (whole, split))
     assert expected.keys() == found.keys()
@@ -252,12 +257,13 @@ def test_200_steps(tmp_path: Path) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize(("first", "then"), [("zero 3 on 4", "tp2 x dp2"), ("pp2 x dp2", "zero 0 on 3")])
 def test_resume_under_another_layout(tmp_path: Path, first: str, then: str) -> None:
-    """With whole weights, with split ones, and from whole to split."""
+    """With whole weights, with split ones, and from whole to split, with moments on a disk."""
+    whole: dict[str, Any] = {}
+    split: dict[str, Any] = {"precision": {"weights": "split_even"}}
+    disk: dict[str, Any] = {**split, "memory": {"optimizer": "disk", "folder": str(tmp_path / "states")}}
     curves = []
-    for one, other in (("whole", "whole"), ("split_even", "split_even"), ("whole", "split_even")):
-        out = f"{one} {other}"
-        train(tmp_path, first, out, one, 12, trouble=stop_after_5)
-        curves.append(losses_of(train(tmp_path, then, out, other, 12, resume="auto")))
+    for number, (one, other) in enumerate([(whole, whole), (split, split), (whole, disk), (disk, whole)]):
+        train(tmp_path, first, str(number), 12, one, trouble=stop_after_5)
+        curves.append(losses_of(train(tmp_path, then, str(number), 12, other, resume="auto")))
     assert len(curves[0]) == 12
-    assert curves[1] == curves[0]
-    assert curves[2] == curves[0]
+    assert curves == [curves[0]] * 4

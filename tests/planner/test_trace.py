@@ -18,10 +18,12 @@ from tests.lab.pool import close_pools, run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
 from weft.cli import main
+from weft.cluster.device import detect
 from weft.cluster.mesh import build_mesh
 from weft.data import MicroBatch
 from weft.errors import JobError, PlanError
 from weft.job import Job
+from weft.memory.optimizer_state import keep_states_away
 from weft.parallel.data import model_state_bytes
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory
@@ -64,6 +66,7 @@ def real_count(rank: int, world_size: int, job: Job) -> Count:
     materialize(model, job.model, torch.device("cpu"))
     model.train()
     optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, torch.device("cpu"))
+    keep_states_away(optimizer, plan.memory, detect())
 
     def step(batches: Sequence[MicroBatch]) -> None:
         assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None
@@ -117,6 +120,12 @@ def test_split_weights_hold_no_casts() -> None:
     saved = assert_dry_equals_real(job) - assert_dry_equals_real(split)
     (found,) = trace(job, RANKS, [0])
     assert saved == 2 * found.parameters
+
+
+def test_states_on_a_disk_are_not_on_the_device(tmp_path: Path) -> None:
+    job = job_for(DENSE, "bf16", 2, zero=3)
+    memory = Memory(optimizer="disk", folder=str(tmp_path))
+    assert_dry_equals_real(job.model_copy(update={"plan": job.plan.model_copy(update={"memory": memory})}))
 
 
 def assert_dry_equals_real(job: Job) -> int:

@@ -71,8 +71,11 @@ def optimizer_pieces(model: nn.Module, anatomy: Anatomy, optimizer: torch.optim.
     return found
 
 
-def let_rest(model: nn.Module) -> None:
-    """Let parameters be those at rest: an evaluation may have left weights gathered."""
+def let_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let parameters be those at rest, as an evaluation may have left weights gathered; and states where they live."""
+    away = getattr(optimizer, "away_states", None)
+    if away:
+        away.finish()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -157,6 +157,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     reader: Reader,
     provide: Callable[[set[str]], None],
+    settle: Callable[[nn.Parameter], object] = lambda parameter: None,
 ) -> None:
     """Give a parallelized model and its optimizer the state of a checkpoint, in place, whatever layout wrote it.
 
@@ -166,11 +167,12 @@ def restore(
         optimizer: over its parameters; a state that it has already is overwritten.
         reader: of a verified checkpoint.
         provide: called once, on every rank, with the names of the files that this rank reads.
+        settle: called with each parameter when its states are there, before they have values; may move them.
 
     Raises:
         CheckpointError: the checkpoint lacks a tensor of the model, or has it in another shape or format.
     """
-    make_state(model, anatomy, optimizer, reader.manifest)
+    make_state(model, anatomy, optimizer, reader.manifest, settle)
     pieces = model_pieces(model, anatomy) + optimizer_pieces(model, anatomy, optimizer)
     for piece in pieces:
         _check(piece, reader)
@@ -180,7 +182,13 @@ def restore(
             piece.tensor.copy_(reader.read(piece.name, piece.offset, tuple(piece.tensor.shape)))
 
 
-def make_state(model: nn.Module, anatomy: Anatomy, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+def make_state(
+    model: nn.Module,
+    anatomy: Anatomy,
+    optimizer: torch.optim.Optimizer,
+    manifest: Manifest,
+    settle: Callable[[nn.Parameter], object],
+) -> None:
     """Let an optimizer have, of the layout of its parameters, the tensors that a checkpoint has for them."""
     by_weight: dict[str, list[str]] = {}
     for name in manifest.tensors:
@@ -200,6 +208,7 @@ def make_state(model: nn.Module, anatomy: Anatomy, optimizer: torch.optim.Optimi
             elif kind not in state:
                 place = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
                 state[kind] = torch.zeros((), dtype=dtype, device=place)
+        settle(parameter)
 
 
 def _check(piece: Piece, reader: Reader) -> None:

@@ -174,7 +174,7 @@ class Snapshots:
 
     def _lay_out(self) -> None:
         """Decide what this rank writes, and where it lies in its file."""
-        let_rest(self.model)
+        let_rest(self.model, self.optimizer)
         held = model_pieces(self.model, self.anatomy) + optimizer_pieces(self.model, self.anatomy, self.optimizer)
         self.pieces = divide(held, self.place)
         slots = [Slot(_key(piece), tuple(piece.tensor.shape), piece.tensor.dtype) for piece in self.pieces]
@@ -187,7 +187,7 @@ class Snapshots:
     def _copy(self) -> Shard:
         """Copy the state; on an accelerator on a stream of its own, for which only the next update waits."""
         assert self.shard is not None
-        let_rest(self.model)
+        let_rest(self.model, self.optimizer)
         side = self.device.stream()
         for piece, target in zip(self.pieces, self.targets, strict=True):
             if piece.name.startswith("buffers/"):  # which a forward may change

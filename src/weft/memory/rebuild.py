@@ -12,7 +12,7 @@ the storage goes when forward has no more use for it. Whatever needs it in backw
             ...
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
@@ -42,6 +42,14 @@ class View(NamedTuple):
 
     def of(self, results: Any) -> Tensor:
         return results[self.result].as_strided(self.size, self.stride, self.offset)
+
+    def again(self) -> Tensor:
+        """The tensor, for one of the places that claim it; its note keeps it until the last."""
+        note = self.note
+        made = note.make() if note.made is None else note.made
+        note.claims -= 1
+        note.made = made if note.claims > 0 or note.for_good else None
+        return self.of(made)
 
 
 class Note:
@@ -121,6 +129,8 @@ class Tape:
         self.notes: dict[int, tuple[ref[torch.UntypedStorage], int, Note, int]] = {}
         """By id of the storage of a result, which is unique while it lives: with the version of what is in it."""
         self.claimed: list[Note] = []
+        self.keep: Callable[[Tensor], Any] = torch.Tensor.detach
+        """What becomes of a tensor that is kept, and is not noted: itself, or something that has it `again`."""
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -133,6 +143,15 @@ class Tape:
     def noting(self) -> TorchDispatchMode:
         """Note cheap operations. A context manager, inside of `keeping`."""
         return _Noting(self)
+
+    @contextmanager
+    def keeping_by(self, keep: Callable[[Tensor], Any]) -> Iterator[None]:
+        """Let what is kept, and is not noted, be kept in another way."""
+        before, self.keep = self.keep, keep
+        try:
+            yield
+        finally:
+            self.keep = before
 
     def find(self, tensor: Tensor) -> View | None:
         """How a tensor was made, if that is known."""
@@ -159,10 +178,10 @@ class Tape:
             if not note.for_good and note.starts_from(storages):
                 note.made, note.for_good = note.make(), True
 
-    def _pack(self, tensor: Tensor) -> Tensor | View:
+    def _pack(self, tensor: Tensor) -> Any:
         view = self.find(tensor)
         if view is None or not view.note.is_valid():
-            return tensor.detach()
+            return self.keep(tensor)
         view.note.settle()
         view.note.claims += 1
         if view.note.claims == 1:
@@ -170,17 +189,8 @@ class Tape:
         return view
 
 
-def _unpack(kept: Tensor | View) -> Tensor:
-    return kept if isinstance(kept, Tensor) else _make(kept)
-
-
-def _make(view: View) -> Tensor:
-    """The tensor again, for one of the places that claim it; its note keeps it until the last."""
-    note = view.note
-    made = note.make() if note.made is None else note.made
-    note.claims -= 1
-    note.made = made if note.claims > 0 or note.for_good else None
-    return view.of(made)
+def _unpack(kept: Any) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.again()
 
 
 def _is_view(leaf: Any) -> bool:

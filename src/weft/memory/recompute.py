@@ -8,7 +8,8 @@ What a block keeps for backward, by what `plan.memory.recompute` names:
     activation    all but what activation functions, and the products of gates, make: `rebuild.py`, at next to no cost
     norm          all but what norms make, the copies in float32 among it
 
-Attention that is computed again and outputs that are made again go together.
+Attention that is computed again and outputs that are made again go together; and what a module keeps may wait elsewhere
+(`offload.py`), be it the input that a block is computed again from.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from weft.anatomy.roles import Anatomy, Block
+from weft.memory.offload import Offload
 from weft.memory.rebuild import Tape
 from weft.plan import Memory
 
@@ -28,8 +30,10 @@ Scene = AbstractContextManager[Any]
 Remember = Callable[[nn.Module], Callable[[], Scene]]
 
 
-def recompute(model: nn.Module, anatomy: Anatomy, own: set[str], memory: Memory, remember: Remember) -> None:
-    """Let blocks keep less for backward, in place. Gradients are the same, bit by bit.
+def keep_less(
+    model: nn.Module, anatomy: Anatomy, own: set[str], memory: Memory, remember: Remember, offload: Offload
+) -> None:
+    """Let blocks keep less for backward, or keep it elsewhere, in place. Gradients are the same, bit by bit.
 
     Args:
         model: split over all axes but data.
@@ -38,27 +42,36 @@ def recompute(model: nn.Module, anatomy: Anatomy, own: set[str], memory: Memory,
         memory: of the plan.
         remember: called in forward with a module; what it returns is called in backward, and sets the scene for that forward
             again: weights in flight, places of dropout.
+        offload: where activations of `memory.offload` wait.
     """
-    for block in anatomy.blocks[:: memory.recompute_every]:
+    if memory.offload:
+        model.register_forward_pre_hook(offload.begin_forward)
+    for number, block in enumerate(anatomy.blocks):
         if block.name not in own:
             continue
-        for name in whole_modules(block, memory):
+        recomputes = number % memory.recompute_every == 0
+        again = modules_of(block, memory.recompute) if recomputes else ()
+        noted = noted_modules(block, memory) if recomputes else ()
+        sent = modules_of(block, memory.offload)
+        tapes: list[Tape] = []
+        for name in again:
             module = model.get_submodule(name)
             module.forward = partial(_run_again, module.forward, module, remember)
-        noted = noted_modules(block, memory)
-        if noted:
-            tapes: list[Tape] = []
-            for name in noted:
-                module = model.get_submodule(name)
-                module.forward = partial(_noted, module.forward, tapes)
+        for name in noted:
+            module = model.get_submodule(name)
+            module.forward = partial(_noted, module.forward, tapes)
+        for name in sent:
+            module = model.get_submodule(name)
+            module.forward = partial(_sent, module.forward, module, tapes, offload)
+        if noted or sent:
             module = model.get_submodule(block.name)
             module.forward = partial(_taped, module.forward, tapes)
 
 
-def whole_modules(block: Block, memory: Memory) -> tuple[str, ...]:
-    """Names of the modules that are computed again as a whole."""
-    roles = {"block": (block.name,), "attention": block.attention, "mlp": block.mlp}
-    return tuple(name for role, names in roles.items() if role in memory.recompute for name in names)
+def modules_of(block: Block, roles: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the modules of some roles."""
+    names = {"block": (block.name,), "attention": block.attention, "mlp": block.mlp}
+    return tuple(name for role, own in names.items() if role in roles for name in own)
 
 
 def noted_modules(block: Block, memory: Memory) -> tuple[str, ...]:
@@ -92,4 +105,12 @@ def _noted(forward: Any, tapes: list[Tape], *args: Any, **kwargs: Any) -> Any:
     if not tapes:
         return forward(*args, **kwargs)
     with tapes[-1].noting():
+        return forward(*args, **kwargs)
+
+
+def _sent(forward: Any, module: nn.Module, tapes: list[Tape], offload: Offload, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module whose activations wait elsewhere."""
+    if not tapes:
+        return forward(*args, **kwargs)
+    with tapes[-1].keeping_by(offload.begin(module)):
         return forward(*args, **kwargs)

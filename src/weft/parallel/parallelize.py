@@ -8,9 +8,11 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
+from weft.cluster.device import detect
 from weft.cluster.mesh import build_expert_mesh
 from weft.errors import PlanError
-from weft.memory.recompute import recompute
+from weft.memory.offload import build_offload
+from weft.memory.recompute import keep_less
 from weft.memory.weights import split_weights
 from weft.parallel.balance import RouterWatch
 from weft.parallel.checks import check_tensors
@@ -69,8 +71,10 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     if p.tp > 1 or own_attention:
         take_whole_rows(model, mesh)
     queue = defer_weight_gradients(model, anatomy) if p.pp > 1 and splits_backward(plan) else None
-    if plan.memory.recompute:
-        recompute(model, whole, {block.name for block in anatomy.blocks}, plan.memory, partial(remember_scene, model))
+    if plan.memory.recompute or plan.memory.offload:
+        model.offload = build_offload(plan.memory, detect())
+        own_blocks = {block.name for block in anatomy.blocks}
+        keep_less(model, whole, own_blocks, plan.memory, partial(remember_scene, model), model.offload)
     if plan.precision.weights != "whole":
         split_weights(model, even=plan.precision.weights == "split_even")
     split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel

@@ -71,7 +71,7 @@ def compare_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: D
         None where all copies are equal, or where there are none. Else, the same on all ranks, a line for each culprit:
         "rank 2: model.norm.weight, also exp_avg; ranks 0, 1, 3 agree".
     """
-    let_rest(model)
+    let_rest(model, optimizer)
     held = _digest_parts(model, optimizer, mesh)
     said = all_gather_json({part: _sum_up(table) for part, table in held.items()})
     versions: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))

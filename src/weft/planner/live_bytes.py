@@ -35,6 +35,7 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, tuple[Reference, int, Kind]] = {}
         self._resizable: set[int] = set()
         """Storages that FSDP2 frees, and allocates again, by resizing them: no operation tells of it."""
+        self._left_out: dict[int, torch.UntypedStorage] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def __exit__(self, *exception: Any) -> None:
@@ -50,6 +51,12 @@ class LiveBytes(TorchDispatchMode):
                 self._set(part.untyped_storage(), kind)
         self._note_peak()
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count what is elsewhere, though in a dry run it looks as if it were here: on the host, or on a disk."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._left_out[id(storage)] = storage
+
     def track_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Count what a model holds between two steps, and know its gradients when they come.
 
@@ -60,6 +67,8 @@ class LiveBytes(TorchDispatchMode):
             optimizer: over its parameters.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        away = getattr(optimizer, "away_states", None)
+        self.leave_out(home for homes in (away.homes.values() if away else ()) for home in homes.values())
         self.track("parameters", parameters)
         self.track("buffers", model.buffers())
         reducer: Any = getattr(model, "gradient_reducer", None)  # of zero = 0, whose gradients are in buckets that stay
@@ -123,7 +132,7 @@ class LiveBytes(TorchDispatchMode):
             reference, before, old_kind = self._live[key]
             self.current[old_kind] -= before
             self.total -= before
-        elif storage.device.type == "cpu" and storage.is_shared():
+        elif key in self._left_out or (storage.device.type == "cpu" and storage.is_shared()):
             return
         else:
             reference = weakref.ref(storage, lambda _: self._free(key))

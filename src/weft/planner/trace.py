@@ -26,6 +26,8 @@ from weft.cluster.mesh import build_mesh
 from weft.data import MicroBatch
 from weft.errors import JobError
 from weft.job import Job
+from weft.memory.optimizer_state import AwayStates, budget_of
+from weft.memory.pool import Pool
 from weft.parallel.parallelize import parallelize
 from weft.parallel.weights import to_local
 from weft.plan import Plan
@@ -127,6 +129,9 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu") -
         model.tie_weights()
         model.train()
         optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, place)
+        if plan.memory.optimizer == "disk" or (plan.memory.optimizer == "host" and device_type != "cpu"):
+            homes = Pool(lambda size: torch.empty(size, dtype=torch.uint8))  # fake, as everything here
+            AwayStates(optimizer, detect(), homes, budget_of(optimizer, plan.memory, mesh.get_local_rank("pp")))
 
         scale = LossScale.from_plan(plan.precision.loss_scale)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import nn
 
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.checkpoint.manifest import Manifest, Position
@@ -54,9 +55,9 @@ class Checkpoints:
         self.disk = Target(self.folder, self.leads, self.settings.keep, self.settings.keep_hours)
         self.memory = HostMemory(run) if self.settings.memory_every else None
 
-    def attach(self, snapshots: Snapshots) -> None:
-        """Say what takes them, and with that what is in them."""
-        self.snapshots = snapshots
+    def attach(self, snapshots: Snapshots, settle: Callable[[nn.Parameter], object]) -> None:
+        """Say what takes them, and with that what is in them; and what moves a parameter's states to where they live."""
+        self.snapshots, self.settle = snapshots, settle
 
     def find(self, resume: Sequence[str]) -> Found | None:
         """The checkpoint to begin from.
@@ -83,7 +84,7 @@ class Checkpoints:
             same_ranks = dist.get_world_size() == found.manifest.world_size
             own = {part.file for name in generators for part in reader.entry(name).parts} if same_ranks else set()
             s = self.snapshots
-            restore(s.model, s.anatomy, s.optimizer, reader, lambda files: found.provide(files | own))
+            restore(s.model, s.anatomy, s.optimizer, reader, lambda files: found.provide(files | own), self.settle)
             if same_ranks:
                 set_generators(s.device, {name: reader.read(name) for name in generators})
         return found.manifest.position

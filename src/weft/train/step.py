@@ -156,7 +156,7 @@ def train_step(
     if finite and problem is None:
         clip = min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0
         scale_gradients(parameters, clip / loss_scale.value)
-        if plan.precision.weights == "whole":
+        if plan.precision.weights == "whole" and plan.memory.optimizer == "device":
             optimizer.step()
         else:
             step_in_parts(optimizer)

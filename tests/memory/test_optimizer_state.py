@@ -1,0 +1,193 @@
+"""States that live elsewhere change no bit of an update, and are on the device only around their own part of it."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.lab.families import family
+from tests.lab.live import LiveBytes
+from tests.lab.parity import packed_batches, run_plan
+from tests.lab.pool import RankError, close_pools, run_ranks
+from weft.cluster.device import detect
+from weft.job import Model
+from weft.memory.optimizer_state import AwayStates, keep_states_away
+from weft.memory.pool import Pool, mapped_files
+from weft.memory.update import step_in_parts
+from weft.plan import Memory, Parallel, Plan, Precision
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "amsgrad": lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "Muon": torch.optim.Muon,
+}
+
+
+def parameters_of(number: int, *shape: int) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(number)]
+
+
+def give_gradients(step: int, *sides: list[nn.Parameter], without: int | None = None) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for number, twins in enumerate(zip(*sides, strict=True)):
+        gradient = torch.randn(twins[0].shape, generator=generator)
+        for parameter in twins:
+            parameter.grad = None if number == without else gradient.clone()
+
+
+def away_on_disk(optimizer: torch.optim.Optimizer, folder: Path, **settings: Any) -> AwayStates:
+    return AwayStates(optimizer, detect(), Pool(mapped_files(folder)), **settings)
+
+
+@pytest.mark.parametrize("budget", [None, 5 * 32 * 16 * 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fifty_steps(name: str, budget: int | None, tmp_path: Path) -> None:
+    """Weights and states, bit by bit; in between, states are at home, as far as the budget goes."""
+    plain, moved = parameters_of(8, 32, 16), parameters_of(8, 32, 16)
+    expected, found = OPTIMIZERS[name](plain), OPTIMIZERS[name](moved)
+    away = away_on_disk(found, tmp_path, **({} if budget is None else {"budget": budget}))
+    for step in range(50):
+        give_gradients(step, plain, moved, without=step % 11)
+        expected.step()
+        step_in_parts(found, part_bytes=2 * 32 * 16 * 4)
+    for one, other in zip(plain, moved, strict=True):
+        assert torch.equal(one, other)
+        for key, value in expected.state[one].items():
+            assert torch.equal(found.state[other][key], value)
+    states = [value for state in found.state.values() for value in state.values() if value.ndim]
+    at_home = [value for value in states if value.untyped_storage().is_shared()]
+    assert not away.arrived
+    if budget is None:
+        assert len(at_home) == len(states)
+    else:
+        assert 0 < sum(value.nbytes for value in at_home) <= budget
+
+
+def test_a_step_at_once(tmp_path: Path) -> None:
+    """A loop of one's own that knows nothing of parts."""
+    plain, moved = parameters_of(3, 8, 4), parameters_of(3, 8, 4)
+    expected, found = torch.optim.AdamW(plain), torch.optim.AdamW(moved)
+    away_on_disk(found, tmp_path)
+    for step in range(3):
+        give_gradients(step, plain, moved)
+        expected.step()
+        found.step()
+    assert all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True))
+
+
+def test_an_eighth_of_the_states_is_on_the_device(tmp_path: Path) -> None:
+    parameters = parameters_of(48, 64, 64)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    away_on_disk(optimizer, tmp_path)
+    states = 2 * sum(parameter.nbytes for parameter in parameters)
+    for step in range(3):
+        give_gradients(step, parameters)
+        with LiveBytes().track(parameters, optimizer.state) as live:
+            before = live.current
+            step_in_parts(optimizer, part_bytes=states // 2 // 24)
+        assert live.current <= before  # gradients have gone
+        if step:
+            assert 0 < live.peak - before <= states / 8
+
+
+# In training
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "zero 0": (2, {"zero": 0}),
+    "zero 1": (2, {"zero": 1}),
+    "zero 2": (2, {"zero": 2}),
+    "zero 3 on 4": (4, {"zero": 3}),
+    "tp 2, zero 3": (4, {"tp": 2, "zero": 3}),
+    "cp 2": (2, {"cp": 2, "zero": 2}),
+    "pp 2": (2, {"pp": 2, "zero": 1}),
+    "ep 2": (2, {"ep": 2, "zero": 3}),
+}
+
+
+def traces_of(config: dict[str, Any], plan: Plan, ranks: int) -> Any:
+    close_pools()  # see test_recompute
+    return run_ranks(ranks, run_plan, Model(config=config), plan, packed_batches(96), 1, timeout=120)
+
+
+@pytest.mark.parametrize("weights", ["whole", "split_even"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_bit_changes_in_any_layout(layout: str, weights: str, tmp_path: Path) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    config = family("qwen3_moe" if "ep" in layout else "qwen3")
+    plan = Plan(parallel=Parallel(**parallel))  # type: ignore[arg-type]
+    memory = Memory(optimizer="disk", folder=str(tmp_path), recompute=("norm",))
+    other = plan.model_copy(update={"memory": memory, "precision": Precision(weights=weights)})  # type: ignore[arg-type]
+    expected, found = traces_of(config, plan, ranks), traces_of(config, other, ranks)
+    for one, theirs in zip(found, expected, strict=True):
+        assert (one.losses, one.norms, one.held_out) == (theirs.losses, theirs.norms, theirs.held_out)
+        assert [name for name in theirs.weights if not torch.equal(one.weights[name], theirs.weights[name])] == []
+
+
+# What cannot be
+
+
+def build(rank: int, world_size: int, memory: Memory) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.randn(1000, 100)) for _ in range(3)])
+    keep_states_away(optimizer, memory, detect())
+
+
+def test_a_disk_without_room_is_said_before_the_first_step(tmp_path: Path) -> None:
+    """On every rank the same."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path)], check=False).returncode:
+        pytest.skip("this sandbox cannot mount a tmpfs")
+    try:
+        run_ranks(1, build, Memory(optimizer="disk", folder=str(tmp_path)))  # 2.4 MB
+        with pytest.raises(RankError, match=r"has no room for the optimizer's states: rank \d: No space left"):
+            run_ranks(2, build, Memory(optimizer="disk", folder=str(tmp_path)))
+        run_ranks(2, build, Memory(optimizer="disk", folder=str(tmp_path), optimizer_bytes=(800_000,)))
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_budget_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    memory = Memory(optimizer="disk", folder=str(tmp_path), optimizer_bytes=(1000,))
+    with pytest.raises(RankError, match="1000 bytes hold the state of no parameter"):
+        run_ranks(1, build, memory)
+
+
+LIMITED = """
+import resource, sys, torch
+from pathlib import Path
+from torch import nn
+from weft.cluster.device import detect
+from weft.memory.optimizer_state import AwayStates
+from weft.memory.pool import Pool, mapped_files
+from weft.memory.update import step_in_parts
+
+torch.set_num_threads(1)
+parameters = [nn.Parameter(torch.zeros(2**20)) for _ in range(64)]  # 256 MiB, and 512 MiB of states
+optimizer = torch.optim.AdamW(parameters, fused=True)
+if sys.argv[1] == "disk":
+    AwayStates(optimizer, detect(), Pool(mapped_files(Path(sys.argv[2]))))
+used = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData"))) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + 2**20 * 480,) * 2)  # gradients fit, the states do not
+for step in range(3):
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    step_in_parts(optimizer)
+print(parameters[-1][0].item())
+"""
+
+
+def test_states_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
+    def run(tier: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", LIMITED, tier, str(tmp_path)], capture_output=True, text=True)
+
+    refused, done = run("device"), run("disk")
+    assert refused.returncode != 0
+    assert "memory" in refused.stderr.lower()
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(-3e-3, rel=1e-3)
