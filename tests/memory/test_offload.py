@@ -1,11 +1,18 @@
 """Activations that wait elsewhere change no bit of a step, and are not on the device in between."""
 
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.lab.families import FAMILIES, family
 from tests.lab.parity import plan_for
-from tests.memory.test_recompute import assert_same_bits
+from tests.memory.test_recompute import HIDDEN, LLAMA, assert_same_bits, saved
+from weft.cluster.device import detect
+from weft.memory.offload import Offload
+from weft.memory.pool import Pool, mapped_files
 from weft.plan import Memory, Pipeline, Precision
 
 MEMORIES = (
@@ -53,3 +60,115 @@ def test_schedules(schedule: str) -> None:
     plan = plan_for("fp32", pipeline, pp=2, zero=1)
     config = {**family("llama"), "num_hidden_layers": 4}
     assert_same_bits(config, plan, 2, *MEMORIES[1:4], micro_batch=1)
+
+
+# Memory
+
+GATED = ("llama", "qwen3", "olmo2")
+EXPERTS = ("qwen3_moe", "mixtral", "granitemoe", "olmoe")
+NORMED = ("qwen3", "qwen3_moe", "olmo2", "olmoe")  # queries and keys
+
+
+def formulas(name: str) -> tuple[int, int]:
+    """Numbers a token that one attention, and one feed-forward part, keeps for backward."""
+    config = family(name)
+    hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    queries, keys = heads * size, config["num_key_value_heads"] * size
+    attention = hidden + queries + 2 * keys + queries  # its input, what goes into attention, and what comes out
+    if name in NORMED:  # what goes into the norm, and the same at length 1
+        attention += 2 * (queries + keys)
+    if name in GATED:  # its input, gate and other half, the activation, and its product with the other half
+        return attention, hidden + 4 * config["intermediate_size"]
+    inner, chosen = config.get("moe_intermediate_size", config["intermediate_size"]), config["num_experts_per_tok"]
+    return attention, hidden + chosen * (4 * inner + 2 * hidden)  # of each expert also its input, and its output
+
+
+@pytest.mark.parametrize("name", GATED + EXPERTS)
+def test_what_waits_elsewhere_is_not_here(name: str) -> None:
+    """Bytes a token and block after forward, by formula; roles add up."""
+    config, (attention, mlp) = family(name), formulas(name)
+    assert saved(config, offload=("attention",), offload_to="disk") == 4 * attention
+    assert saved(config, offload=("mlp",), offload_to="disk") == 4 * mlp
+    assert saved(config, offload=("attention", "mlp"), offload_to="disk") == 4 * (attention + mlp)
+
+
+def test_offload_and_recompute_add_up() -> None:
+    again = saved(LLAMA, recompute=("mlp",))
+    attention, mlp = formulas("llama")
+    assert saved(LLAMA, recompute=("mlp",), offload=("attention",), offload_to="disk") == again + 4 * attention
+    # What is made again from inputs that wait elsewhere: neither is here.
+    both = saved(LLAMA, recompute=("activation", "norm"), offload=("attention", "mlp"), offload_to="disk")
+    assert both > max(4 * (attention + mlp), saved(LLAMA, recompute=("activation", "norm")))
+    # The input that a block is computed again from.
+    entries = saved(LLAMA, recompute=("block",), offload=("block",), offload_to="disk")
+    assert entries == saved(LLAMA, recompute=("block",)) + 4 * HIDDEN
+
+
+def test_a_budget_bounds_what_waits() -> None:
+    """64 tokens, 4 blocks."""
+    attention, _ = formulas("llama")
+    whole = 4 * attention * 64
+    some = saved(LLAMA, offload=("attention",), offload_to="disk", offload_bytes=2 * whole)
+    assert 1.5 * whole / 64 / 4 < some <= 2 * whole / 64 / 4
+
+
+# Of the parts
+
+
+def offload_on_disk(folder: Path, **settings: Any) -> Offload:
+    return Offload(detect(), Pool(mapped_files(folder)), **settings)
+
+
+class Two(torch.autograd.Function):
+    """Keeps a tensor and a view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        ctx.save_for_backward(y, y[3:].t())
+        return y.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        whole, view = ctx.saved_tensors
+        assert torch.equal(whole[3:].t(), view)
+        assert view.stride() == (1, 64)
+        assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        return gradient * whole
+
+
+def test_views_go_once_and_graphs_run_twice(tmp_path: Path) -> None:
+    offload = offload_on_disk(tmp_path)
+    x = torch.randn(64, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(offload.begin(nn.Identity()), lambda kept: kept.again()):
+        y = Two.apply(x)
+    assert offload.pool.live == 64 * 64 * 4
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(y, x, retain_graph=True)
+        assert torch.equal(gradient, 2 * x)
+    del y
+    assert offload.pool.live == 0
+    assert offload.pool.held == 64 * 64 * 4
+
+
+def test_what_changes_in_place_after_it_went_is_what_it_was(tmp_path: Path) -> None:
+    offload = offload_on_disk(tmp_path)
+    x = torch.randn(64, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(offload.begin(nn.Identity()), lambda kept: kept.again()):
+        y = x * 1
+        first = y.square().sum()
+        with torch.no_grad():
+            y += 1
+        second = y.square().sum()
+    (gradient,) = torch.autograd.grad(first, x, retain_graph=True)
+    assert torch.equal(gradient, 2 * x)
+    (gradient,) = torch.autograd.grad(second, x)
+    assert torch.equal(gradient, 2 * (x + 1))
+
+
+def test_weights_and_small_tensors_stay(tmp_path: Path) -> None:
+    offload, layer = offload_on_disk(tmp_path), nn.Linear(64, 64)
+    x = torch.randn(4, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(offload.begin(layer), lambda kept: kept):
+        layer(x)
+    assert offload.pool.requested == 0

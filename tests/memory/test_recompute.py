@@ -114,7 +114,7 @@ def held_bytes(rank: int, world_size: int, config: dict[str, Any], memory: Memor
     tokens = torch.randint(0, 96, (2, 32))
     with LiveBytes().track(model) as live:
         before = live.current
-        inside = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        inside = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         held = live.current - before
     inside.sum().backward()
     return held

@@ -122,10 +122,15 @@ def test_split_weights_hold_no_casts() -> None:
     assert saved == 2 * found.parameters
 
 
-def test_states_on_a_disk_are_not_on_the_device(tmp_path: Path) -> None:
+def test_what_is_elsewhere_is_not_on_the_device(tmp_path: Path) -> None:
+    """States and activations on a disk; and a part of the activations where else the host's memory is the device's own."""
     job = job_for(DENSE, "bf16", 2, zero=3)
-    memory = Memory(optimizer="disk", folder=str(tmp_path))
-    assert_dry_equals_real(job.model_copy(update={"plan": job.plan.model_copy(update={"memory": memory})}))
+    plain = assert_dry_equals_real(job)
+    for tier in ("disk", "host"):
+        memory = Memory(optimizer=tier, offload=("block",), offload_to=tier, folder=str(tmp_path))
+        moved = job.model_copy(update={"plan": job.plan.model_copy(update={"memory": memory})})
+        activations = assert_dry_equals_real(moved)
+        assert (activations < plain) == (tier == "disk")
 
 
 def assert_dry_equals_real(job: Job) -> int:

@@ -168,7 +168,8 @@ def build_offload(memory: Memory, device: Device) -> Offload:
     """
     on_disk = memory.offload_to == "disk"
     make = mapped_files(Path(memory.folder)) if on_disk else pinned_memory(device.type)
-    return Offload(device, Pool(make), memory.offload_bytes or math.inf, memory.offload_ahead)
+    pool = Pool(make, is_elsewhere=on_disk or device.type != "cpu")
+    return Offload(device, pool, memory.offload_bytes or math.inf, memory.offload_ahead)
 
 
 def _weights(module: nn.Module) -> list[Tensor]:

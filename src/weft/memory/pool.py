@@ -23,12 +23,14 @@ class Pool:
     out now, at most `peak` so far; `held` is what the pool has in all, so that `held - live` lies idle.
     """
 
-    def __init__(self, make: Callable[[int], Tensor]):
+    def __init__(self, make: Callable[[int], Tensor], *, is_elsewhere: bool = True):
         """
         Args:
             make: gives so many bytes, [bytes] uint8.
+            is_elsewhere: whether that is other memory than the device's own, for which it is not counted.
         """
-        self.make = make
+        self.make, self.is_elsewhere = make, is_elsewhere
+        self.rooms: list[Tensor] = []
         self.free: dict[int, list[Tensor]] = defaultdict(list)
         self.requested = self.reused = self.live = self.peak = self.held = 0
 
@@ -41,6 +43,7 @@ class Pool:
             room = self.free[step].pop()
         else:
             room = self.make(step)
+            self.rooms.append(room)
             self.held += step
         self.live += step
         self.peak = max(self.peak, self.live)

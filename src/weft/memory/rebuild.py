@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 aten = torch.ops.aten
 CHEAP = {
@@ -58,7 +58,7 @@ class Note:
     def __init__(self, operation: Any, arguments: Any):
         self.operation = operation
         self.arguments = arguments
-        """(args, kwargs); in the place of a tensor that is noted itself, a `View`."""
+        """(args, kwargs); in the place of a tensor that is noted itself, a `View`; or what else has a tensor `again`."""
         self.versions = [tensor._version for tensor in self.inputs()]
         self.settled = False
         self.claims = 0
@@ -68,7 +68,7 @@ class Note:
         self.for_good = False
 
     def leaves(self) -> list[Any]:
-        return tree_leaves(self.arguments, is_leaf=_is_view)
+        return tree_leaves(self.arguments, is_leaf=_stands_in)
 
     def inputs(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves() if isinstance(leaf, Tensor)]
@@ -82,7 +82,7 @@ class Note:
     def _visit(self, found: dict["Note", None]) -> None:
         if self not in found and self.made is None:
             for leaf in self.leaves():
-                if _is_view(leaf):
+                if isinstance(leaf, View):
                     leaf.note._visit(found)
             found[self] = None
 
@@ -94,11 +94,16 @@ class Note:
         """Whether something that it starts from lies in one of these storages."""
         return any(id(tensor.untyped_storage()) in storages for note in self.chain() for tensor in note.inputs())
 
-    def settle(self) -> None:
-        """Let go of the graph that inputs are a part of, which may be the one that keeps this note."""
+    def settle(self, keep: Callable[[Tensor], Any]) -> None:
+        """Let go of the graph that inputs are a part of, which may be the one that keeps this note.
+
+        Args:
+            keep: what becomes of an input.
+        """
         for note in self.chain():
             if not note.settled:
-                note.arguments = tree_map_only(Tensor, torch.Tensor.detach, note.arguments, is_leaf=_is_view)
+                note.arguments = tree_map_only(Tensor, keep, note.arguments, is_leaf=_stands_in)
+                note.versions = [tensor._version for tensor in note.inputs()]
                 note.settled = True
 
     def make(self) -> list[Tensor]:
@@ -110,12 +115,14 @@ class Note:
             )
         made: dict[Note, list[Tensor]] = {}
 
-        def look(view: View) -> Tensor:
-            return view.of(made.get(view.note) or view.note.made)
+        def look(leaf: Any) -> Any:
+            if isinstance(leaf, View):
+                return leaf.of(made.get(leaf.note) or leaf.note.made)
+            return leaf.again() if _stands_in(leaf) else leaf
 
         with torch.no_grad():
             for note in self.chain():
-                args, kwargs = tree_map_only(View, look, note.arguments, is_leaf=_is_view)
+                args, kwargs = tree_map(look, note.arguments, is_leaf=_stands_in)
                 made[note] = _tensors(note.operation(*args, **kwargs))
                 if note.claims > 0:  # it will be asked for itself
                     note.made = made[note]
@@ -182,7 +189,7 @@ class Tape:
         view = self.find(tensor)
         if view is None or not view.note.is_valid():
             return self.keep(tensor)
-        view.note.settle()
+        view.note.settle(self.keep)
         view.note.claims += 1
         if view.note.claims == 1:
             self.claimed.append(view.note)
@@ -193,8 +200,8 @@ def _unpack(kept: Any) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.again()
 
 
-def _is_view(leaf: Any) -> bool:
-    return isinstance(leaf, View)
+def _stands_in(leaf: Any) -> bool:
+    return hasattr(leaf, "again")
 
 
 def _tensors(result: Any) -> list[Tensor]:

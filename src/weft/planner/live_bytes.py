@@ -67,8 +67,9 @@ class LiveBytes(TorchDispatchMode):
             optimizer: over its parameters.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        away = getattr(optimizer, "away_states", None)
-        self.leave_out(home for homes in (away.homes.values() if away else ()) for home in homes.values())
+        for user in (getattr(optimizer, "away_states", None), getattr(model, "offload", None)):
+            if user and user.pool.is_elsewhere:
+                self.leave_out(user.pool.rooms)
         self.track("parameters", parameters)
         self.track("buffers", model.buffers())
         reducer: Any = getattr(model, "gradient_reducer", None)  # of zero = 0, whose gradients are in buckets that stay

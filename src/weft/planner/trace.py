@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -129,10 +130,19 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu") -
         model.tie_weights()
         model.train()
         optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, place)
-        if plan.memory.optimizer == "disk" or (plan.memory.optimizer == "host" and device_type != "cpu"):
-            homes = Pool(lambda size: torch.empty(size, dtype=torch.uint8))  # fake, as everything here
-            AwayStates(optimizer, detect(), homes, budget_of(optimizer, plan.memory, mesh.get_local_rank("pp")))
+        on_cpu = device_type == "cpu"  # whose own memory the host's is
 
+        def imagined(tier: str) -> Pool:
+            """Memory elsewhere that is fake, as everything here."""
+            return Pool(lambda size: torch.empty(size, dtype=torch.uint8), is_elsewhere=tier == "disk" or not on_cpu)
+
+        memory = plan.memory
+        if memory.offload:
+            offload: Any = model.offload
+            offload.pool = imagined(memory.offload_to)
+        if memory.optimizer == "disk" or (memory.optimizer == "host" and not on_cpu):
+            budget = budget_of(optimizer, memory, mesh.get_local_rank("pp"))
+            AwayStates(optimizer, detect(), imagined(memory.optimizer), budget)
         scale = LossScale.from_plan(plan.precision.loss_scale)
 
         def step(batches: Sequence[MicroBatch]) -> None:
