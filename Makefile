@@ -16,7 +16,7 @@ test: $(VENV)/ready
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 sweep: $(VENV)/ready
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m sweep
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m sweep $(FLAGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

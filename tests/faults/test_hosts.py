@@ -154,6 +154,7 @@ def test_a_wrong_token_is_refused(lab: Lab) -> None:
     assert not lab.out.exists()  # host 0 waits for a host that knows it
 
 
+@pytest.mark.sweep
 def test_a_rank_killed_on_another_host(lab: Lab) -> None:
     """Host 0 names it before anything else; all start again, and the losses are those of a run without a fault."""
     lab.write(train=LONG | {"steps": 80}, checkpoint={"every": 10})

@@ -31,11 +31,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_changes(name: str) -> None:
     assert_same_bits(family(name), plan_for("fp32", zero=0), 1, *MEMORIES)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
@@ -43,6 +45,7 @@ def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
     assert_same_bits(family(name), plan_for("fp32", **parallel), ranks, *MEMORIES)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"zero": 0, "tp": 2}])
 def test_two_formats_and_split_weights(parallel: dict[str, int]) -> None:
     precision = Precision(weights="split")
@@ -54,6 +57,7 @@ def test_experts() -> None:
     assert_same_bits(family("qwen3_moe"), plan_for("fp32", ep=2, zero=3), 2, Memory(offload=("mlp",)), MEMORIES[3])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved"])
 def test_schedules(schedule: str) -> None:
     pipeline = Pipeline(schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)

@@ -57,12 +57,14 @@ def assert_same_bits(config: dict[str, Any], plan: Plan, ranks: int, *memories: 
                 assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == [], memory
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_changes(name: str) -> None:
     memories = [Memory(recompute=roles) for roles in ROLES]
     assert_same_bits(family(name), plan_for("fp32", zero=0), 1, *memories)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
@@ -71,6 +73,7 @@ def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
     assert_same_bits(family(name), plan_for("fp32", **parallel), ranks, *memories)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_experts_and_their_auxiliary_loss(name: str, layout: str) -> None:
@@ -82,6 +85,7 @@ def test_experts_and_their_auxiliary_loss(name: str, layout: str) -> None:
     )
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 2}, {"zero": 0, "tp": 2}, {"pp": 2, "zero": 1}])
 def test_dropout_and_two_formats(parallel: dict[str, int]) -> None:
     """The same numbers are dropped again; weights that were cast for forward are cast weights again."""
@@ -92,6 +96,7 @@ def test_dropout_and_two_formats(parallel: dict[str, int]) -> None:
     assert_same_bits(config, plan, 2, *memories, micro_batch=1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved"])
 def test_schedules(schedule: str) -> None:
     pipeline = Pipeline(schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)

@@ -201,11 +201,13 @@ def assert_same_bits(config: dict[str, Any], ranks: int, **settings: Any) -> Non
             assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_changes(name: str) -> None:
     assert_same_bits(family(name), 1, zero=0)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])  # tied embeddings; biases and packed matrices
 def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
@@ -219,6 +221,7 @@ def test_no_bit_changes_of_experts(layout: str) -> None:
     assert_same_bits(family("qwen3_moe"), ranks, **parallel)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"tp": 2, "zero": 0}, {"pp": 2, "zero": 1}])
 def test_with_recompute(parallel: dict[str, int]) -> None:
     memory = Memory(recompute=("attention", "activation", "norm"))

@@ -95,6 +95,7 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan[0]['model_type']} {plan[1]} {plan[2]} {plan[3]}")
 def test_dry_run_equals_a_real_run(plan: tuple[dict[str, Any], str, int, dict[str, Any]]) -> None:
     model, precision, micro_batch, parallel = plan
@@ -161,6 +162,7 @@ def test_the_state_is_what_the_formulas_say(zero: int) -> None:
     )  # of zero 0 they are in buckets that stay
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("name", "world_size", "layers"), [("llama-70b", 64, 4), ("qwen3-235b", 512, 2), ("deepseek-v3", 2048, 5)]
 )

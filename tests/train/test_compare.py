@@ -234,6 +234,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_plans_agree(layout: str, tmp_path: Path) -> None:
     """In float64, where rounding is far below anything else; all tensors are there, in natural order."""
