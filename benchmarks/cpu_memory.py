@@ -1,10 +1,14 @@
-"""What each way to hold fewer activations saves, and what it costs: Weft beside torch's own answers.
+"""What each way to hold less saves, and what it costs: Weft beside torch's own answers.
 
     python benchmarks/cpu_memory.py [--repeats 7]
 
-One rank, one Llama, float32 and bfloat16. Held is what forward leaves for backward (live storages, weights apart); peak the
-most that is there at once in forward and backward; time that of forward and backward over that of the plain model, in the same
-repeat: median (min-max). Gradients of every row are compared with the plain model's first, bit by bit.
+One rank, one Llama. Activations, in float32 and bfloat16: held is what forward leaves for backward (live storages, weights
+apart); peak the most that is there at once in forward and backward; time that of forward and backward over that of the plain
+model, in the same repeat: median (min-max). Gradients of every row are compared with the plain model's first, bit by bit.
+
+Weights and states, bfloat16 over float32 with AdamW: what is there between steps and at the peak of one, and the time of a
+step over that of whole weights with states in memory. Losses of every row are compared with that one's. What lies in mapped
+files is not counted: it is in memory only as long as the system has room.
 """
 
 import argparse
@@ -21,16 +25,22 @@ from peers.figures import spread
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from weft.checkpoint.huggingface import build_plain, read_config
 from weft.cluster.device import detect
 from weft.cluster.launch import connect
 from weft.cluster.mesh import build_mesh
-from weft.job import Model
+from weft.data import MicroBatch
+from weft.job import Model, Optimizer
+from weft.memory.live_bytes import LiveBytes
+from weft.memory.optimizer_state import keep_states_away
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Parallel, Plan, Precision
-from weft.planner.live_bytes import LiveBytes
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer
+from weft.train.step import train_step
 
 MODEL = {
     "model_type": "llama",
@@ -46,11 +56,10 @@ aten = torch.ops.aten
 KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
 
 
-def weft(dtype: torch.dtype, *roles: str, every: int = 1) -> Any:
+def weft(dtype: torch.dtype, **memory: Any) -> Any:
     format = "fp32" if dtype == torch.float32 else "bf16"
     precision = Precision(forward=format, update=format, reduce=format)
-    memory = Memory(recompute=roles, recompute_every=every)
-    plan = Plan(parallel=Parallel(zero=0), precision=precision, memory=memory).resolve(1)
+    plan = Plan(parallel=Parallel(zero=0), precision=precision, memory=Memory(**memory)).resolve(1)
     return parallelize(plain(dtype), plan, build_mesh(plan, "cpu", 1))
 
 
@@ -79,16 +88,37 @@ def selective(dtype: torch.dtype) -> Any:
     return model
 
 
+def saved_on_cpu(dtype: torch.dtype) -> Any:
+    """Torch's hooks that copy what is saved to the CPU: here a second copy in the same memory."""
+    model = plain(dtype)
+    for block in model.model.layers:
+        block.forward = partial(_saved_on_cpu, block.forward)
+    return model
+
+
+def _saved_on_cpu(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return forward(*args, **kwargs)
+
+
+def recompute(*roles: str, **memory: Any) -> Callable[[torch.dtype], Any]:
+    return partial(weft, recompute=roles, **memory)
+
+
 SYSTEMS: dict[str, Callable[[torch.dtype], Any]] = {
     "plain": plain,
-    "Weft, activation": lambda dtype: weft(dtype, "activation"),
-    "Weft, norm": lambda dtype: weft(dtype, "norm"),
-    "Weft, activation and norm": lambda dtype: weft(dtype, "activation", "norm"),
-    "Weft, attention, activation and norm": lambda dtype: weft(dtype, "attention", "activation", "norm"),
-    "Weft, mlp": lambda dtype: weft(dtype, "mlp"),
-    "Weft, block": lambda dtype: weft(dtype, "block"),
-    "Weft, every second block": lambda dtype: weft(dtype, "block", every=2),
+    "Weft, activation": recompute("activation"),
+    "Weft, norm": recompute("norm"),
+    "Weft, activation and norm": recompute("activation", "norm"),
+    "Weft, attention, activation and norm": recompute("attention", "activation", "norm"),
+    "Weft, mlp": recompute("mlp"),
+    "Weft, block": recompute("block"),
+    "Weft, every second block": recompute("block", recompute_every=2),
+    "Weft, attention to a disk": partial(weft, offload=("attention",), offload_to="disk"),
+    "Weft, attention to a disk, mlp again": recompute("mlp", offload=("attention",), offload_to="disk"),
+    "Weft, block to a disk": partial(weft, offload=("block",), offload_to="disk"),
     "torch, selective checkpointing": selective,
+    "torch, save_on_cpu": saved_on_cpu,
     "Transformers, gradient checkpointing": gradient_checkpointing,
 }
 
@@ -139,6 +169,94 @@ def measure(dtype: torch.dtype, repeats: int) -> tuple[Table, list[str]]:
     return table, problems
 
 
+# Weights and states
+
+
+class Training:
+    """A model in training, by Weft."""
+
+    def __init__(self, zero: int = 0, weights: str = "whole", optimizer: str = "device"):
+        precision = Precision(weights=weights)  # type: ignore[arg-type]
+        memory = Memory(optimizer=optimizer)  # type: ignore[arg-type]
+        self.plan = Plan(parallel=Parallel(zero=zero), precision=precision, memory=memory).resolve(1)  # type: ignore[arg-type]
+        self.mesh = build_mesh(self.plan, "cpu", 1)
+        self.model: Any = parallelize(plain(torch.float32), self.plan, self.mesh).train()
+        self.optimizer = build_optimizer(self.model, Optimizer())
+        keep_states_away(self.optimizer, self.plan.memory, detect())
+
+    def step(self, tokens: Tensor) -> float:
+        positions = torch.arange(TOKENS).expand_as(tokens)
+        targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], 1)
+        batches = [MicroBatch(tokens, positions, targets)]
+        return train_step(self.model, self.optimizer, batches, self.plan, self.mesh, LossScale(), clip_norm=0.0).loss
+
+
+class Offloaded:
+    """The same by torch's FSDP2, whose policy keeps shards, gradients and states on the CPU: here the same memory."""
+
+    def __init__(self) -> None:
+        self.model: Any = plain(torch.float32).train()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        settings: dict[str, Any] = {"mp_policy": policy, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+        for block in self.model.model.layers:
+            fully_shard(block, **settings)
+        fully_shard(self.model, **settings)
+        self.optimizer = build_optimizer(self.model, Optimizer())
+
+    def step(self, tokens: Tensor) -> float:
+        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+
+UPDATES: dict[str, Callable[[], Any]] = {
+    "Weft, whole weights": Training,
+    "Weft, split weights": partial(Training, weights="split"),
+    "Weft, split weights, ties to even": partial(Training, weights="split_even"),
+    "Weft, states on a disk": partial(Training, optimizer="disk"),
+    "Weft, split weights, states on a disk": partial(Training, weights="split", optimizer="disk"),
+    "Weft, zero 3": partial(Training, zero=3),
+    "torch, FSDP2 with CPUOffloadPolicy": Offloaded,
+}
+
+
+def measure_updates(repeats: int) -> tuple[Table, list[str]]:
+    tokens = torch.randint(0, MODEL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    systems = {name: build() for name, build in UPDATES.items()}
+    losses = {name: [system.step(tokens) for _ in range(3)] for name, system in systems.items()}
+    counted: dict[str, tuple[int, int]] = {}
+    for name, system in systems.items():
+        with LiveBytes() as live:
+            live.track_training(system.model, system.optimizer)
+            state = live.total
+            system.step(tokens)
+        counted[name] = state, live.peak
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    for _ in range(repeats):
+        for name, system in systems.items():
+            begin = time.perf_counter()
+            system.step(tokens)
+            seconds[name].append(time.perf_counter() - begin)
+    first = next(iter(UPDATES))
+    parameters = sum(parameter.numel() for parameter in systems[first].model.parameters())
+    table = Table(
+        title=f"{parameters / 1e6:.1f} million parameters, {TOKENS} tokens; the first takes "
+        f"{statistics.median(seconds[first]):.2f} s a step"
+    )
+    for column in ("", "bytes a parameter between steps", "at the peak", "time of a step"):
+        table.add_column(column, justify="left" if not column else "right")
+    problems = []
+    for name, (state, peak) in counted.items():
+        difference = max(abs(mine - theirs) / theirs for mine, theirs in zip(losses[name], losses[first], strict=True))
+        if difference > 1e-3:
+            problems.append(f"losses of {name} differ by {difference:.1e}")
+        ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds[first], strict=True)]
+        table.add_row(name, f"{state / parameters:.2f}", f"{peak / parameters:.2f}", spread(ratios, ".2f"))
+    return table, problems
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
@@ -151,6 +269,9 @@ def main() -> None:
         table, found = measure(dtype, chosen.repeats)
         Console(width=120).print(table)
         problems += found
+    table, found = measure_updates(chosen.repeats)
+    Console(width=120).print(table)
+    problems += found
     sys.exit("; ".join(problems) or None)
 
 

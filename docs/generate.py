@@ -27,6 +27,7 @@ DOCS = Path(__file__).parent
 # What is proved stands with the tests, which are not installed.
 LAB = DOCS.parent / "tests" / "lab"
 FAMILIES = tuple(runpy.run_path(str(LAB / "families.py"))["FAMILIES"])
+TECHNIQUES = runpy.run_path(str(LAB / "techniques.py"))
 SHRINK = runpy.run_path(str(LAB / "shrink.py"))
 PROVED, NOT_PROVED = SHRINK["PROVED"] | {"pp": SHRINK["PROVED"]["pp"] + SHRINK["BIASED"]}, SHRINK["NOT_PROVED"]
 
@@ -52,6 +53,43 @@ def rules_page() -> str:
     head = ["# Settings that exclude each other", "", "Generated from the table `RULES` in `src/weft/plan.py`.", ""]
     lines = [f"| {rule.name} | {rule.reason} | {rule.fix} |" for rule in RULES]
     return "\n".join([*head, "| refused | reason | fix |", "|---|---|---|", *lines]) + "\n"
+
+
+def compatibility_page() -> str:
+    """Which two techniques go together: what a plan says of each pair."""
+    names, reasons = list(TECHNIQUES["TECHNIQUES"]), []
+    head = [
+        "# Pairs of techniques",
+        "",
+        "Generated from `tests/lab/techniques.py` and the rules of `src/weft/plan.py`.",
+        "",
+        "- **yes**: `tests/memory/test_pairs.py` trains a small model of experts with both. Two splits of the work: losses,",
+        "  norms, logits, gradients and weights of three steps are the untouched model's to 1e-5 in float32. Else they are,",
+        "  bit by bit, those of the plan without what should change nothing.",
+        "- or: two values of one setting.",
+        "- a number: a plan with both is refused, for the reason below.",
+        "",
+    ]
+    table = ["| | " + " | ".join(names[:-1]) + " |", "|---" * len(names) + "|"]
+    for row, one in enumerate(names[1:], 1):
+        cells = [_pair(one, other, reasons) for other in names[:row]] + [""] * (len(names) - 1 - row)
+        table.append(f"| {one} | " + " | ".join(cells) + " |")
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*head, *table, "", *notes]) + "\n"
+
+
+def _pair(one: str, other: str, reasons: list[str]) -> str:
+    tables = TECHNIQUES["join"](other, one)
+    if tables is None:
+        return "or"
+    try:
+        Plan.model_validate(tables).resolve(TECHNIQUES["ranks_of"](tables))
+    except WeftError as error:
+        reason = f"{error.what}: {error.rule}"
+        if reason not in reasons:
+            reasons.append(reason)
+        return str(reasons.index(reason) + 1)
+    return "**yes**"
 
 
 AXES: dict[str, dict[str, Any]] = {
@@ -119,7 +157,12 @@ def verdict(model: Any, anatomy: Anatomy, axis: str, family: str) -> str:
     return f"accepted, not proved: {NOT_PROVED[short].get(family, 'not tried')}"
 
 
-PAGES = {"keys.md": keys_page, "rules.md": rules_page, "families.md": families_page}
+PAGES = {
+    "keys.md": keys_page,
+    "rules.md": rules_page,
+    "compatibility.md": compatibility_page,
+    "families.md": families_page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -57,6 +57,9 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(memory=Memory(recompute=("block", "norm"))),
         Plan(memory=Memory(recompute=("mlp", "activation"))),
         Plan(memory=Memory(recompute_every=2)),
+        Plan(memory=Memory(offload=("block", "mlp"))),
+        Plan(memory=Memory(offload=("mlp",), recompute=("mlp",))),
+        Plan(memory=Memory(offload_ahead=2)),
         Plan(memory=Memory(optimizer_bytes=(1000,))),
         Plan(memory=Memory(optimizer="host", optimizer_bytes=(1000, 2000))),
     ]

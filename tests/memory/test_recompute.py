@@ -46,15 +46,21 @@ def traces_of(config: dict[str, Any], plan: Plan, ranks: int, micro_batch: int =
 
 def assert_same_bits(config: dict[str, Any], plan: Plan, ranks: int, *memories: Memory, micro_batch: int = 2) -> None:
     """Losses, norms, gradients and weights of three steps, with and without."""
+    plans = [plan.model_copy(update={"memory": memory}) for memory in memories]
+    assert_same_bits_of(config, ranks, micro_batch, plan, *plans)
+
+
+def assert_same_bits_of(config: dict[str, Any], ranks: int, micro_batch: int, plan: Plan, *others: Plan) -> None:
+    """Losses, norms, gradients and weights of three steps under a plan, and under others."""
     expected = traces_of(config, plan, ranks, micro_batch)
-    for memory in memories:
-        found = traces_of(config, plan.model_copy(update={"memory": memory}), ranks, micro_batch)
+    for changed in others:
+        found = traces_of(config, changed, ranks, micro_batch)
         for one, other in zip(found, expected, strict=True):
-            assert (one.losses, one.norms, one.held_out) == (other.losses, other.norms, other.held_out), memory
+            assert (one.losses, one.norms, one.held_out) == (other.losses, other.norms, other.held_out), changed
             for kind in ("gradients", "weights"):
                 mine, theirs = getattr(one, kind), getattr(other, kind)
                 assert mine.keys() == theirs.keys()
-                assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == [], memory
+                assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == [], changed
 
 
 @pytest.mark.thin(3)

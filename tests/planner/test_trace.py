@@ -61,7 +61,8 @@ def real_count(rank: int, world_size: int, job: Job) -> Count:
     job = job.model_copy(update={"plan": plan})
     mesh = build_mesh(plan, "cpu", world_size)
     model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
-    route_evenly(model, read_anatomy(model))
+    anatomy = read_anatomy(model)
+    route_evenly(model, anatomy)
     parallelize(model, plan, mesh)
     materialize(model, job.model, torch.device("cpu"))
     model.train()
@@ -72,7 +73,7 @@ def real_count(rank: int, world_size: int, job: Job) -> Count:
         assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None
 
     step(batches)
-    return count_step(model, optimizer, batches, step)
+    return count_step(model, optimizer, batches, step, anatomy)
 
 
 PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
@@ -143,6 +144,7 @@ def assert_dry_equals_real(job: Job) -> int:
         assert dry.flops == real.flops
         assert dry.state_bytes == real.state_bytes
         assert dry.peak == pytest.approx(real.peak, rel=0.02)
+        assert sum(real.peak_roles.values()) == real.peak_bytes["activations"]
         for kind, size in real.peak_bytes.items():
             assert dry.peak_bytes[kind] == pytest.approx(size, rel=0.02, abs=0.02 * real.peak), kind
     return max(found.peak_bytes["activations"] for found in dry_runs)
@@ -187,11 +189,14 @@ def trace_ends(job: Job, world_size: int) -> tuple[Trace, Trace, int]:
     return first, last, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_attention_of_an_accelerator_keeps_no_scores(recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", ["nothing", "by Transformers", "attention"])
+def test_attention_of_an_accelerator_keeps_no_scores(recompute: str) -> None:
     """Heads of two sizes: on CPU torch makes the matrix of scores, on CUDA it does not."""
-    model = {**family("deepseek_v3"), "v_head_dim": 4, "gradient_checkpointing": recompute}
+    model = {**family("deepseek_v3"), "v_head_dim": 4, "gradient_checkpointing": recompute == "by Transformers"}
     job = job_for(model, "bf16", 2, zero=3)
+    if recompute == "attention":
+        memory = Memory(recompute=("attention",))
+        job = job.model_copy(update={"plan": job.plan.model_copy(update={"memory": memory})})
     job = job.model_copy(update={"data": job.data.model_copy(update={"packing": False, "seq_len": 64})})
     (cpu,), (cuda,) = trace(job, 2, [0], "cpu"), trace(job, 2, [0], "cuda")
     assert cuda.count.messages == cpu.count.messages

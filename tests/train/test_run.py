@@ -44,6 +44,11 @@ def test_metrics_have_every_step(finished: Path) -> None:
         assert row.mfu is not None
         assert 0 < row.mfu < 1
         assert row.tokens_per_second == pytest.approx(row.tokens / row.step_seconds)
+        assert (row.peak is None) == (row.step != 2)
+    peak = rows[1].peak
+    assert peak is not None
+    assert {"parameters", "gradients", "optimizer", "activations: attention"} <= peak.keys()
+    assert "aten" in (rows[1].peak_maker or "")
     evaluations = read_evaluations(finished / "evaluations.jsonl")
     assert [evaluation.step for evaluation in evaluations] == [0, 4, 8, 12]
     assert evaluations[-1].held_out_loss < evaluations[0].held_out_loss
@@ -96,6 +101,7 @@ def test_the_summary_and_the_report(finished: Path) -> None:
     page = write_report(finished).read_text()
     assert "bigram" in page
     assert summary["device"] in page
+    assert "Where the memory of a step goes" in page
 
 
 def test_the_same_job_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from weft.cli.checkpoint import checkpoint
 from weft.cli.compare import compare
 from weft.cli.dryrun import dryrun
 from weft.cli.export import export
+from weft.cli.memory import memory
 from weft.cli.report import report
 from weft.cli.schema import schema
 from weft.cli.train import train
@@ -19,6 +20,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, compare, dryrun, export, report, anatomy, schema):
+for command in (train, compare, dryrun, memory, export, report, anatomy, schema):
     app.command()(command)
 app.add_typer(checkpoint, name="checkpoint")

@@ -153,6 +153,11 @@ def _resource_plots(run: Run) -> str:
         )
     else:
         plots.append(page.absent("Memory by kind was not recorded."))
+    watched = next((row for row in rows if row.peak), None)
+    if watched is not None and watched.peak:
+        figure = figures.memory_figure({"measured": watched.peak})
+        words = f"Of step {watched.step} on rank 0, at its fullest moment, made by {watched.peak_maker}."
+        plots.append(page.plot("plot-peak", figure, "Where the memory of a step goes", words, wide=True))
     return page.group("plots", plots)
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from weft.anatomy.roles import Anatomy
 from weft.comm.collectives import Message, Recorder
 from weft.data import MicroBatch
-from weft.planner.live_bytes import LiveBytes
+from weft.memory.live_bytes import LiveBytes
 
 
 class Traffic(NamedTuple):
@@ -32,9 +33,13 @@ class Count:
     """What one rank does and holds in one step."""
 
     state_bytes: dict[str, int]
-    """Between two steps, by kind (`weft.planner.live_bytes.Kind`)."""
+    """Between two steps, by kind (`weft.memory.live_bytes.Kind`)."""
     peak_bytes: dict[str, int]
     """At the fullest moment of the step, by kind."""
+    peak_roles: dict[str, int]
+    """Of the activations among them: by the part of the model in whose forward they were made."""
+    peak_maker: tuple[str, list[tuple[int, ...]], str]
+    """The operation that made the fullest moment, the shapes of its results, and the part of the model."""
     messages: list[Message]
     """In the order in which they are issued."""
     flops: int
@@ -61,6 +66,7 @@ def count_step(
     optimizer: torch.optim.Optimizer,
     batches: Sequence[MicroBatch],
     step: Callable[[Sequence[MicroBatch]], object],
+    anatomy: Anatomy,
     most: int | None = None,
 ) -> Count:
     """Count what one step does and holds on this rank. Every rank must call it.
@@ -70,6 +76,7 @@ def count_step(
         optimizer: over its parameters.
         batches: micro-batches of the step.
         step: trains on micro-batches.
+        anatomy: of the whole model.
         most: micro-batches to run at most, three or more: the first ones and the last. What the last but one of them does is
             counted for those between, as all but the first and the last do the same.
     """
@@ -81,6 +88,7 @@ def count_step(
     try:
         with LiveBytes() as live, FlopCounter() as flops, Recorder() as recorder:
             live.track_training(model, optimizer)
+            live.watch_roles(model, anatomy)
             state = live.current.copy()
             live.track("activations", (tensor for batch in batches for tensor in vars(batch).values()))
             recorder.messages.clear()
@@ -97,7 +105,8 @@ def count_step(
         (begin, before), (end, after) = begins[len(some) - 2 : len(some)]
         messages = messages[:end] + messages[begin:end] * skipped + messages[end:]
         operations += (after - before) * skipped
-    return Count(_by_kind(state), _by_kind(live.at_peak), messages, operations)
+    peak, roles = _by_kind(live.at_peak), _by_kind(live.roles_at_peak)
+    return Count(_by_kind(state), peak, roles, live.made_peak, messages, operations)
 
 
 def _by_kind(kinds: Counter[Any]) -> dict[str, int]:

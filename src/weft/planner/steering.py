@@ -107,19 +107,16 @@ def _agree(operation: str, args: Any) -> None:
 
 
 def fuse_attention(model: nn.Module, anatomy: Anatomy) -> None:
-    """Compute a model's attention under `FusedAttention`, in place; in hooks, so that what backward recomputes is too."""
+    """Compute a model's attention under `FusedAttention`, in place: inside its forward, so that what backward computes again
+    is too."""
     for name in (name for block in anatomy.blocks for name in block.attention):
-        attention, mode = model.get_submodule(name), FusedAttention()
-        attention.register_forward_pre_hook(partial(_enter, mode))
-        attention.register_forward_hook(partial(_leave, mode), always_call=True)
+        attention = model.get_submodule(name)
+        attention.forward = partial(_fused, attention.forward)
 
 
-def _enter(mode: "FusedAttention", *_: object) -> None:
-    mode.__enter__()
-
-
-def _leave(mode: "FusedAttention", *_: object) -> None:
-    mode.__exit__(None, None, None)
+def _fused(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with FusedAttention():
+        return forward(*args, **kwargs)
 
 
 class FusedAttention(TorchFunctionMode):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, read_config
@@ -54,14 +55,16 @@ class Trace:
     parameters: int
     """Numbers in the weights that this rank keeps between steps."""
     count: Count
+    elsewhere: dict[str, int]
+    """Bytes that are on the host or on a disk, at most, by what they are."""
+    moved: int
+    """Bytes that go there and come back in one step."""
     seconds: float
     """What the dry run took."""
 
 
 def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "cpu") -> list[Trace]:
-    """Dry runs of some ranks of a job, each in a process of its own, as many at once as there are cores.
-
-    What can be refused is refused before they start. Arguments as of `trace_rank`.
+    """Dry runs of some ranks of a job. What can be refused is refused before they start. Arguments as of `trace_rank`.
 
     Raises:
         JobError: there is no such rank, or the model cannot take the rows of the job.
@@ -77,10 +80,14 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
             rule=f"{world_size} ranks have the numbers 0 to {world_size - 1}",
             fix="name one of them",
         )
+    return trace_all([(job, world_size, rank, device_type) for rank in ranks])
+
+
+def trace_all(tasks: list[tuple[Job, int, int, str]]) -> list[Trace]:
+    """Dry runs, each in a process of its own, as many at once as there are cores. Arguments of each as of `trace_rank`."""
     # A fork is ready at once, but cannot use an accelerator that this process has looked at.
     forks = sys.platform == "linux" and not torch.accelerator.is_available()
     context = multiprocessing.get_context("fork" if forks else "spawn")
-    tasks = [(job, world_size, rank, device_type) for rank in ranks]
     # Torch caches meshes under keys that are the same for all ranks: a process must not be two of them.
     with context.Pool(min(len(tasks), os.cpu_count() or 1), maxtasksperchild=1) as pool:
         return pool.starmap(_trace_alone, tasks, chunksize=1)
@@ -130,19 +137,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu") -
         model.tie_weights()
         model.train()
         optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, place)
-        on_cpu = device_type == "cpu"  # whose own memory the host's is
-
-        def imagined(tier: str) -> Pool:
-            """Memory elsewhere that is fake, as everything here."""
-            return Pool(lambda size: torch.empty(size, dtype=torch.uint8), is_elsewhere=tier == "disk" or not on_cpu)
-
-        memory = plan.memory
-        if memory.offload:
-            offload: Any = model.offload
-            offload.pool = imagined(memory.offload_to)
-        if memory.optimizer == "disk" or (memory.optimizer == "host" and not on_cpu):
-            budget = budget_of(optimizer, memory, mesh.get_local_rank("pp"))
-            AwayStates(optimizer, detect(), imagined(memory.optimizer), budget)
+        pools = _imagine_elsewhere(model, optimizer, plan, mesh, device_type)
         scale = LossScale.from_plan(plan.precision.loss_scale)
 
         def step(batches: Sequence[MicroBatch]) -> None:
@@ -151,9 +146,35 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu") -
         schedule = plan.parallel.pp > 1  # needs all its micro-batches
         # Makes the optimizer's state, and fills the caches of DTensor, also for adding up gradients.
         step(batches if schedule else batches[:2])
-        count = count_step(model, optimizer, batches, step, None if schedule else MICRO_BATCHES)
+        before = {name: pool.requested for name, pool in pools.items()}
+        count = count_step(model, optimizer, batches, step, anatomy, None if schedule else MICRO_BATCHES)
+        share = 1.0 if schedule else max(1.0, len(batches) / MICRO_BATCHES)
+        sent = {name: (pool.requested - before[name]) * share for name, pool in pools.items()}
+        if "optimizer" in pools:  # its homes stay
+            sent["optimizer"] = pools["optimizer"].live
         parameters = sum(to_local(parameter.detach()).numel() for parameter in model.parameters())
-    return Trace(rank, world_size, plan, parameters, count, time.perf_counter() - started)
+    elsewhere = {name: pool.peak for name, pool in pools.items() if pool.is_elsewhere}
+    moved = 2 * int(sum(sent[name] for name in elsewhere))
+    return Trace(rank, world_size, plan, parameters, count, elsewhere, moved, time.perf_counter() - started)
+
+
+def _imagine_elsewhere(
+    model: Any, optimizer: torch.optim.Optimizer, plan: Plan, mesh: DeviceMesh, device_type: str
+) -> dict[str, Pool]:
+    """Let what leaves the device go to memory that is fake, as everything here; by what leaves it."""
+    memory, on_cpu = plan.memory, device_type == "cpu"  # whose own memory the host's is
+
+    def imagined(tier: str) -> Pool:
+        return Pool(lambda size: torch.empty(size, dtype=torch.uint8), is_elsewhere=tier == "disk" or not on_cpu)
+
+    pools: dict[str, Pool] = {}
+    if memory.offload:
+        model.offload.pool = pools["activations"] = imagined(memory.offload_to)
+    if memory.optimizer == "disk" or (memory.optimizer == "host" and not on_cpu):
+        pools["optimizer"] = imagined(memory.optimizer)
+        budget = budget_of(optimizer, memory, mesh.get_local_rank("pp"))
+        AwayStates(optimizer, detect(), pools["optimizer"], budget)
+    return pools
 
 
 def assumed_batches(job: Job, place: torch.device) -> list[MicroBatch]:

@@ -22,6 +22,7 @@ from weft.comm.agreement import Agreement
 from weft.comm.collectives import Recorder, all_reduce
 from weft.comm.objects import broadcast_json
 from weft.data import MicroBatch
+from weft.memory.live_bytes import LiveBytes
 from weft.parallel.data import count_split, model_state_bytes
 from weft.parallel.dropout import set_dropout_seed
 from weft.precision.dtypes import DTYPES
@@ -54,6 +55,7 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
     routers: Any = session.model.router_watch
     recovery = Recovery(job.guard, checkpoints, session.model, session.optimizer, session.mesh, position, say)
     batches, counted, comm_bytes, blocked, stop = train_batches(session, position), False, 0, 0.0, 0
+    has_watched = False
     with _observers(session, out, console) as observers:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, pulse)
@@ -65,7 +67,11 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
             rate = learning_rate(step, job.train.steps, job.optimizer)
             set_learning_rate(session.optimizer, rate)
             set_dropout_seed(session.model, job.train.seed * STEPS_OF_A_SEED + step)
-            if counted:
+            watched: Watched | None = None
+            if counted and not has_watched:  # the second, in which the optimizer has its states
+                result, watched = _watched_step(session, micro_batches, scale, recovery)
+                has_watched = True
+            elif counted:
                 result = _step(session, micro_batches, scale, recovery)
             else:  # every step of a layout sends the same messages: the first is compared and counted
                 with Recorder() as recorder, Agreement("first step"):
@@ -75,7 +81,9 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
             load = routers.take_load()
             seconds = time.perf_counter() - begin
             for observer in observers:
-                observer.step(to_metrics(step, result, rate, scale, seconds, peak_memory, comm_bytes, load, blocked))
+                observer.step(
+                    to_metrics(step, result, rate, scale, seconds, peak_memory, comm_bytes, load, blocked, watched)
+                )
             if result.problem:
                 say(f"step {step} skipped, weights untouched: {result.problem}")
             last = step == job.train.steps or stop > 0
@@ -130,6 +138,29 @@ def _step(session: Session, micro_batches: list[MicroBatch], scale: LossScale, r
     )
 
 
+@dataclass(frozen=True)
+class Watched:
+    """The fullest moment of a step on this rank."""
+
+    peak: dict[str, int]
+    """Bytes by kind, activations by the part of the model that made them."""
+    maker: str
+
+
+def _watched_step(
+    session: Session, micro_batches: list[MicroBatch], scale: LossScale, recovery: Recovery
+) -> tuple[StepResult, Watched]:
+    """A step, and where its memory goes: every operation is looked at, which takes its time."""
+    with LiveBytes() as live:
+        live.track_training(session.model, session.optimizer)
+        live.watch_roles(session.model, session.anatomy)
+        result = _step(session, micro_batches, scale, recovery)
+    parts: dict[str, int] = {kind: size for kind, size in live.at_peak.items() if kind != "activations" and size}
+    parts |= {f"activations: {role}": size for role, size in live.roles_at_peak.items() if size}
+    operation, shapes, role = live.made_peak
+    return result, Watched(parts, f"{operation} in {role}: {', '.join(map(str, shapes))}")
+
+
 def _evaluate(session: Session, step: int, observers: list[Observer], pulse: Pulse) -> None:
     """Measure the loss on held-out rows, if there are any, and show it."""
     pulse.phase("evaluating", step)
@@ -178,6 +209,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
         comm_bytes: int,
         imbalance: float | None,
         blocked: float,
+        watched: Watched | None,
     ) -> StepMetrics:
         return StepMetrics(
             step=step,
@@ -194,6 +226,8 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             skipped=result.problem is not None,
             expert_imbalance=imbalance,
             checkpoint_seconds=blocked,
+            peak=watched.peak if watched else None,
+            peak_maker=watched.maker if watched else None,
         )
 
     return to_metrics

@@ -49,6 +49,11 @@ class StepMetrics:
     """Tokens of the busiest expert over the mean, in the most uneven layer; None without experts."""
     checkpoint_seconds: float = 0.0
     """What training waited for the copy of the last checkpoint, before this step."""
+    peak: dict[str, int] | None = None
+    """Bytes at the fullest moment of this step on rank 0, by kind; activations by the part of the model that made them. Of the
+    second step of a process, which is watched."""
+    peak_maker: str | None = None
+    """The operation that made that moment, its results, and in which part of the model."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -84,7 +89,7 @@ class MetricsWriter:
         """Write one optimizer step."""
         self._steps.write(_to_line(metrics))
         for name, value in asdict(metrics).items():
-            if name != "step" and value is not None:
+            if name != "step" and isinstance(value, int | float):
                 self._scalar(f"train/{name}", value, metrics.step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -133,7 +138,7 @@ def _open_lines(path: Path) -> TextIO:
 def _to_line(record: StepMetrics | Evaluation) -> str:
     """One JSON object and a newline. JSON has no NaN: such a field is null, and `non_finite` says what it was."""
     fields = asdict(record)
-    odd = {name: value for name, value in fields.items() if value is not None and not math.isfinite(value)}
+    odd = {name: value for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
     if odd:
         fields |= dict.fromkeys(odd) | {"non_finite": " ".join(f"{name}={value}" for name, value in odd.items())}
     return json.dumps(fields, allow_nan=False) + "\n"

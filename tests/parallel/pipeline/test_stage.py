@@ -17,12 +17,12 @@ from weft.cluster.mesh import build_mesh
 from weft.comm.collectives import all_reduce
 from weft.errors import PlanError
 from weft.job import Model, Optimizer
+from weft.memory.live_bytes import LiveBytes
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.order import read_order
 from weft.parallel.pipeline.schedule import Schedule, peak_in_flight
 from weft.parallel.pipeline.stage import Stage
 from weft.plan import Parallel, Pipeline, Plan
-from weft.planner.live_bytes import LiveBytes
 from weft.train.optimizer import build_optimizer
 from weft.train.step import forward_backward
 

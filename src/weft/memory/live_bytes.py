@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.anatomy.roles import Anatomy
 from weft.comm.collectives import find_tensors
 from weft.memory.storages import plain_parts
 
 Kind = Literal["parameters", "buffers", "optimizer", "gradients", "gathered parameters", "activations"]
+OUTSIDE = "casts, loss, backward and update"
 Reference = weakref.ref[torch.UntypedStorage]
 
 
@@ -30,9 +32,15 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.current: Counter[Kind] = Counter()
         self.at_peak: Counter[Kind] = Counter()
+        self.roles: Counter[str] = Counter()
+        self.roles_at_peak: Counter[str] = Counter()
+        """Of "activations": by the part of the model in whose forward they were made, if `watch_roles` was called."""
+        self.made_peak: tuple[str, list[tuple[int, ...]], str] = "", [], OUTSIDE
+        """The operation that made the fullest moment, the shapes of its results, and in which part of the model."""
         self.total = self.peak = 0
+        self._inside: list[str] = []
         # By id of the storage, which is unique while it lives.
-        self._live: dict[int, tuple[Reference, int, Kind]] = {}
+        self._live: dict[int, tuple[Reference, int, Kind, str]] = {}
         self._resizable: set[int] = set()
         """Storages that FSDP2 frees, and allocates again, by resizing them: no operation tells of it."""
         self._left_out: dict[int, torch.UntypedStorage] = {}
@@ -49,7 +57,27 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors:
             for part in plain_parts(tensor):
                 self._set(part.untyped_storage(), kind)
-        self._note_peak()
+        self._note_peak("what was there before")
+
+    def watch_roles(self, model: nn.Module, anatomy: Anatomy) -> None:
+        """Tell activations apart by the part of the model that makes them.
+
+        Args:
+            model: parallelized; a pipeline may have left some of it.
+            anatomy: of the whole model.
+        """
+
+        def enter(role: str) -> Callable[..., None]:
+            return lambda *_: self._inside.append(role)
+
+        def leave(*_: object) -> None:
+            self._inside.pop()
+
+        modules = dict(model.named_modules())
+        for role, names in _parts_of(anatomy).items():
+            for module in (modules[name] for name in names if name in modules):
+                self._hooks.append(module.register_forward_pre_hook(enter(role), prepend=True))
+                self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Do not count what is elsewhere, though in a dry run it looks as if it were here: on the host, or on a disk."""
@@ -95,7 +123,7 @@ class LiveBytes(TorchDispatchMode):
     def _settle(self) -> None:
         """Look at the storages that may have been resized without an operation."""
         for key in self._resizable:
-            reference, size, kind = self._live[key]
+            reference, size, kind, _ = self._live[key]
             storage = reference()
             if storage is not None and storage.nbytes() != size:
                 self._set(storage, kind)
@@ -109,9 +137,10 @@ class LiveBytes(TorchDispatchMode):
         kind: Kind = "activations"
         if func is torch.ops.aten._to_copy.default and self._kind_of(args[0]) == "gradients":
             kind = "gradients"  # in another format, where FSDP2 adds them up over micro-batches
-        for tensor in find_tensors(result):
+        made = find_tensors(result)
+        for tensor in made:
             self._see(tensor, kind)
-        self._note_peak()
+        self._note_peak(func, made)
         return result
 
     def _kind_of(self, tensor: Tensor) -> Kind | None:
@@ -129,26 +158,44 @@ class LiveBytes(TorchDispatchMode):
 
     def _set(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         key, size = id(storage), storage.nbytes()
+        role = self._inside[-1] if self._inside else OUTSIDE
         if key in self._live:
-            reference, before, old_kind = self._live[key]
-            self.current[old_kind] -= before
-            self.total -= before
+            reference, _, _, role = self._live[key]
+            self._add(key, -1)
         elif key in self._left_out or (storage.device.type == "cpu" and storage.is_shared()):
             return
         else:
             reference = weakref.ref(storage, lambda _: self._free(key))
-        self._live[key] = reference, size, kind
-        self.current[kind] += size
-        self.total += size
+        self._live[key] = reference, size, kind, role
+        self._add(key, 1)
 
-    def _note_peak(self) -> None:
+    def _add(self, key: int, sign: int) -> None:
+        _, size, kind, role = self._live[key]
+        self.current[kind] += sign * size
+        self.total += sign * size
+        if kind == "activations":
+            self.roles[role] += sign * size
+
+    def _note_peak(self, operation: Any, made: Sequence[Tensor] = ()) -> None:
         if self.total > self.peak:
             self._settle()
         if self.total > self.peak:
-            self.peak, self.at_peak = self.total, self.current.copy()
+            self.peak, self.at_peak, self.roles_at_peak = self.total, self.current.copy(), self.roles.copy()
+            self.made_peak = str(operation), [tuple(tensor.shape) for tensor in made], (self._inside or [OUTSIDE])[-1]
 
     def _free(self, key: int) -> None:
-        _, size, kind = self._live.pop(key)
+        self._add(key, -1)
+        del self._live[key]
         self._resizable.discard(key)
-        self.current[kind] -= size
-        self.total -= size
+
+
+def _parts_of(anatomy: Anatomy) -> dict[str, list[str]]:
+    """Names of modules by role; one may be inside another, and then counts by itself."""
+    found: dict[str, list[str]] = {"embedding": [anatomy.embedding], "head": [anatomy.head]}
+    for block in anatomy.blocks:
+        own = {"attention": block.attention, "recurrence": block.recurrence, "mlp": block.mlp, "experts": block.experts}
+        for role, names in {"block": (block.name,), **own, "norm": block.norms}.items():
+            found.setdefault(role, []).extend(names)
+    if anatomy.final_norm:
+        found.setdefault("norm", []).append(anatomy.final_norm)
+    return found

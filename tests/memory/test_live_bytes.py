@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from weft.planner.live_bytes import LiveBytes
+from weft.memory.live_bytes import LiveBytes
 
 
 def test_results_are_counted_while_they_live() -> None:

@@ -1,0 +1,32 @@
+"""weft memory"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Optional
+
+import typer
+
+
+def memory(
+    job: Annotated[Path, typer.Argument(help="Job as TOML. No weights and no data are read.")],
+    world: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 1,
+    rank: Annotated[Optional[int], typer.Option(help="A rank; default the fuller of the first and the last.")] = None,  # noqa: UP045
+    set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
+    device: Annotated[
+        Optional[Literal["cpu", "cuda", "npu"]],  # noqa: UP045
+        typer.Option(help="What the ranks run on; default what is here."),
+    ] = None,
+    json: Annotated[Optional[Path], typer.Option(help="File for all figures.")] = None,  # noqa: UP045
+) -> None:
+    """Show where a rank's memory goes, and what each way to hold less would save and cost, before anything runs."""
+    import transformers
+
+    from weft.cluster.device import detect
+    from weft.job import Job
+    from weft.planner.ladder import climb, print_rungs, write_rungs
+
+    transformers.logging.set_verbosity_error()
+    chosen = Job.load(job, set_)
+    rungs = climb(chosen, world, rank, device or detect().type)
+    print_rungs(rungs)
+    if json is not None:
+        write_rungs(rungs, json)

@@ -1,0 +1,62 @@
+"""Every technique of a plan by name, for tests of pairs and for the page that says which pairs there are."""
+
+from itertools import combinations
+from typing import Any
+
+Tables = dict[str, dict[str, Any]]
+
+SPLITS: dict[str, Tables] = {
+    "zero 0": {"parallel": {"zero": 0}},
+    "zero 1": {"parallel": {"zero": 1}},
+    "zero 2": {"parallel": {"zero": 2}},
+    "zero 3": {"parallel": {"zero": 3}},
+    "dp_replicate": {"parallel": {"dp_replicate": 2}},
+    "tp": {"parallel": {"tp": 2}},
+    "tp without sp": {"parallel": {"tp": 2, "sp": False}},
+    "cp, ring": {"parallel": {"cp": 2}},
+    "cp, Ulysses": {"parallel": {"cp": 2, "cp_ulysses": 2}},
+    "ep": {"parallel": {"ep": 2}},
+    "pp, 1f1b": {"parallel": {"pp": 2}, "pipeline": {"schedule": "1f1b"}},
+    "pp, zb-h1": {"parallel": {"pp": 2}, "pipeline": {"schedule": "zb-h1"}},
+}
+"""Of the work over ranks."""
+NEUTRAL: dict[str, Tables] = {
+    "split weights": {"precision": {"weights": "split_even"}},
+    "recompute block": {"memory": {"recompute": ("block",)}},
+    "recompute attention": {"memory": {"recompute": ("attention",)}},
+    "recompute mlp": {"memory": {"recompute": ("mlp",)}},
+    "recompute activation": {"memory": {"recompute": ("activation",)}},
+    "recompute norm": {"memory": {"recompute": ("norm",)}},
+    "offload block": {"memory": {"offload": ("block",), "offload_to": "disk"}},
+    "offload attention": {"memory": {"offload": ("attention",), "offload_to": "disk"}},
+    "offload mlp": {"memory": {"offload": ("mlp",), "offload_to": "disk"}},
+    "states on a disk": {"memory": {"optimizer": "disk"}},
+}
+"""Change no bit of a step."""
+TECHNIQUES = SPLITS | NEUTRAL
+PAIRS = list(combinations(TECHNIQUES, 2))
+
+
+def join(one: str, other: str) -> Tables | None:
+    """The tables of a plan that has two techniques; None where they are alternatives: two values of one setting."""
+    joined: Tables = {table: dict(settings) for table, settings in TECHNIQUES[one].items()}
+    for table, settings in TECHNIQUES[other].items():
+        for key, value in settings.items():
+            before = joined.setdefault(table, {}).get(key, value)
+            if isinstance(value, tuple):
+                joined[table][key] = tuple(dict.fromkeys((*before, *value)) if before is not value else value)
+            elif before != value:
+                return None
+            else:
+                joined[table][key] = value
+    same_axis = (
+        {"tp", "cp", "pp"} & TECHNIQUES[one].get("parallel", {}).keys() & TECHNIQUES[other].get("parallel", {}).keys()
+    )
+    return None if same_axis else joined
+
+
+def ranks_of(tables: Tables) -> int:
+    """Ranks for a plan: two for each axis, and as many data ranks where none is named; four at most."""
+    parallel = tables.get("parallel", {})
+    axes = [axis for axis in ("dp_replicate", "tp", "cp", "pp") if axis in parallel]
+    return 4 if len(axes) + ("ep" in parallel) > 1 else 2

@@ -1,0 +1,57 @@
+"""Every pair of techniques on a small model of experts: parity, or the plan refuses it (docs/compatibility.md)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.families import family
+from tests.lab.parity import assert_parity
+from tests.lab.techniques import NEUTRAL, PAIRS, SPLITS, join, ranks_of
+from tests.memory.test_recompute import assert_same_bits_of
+from weft.errors import PlanError
+from weft.job import Model
+from weft.plan import Plan
+
+CONFIG = family("qwen3_moe")
+BF16 = {"forward": "bf16"}
+FP32 = {"forward": "fp32"}
+
+
+def plan_of(tables: dict[str, Any], precision: dict[str, str], folder: Path | None = None) -> Plan:
+    tables = {**tables, "precision": {**precision, **tables.get("precision", {})}}
+    if folder is not None:
+        tables["memory"] = {**tables.get("memory", {}), "folder": str(folder)}
+    return Plan.model_validate(tables)
+
+
+def possible() -> list[tuple[str, str]]:
+    """Pairs that are no alternatives, and that no rule refuses."""
+    found = []
+    for pair in PAIRS:
+        tables = join(*pair)
+        if tables is not None:
+            try:
+                plan_of(tables, BF16).resolve(ranks_of(tables))
+            except PlanError:
+                continue
+            found.append(pair)
+    return found
+
+
+@pytest.mark.thin(11)
+@pytest.mark.parametrize(("one", "other"), possible())
+def test_pair(one: str, other: str, tmp_path: Path) -> None:
+    """Two splits of the work: the untouched model. Else: the bits of the plan without what is neutral."""
+    tables = join(one, other)
+    assert tables is not None
+    ranks = ranks_of(tables)
+    micro_batch = 1 if "pp" in tables.get("parallel", {}) else 2
+    if one in SPLITS and other in SPLITS:
+        assert_parity(Model(config=CONFIG), plan_of(tables, FP32), ranks, micro_batch)
+        return
+    plain: dict[str, Any] = {}
+    for name in (one, other):
+        if name not in NEUTRAL:
+            plain |= SPLITS[name]
+    assert_same_bits_of(CONFIG, ranks, micro_batch, plan_of(plain, BF16), plan_of(tables, BF16, tmp_path))
