@@ -117,7 +117,7 @@ def traces_of(config: dict[str, Any], plan: Plan, ranks: int) -> Any:
     return run_ranks(ranks, run_plan, Model(config=config), plan, packed_batches(96), 1, timeout=120)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("weights", ["whole", "split_even"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_bit_changes_in_any_layout(layout: str, weights: str, tmp_path: Path) -> None:

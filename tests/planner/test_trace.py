@@ -103,6 +103,7 @@ def test_dry_run_equals_a_real_run(plan: tuple[dict[str, Any], str, int, dict[st
     assert_dry_equals_real(job_for(model, precision, micro_batch, **parallel))
 
 
+@pytest.mark.sweep
 def test_memory_is_what_recompute_leaves() -> None:
     job = job_for(MOE, "bf16", 2, tp=2, zero=3)
     peaks = []
