@@ -35,7 +35,7 @@ from weft.cluster.mesh import build_mesh
 from weft.data import MicroBatch
 from weft.job import Model, Optimizer
 from weft.memory.live_bytes import LiveBytes
-from weft.memory.optimizer_state import keep_states_away
+from weft.memory.optimizer_state import place_states
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Parallel, Plan, Precision
 from weft.precision.scaling import LossScale
@@ -182,7 +182,7 @@ class Training:
         self.mesh = build_mesh(self.plan, "cpu", 1)
         self.model: Any = parallelize(plain(torch.float32), self.plan, self.mesh).train()
         self.optimizer = build_optimizer(self.model, Optimizer())
-        keep_states_away(self.optimizer, self.plan.memory, detect())
+        place_states(self.optimizer, self.plan, detect())
 
     def step(self, tokens: Tensor) -> float:
         positions = torch.arange(TOKENS).expand_as(tokens)

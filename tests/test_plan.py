@@ -54,6 +54,7 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(precision=Precision(reduce="fp16")),
         Plan(parallel=Parallel(zero=0), precision=Precision(reduce="bf16")),
         Plan(precision=Precision(forward="fp32", weights="split")),
+        Plan(precision=Precision(update="bf16", states="int8")),
         Plan(memory=Memory(recompute=("block", "norm"))),
         Plan(memory=Memory(recompute=("mlp", "activation"))),
         Plan(memory=Memory(recompute_every=2)),

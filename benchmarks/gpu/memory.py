@@ -30,7 +30,7 @@ from weft.cluster.device import detect
 from weft.cluster.launch import connect
 from weft.cluster.mesh import build_mesh
 from weft.job import Model, Optimizer
-from weft.memory.optimizer_state import keep_states_away
+from weft.memory.optimizer_state import place_states
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Parallel, Plan, Precision
 from weft.precision.scaling import LossScale
@@ -83,7 +83,7 @@ def run(settings: dict[str, Any], micro_batches: int, blocks: int, seq_len: int,
         optimizer: Any = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, lr=1e-6)
     else:
         optimizer = build_optimizer(model, Optimizer(lr=1e-6))
-        keep_states_away(optimizer, plan.memory, device)
+        place_states(optimizer, plan, device)
     batch = [random_batch(LLAMA_8B["vocab_size"], 1, seq_len, place, n) for n in range(micro_batches)]  # type: ignore[arg-type]
     seconds, losses = [], []
     for number in range(steps + 2):

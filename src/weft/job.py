@@ -13,6 +13,8 @@ from pydantic import Field, ValidationError
 from weft.errors import JobError
 from weft.plan import Plan, Table
 
+BF16_STEP = 2**-8  # of a number: half of what lies between 1 and the next one, so that less may be rounded away
+
 Count = Annotated[int, Field(ge=1)]
 Number = Annotated[int, Field(ge=0)]
 
@@ -168,6 +170,14 @@ class Job(Table):
                 where=where,
                 rule="a model is a folder with weights (path) or a fresh start from a configuration (config)",
                 fix='set one of them, for example --set model.config="config.json"',
+            )
+        if job.plan.precision.states == "bf16" and 1 - job.optimizer.betas[1] < BF16_STEP:
+            raise JobError(
+                f"optimizer.betas[1] = {job.optimizer.betas[1]} with plan.precision.states = bf16",
+                where=where,
+                rule="the second moment moves by 1 - betas[1] of itself a step, and bfloat16 may lose less "
+                f"than {BF16_STEP:.4f}: it would never fall again",
+                fix='set optimizer.betas[1] to 0.99 at most, or plan.precision.states to "int8"',
             )
         return job
 

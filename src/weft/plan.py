@@ -81,6 +81,8 @@ class Precision(Table):
     weights: Literal["whole", "split", "split_even"] = "whole"
     """How a weight of the update is held: whole, beside its cast for forward; or split into that cast and the rest, in the
     same memory, where ties are rounded away from zero or, with one bit more, to even as a cast does."""
+    states: Literal["update", "bf16", "int8", "int4"] = "update"
+    """Format of the optimizer's state between updates: that of the update; bfloat16; or 8 or 4 bits, in blocks with a scale."""
 
 
 class Memory(Table):
@@ -101,11 +103,12 @@ class Memory(Table):
     offload_to: Literal["host", "disk"] = "host"
     """Where they wait."""
     offload_bytes: Annotated[int, Field(ge=0)] = 0
-    """Bytes of them that a rank has there at most, the others stay on the device; 0: all."""
+    """Bytes of them that a rank has there at most, the others stay on the device; 0: all. One tensor must fit."""
     offload_ahead: Degree = 1
     """Parts whose activations come back before they are asked for."""
-    folder: str = "/tmp"
-    """Of the disk: where each rank keeps files. They have no names, and go with the process."""
+    folder: str = "/var/tmp"
+    """Of the disk, not of a file system in memory, as /tmp often is: where each rank keeps files. They have no names, and go
+    with the process."""
 
 
 class Plan(Table):
@@ -168,6 +171,12 @@ class Rule(Table):
 
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+STATE_BYTES = {"bf16": 2, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 128}  # with a float32 number for each block
+
+
+def state_bytes(precision: Precision) -> float:
+    """Bytes of a number of the optimizer's state, between updates."""
+    return STATE_BYTES.get(precision.states, BYTES[precision.update])
 
 
 # The one table of settings that exclude each other: the runtime, the planner and the docs read it.
@@ -272,6 +281,12 @@ RULES: tuple[Rule, ...] = (
         ),
         reason="the upper half of an fp32 number is a bf16 number; no other two formats fit into one another like that",
         fix='set plan.precision.forward = "bf16" and update = "fp32", or leave plan.precision.weights = "whole"',
+    ),
+    Rule(
+        name="states of few bits with another update than fp32",
+        broken=lambda plan: plan.precision.states != "update" and plan.precision.update != "fp32",
+        reason="they are packed from fp32 numbers, and unpacked into fp32 for each update",
+        fix='set plan.precision.update = "fp32", or leave plan.precision.states = "update"',
     ),
     Rule(
         name="a forward format wider than the update format",

@@ -25,7 +25,7 @@ from weft.cluster.device import detect
 from weft.cluster.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes
 from weft.data import MicroBatch
 from weft.job import Model, Optimizer
-from weft.memory.optimizer_state import keep_states_away
+from weft.memory.optimizer_state import place_states
 from weft.parallel.dropout import set_dropout_seed
 from weft.parallel.parallelize import parallelize
 from weft.parallel.rows import part_of_rows
@@ -136,7 +136,7 @@ def run_plan(
     materialize(model, source, torch.device("cpu"))
     model.train()
     optimizer = build_optimizer(model, SETTINGS)
-    keep_states_away(optimizer, plan.memory, detect(), mesh.get_local_rank("pp"))
+    place_states(optimizer, plan, detect(), mesh.get_local_rank("pp"))
     data_ranks, gradient_ranks = plan.parallel.data_ranks, plan.parallel.gradient_ranks
     shares = [share(batch, data_rank(mesh), data_ranks, micro_batch) for batch in batches]
     tokens = int((batches[0].targets != -100).sum())

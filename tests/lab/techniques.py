@@ -33,7 +33,9 @@ NEUTRAL: dict[str, Tables] = {
     "states on a disk": {"memory": {"optimizer": "disk"}},
 }
 """Change no bit of a step."""
-TECHNIQUES = SPLITS | NEUTRAL
+LOSSY: dict[str, Tables] = {"states of 8 bits": {"precision": {"states": "int8"}}}
+"""Change the numbers a little."""
+TECHNIQUES = SPLITS | NEUTRAL | LOSSY
 PAIRS = list(combinations(TECHNIQUES, 2))
 
 

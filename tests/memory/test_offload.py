@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lab.bits import assert_same_bits_with
 from tests.lab.families import FAMILIES, family
 from tests.lab.parity import plan_for
-from tests.memory.test_recompute import HIDDEN, LLAMA, assert_same_bits, saved
+from tests.lab.pool import RankError
+from tests.memory.test_recompute import HIDDEN, LLAMA, saved
 from weft.cluster.device import detect
 from weft.memory.offload import Offload
 from weft.memory.pool import Pool, mapped_files
@@ -34,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_changes(name: str) -> None:
-    assert_same_bits(family(name), plan_for("fp32", zero=0), 1, *MEMORIES)
+    assert_same_bits_with(family(name), plan_for("fp32", zero=0), 1, *MEMORIES)
 
 
 @pytest.mark.thin(3)
@@ -42,7 +44,7 @@ def test_no_bit_changes(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
-    assert_same_bits(family(name), plan_for("fp32", **parallel), ranks, *MEMORIES)
+    assert_same_bits_with(family(name), plan_for("fp32", **parallel), ranks, *MEMORIES)
 
 
 @pytest.mark.thin(3)
@@ -50,11 +52,11 @@ def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
 def test_two_formats_and_split_weights(parallel: dict[str, int]) -> None:
     precision = Precision(weights="split")
     plan = plan_for("fp32", **parallel).model_copy(update={"precision": precision})
-    assert_same_bits(family("llama"), plan, 2, *MEMORIES, micro_batch=1)
+    assert_same_bits_with(family("llama"), plan, 2, *MEMORIES, micro_batch=1)
 
 
 def test_experts() -> None:
-    assert_same_bits(family("qwen3_moe"), plan_for("fp32", ep=2, zero=3), 2, Memory(offload=("mlp",)), MEMORIES[3])
+    assert_same_bits_with(family("qwen3_moe"), plan_for("fp32", ep=2, zero=3), 2, Memory(offload=("mlp",)), MEMORIES[3])
 
 
 @pytest.mark.sweep
@@ -63,7 +65,7 @@ def test_schedules(schedule: str) -> None:
     pipeline = Pipeline(schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
     plan = plan_for("fp32", pipeline, pp=2, zero=1)
     config = {**family("llama"), "num_hidden_layers": 4}
-    assert_same_bits(config, plan, 2, *MEMORIES[1:4], micro_batch=1)
+    assert_same_bits_with(config, plan, 2, *MEMORIES[1:4], micro_batch=1)
 
 
 # Memory
@@ -114,6 +116,11 @@ def test_a_budget_bounds_what_waits() -> None:
     whole = 4 * attention * 64
     some = saved(LLAMA, offload=("attention",), offload_to="disk", offload_bytes=2 * whole)
     assert 1.5 * whole / 64 / 4 < some <= 2 * whole / 64 / 4
+
+
+def test_a_budget_below_one_tensor_is_refused() -> None:
+    with pytest.raises(RankError, match=r"10000 bytes do not hold one activation, of \d+ bytes"):
+        saved(LLAMA, offload=("mlp",), offload_to="disk", offload_bytes=10_000)
 
 
 # Of the parts

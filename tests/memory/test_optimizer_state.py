@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lab.bits import assert_same_bits
 from tests.lab.families import family
 from tests.lab.live import LiveBytes
-from tests.lab.parity import packed_batches, run_plan
-from tests.lab.pool import RankError, close_pools, run_ranks
+from tests.lab.pool import RankError, run_ranks
 from weft.cluster.device import detect
-from weft.job import Model
-from weft.memory.optimizer_state import AwayStates, keep_states_away
+from weft.memory.optimizer_state import AwayStates, place_states
 from weft.memory.pool import Pool, mapped_files
 from weft.memory.update import step_in_parts
 from weft.plan import Memory, Parallel, Plan, Precision
@@ -112,11 +111,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-def traces_of(config: dict[str, Any], plan: Plan, ranks: int) -> Any:
-    close_pools()  # see test_recompute
-    return run_ranks(ranks, run_plan, Model(config=config), plan, packed_batches(96), 1, timeout=120)
-
-
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("weights", ["whole", "split_even"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -126,10 +120,7 @@ def test_no_bit_changes_in_any_layout(layout: str, weights: str, tmp_path: Path)
     plan = Plan(parallel=Parallel(**parallel))  # type: ignore[arg-type]
     memory = Memory(optimizer="disk", folder=str(tmp_path), recompute=("norm",))
     other = plan.model_copy(update={"memory": memory, "precision": Precision(weights=weights)})  # type: ignore[arg-type]
-    expected, found = traces_of(config, plan, ranks), traces_of(config, other, ranks)
-    for one, theirs in zip(found, expected, strict=True):
-        assert (one.losses, one.norms, one.held_out) == (theirs.losses, theirs.norms, theirs.held_out)
-        assert [name for name in theirs.weights if not torch.equal(one.weights[name], theirs.weights[name])] == []
+    assert_same_bits(config, ranks, 1, plan, other)
 
 
 # What cannot be
@@ -137,7 +128,7 @@ def test_no_bit_changes_in_any_layout(layout: str, weights: str, tmp_path: Path)
 
 def build(rank: int, world_size: int, memory: Memory) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.randn(1000, 100)) for _ in range(3)])
-    keep_states_away(optimizer, memory, detect())
+    place_states(optimizer, Plan(memory=memory), detect())
 
 
 def test_a_disk_without_room_is_said_before_the_first_step(tmp_path: Path) -> None:

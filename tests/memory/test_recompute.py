@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lab.bits import assert_same_bits_with
 from tests.lab.families import FAMILIES, family
 from tests.lab.live import LiveBytes
-from tests.lab.parity import Trace, packed_batches, plan_for, run_plan
-from tests.lab.pool import close_pools, run_ranks
+from tests.lab.parity import plan_for
+from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_plain, read_config
 from weft.cluster.mesh import build_mesh
@@ -38,36 +39,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 EXPERT_LAYOUTS = {"ep2": (2, {"ep": 2, "zero": 3}), "tp2 x ep2, replicated": (2, {"tp": 2, "ep": 2, "zero": 0})}
 
 
-def traces_of(config: dict[str, Any], plan: Plan, ranks: int, micro_batch: int = 2) -> list[Trace]:
-    """On fresh ranks: torch finds meshes of earlier runs in its caches, but for their groups, by which norms are summed."""
-    close_pools()
-    return run_ranks(ranks, run_plan, Model(config=config), plan, packed_batches(96), micro_batch, timeout=120)
-
-
-def assert_same_bits(config: dict[str, Any], plan: Plan, ranks: int, *memories: Memory, micro_batch: int = 2) -> None:
-    """Losses, norms, gradients and weights of three steps, with and without."""
-    plans = [plan.model_copy(update={"memory": memory}) for memory in memories]
-    assert_same_bits_of(config, ranks, micro_batch, plan, *plans)
-
-
-def assert_same_bits_of(config: dict[str, Any], ranks: int, micro_batch: int, plan: Plan, *others: Plan) -> None:
-    """Losses, norms, gradients and weights of three steps under a plan, and under others."""
-    expected = traces_of(config, plan, ranks, micro_batch)
-    for changed in others:
-        found = traces_of(config, changed, ranks, micro_batch)
-        for one, other in zip(found, expected, strict=True):
-            assert (one.losses, one.norms, one.held_out) == (other.losses, other.norms, other.held_out), changed
-            for kind in ("gradients", "weights"):
-                mine, theirs = getattr(one, kind), getattr(other, kind)
-                assert mine.keys() == theirs.keys()
-                assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == [], changed
-
-
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_changes(name: str) -> None:
     memories = [Memory(recompute=roles) for roles in ROLES]
-    assert_same_bits(family(name), plan_for("fp32", zero=0), 1, *memories)
+    assert_same_bits_with(family(name), plan_for("fp32", zero=0), 1, *memories)
 
 
 @pytest.mark.thin(5)
@@ -76,7 +52,7 @@ def test_no_bit_changes(name: str) -> None:
 def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
     memories = [Memory(recompute=("block",)), Memory(recompute=ALL, recompute_every=2), Memory(recompute=ALL)]
-    assert_same_bits(family(name), plan_for("fp32", **parallel), ranks, *memories)
+    assert_same_bits_with(family(name), plan_for("fp32", **parallel), ranks, *memories)
 
 
 @pytest.mark.thin(3)
@@ -86,7 +62,7 @@ def test_experts_and_their_auxiliary_loss(name: str, layout: str) -> None:
     """A router that is computed again is not counted again."""
     ranks, parallel = EXPERT_LAYOUTS[layout]
     config = {**family(name), "output_router_logits": True, "router_aux_loss_coef": 0.1}
-    assert_same_bits(
+    assert_same_bits_with(
         config, plan_for("fp32", **parallel), ranks, Memory(recompute=("block",)), Memory(recompute=("mlp", "norm"))
     )
 
@@ -99,7 +75,7 @@ def test_dropout_and_two_formats(parallel: dict[str, int]) -> None:
     plan = plan_for("fp32", **parallel).model_copy(update={"precision": precision})
     config = {**family("gpt2"), **DROPOUT}
     memories = [Memory(recompute=roles) for roles in (("block",), ("attention", "mlp"), ("activation", "norm"))]
-    assert_same_bits(config, plan, 2, *memories, micro_batch=1)
+    assert_same_bits_with(config, plan, 2, *memories, micro_batch=1)
 
 
 @pytest.mark.sweep
@@ -108,7 +84,7 @@ def test_schedules(schedule: str) -> None:
     pipeline = Pipeline(schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
     plan = plan_for("fp32", pipeline, pp=2, zero=1)
     config = {**family("llama"), "num_hidden_layers": 4}
-    assert_same_bits(config, plan, 2, Memory(recompute=("block",)), Memory(recompute=ALL), micro_batch=1)
+    assert_same_bits_with(config, plan, 2, Memory(recompute=("block",)), Memory(recompute=ALL), micro_batch=1)
 
 
 # Memory

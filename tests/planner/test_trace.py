@@ -23,7 +23,7 @@ from weft.cluster.mesh import build_mesh
 from weft.data import MicroBatch
 from weft.errors import JobError, PlanError
 from weft.job import Job
-from weft.memory.optimizer_state import keep_states_away
+from weft.memory.optimizer_state import place_states
 from weft.parallel.data import model_state_bytes
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory
@@ -67,7 +67,7 @@ def real_count(rank: int, world_size: int, job: Job) -> Count:
     materialize(model, job.model, torch.device("cpu"))
     model.train()
     optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, torch.device("cpu"))
-    keep_states_away(optimizer, plan.memory, detect())
+    place_states(optimizer, plan, detect())
 
     def step(batches: Sequence[MicroBatch]) -> None:
         assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None

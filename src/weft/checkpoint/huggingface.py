@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model
-from weft.memory.weights import join_weight
+from weft.memory.packed import join_packed
 from weft.precision.dtypes import DTYPES
 
 
@@ -197,7 +197,7 @@ def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
             whole = torch.empty(())
             if stage == rank:
                 value = own[name]
-                whole = join_weight(value.full_tensor() if isinstance(value, DTensor) else value)
+                whole = join_packed(value.full_tensor() if isinstance(value, DTensor) else value)
                 whole = packed[name](whole, False) if name in packed else whole
                 if stage and leads:  # when rank 0 is ready: what is sent ahead would fill its mailbox
                     dist.recv(ready, group=group, group_src=0)

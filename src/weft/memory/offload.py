@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.cluster.device import Device
+from weft.errors import PlanError
 from weft.memory.pool import Pool, mapped_files, pinned_memory, shaped
 from weft.plan import Memory
 
@@ -32,7 +33,7 @@ class Offload:
     Args:
         device: that they are computed on.
         pool: of the memory where they wait.
-        budget: bytes of it that they may take; what finds no room stays on the device.
+        budget: bytes of it that they may take; what finds no room stays on the device. One tensor at least.
         ahead: modules whose activations come back before they are asked for.
     """
 
@@ -50,6 +51,18 @@ class Offload:
         weights = {id(parameter.untyped_storage()) for parameter in _weights(module)}
         self.last = Group(self, self.last, weights)
         return self.last.send
+
+    def check_size(self, size: int) -> None:
+        """Raises:
+        PlanError: bytes that would not fit if nothing else were there.
+        """
+        if size > self.budget:
+            raise PlanError(
+                f"{self.budget} bytes do not hold one activation, of {size} bytes",
+                where="plan.memory.offload_bytes",
+                rule="a tensor leaves the device as a whole",
+                fix=f"set plan.memory.offload_bytes to {size} at least, or leave it out for all activations",
+            )
 
 
 @dataclass(eq=False)
@@ -76,6 +89,7 @@ class Group:
         known, version, own = self.known.get(id(storage), (None, 0, None))
         box = own() if known is not None and known() is storage and version == tensor._version else None
         if box is None:
+            self.offload.check_size(storage.nbytes())
             if self.offload.pool.live + storage.nbytes() > self.offload.budget:
                 return tensor.detach()
             whole = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)

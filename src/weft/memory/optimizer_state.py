@@ -13,18 +13,21 @@ checkpoints and replicas find them there.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from weft.cluster.device import Device
 from weft.comm.objects import all_gather_json
 from weft.errors import PlanError
+from weft.memory.low_bit import keep_states_small
+from weft.memory.packed import copy_parts, with_parts
 from weft.memory.pool import Pool, mapped_files, pinned_memory, shaped
-from weft.plan import Memory
+from weft.memory.storages import local_part, plain_parts, put_local
+from weft.plan import Memory, Plan, state_bytes
 
 STATES = 2  # tensors that Adam keeps, of the size of a parameter
 
@@ -56,32 +59,23 @@ class AwayStates:
         optimizer.register_step_post_hook(self._after_step)
         optimizer.away_states = self  # type: ignore[attr-defined]  # `step_in_parts` says what comes next
 
-    def settle(self, parameter: Tensor) -> None:
-        """Bring the states of a parameter home that were made elsewhere, by a checkpoint say."""
-        self._leave(parameter)
-
-    def expect(self, parameters: list[Tensor]) -> None:
-        """Begin to bring the states of parameters that will step soon to the device."""
-        self._fetch(parameters)
-
     def finish(self) -> None:
         """Wait for what is on its way home: the host reads it."""
         self.outgoing.synchronize()
 
     def _before_step(self, *_: object) -> None:
-        everything = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        self.part = [parameter for parameter in everything if parameter.grad is not None]
-        self._fetch(self.part)
+        self.part = [parameter for parameter in _parameters(self.optimizer) if parameter.grad is not None]
+        self.expect(self.part)
         for parameter in self.part:
             if parameter in self.arrived:
                 self.device.current_stream().wait_event(self.arrived.pop(parameter))
 
     def _after_step(self, *_: object) -> None:
         for parameter in self.part:
-            self._leave(parameter)
+            self.settle(parameter)
 
-    def _fetch(self, parameters: list[Tensor]) -> None:
-        """Begin to bring states to the device."""
+    def expect(self, parameters: list[Tensor]) -> None:
+        """Begin to bring the states of parameters that step soon to the device."""
         for parameter in parameters:
             homes, state = self.homes.get(parameter), self.optimizer.state[parameter]
             if not homes or parameter in self.arrived:
@@ -89,15 +83,15 @@ class AwayStates:
             self.incoming.wait_event(self.left.pop(parameter))
             with self.incoming:
                 for name, home in homes.items():
-                    here = torch.empty_like(home, device=_local(parameter).device)
-                    here.copy_(home, non_blocking=True)
-                    _put(state, name, here)
+                    here = torch.empty_like(home, device=local_part(parameter).device)
+                    copy_parts(here, home)
+                    put_local(state, name, here)
                 self.arrived[parameter] = self.incoming.record_event()
 
-    def _leave(self, parameter: Tensor) -> None:
-        """Begin to bring the states of a parameter home."""
+    def settle(self, parameter: Tensor) -> None:
+        """Begin to bring the states of a parameter home: from the device, or from where a checkpoint made them."""
         state = self.optimizer.state.get(parameter, {})
-        tensors = {name: _local(value) for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
+        tensors = {name: local_part(value) for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
         if parameter not in self.homes and tensors:
             self.homes[parameter] = self._find_homes(tensors)
         homes = self.homes.get(parameter)
@@ -107,50 +101,69 @@ class AwayStates:
         with self.outgoing:
             for name, home in homes.items():
                 if tensors[name] is not home:
-                    home.copy_(tensors[name], non_blocking=True)
-                    if tensors[name].device.type != "cpu":  # its memory is free when the copy is made
-                        tensors[name].record_stream(self.outgoing)
-                    _put(state, name, home)
+                    copy_parts(home, tensors[name])
+                    for part in plain_parts(tensors[name]):
+                        if part.device.type != "cpu":  # its memory is free when the copy is made
+                            part.record_stream(self.outgoing)
+                    put_local(state, name, home)
             self.left[parameter] = self.outgoing.record_event()
 
     def _find_homes(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        size = sum(tensor.nbytes for tensor in tensors.values())
+        size = sum(part.nbytes for tensor in tensors.values() for part in plain_parts(tensor))
         if size > self.room:
             return {}
         self.room -= size
-        return {name: shaped(self.pool.take(tensor.nbytes), tensor) for name, tensor in tensors.items()}
+
+        def home_of(part: Tensor) -> Tensor:
+            return shaped(self.pool.take(part.nbytes), part)
+
+        return {name: with_parts(tensor, home_of) for name, tensor in tensors.items()}
 
 
-def keep_states_away(
-    optimizer: torch.optim.Optimizer, memory: Memory, device: Device, stage_rank: int = 0
-) -> AwayStates | None:
-    """Let an optimizer's states live where a plan says; None where that is the device.
+def place_states(
+    optimizer: torch.optim.Optimizer, plan: Plan, device: Device, stage_rank: int = 0
+) -> Callable[[Tensor], None]:
+    """Let an optimizer's states rest in the form, and in the place, that a plan says.
 
     Args:
         optimizer: over local or sharded parameters, before its first step.
-        memory: of the plan.
+        plan: resolved.
         device: that the parameters are on. The host is the CPU's own memory.
         stage_rank: this rank on the pp axis.
+
+    Returns:
+        What does the same for the states of a parameter that were made elsewhere, by a checkpoint say.
 
     Raises:
         PlanError: the budget is smaller than the states of every parameter; or a disk is full, on every rank the same.
     """
-    if memory.optimizer == "device" or (memory.optimizer == "host" and device.type == "cpu"):
-        return None
-    budget = budget_of(optimizer, memory, stage_rank)
-    if memory.optimizer == "host":
-        return AwayStates(optimizer, device, Pool(pinned_memory(device.type)), budget)
-    folder = Path(memory.folder)
-    _check_disk(folder, int(min(budget, STATES * sum(_sizes(optimizer)))))
-    return AwayStates(optimizer, device, Pool(mapped_files(folder)), budget)
+    settlers: list[Callable[[Tensor], None]] = []
+    if plan.precision.states != "update":
+        settlers.append(keep_states_small(optimizer, plan.precision.states))
+    memory = plan.memory
+    if memory.optimizer == "disk" or (memory.optimizer == "host" and device.type != "cpu"):
+        budget = budget_of(optimizer, memory, stage_rank)
+        pool = Pool(pinned_memory(device.type))
+        if memory.optimizer == "disk":
+            numbers = sum(local_part(parameter).numel() for parameter in _parameters(optimizer))
+            _check_disk(Path(memory.folder), int(min(budget, STATES * state_bytes(plan.precision) * numbers)))
+            pool = Pool(mapped_files(Path(memory.folder)))
+        settlers.append(AwayStates(optimizer, device, pool, budget).settle)
+
+    def settle(parameter: Tensor) -> None:
+        for one in settlers:
+            one(parameter)
+
+    return settle
 
 
 def budget_of(optimizer: torch.optim.Optimizer, memory: Memory, stage_rank: int = 0) -> float:
-    """Bytes of states that leave the device. Arguments and errors as of `keep_states_away`."""
+    """Bytes of states that leave the device. Arguments and errors as of `place_states`."""
     if not memory.optimizer_bytes:
         return math.inf
     budget = memory.optimizer_bytes[stage_rank if len(memory.optimizer_bytes) > 1 else 0]
-    smallest = min(filter(None, _sizes(optimizer)), default=0)
+    sizes = (local_part(parameter).nbytes for parameter in _parameters(optimizer))
+    smallest = min(filter(None, sizes), default=0)
     if budget < smallest:
         raise PlanError(
             f"{budget} bytes hold the state of no parameter: the smallest one has {smallest} bytes itself",
@@ -161,8 +174,8 @@ def budget_of(optimizer: torch.optim.Optimizer, memory: Memory, stage_rank: int 
     return budget
 
 
-def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
-    return [_local(parameter).nbytes for group in optimizer.param_groups for parameter in group["params"]]
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _check_disk(folder: Path, size: int) -> None:
@@ -180,15 +193,3 @@ def _check_disk(folder: Path, size: int) -> None:
             rule="states on a disk need a file of their size for each rank of the host",
             fix="make room, name a folder on another disk, or keep a part of them there (plan.memory.optimizer_bytes)",
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _put(state: dict[str, Any], name: str, local: Tensor) -> None:
-    """Let a state be another local tensor, which may be on another device than its mesh."""
-    if isinstance(state[name], DTensor):
-        state[name]._local_tensor = local
-    else:
-        state[name] = local

@@ -16,14 +16,14 @@ more than 16 bits can tell apart. With `even` one bit a weight, in a plane of it
 Infinities, zeros and subnormals are exact too. A NaN stays a NaN, without its payload. Needs a little-endian machine.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+
+from weft.memory.packed import PackedTensor, has_values
 
 HALF = 0x8000
 TIE = -0x8000  # a low half of 0x8000, as int16
@@ -60,27 +60,22 @@ def join(high: Tensor, low: Tensor, *, even: bool = False) -> Tensor:
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Parts of flat tensors that stay in a core's cache while they are worked on; on an accelerator, what keeps it busy."""
-    size = 2**17 if tensors[0].device.type == "cpu" and _has_values(tensors[0]) else 2**26
+    size = 2**17 if tensors[0].device.type == "cpu" and has_values(tensors[0]) else 2**26
     return zip(*(tensor.reshape(-1).split(size) for tensor in tensors), strict=True)
 
 
 def _plain_nan(values: Tensor) -> Tensor:
     """NaNs without their payload: rounding could carry it out of the number, or leave infinity."""
-    if _has_values(values) and values.sum().isnan():
+    if has_values(values) and values.sum().isnan():
         return torch.where(values.isnan(), torch.nan, values)
     return values
 
 
-def _has_values(tensor: Tensor) -> bool:
-    """Not on the meta device, and not in a dry run."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-class SplitWeight(Tensor):
+class SplitWeight(PackedTensor):
     """A float32 tensor that lives in two planes. Made by `split_weights`.
 
-    Every operation sees float32 numbers, joined for as long as it runs; what it writes is split again. Views are views of the
-    planes. The cast to bfloat16 is the upper plane itself, without a copy; FSDP2 gathers that plane alone.
+    Views are views of the planes. The cast to bfloat16 is the upper plane itself, without a copy; FSDP2
+    gathers that plane alone.
     """
 
     high: Tensor
@@ -110,23 +105,20 @@ class SplitWeight(Tensor):
         return cls(high, low, ties)
 
     def joined(self) -> Tensor:
-        """The numbers, float32, in memory of their own."""
         high, low = self.high.contiguous(), self.low.contiguous()
         values = join(high, low, even=self.ties is not None)
-        if self.ties is not None and _has_values(low):
+        if self.ties is not None and has_values(low):
             index, byte, bit = self._ties()
             values.view(-1).view(torch.int32)[index] += ((self.ties[byte] >> bit) & 1).to(torch.int32) << 16
         return values
 
     def write(self, values: Tensor) -> None:
-        """Let it hold other numbers, float32 of the same shape."""
-        high, low = (torch.empty_like(plane, memory_format=torch.contiguous_format) for plane in (self.high, self.low))
-        whole = self.high.is_contiguous() and self.low.is_contiguous()
-        split(values.contiguous(), *((self.high, self.low) if whole else (high, low)), even=self.ties is not None)
-        if not whole:
+        high, low = self.high.contiguous(), self.low.contiguous()
+        split(values.contiguous(), high, low, even=self.ties is not None)
+        if high is not self.high:  # of a view that is not: both planes have the same strides
             self.high.copy_(high)
             self.low.copy_(low)
-        if self.ties is not None and _has_values(low):
+        if self.ties is not None and has_values(low):
             index, byte, bit = self._ties()
             down = (values.reshape(-1).view(torch.int32)[index] >> 16) & 1 ^ 1
             touched, inverse = byte.unique(return_inverse=True)
@@ -151,36 +143,12 @@ class SplitWeight(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], *_: object) -> "SplitWeight":
         return SplitWeight(inner["high"], inner["low"], inner.get("ties"))
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"SplitWeight({self.joined()})"
+    def with_parts(self, parts: Sequence[Tensor]) -> "SplitWeight":
+        return SplitWeight(*parts)
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        own = OWN.get(func)
-        if own is not None:
-            return own(func, *args, **kwargs)
-        if func.is_view and func is not aten.view.dtype:
-            return args[0]._map(func, *args[1:], **kwargs)
-        written: list[tuple[SplitWeight, Tensor]] = []
-
-        def join_argument(value: SplitWeight) -> Tensor:
-            written.append((value, value.joined()))
-            return written[-1][1]
-
-        found = func(
-            *tree_map_only(SplitWeight, join_argument, args), **tree_map_only(SplitWeight, join_argument, kwargs)
-        )
-        if not func._schema.is_mutable:
-            return found
-        for weight, values in written:
-            weight.write(values)
-        # What comes back is what was written into: the caller's, not the joined numbers.
-        return tree_map_only(Tensor, lambda value: next((w for w, v in written if v is value), value), found)
-
-    def _map(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A view of each plane: one, or several side by side."""
-        high, low = func(self.high, *args, **kwargs), func(self.low, *args, **kwargs)
+    def view_by(self, view: Callable[[Tensor], Any]) -> Any:
+        """A view of each plane."""
+        high, low = view(self.high), view(self.low)
         if isinstance(high, Tensor):
             return SplitWeight(high, low, self.ties)
         return [SplitWeight(*planes, self.ties) for planes in zip(high, low, strict=True)]
@@ -218,11 +186,6 @@ def split_weights(model: nn.Module, *, even: bool) -> None:
                 if parameter not in done:
                     done[parameter] = nn.Parameter(_split(parameter.detach(), even), parameter.requires_grad)
                 module._parameters[name] = done[parameter]
-
-
-def join_weight(tensor: Tensor) -> Tensor:
-    """The float32 numbers of a split weight, in memory of their own; any other tensor as it is."""
-    return tensor.joined() if isinstance(tensor, SplitWeight) else tensor
 
 
 def _split(tensor: Tensor, even: bool) -> Tensor:
@@ -268,8 +231,7 @@ def _empty(func: Any, weight: SplitWeight, shape: Any = None, **kwargs: Any) -> 
 
 
 def _zeros(func: Any, weight: SplitWeight, shape: Any, **kwargs: Any) -> Tensor:
-    found = _empty(func, weight, shape, **kwargs)
-    return found.zero_()
+    return _empty(func, weight, shape, **kwargs).zero_()
 
 
 def _plain_zeros(func: Any, weight: SplitWeight, **kwargs: Any) -> Tensor:
@@ -286,7 +248,7 @@ def _write(func: Any, target: Any, source: Tensor, *_: Any) -> Tensor:
     return target
 
 
-OWN: dict[Any, Callable[..., Any]] = {
+SplitWeight.OWN = {
     aten._to_copy.default: _cast,
     aten.clone.default: _clone,
     aten.empty_like.default: _empty,

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.anatomy.roles import Anatomy
 from weft.cluster.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes
 from weft.parallel.weights import to_local
-from weft.plan import BYTES, Plan
+from weft.plan import BYTES, Plan, state_bytes
 from weft.precision.dtypes import DTYPES
 
 
@@ -163,7 +163,7 @@ def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str
         "parameters": BYTES[precision.update] * sharded,
         "gathered parameters": 0.0 if p.zero in (0, 3) else BYTES[precision.forward] * whole,
         "gradients": BYTES[precision.reduce] * (whole if p.zero <= 1 or p.pp > 1 else sharded),
-        "optimizer": 2 * BYTES[precision.update] * sharded,
+        "optimizer": 2 * state_bytes(precision) * sharded,
     }
 
 

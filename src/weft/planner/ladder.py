@@ -24,6 +24,7 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     "recompute block": {"memory": {"recompute": ("block",)}},
     "offload attention": {"memory": {"offload": ("attention",)}},
     "offload block": {"memory": {"offload": ("block",)}},
+    "states of 8 bits": {"precision": {"states": "int8"}},
     "optimizer on the host": {"memory": {"optimizer": "host"}},
     "split, recompute activation and norm, offload block, optimizer on the host": {
         "precision": {"weights": "split"},

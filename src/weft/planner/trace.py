@@ -28,6 +28,7 @@ from weft.cluster.mesh import build_mesh
 from weft.data import MicroBatch
 from weft.errors import JobError
 from weft.job import Job
+from weft.memory.low_bit import keep_states_small
 from weft.memory.optimizer_state import AwayStates, budget_of
 from weft.memory.pool import Pool
 from weft.parallel.parallelize import parallelize
@@ -168,6 +169,8 @@ def _imagine_elsewhere(
         return Pool(lambda size: torch.empty(size, dtype=torch.uint8), is_elsewhere=tier == "disk" or not on_cpu)
 
     pools: dict[str, Pool] = {}
+    if plan.precision.states != "update":
+        keep_states_small(optimizer, plan.precision.states)
     if memory.offload:
         model.offload.pool = pools["activations"] = imagined(memory.offload_to)
     if memory.optimizer == "disk" or (memory.optimizer == "host" and not on_cpu):

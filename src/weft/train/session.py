@@ -27,7 +27,7 @@ from weft.cluster.launch import connect
 from weft.cluster.mesh import build_mesh, data_rank
 from weft.data import MicroBatch, Prepared, Rows, batches, evaluation_batches
 from weft.job import Job
-from weft.memory.optimizer_state import keep_states_away
+from weft.memory.optimizer_state import place_states
 from weft.parallel.parallelize import parallelize
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -90,11 +90,11 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
     torch.manual_seed(job.train.seed + data_rank(mesh))  # dropout
     random.seed(job.train.seed + data_rank(mesh))  # what a model's own code may draw; it stands in every checkpoint
     optimizer = build_optimizer(model, job.optimizer)
-    away = keep_states_away(optimizer, plan.memory, device, mesh.get_local_rank("pp"))
+    settle = place_states(optimizer, plan, device, mesh.get_local_rank("pp"))
     position = Position(step=0, next_batch=0, loss_scale=LossScale.from_plan(plan.precision.loss_scale))
     if checkpoints:
         snapshots = Snapshots(job, model, anatomy, optimizer, device, place, mesh, prepared.identity)
-        checkpoints.attach(snapshots, away.settle if away else lambda parameter: None)
+        checkpoints.attach(snapshots, settle)
         position = checkpoints.load(found) if found else position
     data, seed = job.data, job.train.seed
     return Session(
