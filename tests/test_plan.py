@@ -50,6 +50,8 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(parallel=Parallel(dp_shard=0)),
         Plan(precision=Precision(forward="fp16")),
         Plan(precision=Precision(update="fp16")),
+        Plan(precision=Precision(backward="fp16")),
+        Plan(precision=Precision(forward="fp32", backward="fp16")),
         Plan(precision=Precision(forward="fp32", update="bf16")),
         Plan(precision=Precision(reduce="fp16")),
         Plan(parallel=Parallel(zero=0), precision=Precision(reduce="bf16")),

@@ -72,6 +72,9 @@ class Precision(Table):
 
     forward: DType = "bf16"
     """Format of weights and activations in forward and backward."""
+    backward: Literal["forward", "fp16"] = "forward"
+    """Format in which gradients of activations and weights are computed: that of forward, or fp16, scaled, behind a forward in
+    bf16, whose activations are cast when they are used."""
     update: DType = "fp32"
     """Format of the weights the optimizer updates, and of its state."""
     reduce: DType = "fp32"
@@ -267,6 +270,18 @@ RULES: tuple[Rule, ...] = (
         broken=lambda plan: plan.precision.forward == "fp16" and plan.precision.loss_scale == "none",
         reason="fp16 gradients below 6e-8 become zero unless the loss is scaled up before backward",
         fix='set plan.precision.loss_scale = "dynamic", or use forward = "bf16"',
+    ),
+    Rule(
+        name="fp16 backward without a loss scale",
+        broken=lambda plan: plan.precision.backward == "fp16" and plan.precision.loss_scale == "none",
+        reason="fp16 gradients below 6e-8 become zero unless the loss is scaled up before backward",
+        fix='set plan.precision.loss_scale = "dynamic", or leave plan.precision.backward = "forward"',
+    ),
+    Rule(
+        name="fp16 backward behind another forward than bf16",
+        broken=lambda plan: plan.precision.backward == "fp16" and plan.precision.forward != "bf16",
+        reason="a forward in fp16 has its backward in fp16 anyway, and one in fp32 would lose by it",
+        fix='set plan.precision.forward = "bf16", or leave plan.precision.backward = "forward"',
     ),
     Rule(
         name="fp16 update",

@@ -33,7 +33,10 @@ NEUTRAL: dict[str, Tables] = {
     "states on a disk": {"memory": {"optimizer": "disk"}},
 }
 """Change no bit of a step."""
-LOSSY: dict[str, Tables] = {"states of 8 bits": {"precision": {"states": "int8"}}}
+LOSSY: dict[str, Tables] = {
+    "states of 8 bits": {"precision": {"states": "int8"}},
+    "backward in fp16": {"precision": {"backward": "fp16", "loss_scale": 4096.0}},
+}
 """Change the numbers a little."""
 TECHNIQUES = SPLITS | NEUTRAL | LOSSY
 PAIRS = list(combinations(TECHNIQUES, 2))

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.utils._pytree import tree_map_only
 
 from weft.cluster.mailbox import LINE_INTS, MAILBOX_BYTES, Mailbox, typed, wait_until
 from weft.errors import CommunicationError
@@ -113,11 +114,11 @@ class _Slab:
 
 
 def _observed(collective: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    """Tell `leavers` when a collective is done."""
+    """Take gradients as they are held (`precision/backward.py`), and tell `leavers` when a collective is done."""
 
     @wraps(collective)
     def observed(self: "SharedMemoryGroup", *args: Any) -> dist.Work:
-        work = collective(self, *args)
+        work = collective(self, *tree_map_only(Tensor, _held, args))
         for leaver in self.leavers:
             leaver()
         return work
@@ -362,7 +363,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         (tensor,) = tensors
-        return self.mailbox.receive(tensor, source, tag)
+        return self.mailbox.receive(_held(tensor), source, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         raise CommunicationError(
@@ -411,6 +412,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def getGroupName(self) -> str:
         return self._name
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "carried", tensor)
 
 
 def _signature(operation: str, tensor: Tensor, detail: int = 0) -> tuple[int, int, int, int]:

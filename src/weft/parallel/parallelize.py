@@ -57,6 +57,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     p = plan.parallel
     chain = check_axes(model, anatomy, plan)
     own_attention = takes_over_attention(model, anatomy, plan)
+    model.carries_gradients = plan.precision.backward == "fp16"
     model.router_watch = RouterWatch(model, anatomy, mesh)
     if chain is not None:
         anatomy, relay = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))

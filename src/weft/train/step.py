@@ -21,6 +21,7 @@ from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.pipeline.runtime import running_stage
 from weft.parallel.rows import part_of_rows
 from weft.plan import Plan
+from weft.precision.backward import carry_gradient
 from weft.precision.guard import find_culprit
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import global_norm, scale_gradients
@@ -69,7 +70,10 @@ def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch, mesh: Dev
     """
     targets = part_of_rows(batch.targets, mesh) if mesh else batch.targets
     group = mesh.get_group("tp") if mesh else None
-    return cross_entropy_sum(output.logits, targets, IGNORED, group, vocab_size(model))
+    logits = output.logits
+    if getattr(model, "carries_gradients", False):
+        logits = carry_gradient(logits.float())
+    return cross_entropy_sum(logits, targets, IGNORED, group, vocab_size(model))
 
 
 def forward_backward(

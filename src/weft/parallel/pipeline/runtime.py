@@ -115,9 +115,19 @@ class Pipeline:
         self.batches, self.forward, self.finish = batches, forward, finish
 
     def _stages(self) -> list[Stage]:
-        device = next(self.model.parameters()).device
+        device, carries = next(self.model.parameters()).device, self.model.carries_gradients
         stages = [
-            Stage(number, len(self.ranks), self.group, device, self._run, self._message, self.queue, self._reduced)
+            Stage(
+                number,
+                len(self.ranks),
+                self.group,
+                device,
+                self._run,
+                self._message,
+                self.queue,
+                self._reduced,
+                carries,
+            )
             for number in self.relay.own
         ]
         for stage in stages:

@@ -19,6 +19,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from weft.parallel.pipeline.schedule import Schedule, slot_text
 from weft.parallel.pipeline.weight_gradients import Product, WeightGradients
+from weft.precision.backward import from_message, to_message
 
 Run = Callable[[int, int, list[Tensor]], list[Tensor]]
 """(stage, micro-batch, what the stage before sent) -> what goes to the next stage; of the last stage, the objective."""
@@ -37,6 +38,7 @@ class Stage(_PipelineStageBase):
         message: Callable[[int], list[Tensor]],
         queue: WeightGradients | None,
         reduce: Callable[[], None],
+        carries: bool = False,
     ):
         """
         Args:
@@ -48,9 +50,10 @@ class Stage(_PipelineStageBase):
             message: micro-batch -> empty tensors for what one stage sends to the next.
             queue: of the gradients of matrices, where backward is split.
             reduce: called when all gradients of the stage are there.
+            carries: whether gradients of bfloat16 are held in float16.
         """
         super().__init__(nn.Module(), number, num_stages, device, group)
-        self.run, self.message, self.queue, self.reduce = run, message, queue, reduce
+        self.run, self.message, self.queue, self.reduce, self.carries = run, message, queue, reduce, carries
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # torch looks for skip connections here
         self.inputs: dict[int, list[Tensor]] = {}
         """Received and not yet used, by micro-batch."""
@@ -133,10 +136,12 @@ class Stage(_PipelineStageBase):
     ) -> None:
         inputs, edges = self.kept.pop(bwd_chunk_id)
         gradients: Any = self.output_gradients.pop(bwd_chunk_id, None)
+        if gradients and self.carries:
+            gradients = [from_message(gradient) for gradient in gradients]
         torch.autograd.backward(edges, gradients)
         if inputs:
             self.input_gradients[bwd_chunk_id] = [
-                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
+                torch.zeros_like(tensor) if tensor.grad is None else to_message(tensor.grad) for tensor in inputs
             ]
         if self.queue is not None:
             self.products[bwd_chunk_id] = self.queue.take()
