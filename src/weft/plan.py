@@ -81,6 +81,8 @@ class Precision(Table):
     """Format in which gradients are summed over ranks and micro-batches."""
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
     """Factor on the loss that keeps fp16 gradients from underflowing: none, dynamic, or a fixed number."""
+    float32: tuple[Literal["router", "norm", "head"], ...] = ()
+    """Parts of the model that compute in float32 whatever the format of forward. The loss always does."""
     weights: Literal["whole", "split", "split_even"] = "whole"
     """How a weight of the update is held: whole, beside its cast for forward; or split into that cast and the rest, in the
     same memory, where ties are rounded away from zero or, with one bit more, to even as a cast does."""

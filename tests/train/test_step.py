@@ -10,7 +10,7 @@ from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize, read_config
-from weft.cluster.mesh import build_mesh
+from weft.cluster.mesh import build_mesh, data_rank
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
@@ -64,12 +64,14 @@ def poisoned_step(
             fuse[0] -= 1
             return gradient * math.nan if fuse[0] >= 0 else gradient
 
-        if rank == guilty and output.requires_grad:
+        if output.requires_grad:
             output.register_hook(spoil)
 
-    model.get_submodule(module).register_forward_hook(poison)
+    if rank == guilty:  # of a pipeline, the others may not have it
+        model.get_submodule(module).register_forward_hook(poison)
     scale = LossScale.from_plan(plan.precision.loss_scale)
-    result = train_step(model, optimizer, share(packed_batches(96)[0], rank, world_size, 1), plan, mesh, scale, 0.5)
+    batches = share(packed_batches(96)[0], data_rank(mesh), plan.parallel.data_ranks, 1)
+    result = train_step(model, optimizer, batches, plan, mesh, scale, 0.5)
     after = gather_weights(model)
     return result, max((after[name] - before[name]).abs().max().item() for name in before) if before else 0.0
 
@@ -96,6 +98,16 @@ def test_overflow_halves_a_dynamic_scale() -> None:
     for result, moved in run_ranks(2, poisoned_step, plan, 1, "model.layers.0.mlp", True):
         assert result.problem == "gradients overflowed at loss scale 65536; the next scale is 32768"
         assert result.loss_scale == LossScale(32768.0, dynamic=True)
+        assert moved == 0
+
+
+@pytest.mark.parametrize(("guilty", "block", "stages"), [(0, 0, (0,)), (1, 1, (0, 1))])
+def test_overflow_is_counted_by_stage(guilty: int, block: int, stages: tuple[int, ...]) -> None:
+    """What the last stage cannot hold, it sends to those before it."""
+    plan = Plan(parallel=Parallel(pp=2), precision=Precision(backward="fp16", loss_scale="dynamic"))
+    for result, moved in run_ranks(2, poisoned_step, plan, guilty, f"model.layers.{block}.mlp", True):
+        assert result.overflowed == stages
+        assert f"gradients overflowed on ranks {', '.join(map(str, stages))} of pp" in (result.problem or "")
         assert moved == 0
 
 

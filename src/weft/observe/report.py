@@ -1,6 +1,7 @@
 """report.html: what a run did, on one page that opens anywhere, made from the files in the run folder alone."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,6 +93,13 @@ def format_bytes(size: float) -> str:
     return f"{size / 2**30:.4g} GiB" if size >= 2**30 else f"{size / 2**20:.4g} MiB"
 
 
+def _overflows(rows: list[StepMetrics]) -> str:
+    """In how many steps gradients overflowed, by rank of pp."""
+    counts = Counter(stage for row in rows for stage in row.overflowed)
+    by_stage = ", ".join(f"{counts[stage]} on rank {stage} of pp" for stage in sorted(counts))
+    return f" Steps whose gradients were not finite: {by_stage}." if counts else ""
+
+
 def _training_plots(run: Run) -> str:
     rows, evaluations = run.rows, run.evaluations
     if not rows:
@@ -121,7 +129,7 @@ def _training_plots(run: Run) -> str:
             figures.learning_rate_figure(rows),
             "Learning rate and loss scale",
             f"Learning rate at most {max(row.learning_rate for row in rows):.3g}; "
-            f"loss scale {rows[-1].loss_scale:g} at the end.",
+            f"loss scale {rows[-1].loss_scale:g} at the end.{_overflows(rows)}",
         ),
     ]
     return page.group("plots", plots)

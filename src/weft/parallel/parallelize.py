@@ -31,6 +31,7 @@ from weft.parallel.tensor import split_tensors
 from weft.parallel.weights import Layout, LocalWeights, shard_parameter
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
+from weft.precision.roles import compute_in_float32
 
 
 def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
@@ -72,6 +73,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     if p.tp > 1 or own_attention:
         take_whole_rows(model, mesh)
     queue = defer_weight_gradients(model, anatomy) if p.pp > 1 and splits_backward(plan) else None
+    compute_in_float32(model, whole, plan.precision.float32)
     if plan.memory.recompute or plan.memory.offload:
         model.offload = build_offload(plan.memory, detect())
         own_blocks = {block.name for block in anatomy.blocks}

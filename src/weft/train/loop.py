@@ -224,6 +224,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             comm_bytes=comm_bytes,
             loss_scale=scale.value,
             skipped=result.problem is not None,
+            overflowed=result.overflowed,
             expert_imbalance=imbalance,
             checkpoint_seconds=blocked,
             peak=watched.peak if watched else None,

@@ -45,6 +45,8 @@ class StepMetrics:
     loss_scale: float
     skipped: bool
     """The guard saw a number that is not finite and left the weights as they were."""
+    overflowed: tuple[int, ...] = ()
+    """Ranks of pp whose gradients were not finite; without a pipeline 0."""
     expert_imbalance: float | None = None
     """Tokens of the busiest expert over the mean, in the most uneven layer; None without experts."""
     checkpoint_seconds: float = 0.0

@@ -30,6 +30,7 @@ from weft.job import Job
 from weft.parallel.parallelize import check_axes
 from weft.parallel.replicas import check_replicas
 from weft.plan import Plan
+from weft.precision.dtypes import check_formats
 from weft.train.checkpoints import check_same_batches, checkpoint_folder
 from weft.train.metrics import format_count
 
@@ -66,6 +67,7 @@ def train(
         WeftError: one of its subclasses, see `weft.errors`.
     """
     device = detect()
+    check_formats(job.plan.precision, device)
     ranks = ranks or default_ranks(device)
     if meeting is None:
         return _train_here(job, ranks, device, resume, max_restarts, None, say)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from weft.anatomy.transformers import document_masks
 from weft.cluster.mesh import CONTEXT_AXES, DATA_AXES
 from weft.comm.collectives import all_reduce
+from weft.comm.objects import all_gather_json
 from weft.data import IGNORED, MicroBatch
 from weft.memory.update import step_in_parts
 from weft.parallel.data import begin_micro_batch
@@ -43,6 +44,8 @@ class StepResult:
     """The scale of the next step."""
     problem: str | None
     """Why the step was skipped; None when the weights were updated."""
+    overflowed: tuple[int, ...] = ()
+    """Ranks of pp whose gradients were not finite; without a pipeline (0,)."""
 
 
 def forward(model: PreTrainedModel, batch: MicroBatch) -> Any:
@@ -160,20 +163,31 @@ def train_step(
     if finite and problem is None:
         clip = min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0
         scale_gradients(parameters, clip / loss_scale.value)
-        if plan.precision.weights == "whole" and plan.memory.optimizer == "device":
+        if (plan.precision.weights, plan.precision.states, plan.memory.optimizer) == ("whole", "update", "device"):
             optimizer.step()
         else:
             step_in_parts(optimizer)
+    overflowed = () if finite else _overflowed(parameters, mesh)
     optimizer.zero_grad(set_to_none=True)
     following = loss_scale.after(finite)
     if not finite and following.value < loss_scale.value:
-        problem = f"gradients overflowed at loss scale {loss_scale.value:g}; the next scale is {following.value:g}"
+        where = f" on ranks {', '.join(map(str, overflowed))} of pp" if plan.parallel.pp > 1 else ""
+        problem = (
+            f"gradients overflowed{where} at loss scale {loss_scale.value:g}; the next scale is {following.value:g}"
+        )
     elif not finite:
         problem = find_culprit(
             model, lambda: forward_backward(model, batches, plan, mesh, *factors).item(), partial(running_stage, model)
         )
         optimizer.zero_grad(set_to_none=True)
-    return StepResult(mean_loss, grad_norm, tokens, following, problem)
+    return StepResult(mean_loss, grad_norm, tokens, following, problem, overflowed)
+
+
+def _overflowed(parameters: list[nn.Parameter], mesh: DeviceMesh) -> tuple[int, ...]:
+    """Ranks of pp with a gradient that is not finite; of a pipeline, the last of them was the first."""
+    finite = math.isfinite(global_norm(parameters).item())
+    stages = all_gather_json(None if finite else mesh.get_local_rank("pp"))
+    return tuple(sorted({stage for stage in stages if stage is not None}))
 
 
 def model_norm(model: Any, parameters: list[nn.Parameter], mesh: DeviceMesh) -> Tensor:
