@@ -27,6 +27,7 @@ from weft.memory.pool import Pool, mapped_files
 from weft.memory.storages import plain_parts
 from weft.memory.update import step_in_parts
 from weft.plan import Parallel, Plan, Precision, state_bytes
+from weft.train.metrics import read_metrics
 
 FORMATS = ("bf16", "int8", "int4")
 BOTH = pytest.mark.parametrize("signed", [False, True], ids=["never negative", "signed"])
@@ -196,6 +197,8 @@ def test_resume(form: str, tmp_path: Path) -> None:
     """Under the same layout bit by bit; under another one, a curve that is near."""
     whole = train(tmp_path, "zero 3 on 4", "whole", form)
     assert losses_of(whole) != losses_of(train(tmp_path, "zero 3 on 4", "plain", "update"))  # states are packed
+    (pool,) = (read_metrics(whole / "metrics.jsonl")[-1].pools or {}).values()
+    assert 0 < pool["live"] == pool["peak"] <= pool["held"]  # of what is on the disk
     train(tmp_path, "zero 3 on 4", "stopped", form, trouble=stop_after_5)
     again = train(tmp_path, "zero 3 on 4", "stopped", form, resume="auto")
     assert losses_of(again) == losses_of(whole)

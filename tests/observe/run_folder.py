@@ -38,6 +38,7 @@ FACTS: dict[str, Any] = {
     "anatomy": {"embedding": "model.embed_tokens", "blocks": [f"model.layers.{i}" for i in range(24)], "experts": 3072},
     "sample": "def read_lines(path):\n    return [line.strip() for line in path.open()]",
 }
+POOL = {"requested": 4 * 2**30, "reused": 3 * 2**30, "live": 0, "peak": 2**30, "held": 2**30}
 JOB = Job.parse({"model": {"config": {"model_type": "qwen3_moe", "num_hidden_layers": 24}}, "train": {"steps": 400}})
 
 
@@ -63,6 +64,10 @@ def write_run(folder: Path, *, steps: int = 400, facts: dict[str, Any] | None = 
                     comm_bytes=2_400_000,
                     loss_scale=65536.0 if step < 37 else 32768.0,
                     skipped=skipped,
+                    overflowed=(1,) if skipped else (),
+                    peak={"parameters": 2**30, "activations: mlp": 2**31} if step == 2 else None,
+                    peak_maker="aten.mm in mlp" if step == 2 else None,
+                    pools={"activations": POOL},
                 )
             )
             if step % 50 == 0:

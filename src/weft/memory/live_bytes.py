@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.anatomy.roles import Anatomy
 from weft.comm.collectives import find_tensors
+from weft.memory.pool import pools_of
 from weft.memory.storages import plain_parts
 
 Kind = Literal["parameters", "buffers", "optimizer", "gradients", "gathered parameters", "activations"]
@@ -95,9 +96,9 @@ class LiveBytes(TorchDispatchMode):
             optimizer: over its parameters.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for user in (getattr(optimizer, "away_states", None), getattr(model, "offload", None)):
-            if user and user.pool.is_elsewhere:
-                self.leave_out(user.pool.rooms)
+        for pool in pools_of(model, optimizer).values():
+            if pool.is_elsewhere:
+                self.leave_out(pool.rooms)
         self.track("parameters", parameters)
         self.track("buffers", model.buffers())
         reducer: Any = getattr(model, "gradient_reducer", None)  # of zero = 0, whose gradients are in buckets that stay

@@ -8,6 +8,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,16 @@ class Pool:
         """Take back what `take` handed out."""
         self.live -= room.numel()
         self.free[room.numel()].append(room)
+
+    def counters(self) -> dict[str, int]:
+        """The counters, by name."""
+        return {name: getattr(self, name) for name in ("requested", "reused", "live", "peak", "held")}
+
+
+def pools_of(model: Any, optimizer: Any) -> dict[str, Pool]:
+    """The pools that are in use in a training, by what waits in them."""
+    users = {"activations": getattr(model, "offload", None), "optimizer": getattr(optimizer, "away_states", None)}
+    return {name: user.pool for name, user in users.items() if user and user.pool.requested}
 
 
 def shaped(room: Tensor, like: Tensor) -> Tensor:

@@ -93,6 +93,15 @@ def format_bytes(size: float) -> str:
     return f"{size / 2**30:.4g} GiB" if size >= 2**30 else f"{size / 2**20:.4g} MiB"
 
 
+def _pools(row: StepMetrics) -> str:
+    """What waits elsewhere, and how well its memory is used."""
+    return "".join(
+        f" The {name} that wait elsewhere take {format_bytes(counts['peak'])} at most, of {format_bytes(counts['held'])} held; "
+        f"{counts['reused'] / counts['requested']:.0%} of what was asked for was there."
+        for name, counts in (row.pools or {}).items()
+    )
+
+
 def _overflows(rows: list[StepMetrics]) -> str:
     """In how many steps gradients overflowed, by rank of pp."""
     counts = Counter(stage for row in rows for stage in row.overflowed)
@@ -165,7 +174,9 @@ def _resource_plots(run: Run) -> str:
     if watched is not None and watched.peak:
         figure = figures.memory_figure({"measured": watched.peak})
         words = f"Of step {watched.step} on rank 0, at its fullest moment, made by {watched.peak_maker}."
-        plots.append(page.plot("plot-peak", figure, "Where the memory of a step goes", words, wide=True))
+        plots.append(
+            page.plot("plot-peak", figure, "Where the memory of a step goes", words + _pools(rows[-1]), wide=True)
+        )
     return page.group("plots", plots)
 
 

@@ -23,6 +23,7 @@ from weft.comm.collectives import Recorder, all_reduce
 from weft.comm.objects import broadcast_json
 from weft.data import MicroBatch
 from weft.memory.live_bytes import LiveBytes
+from weft.memory.pool import pools_of
 from weft.parallel.data import count_split, model_state_bytes
 from weft.parallel.dropout import set_dropout_seed
 from weft.precision.dtypes import DTYPES
@@ -229,6 +230,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             checkpoint_seconds=blocked,
             peak=watched.peak if watched else None,
             peak_maker=watched.maker if watched else None,
+            pools={name: pool.counters() for name, pool in pools_of(session.model, session.optimizer).items()} or None,
         )
 
     return to_metrics

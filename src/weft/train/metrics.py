@@ -56,6 +56,9 @@ class StepMetrics:
     second step of a process, which is watched."""
     peak_maker: str | None = None
     """The operation that made that moment, its results, and in which part of the model."""
+    pools: dict[str, dict[str, int]] | None = None
+    """Of rank 0, counters in bytes of the memory where activations and the optimizer's states wait: requested so far, and
+    reused of that; live now, and at most; and held in all."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
