@@ -60,16 +60,8 @@ def test_page_holds_figures_plan_job_environment_and_sample(report: Path) -> Non
     pools = (
         "The activations that wait elsewhere take 1 GiB at most, of 1 GiB held; 75% of what was asked for was there."
     )
-    for expected in (
-        overflows,
-        pools,
-        "aten.mm in mlp",
-        "parallel.dp_shard",
-        'model_type = "qwen3_moe"',
-        "2.13.0+cpu",
-        FACTS["sample"],
-        "(24)",
-    ):
+    settings = ("parallel.dp_shard", 'model_type = "qwen3_moe"', "2.13.0+cpu", FACTS["sample"], "(24)")
+    for expected in (overflows, pools, "aten.mm in mlp", *settings):
         assert expected in page.text
     assert "not complete" not in page.text
     ids = [attributes.get("id") for tag, attributes in page.tags if tag == "div"]

@@ -47,6 +47,8 @@ RANK_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# Segments of an accelerator's memory that grow, where a cache of blocks falls into pieces; a setting of the user counts.
+ALLOCATOR = {f"PYTORCH_{device}_ALLOC_CONF": "expandable_segments:True" for device in ("CUDA", "NPU")}
 SECONDS_TO_END = 60  # after a signal of the user: time to finish a step and to save
 SECONDS_TO_END_A_BROKEN_JOB = 5  # without one of the ranks no step can be finished
 LONGEST_WAIT = 60  # seconds between two attempts
@@ -132,9 +134,10 @@ def launch(
             own = {ATTEMPT_VARIABLE: str(attempt), PATIENCE_VARIABLE: str(limits.patience)}
             command = again if attempt and again else argv
             with tempfile.TemporaryDirectory(prefix="weft-", dir=MEMORY_FOLDER) as pulses:
+                memory = {} if any(name.endswith("ALLOC_CONF") for name in os.environ) else ALLOCATOR
                 guardian = Guardian(folder, Path(pulses), limits, _say, team)
                 try:
-                    return _run(command, ranks, guardian, {**RANK_ENVIRONMENT, **own, **environment}, team)
+                    return _run(command, ranks, guardian, {**RANK_ENVIRONMENT, **memory, **own, **environment}, team)
                 except RankFailure as failure:
                     cause = failure
             if team and team.host:

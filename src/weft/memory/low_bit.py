@@ -15,6 +15,7 @@ stay as they are.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -37,15 +38,20 @@ aten = torch.ops.aten
 
 def build_map(bits: int, *, signed: bool) -> Tensor:
     """The 2^bits numbers that codes stand for, ascending; the last is 1."""
+    return torch.tensor(_entries(bits, signed))
+
+
+@cache
+def _entries(bits: int, signed: bool) -> tuple[float, ...]:
     if bits == 4 and not signed:
-        return torch.arange(1, 17) / 16
+        return tuple(number / 16 for number in range(1, 17))
     decades = bits - 1 if bits == 8 else 3
-    numbers = [torch.tensor([0.0, 1.0])]
+    numbers = [0.0, 1.0]
     for decade in range(decades):
-        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
-        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade + 1 - decades)
-        numbers += [middles, -middles] if signed else [middles]
-    return torch.cat(numbers).sort().values
+        steps, size = 2 ** (decade + (not signed)), 10.0 ** (decade + 1 - decades)
+        middles = [(0.1 + 0.9 * (step + 0.5) / steps) * size for step in range(steps)]
+        numbers += middles + [-middle for middle in middles if signed]
+    return tuple(sorted(numbers))
 
 
 class BlockState(PackedTensor):

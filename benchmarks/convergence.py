@@ -1,0 +1,98 @@
+"""What formats cost in the end: the same training in each, and the held-out loss it comes to.
+
+    python benchmarks/convergence.py [--steps 150]
+
+The model of `weft train` (a Qwen3-MoE of 4 million parameters on the source code of Python's standard library), one rank, the
+same tokens in the same order, three orders of them (seeds): mean held-out loss, and its distance from that of fp32, mean and
+range. A dynamic loss scale starts at 2^16. Nothing is timed: a CPU has no fast fp16.
+"""
+
+import argparse
+import statistics
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from weft.data import Prepared, prepare
+from weft.job import Job, read_toml
+from weft.train.optimizer import learning_rate, set_learning_rate
+from weft.train.session import held_out_batches, open_session, train_batches
+from weft.train.step import evaluate, train_step
+
+RECIPE = read_toml(Path(str(files("weft.recipes") / "first.toml")))
+SEEDS = (0, 1, 2)
+BF16: dict[str, Any] = {"forward": "bf16"}
+HALF: dict[str, Any] = {**BF16, "backward": "fp16", "loss_scale": "dynamic"}
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp32": {"forward": "fp32"},
+    "bf16 forward and backward, fp32 update": BF16,
+    "the same, split weights": {**BF16, "weights": "split"},
+    "the same, router, norms and head in fp32": {**BF16, "float32": ["router", "norm", "head"]},
+    "the same, states of 8 bits": {**BF16, "states": "int8"},
+    "the same, states of 4 bits": {**BF16, "states": "int4"},
+    "bf16 forward, fp16 backward, fp32 update": HALF,
+    "the same, split weights, router, norms and head in fp32": {
+        **HALF,
+        "weights": "split",
+        "float32": ["router", "norm", "head"],
+    },
+    "fp16 forward and backward, fp32 update": {"forward": "fp16", "loss_scale": "dynamic"},
+    "bf16 all through": {**BF16, "update": "bf16", "reduce": "bf16"},
+}
+
+
+def run(prepared: Prepared, precision: dict[str, Any], steps: int, seed: int) -> tuple[float, int]:
+    """Held-out loss, and the number of skipped steps."""
+    job = merge(RECIPE, {"train": {"steps": steps, "seed": seed, "global_batch": 4, "micro_batch": 4}})
+    session = open_session(Job.parse(merge(job, {"plan": {"parallel": {"zero": 0}, "precision": precision}})), prepared)
+    plan, settings, scale = session.job.plan, session.job.optimizer, session.position.loss_scale
+    skipped = 0
+    for step, micro_batches in enumerate(train_batches(session, session.position), 1):
+        set_learning_rate(session.optimizer, learning_rate(step, steps, settings))
+        result = train_step(
+            session.model, session.optimizer, micro_batches, plan, session.mesh, scale, settings.clip_norm
+        )
+        scale, skipped = result.loss_scale, skipped + (result.problem is not None)
+    loss = evaluate(session.model, held_out_batches(session), session.mesh)
+    dist.destroy_process_group()
+    return loss, skipped
+
+
+def merge(tables: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Nested tables, those of `others` on top."""
+    found = dict(tables)
+    for name, value in others.items():
+        found[name] = merge(found.get(name, {}), value) if isinstance(value, dict) and name != "config" else value
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150)
+    chosen = parser.parse_args()
+    table = Table(title=f"{chosen.steps} steps, seeds {', '.join(map(str, SEEDS))}")
+    for column in ("", "held-out loss", "from fp32", "skipped steps"):
+        table.add_column(column, justify="left" if not column else "right")
+    prepared = prepare(Job.parse(RECIPE).data, model_folder=None, say=print)
+    reference: list[float] = []
+    for name, precision in FORMATS.items():
+        runs = [run(prepared, precision, chosen.steps, seed) for seed in SEEDS]
+        losses = [loss for loss, _ in runs]
+        reference = reference or losses
+        apart = [mine - theirs for mine, theirs in zip(losses, reference, strict=True)]
+        table.add_row(
+            name,
+            f"{statistics.mean(losses):.4f}",
+            f"{statistics.mean(apart):+.4f} ({min(apart):+.4f} to {max(apart):+.4f})",
+            str(sum(skipped for _, skipped in runs)),
+        )
+        print(name, losses, flush=True)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
