@@ -1,7 +1,7 @@
 """Real runs whose ranks are killed at random: each goes on by itself, and ends with the bits of one that was left alone.
 
     python -m tests.faults.kill --trials 100 [--kills 5] [--seed 0] [--minutes 40]      # five kills a run, layouts in turn
-    python -m tests.faults.kill --every 15 --steps 600                      # one run, a kill every 15 seconds
+    python -m tests.faults.kill --every 15 --steps 300 [--layout "zero3 on 2"]       # one run, a kill 15 seconds after the last
 
 Prints a line for each fault, and a table; exits with 1 if a run did not go on as promised.
 """
@@ -311,15 +311,16 @@ def one_run(folder: Path, layout: str, steps: int, every: float, chance: random.
     tables = {"train": {"steps": steps}, "checkpoint": {"every": 10}}
     whole = run_alone(folder, layout, **tables)
     faults, last, begin = 0, -1, time.monotonic()
+    fault = begin
     with weft_train(job_file(folder, layout, **tables), layout, folder / "run", "--max-restarts", "20") as command:
         while command.process.poll() is None:
-            if time.monotonic() - begin > (faults + 1) * every and (
+            if time.monotonic() - fault > every and (
                 ranks := {rank: found for rank, found in ranks_of(command.process.pid).items() if rank != last}
             ):
                 last = chance.choice(sorted(ranks))
                 said = f"{time.monotonic() - begin:6.1f} s  rank {last} killed at step {ranks[last].record().step}"
                 os.kill(ranks[last].pid, signal.SIGKILL)
-                faults += 1
+                faults, fault = faults + 1, time.monotonic()
                 print(said, flush=True)
             time.sleep(0.05)
         exit_code = command.wait()
@@ -343,11 +344,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no run begins later")
     parser.add_argument("--every", type=float, help="instead, one run with a kill every so many seconds")
     parser.add_argument("--steps", type=int, default=600, help="of that run")
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, default=FOUR_RANKS[0], help="of that run; its ranks must start in time"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     chance, folder = random.Random(options.seed), Path(tempfile.mkdtemp(prefix="weft-kill-"))
     if options.every:
-        good = one_run(folder, FOUR_RANKS[0], options.steps, options.every, chance)
+        good = one_run(folder, options.layout, options.steps, options.every, chance)
     else:
         good = many_runs(folder, options.trials, options.kills, options.minutes, chance)
     if good:
