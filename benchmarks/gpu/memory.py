@@ -42,6 +42,8 @@ ROWS: dict[str, tuple[dict[str, Any], int]] = {
     "whole weights, nothing away": ({}, 1),
     "split weights": ({"weights": "split"}, 1),
     "split weights, ties to even": ({"weights": "split_even"}, 1),
+    "states of 8 bits": ({"states": "int8"}, 1),
+    "backward in fp16": ({"backward": "fp16", "loss_scale": 1024.0}, 1),
     "recompute activation, norm": ({"recompute": CHEAP}, 1),
     "recompute block": ({"recompute": ("block",)}, 1),
     "offload attention": ({"offload": ("attention",)}, 1),
@@ -64,7 +66,7 @@ def run(settings: dict[str, Any], micro_batches: int, blocks: int, seq_len: int,
     _, world_size, local_rank = connect(device)
     place = device.torch_device(local_rank)
     torchao = settings.pop("torchao", False)
-    precision = Precision(weights=settings.pop("weights", "whole"))
+    precision = Precision(**{key: settings.pop(key) for key in list(settings) if key in Precision.model_fields})
     plan = Plan(parallel=Parallel(zero=0), precision=precision, memory=Memory(**settings)).resolve(world_size)
     mesh = build_mesh(plan, place.type, world_size)
     source = Model(config={**LLAMA_8B, "num_hidden_layers": blocks})
@@ -90,7 +92,9 @@ def run(settings: dict[str, Any], micro_batches: int, blocks: int, seq_len: int,
         if number == 2:  # the first makes the optimizer's state, the second the pools'
             device.reset_peak_memory()
         begin = time.perf_counter()
-        losses.append(train_step(model, optimizer, batch, plan, mesh, LossScale(), 0.0).loss)
+        losses.append(
+            train_step(model, optimizer, batch, plan, mesh, LossScale.from_plan(precision.loss_scale), 0.0).loss
+        )
         device.synchronize()
         seconds.append(time.perf_counter() - begin)
     return {"peak": device.peak_memory_bytes(), "seconds": seconds[2:], "losses": losses}

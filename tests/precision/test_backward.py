@@ -10,9 +10,13 @@ from tests.lab.bits import traces_of
 from tests.lab.families import FAMILIES, family
 from tests.lab.parity import Trace
 from tests.lab.pool import run_ranks
+from weft.checkpoint.huggingface import build_plain, read_config
 from weft.cluster.mesh import build_mesh
 from weft.comm.collectives import Recorder, gather
 from weft.errors import PlanError
+from weft.job import Model
+from weft.parallel.parallelize import parallelize
+from weft.parallel.weights import to_local
 from weft.plan import Memory, Parallel, Pipeline, Plan, Precision
 from weft.precision.backward import Carried, carry_gradient, from_message, to_message
 
@@ -81,6 +85,31 @@ def test_experts(layout: str) -> None:
 def test_schedules(schedule: str) -> None:
     pipeline = Pipeline(schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
     assert_nearer({**family("llama"), "num_hidden_layers": 4}, 2, {"pp": 2, "zero": 1}, Memory(), pipeline=pipeline)
+
+
+def loop_of_ones_own(rank: int, world_size: int, zero: int) -> tuple[set[type], set[type]]:
+    """Types of the gradients of a block's output, and of those that the optimizer gets."""
+    plan = Plan(parallel=Parallel(zero=zero), precision=HALF)
+    source = Model(config=family("llama"))
+    mesh = build_mesh(plan, "cpu", world_size)
+    model: Any = parallelize(build_plain(source, read_config(source), torch.float32), plan, mesh)
+    seen: list[type] = []
+
+    def look(module: nn.Module, args: object, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.register_hook(lambda gradient: seen.append(type(gradient)))
+
+    model.model.layers[0].register_forward_hook(look)
+    tokens = torch.arange(32).view(2, 16)
+    (model(input_ids=tokens, labels=tokens).loss * 4096).backward()
+    return set(seen), {type(to_local(parameter.grad)) for parameter in model.parameters()}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_loop_of_ones_own(zero: int) -> None:
+    for inside, outside in run_ranks(2, loop_of_ones_own, zero):
+        assert inside == {Carried}
+        assert outside == {torch.Tensor}
 
 
 # What a gradient is

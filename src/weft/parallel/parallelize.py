@@ -30,6 +30,7 @@ from weft.parallel.scene import remember_scene
 from weft.parallel.tensor import split_tensors
 from weft.parallel.weights import Layout, LocalWeights, shard_parameter
 from weft.plan import Plan
+from weft.precision.backward import carry_from
 from weft.precision.dtypes import DTYPES
 from weft.precision.roles import compute_in_float32
 
@@ -58,7 +59,6 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     p = plan.parallel
     chain = check_axes(model, anatomy, plan)
     own_attention = takes_over_attention(model, anatomy, plan)
-    model.carries_gradients = plan.precision.backward == "fp16"
     model.router_watch = RouterWatch(model, anatomy, mesh)
     if chain is not None:
         anatomy, relay = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
@@ -74,6 +74,9 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         take_whole_rows(model, mesh)
     queue = defer_weight_gradients(model, anatomy) if p.pp > 1 and splits_backward(plan) else None
     compute_in_float32(model, whole, plan.precision.float32)
+    model.carries_gradients = plan.precision.backward == "fp16"
+    if model.carries_gradients:
+        carry_from(model.get_submodule(whole.head))
     if plan.memory.recompute or plan.memory.offload:
         model.offload = build_offload(plan.memory, detect())
         own_blocks = {block.name for block in anatomy.blocks}

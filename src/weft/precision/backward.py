@@ -11,7 +11,7 @@ way. Forward, and what is computed again in backward, never meets one. It ends w
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 SAYS, HELD = torch.bfloat16, torch.float16
@@ -85,12 +85,19 @@ class _CarryGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return Carried(gradient)
+        if isinstance(gradient, Carried):
+            return gradient
+        return Carried(gradient.to(HELD) if gradient.dtype == SAYS else gradient)
 
 
 def carry_gradient(x: Tensor) -> Tensor:
-    """The same, float32; in front of it, backward is in float16 wherever forward was in bfloat16."""
+    """The same; in front of it, backward is in float16 wherever forward was in bfloat16. Of float32, nothing is lost here."""
     return _CarryGradient.apply(x)
+
+
+def carry_from(head: nn.Module) -> None:
+    """Carry the gradient of a module's output, whatever loss is made of it."""
+    head.register_forward_hook(lambda module, args, output: carry_gradient(output))
 
 
 def to_message(gradient: Tensor) -> Tensor:
