@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -30,7 +30,8 @@ from rich.table import Table
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from weft.checkpoint.folders import list_checkpoints, part_of
-from weft.cluster.pulse import PULSE_VARIABLE, PulseRecord, read_pulse
+from weft.cluster.launch import MEMORY_FOLDER
+from weft.cluster.pulse import PulseRecord, read_pulse
 from weft.train.metrics import read_metrics
 
 MODEL = {**family("qwen3_moe"), "vocab_size": 300}  # for every axis
@@ -94,18 +95,21 @@ class Rank(NamedTuple):
 
 
 def ranks_of(launcher: int) -> dict[int, Rank]:
-    """The ranks that live now, by number: children of a launcher whose environment names a pulse."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+    """The ranks that live now and have a pulse, by number: children of a launcher that are called so."""
+    children = {pid: name for pid, parent, name in processes() if parent == launcher}
+    pulses = [Path(path) for path in Path(MEMORY_FOLDER or tempfile.gettempdir()).glob("weft-*/[0-9]*")]
+    ranks = [Rank(Rank(0, path).record().pid, path) for path in pulses]
+    return {int(rank.pulse.name): rank for rank in ranks if children.get(rank.pid) == f"weft-rank-{rank.pulse.name}"}
+
+
+def processes() -> Iterator[tuple[int, int, str]]:
+    """Number, parent and name of every process."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == launcher:
-                pairs = os.fsdecode((folder / "environ").read_bytes()).split("\0")
-                environment = {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
-                if PULSE_VARIABLE in environment:
-                    found[int(environment["RANK"])] = Rank(int(folder.name), Path(environment[PULSE_VARIABLE]))
+            before, _, after = path.read_text().rpartition(")")
         except OSError:  # it has ended
             continue
-    return found
+        yield int(path.parent.name), int(after.split()[1]), before.partition("(")[2]
 
 
 class Command:

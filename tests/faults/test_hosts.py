@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.kill import processes
 from tests.lab.hosts import Host, hosts
 from tests.lab.jobs import write_job
 from weft.cluster.meeting import new_token
@@ -55,16 +56,7 @@ class Launcher:
 
     def ranks(self) -> list[int]:
         """Processes of its ranks."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parent = int(path.read_text().rpartition(")")[2].split()[1])
-                command = (path.parent / "cmdline").read_text()
-            except OSError:  # it has ended
-                continue
-            if parent == self.process.pid and "weft.train.rank" in command:
-                found.append(int(path.parent.name))
-        return found
+        return [pid for pid, parent, name in processes() if parent == self.process.pid and name.startswith("weft-rank")]
 
     def ends(self, code: int, seconds: float = 120) -> str:
         """Wait for its end; what it printed."""

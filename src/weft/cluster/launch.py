@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from weft.cluster.device import Device
 from weft.cluster.guardian import REFUSED, Guardian, Limits
 from weft.cluster.hosts import open_store
+from weft.cluster.nursery import Nursery, NurseryContext
 from weft.cluster.pulse import PULSE_VARIABLE, create_pulse
 from weft.cluster.team import Team, spread
 from weft.errors import DeviceError, RankFailure, WeftError
@@ -93,6 +94,7 @@ def launch(
     again: list[str] | None = None,
     resize: Callable[[RankFailure, int], int] | None = None,
     team: Team | None = None,
+    warm: bool = False,
 ) -> None:
     """Run a command as `ranks` processes of one job on this host, and wait until all have ended well.
 
@@ -116,6 +118,8 @@ def launch(
         resize: called with the failure and the number of ranks there can be, of all hosts; how many the next attempt has. It
             raises the failure if that is no number to go on with. Of several hosts, only host 0 calls it.
         team: the hosts of the job, if there are several; their ranks are numbered host after host.
+        warm: the command is `python -m MODULE ...`, and MODULE has a function `main` for `rank_main`: on Linux, ranks are
+            forks of one process that has imported it (`nursery`). Not for accelerators.
 
     Raises:
         RankFailure: a rank failed, or none made progress, or a host was lost; it names the one to blame, the same on every
@@ -125,7 +129,12 @@ def launch(
     """
     log_dir = log_dir.resolve()  # ranks may change their folder
     furthest, restarts, attempt = -1, 0, 0
-    with _signals_raise():
+    memory = {} if any(name.endswith("ALLOC_CONF") for name in os.environ) else ALLOCATOR
+    common = {**RANK_ENVIRONMENT, **memory, **environment}
+    with (
+        _signals_raise(),
+        Nursery(argv[2], {**os.environ, **common}) if warm and sys.platform == "linux" else nullcontext() as nursery,
+    ):
         if team:
             attempt, ranks = team.begin()
         while True:
@@ -134,10 +143,9 @@ def launch(
             own = {ATTEMPT_VARIABLE: str(attempt), PATIENCE_VARIABLE: str(limits.patience)}
             command = again if attempt and again else argv
             with tempfile.TemporaryDirectory(prefix="weft-", dir=MEMORY_FOLDER) as pulses:
-                memory = {} if any(name.endswith("ALLOC_CONF") for name in os.environ) else ALLOCATOR
                 guardian = Guardian(folder, Path(pulses), limits, _say, team)
                 try:
-                    return _run(command, ranks, guardian, {**RANK_ENVIRONMENT, **memory, **own, **environment}, team)
+                    return _run(command, ranks, guardian, {**own, **common}, team, nursery)
                 except RankFailure as failure:
                     cause = failure
             if team and team.host:
@@ -165,7 +173,14 @@ def _first_line(failure: RankFailure) -> str:
     return failure.what.splitlines()[0]
 
 
-def _run(argv: list[str], ranks: int, guardian: Guardian, environment: Mapping[str, str], team: Team | None) -> None:
+def _run(
+    argv: list[str],
+    ranks: int,
+    guardian: Guardian,
+    environment: Mapping[str, str],
+    team: Team | None,
+    nursery: Nursery | None,
+) -> None:
     """One attempt."""
     executable, *arguments = [argument.replace("$", "$$") for argument in argv]  # the agent expands ${local_rank}
     name = f"launcher-{team.host}.log" if team else "launcher.log"
@@ -179,7 +194,7 @@ def _run(argv: list[str], ranks: int, guardian: Guardian, environment: Mapping[s
             max_restarts=0,
             local_addr=LOOPBACK,
         )
-        agent = GuardedAgent(spec, RankFiles(guardian.log_dir, guardian.pulses, environment), guardian)
+        agent = GuardedAgent(spec, RankFiles(guardian.log_dir, guardian.pulses, environment), guardian, nursery)
         try:
             agent.run()
         except dist.DistError as error:  # before there are ranks, agents talk through the store
@@ -255,9 +270,37 @@ def connect(device: Device) -> tuple[int, int, int]:
 class GuardedAgent(LocalElasticAgent):
     """Leaves the verdict on the ranks to the guardian, and decides itself how long they have to end."""
 
-    def __init__(self, spec: WorkerSpec, files: "RankFiles", guardian: Guardian):
+    def __init__(self, spec: WorkerSpec, files: "RankFiles", guardian: Guardian, nursery: Nursery | None):
         super().__init__(spec, files, exit_barrier_timeout=EXIT_SECONDS)
-        self.guardian = guardian
+        self.files, self.guardian, self.nursery = files, guardian, nursery
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """As torch's own does, but for where processes come from."""
+        if self.nursery is None:
+            return super()._start_workers(worker_group)
+        spec, workers = worker_group.spec, worker_group.workers
+        _, _, *arguments = spec.args  # -m MODULE
+        self._pcontext = NurseryContext(
+            self.nursery,
+            name=spec.role,
+            args={worker.local_rank: tuple(arguments) for worker in workers},
+            envs={
+                worker.local_rank: {
+                    "RANK": str(worker.global_rank),
+                    "LOCAL_RANK": str(worker.local_rank),
+                    "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+                    "WORLD_SIZE": str(worker.world_size),
+                    "MASTER_ADDR": str(worker_group.master_addr),
+                    "MASTER_PORT": str(worker_group.master_port),
+                    "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+                    "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+                }
+                for worker in workers
+            },
+            logs_specs=self.files,
+        )
+        self._pcontext.start()
+        return self._pcontext.pids()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Called ten times a second. The agent's own answer to a failure is to wait for the other ranks before it is told."""

@@ -76,7 +76,7 @@ def train(
     try:
         if meeting.host == 0:
             return _train_here(job, ranks, device, resume, max_restarts, team, say)
-        return _help(job, ranks, team, say)
+        return _help(job, ranks, device, team, say)
     except WeftError as error:
         failure = error
         raise
@@ -125,6 +125,7 @@ def _train_here(
             again=_command(out, "auto", resume),
             resize=Resize(job, all_ranks, out / "job.toml"),
             team=team,
+            warm=device.type == "cpu",
         )
     finally:
         if summary.exists() and summary.stat().st_mtime_ns != before:  # the ranks came to their end, or to a signal
@@ -133,7 +134,7 @@ def _train_here(
     return out
 
 
-def _help(job: Job, ranks: int, team: Team, say: Callable[[str], None]) -> Path:
+def _help(job: Job, ranks: int, device: Device, team: Team, say: Callable[[str], None]) -> Path:
     """Start the ranks of another host than 0, when that has prepared the run."""
     out = Path(job.out)
     facts = team.facts()
@@ -147,6 +148,7 @@ def _help(job: Job, ranks: int, team: Team, say: Callable[[str], None]) -> Path:
         limits=Limits(patience=job.guard.patience_seconds),
         again=_command(out, "auto", facts["resume"]),
         team=team,
+        warm=device.type == "cpu",
     )
     return out
 

@@ -1,0 +1,215 @@
+"""Ranks that start at once: forks of a process that has imported what they need.
+
+Importing torch, Transformers and the rest takes a rank some seconds of a core, at the start and again at every restart. A
+nursery imports once, in a process that computes nothing and has no threads, and forks a rank when the launcher asks for one. It
+does so twice over, and the process between goes: the system gives the rank to the launcher, which becomes its parent as of any
+process that it started.
+
+    launcher          asks: arguments, environment, files     waits for the rank as for its child
+    nursery           forks                                   forgets it
+    (between)         forks, leaves
+    rank              imports nothing, runs main
+
+Linux alone can do that; elsewhere ranks start as ordinary processes. So they do where they have accelerators, whose libraries
+do not bear to be forked if an import has touched them.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+PR_SET_CHILD_SUBREAPER = 36
+POLL_SECONDS = 0.02
+
+
+class Nursery:
+    """The process, seen from the launcher. A context manager; ranks outlive it."""
+
+    def __init__(self, module: str, environment: Mapping[str, str]):
+        """
+        Args:
+            module: of the ranks; it has a function `main`, which `rank_main` runs.
+            environment: of the process, whole. What libraries read when they are loaded counts here.
+        """
+        self.module, self.environment = module, dict(environment)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.wire: socket.socket | None = None
+
+    def __enter__(self) -> "Nursery":
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with there:
+            argv = [sys.executable, "-m", "weft.cluster.nursery", self.module, str(there.fileno())]
+            self.process = subprocess.Popen(
+                argv, env=self.environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self.wire = here
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self.wire is not None
+        assert self.process is not None
+        self.wire.close()  # it ends when nobody is left to ask
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:  # in the middle of its imports
+            self.process.kill()
+            self.process.wait()
+
+    def start(self, arguments: list[str], environment: Mapping[str, str], stdout: str, stderr: str) -> "Rank":
+        """Start a rank; waits until the imports are done.
+
+        Args:
+            arguments: of the module.
+            environment: on top of the nursery's own.
+            stdout: path of a file; empty for that of the launcher.
+            stderr: the same.
+
+        Raises:
+            ChildProcessError: the nursery has ended, its error is above; the module cannot be imported, say.
+        """
+        assert self.wire is not None
+        request = {"arguments": arguments, "environment": dict(environment), "stdout": stdout, "stderr": stderr}
+        own = _be_subreaper(True)
+        try:
+            self.wire.sendall(json.dumps(request).encode())
+            answer = self.wire.recv(64)
+        except ConnectionError:
+            answer = b""
+        finally:
+            _be_subreaper(own)
+        if not answer:
+            raise ChildProcessError(f"the process that starts ranks of {self.module} has ended")
+        return Rank(int(answer))
+
+
+class Rank:
+    """A child process, as `subprocess.Popen` shows one."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it lives."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code, when it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not, after so many seconds.
+        """
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout)
+            time.sleep(POLL_SECONDS)
+        return code
+
+
+class Handler:
+    """What torch's agent knows a rank by."""
+
+    def __init__(self, proc: Rank, local_rank_id: int):
+        self.proc, self.local_rank_id = proc, local_rank_id
+
+    def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal to the rank, and to what it has started."""
+        try:
+            os.killpg(self.proc.pid, death_sig)
+        except ProcessLookupError:  # it has not come to lead its group yet
+            os.kill(self.proc.pid, death_sig)
+
+
+class NurseryContext(SubprocessContext):
+    """torch's context of processes, which a nursery starts."""
+
+    def __init__(self, nursery: Nursery, **settings: Any):
+        self.nursery = nursery
+        super().__init__(entrypoint="", **settings)
+
+    def _start(self) -> None:
+        self.subprocess_handlers = {
+            number: Handler(
+                self.nursery.start(
+                    list(self.args[number]),
+                    self.envs[number],
+                    self.stdouts[number],
+                    self.stderrs[number],
+                ),
+                number,
+            )  # type: ignore[misc]
+            for number in range(self.nprocs)
+        }
+
+
+def _be_subreaper(wanted: bool) -> bool:
+    """Whether orphans among this process's descendants become its children; what it was before."""
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(PR_SET_CHILD_SUBREAPER + 1, ctypes.byref(before), 0, 0, 0)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+    return bool(before.value)
+
+
+# In the nursery
+
+
+def serve(module: str, wire: socket.socket) -> None:
+    """Import a module, then fork a rank for each request, until the launcher has gone. In a rank it does not return."""
+    from weft.cluster.launch import rank_main
+
+    main = importlib.import_module(module).main
+    while request := wire.recv(2**20):
+        reading, writing = os.pipe()
+        between = os.fork()
+        if not between:
+            rank = os.fork()
+            if not rank:
+                os.close(reading)
+                os.close(writing)
+                wire.close()
+                _become(module, **json.loads(request))
+                rank_main(main)
+                os._exit(0)
+            os.write(writing, str(rank).encode())
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(between, 0)  # the rank has its new parent
+        wire.sendall(os.read(reading, 64))
+        os.close(reading)
+
+
+def _become(module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
+    """Turn a fork of the nursery into a rank."""
+    os.setsid()
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    for path, number in ((stdout, 1), (stderr, 2)):
+        if path:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.dup2(file, number)
+            os.close(file)
+    Path("/proc/self/comm").write_text(f"weft-rank-{environment['RANK']}")
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

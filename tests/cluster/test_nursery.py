@@ -1,0 +1,132 @@
+"""Ranks that are forked: children of the launcher like any other, with what they were given, and gone when they should be."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weft.cluster.launch import launch
+from weft.cluster.nursery import Nursery
+from weft.errors import RankFailure
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives a fork another parent")
+
+MODULE = """
+import json, os, signal, sys, threading, time
+
+loaded_in = os.getpid()
+
+def main():
+    seen = {"arguments": sys.argv[1:], "word": os.environ["WORD"], "group": os.getpgrp()}
+    seen |= {"loaded here": loaded_in == os.getpid(), "threads": threading.active_count(), "pid": os.getpid()}
+    print(json.dumps(seen))
+    print("an error", file=sys.stderr)
+    what = sys.argv[1]
+    if what == "sleep":
+        sys.stdout.flush()
+        time.sleep(60)
+    if what == "fail":
+        raise ValueError("boom")
+    sys.exit(int(what))
+"""
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "small_rank.py").write_text(MODULE)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    with Nursery("small_rank", {**os.environ, "PYTHONPATH": path}) as made:
+        yield made
+
+
+def start(nursery: Nursery, folder: Path, what: str, rank: int = 3) -> tuple["subprocess.Popen[bytes]", Path, Path]:
+    out, err = folder / "out", folder / "err"
+    process = nursery.start([what], {"WORD": "given", "RANK": str(rank)}, str(out), str(err))
+    return process, out, err  # type: ignore[return-value]
+
+
+def test_a_rank_has_what_it_was_given(nursery: Nursery, tmp_path: Path) -> None:
+    process, out, err = start(nursery, tmp_path, "7")
+    assert process.poll() is None or process.poll() == 7
+    assert process.wait(20) == 7
+    assert process.poll() == process.returncode == 7
+    seen = json.loads(out.read_text())
+    assert (seen["arguments"], seen["word"], seen["threads"]) == (["7"], "given", 1)
+    assert seen["pid"] == seen["group"] == process.pid
+    assert not seen["loaded here"]
+    assert err.read_text() == "an error\n"
+
+
+def test_it_can_be_killed_waited_for_and_told_by_its_name(nursery: Nursery, tmp_path: Path) -> None:
+    process, out, _ = start(nursery, tmp_path, "sleep")
+    deadline = time.monotonic() + 20
+    while not out.exists() or not out.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.poll() is None
+    assert Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+    assert Path(f"/proc/{process.pid}/comm").read_text() == "weft-rank-3\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait(5) == -signal.SIGKILL
+
+
+def test_the_second_starts_at_once(nursery: Nursery, tmp_path: Path) -> None:
+    start(nursery, tmp_path, "0")[0].wait(60)
+    begin = time.monotonic()
+    processes = [start(nursery, tmp_path, "0", rank)[0] for rank in range(8)]
+    assert [process.wait(20) for process in processes] == [0] * 8
+    assert time.monotonic() - begin < 10  # an interpreter with torch takes seconds each
+
+
+def test_a_module_that_cannot_be_imported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        Nursery("no_such_module_here", dict(os.environ)) as nursery,
+        pytest.raises(ChildProcessError, match="ranks of no_such_module_here has ended"),
+    ):
+        start(nursery, tmp_path, "0")
+    assert "No module named 'no_such_module_here'" in capfd.readouterr().err
+
+
+def test_no_nursery_outlives_its_launcher(tmp_path: Path) -> None:
+    code = """
+        import os
+        from weft.cluster.nursery import Nursery
+        nursery = Nursery("json", dict(os.environ)).__enter__()
+        print(nursery.process.pid, flush=True)
+        os._exit(1)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    path, deadline = Path(f"/proc/{done.stdout.strip()}"), time.monotonic() + 30
+    while path.exists() and "Z" not in (path / "stat").read_text().rpartition(")")[2][:3]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def launch_here(tmp_path: Path, what: str, **settings: int) -> None:
+    (tmp_path / "small_rank.py").write_text(MODULE)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": path, "WORD": "given"}
+    command = [sys.executable, "-m", "small_rank", what]
+    launch(command, ranks=2, log_dir=tmp_path / "logs", environment=environment, warm=True, **settings)
+
+
+def test_launch(tmp_path: Path) -> None:
+    launch_here(tmp_path, "0")
+    assert '"word": "given"' in (tmp_path / "logs" / "rank-1.out").read_text()
+
+
+def test_an_error_arrives_and_attempts_share_a_nursery(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="ValueError: boom") as caught:
+        launch_here(tmp_path, "fail", max_restarts=1)
+    assert caught.value.exit_code == 1
+    assert (tmp_path / "logs" / "attempt-1" / "rank-1.err").exists()
