@@ -21,7 +21,7 @@ MEMORIES = (
     Memory(offload=("block",)),
     Memory(offload=("attention",), offload_to="disk", offload_ahead=3),
     Memory(offload=("attention",), recompute=("mlp",)),
-    Memory(offload=("attention", "mlp"), recompute=("activation", "norm"), offload_bytes=20_000),
+    Memory(offload=("attention", "mlp"), recompute=("activation", "norm"), offload_bytes=50_000),
     Memory(offload=("block",), recompute=("block",)),
 )
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
