@@ -32,6 +32,7 @@ from tests.lab.jobs import write_job
 from weft.checkpoint.folders import list_checkpoints, part_of
 from weft.cluster.launch import MEMORY_FOLDER
 from weft.cluster.pulse import PulseRecord, read_pulse
+from weft.job import Job
 from weft.train.metrics import read_metrics
 
 MODEL = {**family("qwen3_moe"), "vocab_size": 300}  # for every axis
@@ -46,6 +47,7 @@ FOUR_RANKS = tuple(name for name, (ranks, _) in LAYOUTS.items() if ranks == 4)
 STEPS, EVERY = 8, 2  # of a run with one kill: optimizer steps, and those between two checkpoints
 MORE_STEPS = 6  # for each other kill
 STEP_SECONDS = 0.1  # about; a kill comes at any moment of a step
+MOST_STEP_SECONDS = 1.0  # on a machine that has other things to do
 NAMING_SECONDS = 1.0  # promised, from the death of a rank to the line that names it
 START_SECONDS = 120.0  # that ranks may take to begin; a run of some seconds hangs after as many
 WRITING = "a checkpoint is being written"
@@ -142,9 +144,9 @@ class Command:
         self.until(lambda: (found.record().step or 0) >= step, f"rank {rank} came to step {step}")
         return found
 
-    def wait(self) -> int:
+    def wait(self, seconds: float = START_SECONDS) -> int:
         """The exit code, when everything that was printed has been read."""
-        self.process.wait(START_SECONDS)
+        self.process.wait(seconds)
         for reader in self.readers:
             reader.join(START_SECONDS)
         return self.process.returncode
@@ -176,9 +178,10 @@ def weft_train(job: Path, layout: str, out: Path, *options: str) -> Command:
 
 def run_alone(folder: Path, layout: str, **tables: dict[str, Any]) -> Path:
     """The run folder of a layout that nobody disturbs."""
-    out = folder / layout / "whole"
-    with weft_train(job_file(folder / layout, layout, **tables), layout, out) as command:
-        assert command.wait() == 0, command.printed()
+    job, out = job_file(folder / layout, layout, **tables), folder / layout / "whole"
+    seconds = START_SECONDS + MOST_STEP_SECONDS * Job.load(job).train.steps
+    with weft_train(job, layout, out) as command:
+        assert command.wait(seconds) == 0, command.printed()
     return out
 
 
