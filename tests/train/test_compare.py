@@ -415,7 +415,7 @@ def command(
 def in_the_pool(bug: Callable[[int], Any]) -> Callable[..., None]:
     """Takes the place of `launch`: the ranks of the pool; side B has the bug."""
 
-    def launch(argv: list[str], *, ranks: int, log_dir: Path) -> None:
+    def launch(argv: list[str], *, ranks: int, log_dir: Path, warm: bool) -> None:
         folder, steps = Path(argv[-2]), int(argv[-1])
         job, prepared = Job.load(folder / "job.toml"), Prepared.from_json((folder / "prepared.json").read_text())
         run_ranks(ranks, run_side, job, prepared, folder, steps, bug if folder.name == "b" else no_bug)
