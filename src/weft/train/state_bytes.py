@@ -14,6 +14,9 @@ from weft.parallel.data import begin_micro_batch
 from weft.plan import Plan
 from weft.train.step import forward, token_loss
 
+Storages = dict[int, torch.UntypedStorage]
+"""By an id that is theirs as long as one holds them."""
+
 
 def measure_model_state(
     model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh
@@ -35,20 +38,19 @@ def measure_model_state(
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
     ]
     found = {
-        "parameters": sum(_storages(shards).values()),
+        "parameters": _bytes(_storages(shards)),
         "gathered parameters": 0,
         "gradients": 0,
-        "optimizer": sum(_storages(state for state in states if state.ndim).values()),
+        "optimizer": _bytes(_storages(state for state in states if state.ndim)),
     }
-    before = _live_storages().keys()
+    before = _live_storages()  # held, so that what comes later is no other storage at the same place
 
     def look() -> None:
-        gathered = _storages(model.parameters()).keys() - _storages(shards).keys()
+        gathered = _without(_storages(model.parameters()), _storages(shards))
         # Buckets of replicated gradients outlive the step: they are counted although they were there before.
         own = _storages(shard.grad for shard in shards if shard.grad is not None)
-        live = _live_storages()
-        found["gathered parameters"] = sum(live[place] for place in gathered)
-        found["gradients"] = sum(size for place, size in live.items() if place in own or place not in before | gathered)
+        found["gathered parameters"] = _bytes(gathered)
+        found["gradients"] = _bytes(_without(_live_storages(), before, gathered) | own)
 
     _run(model, batches, plan, mesh, look)
     optimizer.zero_grad(set_to_none=True)
@@ -72,7 +74,7 @@ def _run(model: Any, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh
     loss(forward(model, batch), batch, None).backward()
 
 
-def _live_storages() -> dict[int, int]:
+def _live_storages() -> Storages:
     """Storages of all tensors that Python knows of, and of their gradients, which it may not have met yet."""
     gc.collect()
     known = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
@@ -80,8 +82,16 @@ def _live_storages() -> dict[int, int]:
     return _storages([*known, *gradients])
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address and bytes of the distinct storages behind some tensors; of a DTensor, those of the local shard."""
+def _storages(tensors: Iterable[torch.Tensor]) -> Storages:
+    """The distinct storages behind some tensors; of a DTensor, those of the local shard."""
     parts = [part for tensor in tensors for part in plain_parts(tensor)]
     storages = (part.untyped_storage() for part in parts if part.device.type != "meta")
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    return {storage._cdata: storage for storage in storages if storage.nbytes()}
+
+
+def _without(storages: Storages, *others: Storages) -> Storages:
+    return {place: storage for place, storage in storages.items() if not any(place in other for other in others)}
+
+
+def _bytes(storages: Storages) -> int:
+    return sum(storage.nbytes() for storage in storages.values())
