@@ -47,7 +47,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 def run(prepared: Prepared, precision: dict[str, Any], steps: int, seed: int) -> tuple[float, int]:
     """Held-out loss, and the number of skipped steps."""
-    job = merge(RECIPE, {"train": {"steps": steps, "seed": seed, "global_batch": 4, "micro_batch": 4}})
+    job = merge(
+        RECIPE, {"train": {"steps": steps, "seed": seed, "global_batch": 4, "micro_batch": 4, "evaluate_rows": 64}}
+    )
     session = open_session(Job.parse(merge(job, {"plan": {"parallel": {"zero": 0}, "precision": precision}})), prepared)
     plan, settings, scale = session.job.plan, session.job.optimizer, session.position.loss_scale
     skipped = 0
