@@ -8,7 +8,8 @@ from pathlib import Path
 import transformers
 
 from weft.job import Job
-from weft.planner.ladder import GIB, Rung, climb
+from weft.planner.ladder import FIGURES, GIB, Rung, climb, figures
+from weft.planner.trace import Trace
 
 DOCS = Path(__file__).parent
 EXAMPLES = DOCS.parent / "examples"
@@ -31,23 +32,16 @@ def section(name: str, world_size: int) -> list[str]:
         f"Plan: {', '.join(f'{key} {value}' for key, value in degrees.items())}. Rank {base.rank}, "
         f"{base.parameters / 1e6:,.0f} million parameters of its own. The peak is made by {operation} in {role}; GiB: {kinds}.",
         "",
-        "| switch | peak GiB | saves | held elsewhere, GiB | to it and back, GB a step | more operations |",
-        "|---|---|---|---|---|---|",
-        *(_row(rung, rungs[0]) for rung in rungs),
+        f"| {' | '.join(('switch', *FIGURES))} |",
+        "|---" * (1 + len(FIGURES)) + "|",
+        *(_row(rung, base) for rung in rungs),
         "",
     ]
 
 
-def _row(rung: Rung, first: Rung) -> str:
-    assert first.found is not None
-    if rung.found is None:
-        return f"| {rung.name} | refused: {rung.refused} | | | | |"
-    count, base = rung.found.count, first.found.count
-    return (
-        f"| {rung.name} | {count.peak / GIB:.2f} | {1 - count.peak / base.peak:.1%} "
-        f"| {sum(rung.found.elsewhere.values()) / GIB:.2f} | {rung.found.moved / 1e9:.1f} "
-        f"| {count.flops / base.flops - 1:.1%} |"
-    )
+def _row(rung: Rung, base: Trace) -> str:
+    cells = figures(rung.found, base) if rung.found else (f"refused: {rung.refused}", *[""] * (len(FIGURES) - 1))
+    return f"| {' | '.join((rung.name, *cells))} |"
 
 
 def main() -> None:

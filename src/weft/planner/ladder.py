@@ -83,6 +83,21 @@ def switch(plan: Plan, tables: dict[str, dict[str, Any]]) -> Plan:
     return plan.model_copy(update=changed)
 
 
+FIGURES = ("peak GiB", "saves", "held elsewhere, GiB", "to it and back, GB a step", "TFLOP", "more")
+
+
+def figures(found: Trace, base: Trace) -> tuple[str, ...]:
+    """`FIGURES` of a rung, in words; `base` is the first one's."""
+    return (
+        f"{found.count.peak / GIB:,.3f}",
+        f"{1 - found.count.peak / base.count.peak:.1%}",
+        f"{sum(found.elsewhere.values()) / GIB:,.3f}",
+        f"{found.moved / 1e9:,.3f}",
+        f"{found.count.flops / 1e12:,.3f}",
+        f"{found.count.flops / base.count.flops - 1:.1%}",
+    )
+
+
 def print_rungs(rungs: list[Rung]) -> None:
     """Print where the memory of the first rung is, and what each switch does to it."""
     base = rungs[0].found
@@ -98,21 +113,10 @@ def print_rungs(rungs: list[Rung]) -> None:
     console.print(where)
     operation, shapes, role = base.count.peak_maker
     console.print(f"The peak, {peak / GIB:,.3f} GiB, is made by {operation} in {role}: {shapes}")
-    right = ("peak GiB", "saves", "held elsewhere, GiB", "to it and back, GB a step", "TFLOP", "more")
-    table = Table("switch", *(Column(name, justify="right") for name in right))
+    table = Table("switch", *(Column(name, justify="right") for name in FIGURES))
     for rung in rungs:
-        if rung.found is None:
-            continue
-        count = rung.found.count
-        table.add_row(
-            rung.name,
-            f"{count.peak / GIB:,.3f}",
-            f"{1 - count.peak / peak:.1%}",
-            f"{sum(rung.found.elsewhere.values()) / GIB:,.3f}",
-            f"{rung.found.moved / 1e9:,.3f}",
-            f"{count.flops / 1e12:,.3f}",
-            f"{count.flops / base.count.flops - 1:.1%}",
-        )
+        if rung.found is not None:
+            table.add_row(rung.name, *figures(rung.found, base))
     console.print(table)
     for rung in rungs:
         if rung.found is None:
