@@ -62,6 +62,11 @@ class Device(ABC):
         On accelerators it is the published peak. On cpu it is measured, one thread for a tenth of a second.
         """
 
+    @property
+    def bears_forks(self) -> bool:
+        """Whether ranks may be forks of a process that has imported what they need; not if an import may touch a device."""
+        return False
+
     @abstractmethod
     def supports(self, feature: Feature) -> bool:
         """Whether the device computes this natively (on cpu: whether torch has the operation)."""
@@ -150,6 +155,10 @@ class Cpu(Device):
         finally:
             torch.set_num_threads(threads)
         return 2 * size**3 / fastest
+
+    @property
+    def bears_forks(self) -> bool:
+        return sys.platform == "linux"
 
     def supports(self, feature: Feature) -> bool:
         return True

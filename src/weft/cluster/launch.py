@@ -118,8 +118,8 @@ def launch(
         resize: called with the failure and the number of ranks there can be, of all hosts; how many the next attempt has. It
             raises the failure if that is no number to go on with. Of several hosts, only host 0 calls it.
         team: the hosts of the job, if there are several; their ranks are numbered host after host.
-        warm: the command is `python -m MODULE ...`, and MODULE has a function `main` for `rank_main`: on Linux, ranks are
-            forks of one process that has imported it (`nursery`). Not for accelerators.
+        warm: the command is `python -m MODULE ...`, and MODULE has a function `main` for `rank_main`: ranks are forks of
+            one process that has imported it (`nursery`). Where the device bears that.
 
     Raises:
         RankFailure: a rank failed, or none made progress, or a host was lost; it names the one to blame, the same on every
@@ -133,7 +133,7 @@ def launch(
     common = {**RANK_ENVIRONMENT, **memory, **environment}
     with (
         _signals_raise(),
-        Nursery(argv[2], {**os.environ, **common}) if warm and sys.platform == "linux" else nullcontext() as nursery,
+        Nursery(argv[2], {**os.environ, **common}) if warm else nullcontext() as nursery,
     ):
         if team:
             attempt, ranks = team.begin()

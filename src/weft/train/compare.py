@@ -215,7 +215,7 @@ def compare(
         (folder / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
         say(f"{name.upper()}: {describe(job, count)}")
         argv = [sys.executable, "-m", "weft.train.compare_rank", str(folder), str(steps)]
-        launch(argv, ranks=count, log_dir=folder / "logs", warm=detect().type == "cpu")
+        launch(argv, ranks=count, log_dir=folder / "logs", warm=detect().bears_forks)
     precisions = [job.plan.precision for job in jobs]
     formats = {value for precision in precisions for value in (precision.forward, precision.update, precision.reduce)}
     return compare_folders(out / "a", out / "b", tolerance or max(TOLERANCE[name] for name in formats))

@@ -125,7 +125,7 @@ def _train_here(
             again=_command(out, "auto", resume),
             resize=Resize(job, all_ranks, out / "job.toml"),
             team=team,
-            warm=device.type == "cpu",
+            warm=device.bears_forks,
         )
     finally:
         if summary.exists() and summary.stat().st_mtime_ns != before:  # the ranks came to their end, or to a signal
@@ -148,7 +148,7 @@ def _help(job: Job, ranks: int, device: Device, team: Team, say: Callable[[str],
         limits=Limits(patience=job.guard.patience_seconds),
         again=_command(out, "auto", facts["resume"]),
         team=team,
-        warm=device.type == "cpu",
+        warm=device.bears_forks,
     )
     return out
 
