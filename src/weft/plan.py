@@ -116,6 +116,14 @@ class Memory(Table):
     with the process."""
 
 
+class Comm(Table):
+    """How ranks speak to each other."""
+
+    hierarchy: Literal["auto", "two_level", "flat"] = "auto"
+    """Collectives of ranks on several hosts: inside each host and then between hosts (two_level), in one ring of all ranks
+    (flat), or what suits the device (auto)."""
+
+
 class Plan(Table):
     """How a model runs on a cluster. Frozen; read by the runtime, the planner, checkpoints and the report alike."""
 
@@ -123,6 +131,7 @@ class Plan(Table):
     pipeline: Pipeline = Pipeline()
     precision: Precision = Precision()
     memory: Memory = Memory()
+    comm: Comm = Comm()
 
     def resolve(self, world_size: int) -> "Plan":
         """Check every rule and replace -1 by a number.

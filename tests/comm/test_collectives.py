@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.lab.pool import run_ranks
-from weft.cluster.shared_memory import register_backend
+from weft.cluster.hierarchy import register_backend
 from weft.comm import collectives
 
 SHAPE = (4, 6, 8)

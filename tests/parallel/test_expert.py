@@ -14,16 +14,25 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.cluster.test_hierarchy import make_group
 from tests.lab.families import COMMON, EXPERTS, family
 from tests.lab.parity import compare
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta
+from weft.cluster.hierarchy import register_backend
 from weft.cluster.mesh import build_mesh
-from weft.cluster.shared_memory import register_backend
 from weft.comm.collectives import Message, Recorder
 from weft.errors import PlanError
-from weft.parallel.expert import check_experts, combine, dispatch, load_imbalance, mixture_of_experts, split_experts
+from weft.parallel.expert import (
+    check_experts,
+    combine,
+    dispatch,
+    dispatch_to_hosts,
+    load_imbalance,
+    mixture_of_experts,
+    split_experts,
+)
 from weft.plan import Parallel, Plan
 
 NUM_EXPERTS, HIDDEN = 4, 32
@@ -34,6 +43,8 @@ TABLES: dict[str, dict[str, Any]] = {
     "granitemoe": {"model_type": "granitemoe", **COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+HOSTS = (0, 0, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,8 @@ class Case:
     """Experts that the router may choose."""
     dtype: torch.dtype = torch.float64
     implementation: str = "eager"
-    shared: bool = True
+    hosts: tuple[int, ...] = (0, 0, 0, 0)
+    """Of each rank; empty: gloo, which knows of none."""
 
     def tokens(self, seed: int = 5) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Hidden states, experts, weights and the outputs' gradient of each rank."""
@@ -98,7 +110,7 @@ def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recom
 
 
 def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool) -> dict[str, Any]:
-    group = dist.new_group(backend=register_backend() if case.shared else "gloo")
+    group = make_group(rank, case.hosts) if case.hosts else dist.new_group(backend="gloo")
     experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
     take_share(experts, group)
     return gradients(experts, case.tokens()[rank], recompute)
@@ -161,7 +173,59 @@ def test_recompute(allowed: tuple[int, ...]) -> None:
 
 
 def test_gloo() -> None:
-    assert_parity("mixtral", Case((5, 0, 2, 4), shared=False))
+    assert_parity("mixtral", Case((5, 0, 2, 4), hosts=()))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_two_hosts(name: str) -> None:
+    assert_parity(name, Case((5, 9, 0, 3), hosts=HOSTS))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(
+    ("sizes", "allowed", "top_k"),
+    [
+        ((5, 9, 2, 4), (1,), 1),  # one host has no work
+        ((0, 6, 0, 0), (0, 1), 2),
+        ((3, 0, 0, 0), (2, 3), 2),  # all goes to the other host, once
+        ((4, 3, 1, 2), (0, 1, 2, 3), 4),
+        ((0, 0, 0, 0), (0, 1, 2, 3), 2),
+    ],
+)
+def test_any_counts_on_two_hosts(
+    sizes: tuple[int, ...], allowed: tuple[int, ...], top_k: int, implementation: str
+) -> None:
+    dtype = torch.float64 if implementation == "eager" else torch.float32
+    if sum(sizes):
+        assert_parity("qwen3_moe", Case(sizes, top_k, allowed, dtype, implementation, HOSTS))
+        return
+    for found in run_ranks(4, on_rank, "qwen3_moe", Case(sizes, hosts=HOSTS), False):
+        assert {key: int(value.count_nonzero()) for key, value in found.items()} == dict.fromkeys(found, 0)
+
+
+def test_recompute_on_two_hosts() -> None:
+    assert_parity("mixtral", Case((5, 9, 3, 1), hosts=HOSTS), recompute=True)
+
+
+def between_hosts(rank: int, ranks: int, top_k: int) -> tuple[int, int]:
+    """Bytes of rows that leave the host, and copies for experts of the other one."""
+    group = make_group(rank, HOSTS)
+    hidden = torch.ones(64, HIDDEN)
+    index = torch.stack([torch.randperm(NUM_EXPERTS)[:top_k] for _ in range(64)])
+    with Recorder() as recorder:
+        *_, route = dispatch_to_hosts(hidden, index, torch.ones(64, top_k), NUM_EXPERTS, group.outer)
+    rows = [message.bytes for message in recorder.messages if message.dtype == torch.float32]
+    other = 1 - rank // 2
+    copies = int((index // (NUM_EXPERTS // 2) == other).sum())
+    tokens = int((index // (NUM_EXPERTS // 2) == other).any(1).sum())
+    assert route.sends[other] == tokens
+    assert rows == [4 * HIDDEN * tokens, 4 * top_k * tokens]
+    return tokens, copies
+
+
+def test_a_token_goes_to_a_host_once() -> None:
+    for tokens, copies in run_ranks(4, between_hosts, NUM_EXPERTS):
+        assert (tokens, copies) == (64, 64 * NUM_EXPERTS // 2)
 
 
 # A space of routings against the plain reference

@@ -28,13 +28,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.utils._pytree import tree_map_only
 
 from weft.cluster.mailbox import LINE_INTS, MAILBOX_BYTES, Mailbox, typed, wait_until
 from weft.errors import CommunicationError
 
-BACKEND = "weft_shm"
 SLOT_BYTES = 2**20  # small enough to stay in cache between the writer and its readers
 NUM_SLOTS = 2  # one is written while slower ranks still read the other
 HEADER_BYTES = 4096
@@ -54,48 +52,40 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 DTYPES += (torch.int8, torch.uint8, torch.bool)
 
 
-def register_backend() -> str:
-    """Make the backend known to torch, once; its name for `init_device_mesh` and `new_group`.
+def share_memory(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, make_gloo: Callable[[], Any]
+) -> "SharedMemoryGroup | None":
+    """A group of some ranks of one host; None where they cannot share memory. All of them come to the same decision.
 
-    A group whose ranks cannot share memory (several hosts or containers, or not Linux on x86-64, whose order of stores
-    the counters rely on) is a plain gloo group under the same name.
+    Only Linux on x86-64 keeps the order of stores that the counters rely on, and a hardened host hides the descriptors of
+    other processes.
+
+    Args:
+        store: of these ranks alone.
+        rank, size: this rank among them, and their number.
+        timeout: of a collective.
+        make_gloo: makes a gloo group of them, for what is not written here.
     """
-    if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _create_group, devices=["cpu"])
-    return BACKEND
-
-
-def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """The group of some ranks, as torch asks for it; all of them come to the same decision."""
     descriptor = -1
-    if _can_share():
+    if can_share():
         descriptor = os.memfd_create("weft")
         os.ftruncate(descriptor, SLAB_BYTES)
-    store.set(f"slab/{rank}", json.dumps([_place(), os.getpid(), descriptor]))
+    store.set(f"slab/{rank}", json.dumps([os.getpid(), descriptor]))
     said = [json.loads(store.get(f"slab/{peer}")) for peer in range(size)]
     slabs: list[_Slab] = []
-    if all(place == _place() and number >= 0 for place, _, number in said):
-        with suppress(OSError, RuntimeError):  # a hardened host hides the descriptors of other processes
-            slabs = [_Slab(f"/proc/{process}/fd/{number}") for _, process, number in said]
+    if all(number >= 0 for _, number in said):
+        with suppress(OSError, RuntimeError):
+            slabs = [_Slab(f"/proc/{process}/fd/{number}") for process, number in said]
     store.set(f"open/{rank}", str(len(slabs)))
     shared = all(int(store.get(f"open/{peer}")) == size for peer in range(size))
     if descriptor >= 0:
         os.close(descriptor)  # mappings hold the memory from here on
-    gloo = partial(ProcessGroupGloo, dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
-    return SharedMemoryGroup(slabs, gloo, rank, timeout) if shared else gloo()
+    return SharedMemoryGroup(slabs, make_gloo, rank, timeout) if shared else None
 
 
-def _can_share() -> bool:
+def can_share() -> bool:
+    """Whether this platform is one that can."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
-
-
-def _place() -> list[str]:
-    """What ranks that may share memory have in common. A network of its own makes an emulated host."""
-    if not _can_share():
-        return []
-    names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
-    with open("/proc/sys/kernel/random/boot_id") as boot:
-        return [boot.read().strip(), platform.node(), *names]
 
 
 class _Slab:
@@ -400,7 +390,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.place
 
     def getBackendName(self) -> str:
-        return BACKEND
+        return "weft"
 
     def _set_group_name(self, name: str) -> None:
         self._name = self.mailbox.group_name = name

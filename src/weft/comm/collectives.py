@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.cluster.hierarchy import all_gather
+from weft.cluster.hierarchy import reduce_scatter as reduce_scatter_single
 from weft.cluster.shared_memory import SharedMemoryGroup
 
 # Frames that stand between a collective and the code that wanted it: installed packages, and the rooms below.
@@ -31,14 +33,11 @@ CARRIERS = (
     os.path.dirname(os.path.dirname(torch.__file__)),
     os.path.dirname(__file__),
     "shared_memory.py",
+    "hierarchy.py",
     "steering.py",
     os.path.join("weft", "memory"),
     "contextlib.py",
 )
-
-# torch 2.13 gave these two their new names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op: str = "sum") -> torch.Tensor:
@@ -67,7 +66,7 @@ def gather_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
     """The parts of all ranks side by side along a dim, in the order of ranks. Not differentiable."""
     ranks = group.size()
     parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    _all_gather(parts, x.contiguous(), group)
+    all_gather(parts, x.contiguous(), group)
     dim = dim % x.ndim
     return (
         parts.unflatten(0, (ranks, -1))
@@ -81,7 +80,7 @@ def reduce_scatter_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> t
     ranks, dim = group.size(), dim % x.ndim
     parts = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
-    _reduce_scatter(mine, parts.flatten(0, 1), group=group)
+    reduce_scatter_single(mine, parts.flatten(0, 1), group=group)
     return mine
 
 
@@ -226,6 +225,8 @@ class Message(NamedTuple):
     dtype: torch.dtype
     site: str
     """file.py:line of the nearest caller outside of installed packages."""
+    link: str = ""
+    """"host" and "between" for the parts of a collective in two levels; else empty."""
 
 
 class Recorder(TorchDispatchMode):
@@ -243,7 +244,7 @@ class Recorder(TorchDispatchMode):
         return sum(message.bytes for message in self.messages)
 
     def bytes_by(self, field: str) -> dict[str, int]:
-        """Bytes summed by "operation", "axis" or "site"."""
+        """Bytes summed by "operation", "axis", "site" or "link"."""
         sums: Counter[str] = Counter()
         for message in self.messages:
             sums[str(getattr(message, field))] += message.bytes
@@ -280,8 +281,9 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, group: dist.ProcessGroup, operation: str, full: int, dtype: torch.dtype) -> None:
         mesh_axis = group.group_desc.startswith("mesh_")  # as DeviceMesh describes its groups
-        axis = group.group_desc.removeprefix("mesh_") if mesh_axis else "world"
-        self.messages.append(Message(operation, axis, RING[operation](full, group.size()), dtype, call_site()))
+        name, _, link = group.group_desc.partition("@")  # as TwoLevelGroup describes its levels
+        axis = name.removeprefix("mesh_") if mesh_axis else "world"
+        self.messages.append(Message(operation, axis, RING[operation](full, group.size()), dtype, call_site(), link))
 
 
 def find_tensors(args: Any) -> list[torch.Tensor]:

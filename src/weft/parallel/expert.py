@@ -10,6 +10,10 @@ Each of the `ep` ranks of a group holds num_experts / ep whole experts, in order
 No copy is dropped and none is padded, whatever the router does (Gale et al., MegaBlocks, 2022). With balanced routing a
 rank sends T K H (ep - 1) / ep numbers in dispatch and as many in combine, and the same again in backward.
 
+Where the group is on several hosts, a token goes once to each host that has experts of its, to the rank of the sender's place
+there, and from there to its experts; what they make of it is added up there, and comes back once (as in DeepEP of DeepSeek-AI,
+2025). With balanced routing over h hosts 1 - (1 - 1/h)^K of the tokens go to each host, in place of K / h copies of them.
+
 Shapes: T tokens of this rank, K experts a token, H hidden size, R rows that come to this rank.
 """
 
@@ -23,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
+from weft.cluster.hierarchy import TwoLevelGroup
 from weft.comm.collectives import all_to_all, exchange
 from weft.errors import PlanError
 
@@ -39,6 +44,7 @@ class Route(NamedTuple):
     group: dist.ProcessGroup
     num_tokens: int
     top_k: int
+    """Places that a token may have a copy at: its K experts, or all hosts."""
     order: Tensor
     """[copies sent] int64: which copy (token * K + k) each sent row is."""
     sends: list[int]
@@ -79,8 +85,39 @@ def dispatch(
     return received, local_index, received_weights, route
 
 
+def dispatch_to_hosts(
+    hidden: Tensor, index: Tensor, weights: Tensor, num_experts: int, outer: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor, Route]:
+    """Send every token once to each host that holds experts of its. Differentiable in hidden and weights.
+
+    Args:
+        hidden, index, weights: as for `dispatch`.
+        num_experts: of all hosts; their number divides it.
+        outer: one rank of each host. Expert e is on host e // (num_experts / hosts).
+
+    Returns:
+        received [R, H], by source and token; local_index [R, K] int64, where experts of other hosts are num_experts / hosts, as
+        those that are nowhere; received_weights [R, K]; and the route for `combine`. R may be 0.
+    """
+    hosts, num_tokens = outer.size(), len(index)
+    per_host = num_experts // hosts
+    numbers = torch.arange(hosts, device=index.device)
+    here = index[None] // per_host == numbers[:, None, None]  # [hosts, T, K]
+    goes = here.any(2)
+    counts = goes.sum(1)
+    coming = exchange(counts, outer)
+    sends, takes = torch.stack([counts, coming]).tolist()  # waits for the device
+    host, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    local = torch.where(here, index[None] - per_host * numbers[:, None, None], per_host)[host, token]
+    received = all_to_all(hidden[token], outer, takes, sends)
+    received_index = exchange(local, outer, takes, sends)
+    received_weights = all_to_all(weights[token], outer, takes, sends)
+    route = Route(outer, num_tokens, hosts, token * hosts + host, sends, takes)
+    return received, received_index, received_weights, route
+
+
 def combine(outputs: Tensor, route: Route) -> Tensor:
-    """Bring the rows of a dispatch back and add up the copies of each token, in the order of K. Differentiable.
+    """Bring the rows of a dispatch back and add up the copies of each token, in the order of K (of hosts). Differentiable.
 
     Args:
         outputs: [R, H], weighted, in the order in which dispatch brought the rows.
@@ -131,6 +168,14 @@ def expert_parallel_forward(
     Returns:
         [T, H].
     """
+    if isinstance(group, TwoLevelGroup):
+        rows, index, weights, visit = dispatch_to_hosts(
+            hidden_states, top_k_index, top_k_weights, num_experts, group.outer
+        )
+        sums = expert_parallel_forward(
+            local_forward, num_experts // group.outer.size(), group.inner, rows, index, weights
+        )
+        return combine(sums, visit)
     rows, index, weights, route = dispatch(hidden_states, top_k_index, top_k_weights, num_experts, group)
     num_rows = len(rows)
     if num_rows == 0:  # backward must still pass here, to exchange gradients and to give the parameters zeros
