@@ -23,7 +23,7 @@ def make_group(rank: int, hosts: Sequence[int], forced: str = "auto") -> Any:
 
 
 def compare(rank: int, ranks: int, count: int, dtype: torch.dtype, steps: int) -> None:
-    group = make_group(rank, [peer // 2 for peer in range(ranks)])
+    group = make_group(rank, [peer // 2 for peer in range(ranks)], "two_level")
     assert isinstance(group, TwoLevelGroup)
     found = results(group, rank, ranks, count, dtype, steps)
     expected = results(dist.group.WORLD, rank, ranks, count, dtype, 1)  # gloo takes no gaps
@@ -31,7 +31,7 @@ def compare(rank: int, ranks: int, count: int, dtype: torch.dtype, steps: int) -
         assert torch.equal(mine, theirs), number
 
 
-@pytest.mark.parametrize("count", [1, 3, 1000, 5001, hierarchy.SMALL * 2 + 1])
+@pytest.mark.parametrize("count", [1, 3, 1000, 5001, hierarchy.PIECE + hierarchy.SMALL + 1])
 def test_sizes(count: int) -> None:
     run_ranks(4, compare, count, torch.float32, 1)
 

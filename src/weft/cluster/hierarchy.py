@@ -29,30 +29,32 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from weft.cluster.shared_memory import can_share, share_memory
+from weft.cluster.shared_memory import can_share, reduce_parts, share_memory
 
-BACKENDS = {"auto": "weft", "two_level": "weft", "flat": "weft_flat"}
-"""Name of the backend by `plan.comm.hierarchy`: on CPU two levels are never slower than one, so that auto takes them."""
+BACKENDS = {"auto": "weft", "two_level": "weft_two_level", "flat": "weft_flat"}
+"""Name of the backend by `plan.comm.hierarchy`. In two levels an all-to-all sends larger messages, not fewer bytes: auto lets
+it go flat."""
 # torch 2.13 gave these two their new names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 SMALL = 4096  # numbers that are sooner added up in full by each place than in parts
+PIECE = 2**20  # numbers that are reduced inside a host while those before them travel between hosts
 
 
 def register_backend(hierarchy: str = "auto") -> str:
     """Make a backend known to torch, once; its name for `init_device_mesh` and `new_group`.
 
     Args:
-        hierarchy: "flat" takes one ring over all ranks where they are on several hosts.
+        hierarchy: as in `plan.comm.hierarchy`.
     """
     name = BACKENDS[hierarchy]
     if name.upper() not in dist.Backend._plugins:
-        create = partial(_create_group, two_level=hierarchy != "flat")
+        create = partial(_create_group, hierarchy=hierarchy)
         dist.Backend.register_backend(name, create, devices=["cpu"])
     return name
 
 
-def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *, two_level: bool) -> Any:
+def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *, hierarchy: str) -> Any:
     """The group of some ranks, as torch asks for it; all of them come to the same decision."""
     gloo = partial(_gloo, store, "gloo", rank, size, timeout)
     store.set(f"place/{rank}", json.dumps(_place()))
@@ -62,7 +64,7 @@ def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *
         return share_memory(dist.PrefixStore("host", store), rank, size, timeout, gloo) or gloo()
     per_host = size // hosts
     regular = size == hosts * per_host and all(places[peer] == places[peer - peer % per_host] for peer in range(size))
-    if not two_level or not regular or per_host == 1:
+    if hierarchy == "flat" or not regular or per_host == 1:
         return gloo()
     host, place = divmod(rank, per_host)
     own = dist.PrefixStore(f"host-{host}", store)
@@ -71,7 +73,7 @@ def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *
     if any(store.get(f"shares/{peer}") != b"True" for peer in range(size)):
         return gloo()
     outer = _gloo(store, f"between-{place}", host, hosts, timeout)
-    return TwoLevelGroup(inner, outer, gloo)
+    return TwoLevelGroup(inner, outer, gloo, hierarchy == "two_level")
 
 
 def _gloo(store: dist.Store, prefix: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -101,14 +103,22 @@ class TwoLevelGroup(dist.ProcessGroup):
     in `wait`: all ranks wait in one order. Operations that are not written here go flat, through gloo.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, outer: dist.ProcessGroup, make_flat: Callable[[], Any]):
+    def __init__(
+        self,
+        inner: dist.ProcessGroup,
+        outer: dist.ProcessGroup,
+        make_flat: Callable[[], Any],
+        exchanges_in_levels: bool,
+    ):
         """
         Args:
             inner: ranks of this host.
             outer: ranks of this place on all hosts.
             make_flat: makes a group of all ranks, when it is first wanted.
+            exchanges_in_levels: all-to-all too; else it goes flat.
         """
         self.inner, self.outer, self.make_flat = inner, outer, make_flat
+        self.exchanges_in_levels = exchanges_in_levels
         self.per_host, self.hosts = inner.size(), outer.size()
         self.ranks, self.number = self.per_host * self.hosts, outer.rank() * self.per_host + inner.rank()
         super().__init__(self.number, self.ranks)
@@ -119,11 +129,15 @@ class TwoLevelGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        flat = tensor.reshape(-1)
+        flat = tensor.contiguous().view(-1)
+        works = [self._all_reduce(piece, op) for piece in flat.split(PIECE)]
+        return _all(works, tensors, lambda: _write_back(flat, tensor))
+
+    def _all_reduce(self, flat: Tensor, op: Any) -> dist.Work:
+        """Of a contiguous piece: what one does inside a host, another does between hosts."""
         if flat.numel() < SMALL:
             dist.all_reduce(flat, op, self.inner)
-            between = dist.all_reduce(flat, op, self.outer, async_op=True)
-            return _Finish(between, lambda: _write_back(flat, tensor), tensors)
+            return dist.all_reduce(flat, op, self.outer, async_op=True)
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.per_host))
         part = torch.empty_like(padded[: padded.numel() // self.per_host])
         reduce_scatter(part, padded, op, self.inner)
@@ -131,16 +145,19 @@ class TwoLevelGroup(dist.ProcessGroup):
 
         def finish() -> None:
             all_gather(padded, part, self.inner)
-            _write_back(padded[: flat.numel()], tensor)
+            _write_back(padded[: flat.numel()], flat)
 
-        return _Finish(between, finish, tensors)
+        return _Finish(between, finish, [flat])
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         own = input.new_empty(self.hosts * input.numel())
         between = all_gather(own, input.reshape(-1), self.outer, async_op=True)
+        places = list(zip(output.view(self.hosts, -1), own.view(self.hosts, -1), strict=True))
+        here, _ = places.pop(self.outer.rank())
+        all_gather(here, input.reshape(-1), self.inner)
 
         def finish() -> None:
-            for host, piece in zip(output.view(self.hosts, -1), own.view(self.hosts, -1), strict=True):
+            for host, piece in places:
                 all_gather(host, piece, self.inner)
 
         return _Finish(between, finish, [output])
@@ -160,12 +177,19 @@ class TwoLevelGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        own = input.new_empty(self.hosts, output.numel())
-        for part, host in zip(own, input.reshape(self.hosts, -1), strict=True):
+        own = input.new_empty(self.hosts * output.numel())
+        for part, host in zip(own.view(self.hosts, -1), input.reshape(self.hosts, -1), strict=True):
             reduce_scatter(part, host, op, self.inner)
-        result = output.new_empty(output.numel())
-        between = reduce_scatter(result, own.view(-1), op, self.outer, async_op=True)
-        return _Finish(between, lambda: _write_back(result, output), [output])
+        # Gloo would all-reduce everything and throw the rest away.
+        theirs = torch.empty_like(own)
+        between = dist.all_to_all_single(theirs, own, group=self.outer, async_op=True)
+
+        def finish() -> None:
+            result = output.new_empty(output.numel())
+            reduce_parts(list(theirs.view(self.hosts, -1).unbind()), op, result)
+            output.copy_(result.view_as(output))
+
+        return _Finish(between, finish, [output])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         (output,), (tensors,) = outputs, inputs
@@ -176,6 +200,8 @@ class TwoLevelGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
+        if not self.exchanges_in_levels:
+            return self.flat.alltoall_base(output, input, output_splits, input_splits)
         width = input[:1].numel() if len(input) else output[:1].numel()
         sends = torch.tensor(input_splits or [len(input) // self.ranks] * self.ranks).view(self.hosts, -1) * width
         takes = torch.tensor(output_splits or [len(output) // self.ranks] * self.ranks).view(self.hosts, -1) * width
@@ -267,7 +293,7 @@ class TwoLevelGroup(dist.ProcessGroup):
         return self.number
 
     def getBackendName(self) -> str:
-        return BACKENDS["auto"]
+        return "weft"
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -320,10 +346,11 @@ class _Finish(dist.Work):
         return future
 
 
-def _all(works: list[dist.Work], result: Any) -> dist.Work:
+def _all(works: list[dist.Work], result: Any, afterwards: Callable[[], None] = lambda: None) -> dist.Work:
     def finish() -> None:
         for work in works:
             work.wait()
+        afterwards()
 
     return _Finish(None, finish, result)
 

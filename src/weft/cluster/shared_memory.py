@@ -197,13 +197,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for piece in flat.view(-1).split(SLOT_BYTES // tensor.element_size()):
             if self.ranks == 2 or piece.numel() < SMALL:
                 with self._exchange(signature, _writer(piece)) as slots:
-                    _reduce([typed(slot, piece) for slot in slots], op, piece)
+                    reduce_parts([typed(slot, piece) for slot in slots], op, piece)
                 continue
             shares = list(piece.tensor_split(self.ranks))  # every rank reduces one, and all fetch the results
             starts = [0, *accumulate(share.numel() for share in shares)]
             mine = slice(starts[self.place], starts[self.place + 1])
             with self._exchange(signature, _writer(piece)) as slots:
-                _reduce([typed(slot, piece)[mine] for slot in slots], op, shares[self.place])
+                reduce_parts([typed(slot, piece)[mine] for slot in slots], op, shares[self.place])
             with self._exchange(signature, _writer(shares[self.place])) as slots:
                 for share, slot in zip(shares, slots, strict=True):
                     share.copy_(typed(slot, share))
@@ -247,7 +247,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for start, piece in zip(range(0, flat.numel(), step), flat.split(step), strict=False):
             columns = rows[:, start : start + piece.numel()]
             with self._exchange(signature, _writer(columns)) as slots:
-                _reduce([typed(slot, columns)[self.place] for slot in slots], op, piece)
+                reduce_parts([typed(slot, columns)[self.place] for slot in slots], op, piece)
         return _done([output])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
@@ -420,7 +420,7 @@ def _writer(piece: Tensor) -> Callable[[Tensor], object]:
     return lambda slot: typed(slot, piece).copy_(piece)
 
 
-def _reduce(parts: list[Tensor], op: Any, out: Tensor) -> None:
+def reduce_parts(parts: list[Tensor], op: Any, out: Tensor) -> None:
     """Reduce parts in their order into `out`, which may be one of them; short floats are added up in float32."""
     wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
     first, *others = parts
