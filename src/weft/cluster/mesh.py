@@ -49,6 +49,17 @@ def join_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     return mesh[axes]._flatten("_".join(axes), backend_override=own)
 
 
+def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks of a mesh, for the small messages of a step. Made by the first call, on all ranks."""
+    assert mesh.mesh_dim_names is not None
+    wide = [axis for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1]
+    if len(wide) == 1:
+        return mesh.get_group(wide[0])
+    if mesh.device_type != "cpu":
+        return dist.group.WORLD  # type: ignore[return-value]
+    return join_axes(mesh, mesh.mesh_dim_names).get_group()
+
+
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """A mesh of two axes out of two meshes of one axis each, of the same ranks."""
     return DeviceMesh._concatenate([outer, inner])

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.cluster.hierarchy import all_gather
 from weft.cluster.hierarchy import reduce_scatter as reduce_scatter_single
+from weft.cluster.mesh import group_of_all
 from weft.cluster.shared_memory import SharedMemoryGroup
 
 # Frames that stand between a collective and the code that wanted it: installed packages, and the rooms below.
@@ -43,15 +44,19 @@ CARRIERS = (
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op: str = "sum") -> torch.Tensor:
     """Reduce a tensor in place over the ranks of some mesh axes; every rank of them ends with the same values.
 
+    Where these are all axes with more than one rank, it is one message; else one for each axis.
+
     Args:
         tensor: any shape, the same on all ranks.
         mesh: mesh with named axes; axes of one rank are skipped.
         axes: names of the axes to reduce over.
         op: "sum" or "max".
     """
-    for axis in axes:
-        if mesh[axis].size() > 1:
-            dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], mesh.get_group(axis))
+    wide = [axis for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if size > 1]
+    over = [axis for axis in axes if axis in wide]
+    groups = [group_of_all(mesh)] if len(over) == len(wide) > 1 else [mesh.get_group(axis) for axis in over]
+    for group in groups:
+        dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group)
     return tensor
 
 
