@@ -122,6 +122,9 @@ class Comm(Table):
     hierarchy: Literal["auto", "two_level", "flat"] = "auto"
     """Collectives of ranks on several hosts: inside each host and then between hosts (two_level), in one ring of all ranks
     (flat), or what suits the device (auto)."""
+    prefetch: Annotated[int, Field(ge=0)] = 1
+    """Blocks whose weights are gathered ahead of the one that computes (zero = 3). Ranks that share memory, whose gathers take
+    the cores from computation, gather none ahead."""
 
 
 class Plan(Table):
