@@ -125,6 +125,8 @@ class Comm(Table):
     prefetch: Annotated[int, Field(ge=0)] = 1
     """Blocks whose weights are gathered ahead of the one that computes (zero = 3). Ranks that share memory, whose gathers take
     the cores from computation, gather none ahead."""
+    head_groups: Degree = 1
+    """Groups in which the heads of Ulysses travel, each while that before it is attended to."""
 
 
 class Plan(Table):

@@ -10,6 +10,10 @@ any float tensor on the group's device; gradients may come non-contiguous.
     split           forward: own part      backward: all-gather      equal work on all ranks -> a part each
     unsplit         forward: all-gather    backward: own part        a part each -> equal work on all ranks
     all_to_all      forward: exchange      backward: exchange back
+
+`start_all_to_all` is all_to_all in two parts, between which something else may be computed. Autograd takes the
+functions of a forward in reverse: what was computed between them is computed between them in backward too, behind the exchange
+back.
 """
 
 import os
@@ -151,6 +155,54 @@ class _AllToAll(torch.autograd.Function):
         return exchange(gradient, ctx.group, ctx.sends, ctx.takes), None, None, None
 
 
+class Flight:
+    """An exchange of rows that is under way; in backward, the one back."""
+
+    def __init__(self, group: dist.ProcessGroup, takes: list[int] | None, sends: list[int] | None):
+        self.group, self.takes, self.sends = group, takes, sends
+        self.cargo: torch.Tensor | None = None
+        self.work: dist.Work | None = None
+
+    def start(self, x: torch.Tensor, takes: list[int] | None, sends: list[int] | None) -> torch.Tensor:
+        """Send rows; what comes is there after `wait`."""
+        self.cargo = x.contiguous()  # until it has been sent
+        out = x.new_empty((sum(takes) if takes is not None else len(x), *x.shape[1:]))
+        self.work = dist.all_to_all_single(out, self.cargo, takes, sends, self.group, async_op=True)
+        return out
+
+    def wait(self) -> None:
+        """Until what was started has come."""
+        if self.work is not None:
+            self.work.wait()
+        self.cargo = self.work = None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, flight: Flight, comes: list[torch.Tensor]) -> torch.Tensor:
+        ctx.flight = flight
+        comes.append(flight.start(x, flight.takes, flight.sends))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.flight.wait()
+        return gradient, None, None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: torch.Tensor, flight: Flight, comes: list[torch.Tensor]) -> torch.Tensor:
+        ctx.flight = flight
+        flight.wait()
+        return comes.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        flight: Flight = ctx.flight
+        return flight.start(gradient, flight.sends, flight.takes), None, None
+
+
 def exchange(
     x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
 ) -> torch.Tensor:
@@ -195,6 +247,18 @@ def all_to_all(
 ) -> torch.Tensor:
     """Exchange rows (dim 0): `sends[r]` go to rank r, `takes[r]` come from it, in the order of ranks; else equal parts."""
     return _AllToAll.apply(x, group, takes, sends)
+
+
+Landing = Callable[[], torch.Tensor]
+
+
+def start_all_to_all(
+    x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
+) -> Landing:
+    """Start an `all_to_all`; a function that waits for it, once, and gives what has come. All ranks land in one order."""
+    flight, comes = Flight(group, takes, sends), list[torch.Tensor]()
+    ticket = _Start.apply(x, flight, comes)
+    return lambda: _Land.apply(ticket, flight, comes)
 
 
 # Bytes that one rank sends when n ranks run a ring (Patarasuk and Yuan, 2009), given the bytes of the full tensor; of

@@ -69,7 +69,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         split_tensors(model, anatomy, plan, mesh)
     place_dropout(model, anatomy, mesh)
     if own_attention:
-        split_sequences(model, anatomy, mesh)
+        split_sequences(model, anatomy, mesh, plan.comm.head_groups)
     if p.tp > 1 or own_attention:
         take_whole_rows(model, mesh)
     queue = defer_weight_gradients(model, anatomy) if p.pp > 1 and splits_backward(plan) else None
