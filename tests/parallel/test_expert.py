@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ from tests.lab.families import COMMON, EXPERTS, family
 from tests.lab.parity import compare
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta
+from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
 from weft.cluster.hierarchy import register_backend
 from weft.cluster.mesh import build_mesh
+from weft.comm import collectives
 from weft.comm.collectives import Message, Recorder
 from weft.errors import PlanError
+from weft.job import Model
 from weft.parallel.expert import (
     check_experts,
     combine,
@@ -33,7 +36,8 @@ from weft.parallel.expert import (
     mixture_of_experts,
     split_experts,
 )
-from weft.plan import Parallel, Plan
+from weft.parallel.parallelize import parallelize
+from weft.plan import Parallel, Plan, Precision
 
 NUM_EXPERTS, HIDDEN = 4, 32
 TABLES: dict[str, dict[str, Any]] = {
@@ -339,6 +343,45 @@ def test_whole_model(name: str, recompute: bool) -> None:
         split = ".experts." in key
         found = torch.cat([first[key], second[key]]) if split else first[key] + second[key]
         compare(key, found, gradient, 1e-10)
+
+
+def order_of_events(rank: int, ranks: int, name: str) -> list[str]:
+    """What a layer with shared experts does, in forward and backward."""
+    events: list[str] = []
+    model, _ = build_split(rank, ranks, name)
+    land, start = collectives.Flight.wait, collectives.Flight.start
+    shared = next(module for key, module in model.named_modules() if key.endswith("shared_experts"))
+    shared.down_proj.register_forward_hook(lambda *_: events.append("shared"))
+    shared.down_proj.register_full_backward_hook(lambda *_: events.append("shared"))
+
+    def started(self: Any, *args: Any) -> Any:
+        events.append("start")
+        return start(self, *args)
+
+    def landed(self: Any) -> None:
+        events.append("land")
+        land(self)
+
+    with mock.patch.multiple(collectives.Flight, start=started, wait=landed):
+        model_gradients(model, torch.randint(3, 96, (2, 13), generator=torch.Generator().manual_seed(3)))
+    return events
+
+
+def build_split(rank: int, ranks: int, name: str) -> tuple[Any, Any]:
+    plan = Plan(parallel=Parallel(ep=ranks, zero=0), precision=Precision(forward="fp32")).resolve(ranks)
+    mesh = build_mesh(plan, "cpu", ranks)
+    config = {**family(name), "num_hidden_layers": 2, "first_k_dense_replace": 1}
+    source = Model(config=config)
+    model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh).train()
+    materialize(model, source, torch.device("cpu"))
+    return model, mesh
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_shared_experts_compute_while_tokens_travel(name: str) -> None:
+    for events in run_ranks(2, order_of_events, name):
+        once = ["start", "start", "shared", "land", "land"]  # rows and weights
+        assert events == once * 2
 
 
 # Traffic and load

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
 from weft.cluster.hierarchy import TwoLevelGroup
-from weft.comm.collectives import all_to_all, exchange
+from weft.comm.collectives import all_to_all, exchange, start_all_to_all
 from weft.errors import PlanError
 
 # What an experts module of Transformers (5.17 to 5.23) is called with: the second as GPT-OSS names it.
@@ -36,6 +36,9 @@ SIGNATURES = (
     ("hidden_states", "top_k_index", "top_k_weights"),
     ("hidden_states", "router_indices", "routing_weights"),
 )
+
+
+def _nothing() -> None: ...
 
 
 class Route(NamedTuple):
@@ -54,7 +57,12 @@ class Route(NamedTuple):
 
 
 def dispatch(
-    hidden: Tensor, index: Tensor, weights: Tensor, num_experts: int, group: dist.ProcessGroup
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], object] = _nothing,
 ) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send every copy of every token to the rank that holds its expert. Differentiable in hidden and weights.
 
@@ -65,6 +73,7 @@ def dispatch(
         weights: [T, K] float, of any format.
         num_experts: of the whole group; its size divides it.
         group: of more than one rank. Expert e is on rank e // (num_experts / ep).
+        meanwhile: is called while rows travel.
 
     Returns:
         received [R, H] in the format of hidden; local_index [R, 1] int64 below num_experts / ep; received_weights [R, 1]
@@ -77,8 +86,10 @@ def dispatch(
     coming = exchange(counts, group)
     sends, takes = torch.stack([counts.sum(1), coming.sum(1)]).tolist()  # the one wait of a layer
     order = order[: sum(sends)]
-    received = all_to_all(hidden[order // top_k], group, takes, sends)
-    received_weights = all_to_all(weights.flatten()[order, None], group, takes, sends)
+    land = start_all_to_all(hidden[order // top_k], group, takes, sends)
+    land_weights = start_all_to_all(weights.flatten()[order, None], group, takes, sends)
+    meanwhile()
+    received, received_weights = land(), land_weights()
     local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
     local_index = local.repeat_interleave(coming.flatten(), output_size=sum(takes))[:, None]
     route = Route(group, num_tokens, top_k, order, sends, takes)
@@ -86,7 +97,12 @@ def dispatch(
 
 
 def dispatch_to_hosts(
-    hidden: Tensor, index: Tensor, weights: Tensor, num_experts: int, outer: dist.ProcessGroup
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    outer: dist.ProcessGroup,
+    meanwhile: Callable[[], object] = _nothing,
 ) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send every token once to each host that holds experts of its. Differentiable in hidden and weights.
 
@@ -94,6 +110,7 @@ def dispatch_to_hosts(
         hidden, index, weights: as for `dispatch`.
         num_experts: of all hosts; their number divides it.
         outer: one rank of each host. Expert e is on host e // (num_experts / hosts).
+        meanwhile: is called while rows travel.
 
     Returns:
         received [R, H], by source and token; local_index [R, K] int64, where experts of other hosts are num_experts / hosts, as
@@ -109,9 +126,11 @@ def dispatch_to_hosts(
     sends, takes = torch.stack([counts, coming]).tolist()  # waits for the device
     host, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
     local = torch.where(here, index[None] - per_host * numbers[:, None, None], per_host)[host, token]
-    received = all_to_all(hidden[token], outer, takes, sends)
     received_index = exchange(local, outer, takes, sends)
-    received_weights = all_to_all(weights[token], outer, takes, sends)
+    land = start_all_to_all(hidden[token], outer, takes, sends)
+    land_weights = start_all_to_all(weights[token], outer, takes, sends)
+    meanwhile()
+    received, received_weights = land(), land_weights()
     route = Route(outer, num_tokens, hosts, token * hosts + host, sends, takes)
     return received, received_index, received_weights, route
 
@@ -156,6 +175,7 @@ def expert_parallel_forward(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
+    meanwhile: Callable[[], object] = _nothing,
 ) -> Tensor:
     """What a split experts module does: dispatch, its own forward, combine.
 
@@ -164,25 +184,73 @@ def expert_parallel_forward(
         num_experts: of the whole group.
         group: its ranks.
         hidden_states, top_k_index, top_k_weights: [T, H], [T, K], [T, K], as the model calls it.
+        meanwhile: is called while tokens travel.
 
     Returns:
         [T, H].
     """
     if isinstance(group, TwoLevelGroup):
         rows, index, weights, visit = dispatch_to_hosts(
-            hidden_states, top_k_index, top_k_weights, num_experts, group.outer
+            hidden_states, top_k_index, top_k_weights, num_experts, group.outer, meanwhile
         )
         sums = expert_parallel_forward(
             local_forward, num_experts // group.outer.size(), group.inner, rows, index, weights
         )
         return combine(sums, visit)
-    rows, index, weights, route = dispatch(hidden_states, top_k_index, top_k_weights, num_experts, group)
+    rows, index, weights, route = dispatch(hidden_states, top_k_index, top_k_weights, num_experts, group, meanwhile)
     num_rows = len(rows)
     if num_rows == 0:  # backward must still pass here, to exchange gradients and to give the parameters zeros
         rows, index, weights = (
             torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])]) for tensor in (rows, index, weights)
         )
     return combine(local_forward(rows, index, weights)[:num_rows], route)
+
+
+def compute_shared_experts_meanwhile(model: nn.Module, anatomy: Anatomy) -> None:
+    """Let shared experts compute while tokens travel to the others, in place, where a model calls them behind those.
+
+    Backward follows: that of the shared experts runs while the gradients of tokens travel back.
+
+    Args:
+        model: with split experts; nothing that comes later changes what its MoE modules are called with.
+        anatomy: its roles.
+    """
+    for block in anatomy.blocks:
+        for name in block.shared_experts:
+            layer = next((mlp for mlp in block.mlp if name.startswith(f"{mlp}.")), None)
+            experts = [model.get_submodule(other) for other in block.experts if layer and other.startswith(f"{layer}.")]
+            if layer is not None and len(experts) == 1:
+                shared: Any = model.get_submodule(name)
+                ahead = SharedExperts(shared.forward)
+                shared.forward = ahead
+                model.get_submodule(layer).register_forward_pre_hook(ahead.listen, with_kwargs=True)
+                whole: Any = experts[0]
+                whole.forward = partial(whole.forward, meanwhile=ahead.compute)
+
+
+class SharedExperts:
+    """The forward of shared experts, that may be asked for before the model calls it."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor]):
+        self.forward = forward
+        self.hidden: Tensor | None = None
+        self.out: Tensor | None = None
+        self.is_known = True
+        """What the model calls shared experts with, as far as has been seen."""
+
+    def listen(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The layer is called: what its shared experts will be given, if they are given all of it."""
+        self.hidden, self.out = (args or tuple(kwargs.values()))[0], None
+
+    def compute(self) -> None:
+        """Compute it now, unless they have been called already."""
+        if self.hidden is not None and self.is_known:
+            self.out = self.forward(self.hidden)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        self.is_known, out = hidden is self.hidden, self.out
+        self.hidden = self.out = None
+        return out if self.is_known and out is not None else self.forward(hidden)
 
 
 def mixture_of_experts(

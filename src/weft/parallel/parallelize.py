@@ -19,7 +19,7 @@ from weft.parallel.checks import check_tensors
 from weft.parallel.context import check_sequence
 from weft.parallel.data import gather_ahead, prefetch_inside_stages, shard_data_parallel
 from weft.parallel.dropout import place_dropout
-from weft.parallel.expert import check_experts, split_experts
+from weft.parallel.expert import check_experts, compute_shared_experts_meanwhile, split_experts
 from weft.parallel.pipeline.cut import Chain, Relay, cut_model, let_stages_run, read_chain, split_blocks
 from weft.parallel.pipeline.order import read_order, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import Pipeline
@@ -67,6 +67,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         split_all_experts(model, anatomy, plan, expert_mesh)
     if p.tp > 1:
         split_tensors(model, anatomy, plan, mesh)
+    if p.ep > 1:
+        compute_shared_experts_meanwhile(model, anatomy)
     place_dropout(model, anatomy, mesh)
     if own_attention:
         split_sequences(model, anatomy, mesh, plan.comm.head_groups)
