@@ -12,6 +12,7 @@ from tests.cluster.test_shared_memory import FLOATS, numbers, results
 from tests.lab.pool import run_ranks
 from weft.cluster import hierarchy
 from weft.cluster.hierarchy import TwoLevelGroup, register_backend
+from weft.cluster.observed import GlooGroup
 from weft.cluster.shared_memory import SharedMemoryGroup
 from weft.comm.collectives import Recorder
 
@@ -63,10 +64,10 @@ def kind(rank: int, ranks: int, hosts: list[int], forced: str) -> type:
         ([0, 0, 0, 0], "auto", SharedMemoryGroup),
         ([0, 0, 1, 1], "auto", TwoLevelGroup),
         ([0, 0, 1, 1], "two_level", TwoLevelGroup),
-        ([0, 0, 1, 1], "flat", dist.ProcessGroup),
-        ([0, 1, 2, 3], "auto", dist.ProcessGroup),
-        ([0, 0, 0, 1], "auto", dist.ProcessGroup),  # not as many on each
-        ([0, 1, 0, 1], "auto", dist.ProcessGroup),  # not host after host
+        ([0, 0, 1, 1], "flat", GlooGroup),
+        ([0, 1, 2, 3], "auto", GlooGroup),
+        ([0, 0, 0, 1], "auto", GlooGroup),  # not as many on each
+        ([0, 1, 0, 1], "auto", GlooGroup),  # not host after host
     ],
 )
 def test_which_group(hosts: list[int], forced: str, expected: type) -> None:

@@ -39,6 +39,10 @@ FACTS: dict[str, Any] = {
     "sample": "def read_lines(path):\n    return [line.strip() for line in path.open()]",
 }
 POOL = {"requested": 4 * 2**30, "reused": 3 * 2**30, "live": 0, "peak": 2**30, "held": 2**30}
+COMM = {
+    "tp": {"bytes": 1_400_000, "messages": 96, "exposed_seconds": 0.05, "hidden_seconds": 0.0},
+    "dp_shard between": {"bytes": 1_000_000, "messages": 25, "exposed_seconds": 0.1, "hidden_seconds": 0.3},
+}
 JOB = Job.parse({"model": {"config": {"model_type": "qwen3_moe", "num_hidden_layers": 24}}, "train": {"steps": 400}})
 
 
@@ -67,6 +71,7 @@ def write_run(folder: Path, *, steps: int = 400, facts: dict[str, Any] | None = 
                     overflowed=(1,) if skipped else (),
                     peak={"parameters": 2**30, "activations: mlp": 2**31} if step == 2 else None,
                     peak_maker="aten.mm in mlp" if step == 2 else None,
+                    comm=COMM,
                     pools={"activations": POOL},
                 )
             )

@@ -40,6 +40,10 @@ def test_metrics_have_every_step(finished: Path) -> None:
         assert not row.skipped
         assert row.tokens > 0
         assert row.comm_bytes == rows[0].comm_bytes > 0
+        assert row.comm is not None
+        assert sum(sent["bytes"] for sent in row.comm.values()) == row.comm_bytes
+        seconds = [sent["exposed_seconds"] + sent["hidden_seconds"] for sent in row.comm.values()]
+        assert 0 < sum(seconds) < row.step_seconds
         assert row.peak_memory_bytes > 10**8
         assert row.mfu is not None
         assert 0 < row.mfu < 1

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from weft.cluster.observed import GlooGroup
 from weft.cluster.shared_memory import can_share, reduce_parts, share_memory
 
 BACKENDS = {"auto": "weft", "two_level": "weft_two_level", "flat": "weft_flat"}
@@ -76,13 +76,8 @@ def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *
     return TwoLevelGroup(inner, outer, gloo, hierarchy == "two_level")
 
 
-def _gloo(store: dist.Store, prefix: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group that goes through torch's operators, so that modes see its collectives."""
-    own = dist.PrefixStore(prefix, store)
-    group = dist.ProcessGroup(own, rank, size)
-    backend = ProcessGroupGloo(own, rank, size, timeout=timeout)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+def _gloo(store: dist.Store, prefix: str, rank: int, size: int, timeout: timedelta) -> GlooGroup:
+    group = GlooGroup(dist.PrefixStore(prefix, store), rank, size, timeout)
     group._set_group_name(prefix)
     return group
 

@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import sys
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from weft.cluster.mailbox import LINE_INTS, MAILBOX_BYTES, Mailbox, typed, wait_until
+from weft.cluster.observed import ObservedGroup
 from weft.errors import CommunicationError
 
 SLOT_BYTES = 2**20  # small enough to stay in cache between the writer and its readers
@@ -108,15 +110,19 @@ def _observed(collective: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
 
     @wraps(collective)
     def observed(self: "SharedMemoryGroup", *args: Any) -> dist.Work:
+        issued = time.perf_counter()
         work = collective(self, *tree_map_only(Tensor, _held, args))
         for leaver in self.leavers:
             leaver()
+        if self.timers:
+            ended = time.perf_counter()
+            self.tell(issued, ended, ended, ended, ended)
         return work
 
     return observed
 
 
-class SharedMemoryGroup(dist.ProcessGroup):
+class SharedMemoryGroup(ObservedGroup):
     """Ranks that share memory. The methods are those that torch.distributed calls; see its functions for their meaning.
 
     `observers` of all groups are called with (group, operation, bytes, dtype) before each collective: the bytes of the full

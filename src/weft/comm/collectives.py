@@ -37,8 +37,7 @@ from weft.cluster.shared_memory import SharedMemoryGroup
 CARRIERS = (
     os.path.dirname(os.path.dirname(torch.__file__)),
     os.path.dirname(__file__),
-    "shared_memory.py",
-    "hierarchy.py",
+    os.path.join("weft", "cluster"),
     "steering.py",
     os.path.join("weft", "memory"),
     "contextlib.py",
@@ -349,10 +348,16 @@ class Recorder(TorchDispatchMode):
         self._note(group, NAMES[name], full, find_tensors(args)[0].dtype)
 
     def _note(self, group: dist.ProcessGroup, operation: str, full: int, dtype: torch.dtype) -> None:
-        mesh_axis = group.group_desc.startswith("mesh_")  # as DeviceMesh describes its groups
-        name, _, link = group.group_desc.partition("@")  # as TwoLevelGroup describes its levels
-        axis = name.removeprefix("mesh_") if mesh_axis else "world"
+        axis, link = axis_of(group)
         self.messages.append(Message(operation, axis, RING[operation](full, group.size()), dtype, call_site(), link))
+
+
+def axis_of(group: dist.ProcessGroup) -> tuple[str, str]:
+    """The mesh axis of a group, or "world" for any other; and "host" or "between" for a level of a group in two, else ""."""
+    name, _, link = group.group_desc.partition("@")  # as TwoLevelGroup describes its levels
+    return name.removeprefix("mesh_") if name.startswith(
+        "mesh_"
+    ) else "world", link  # as DeviceMesh describes its groups
 
 
 def find_tensors(args: Any) -> list[torch.Tensor]:

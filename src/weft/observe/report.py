@@ -1,6 +1,7 @@
 """report.html: what a run did, on one page that opens anywhere, made from the files in the run folder alone."""
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -41,6 +42,7 @@ def write_report(run: Path) -> Path:
         page.key_figures(key_figures(record)),
         page.section("Training", _training_plots(record)),
         page.section("Speed and memory", _resource_plots(record)),
+        *([page.section("Communication", _communication(record.rows))] if record.rows else []),
         *(
             [page.section("Pipeline", _pipeline_plot(record.job))]
             if record.job and record.job.plan.parallel.pp > 1
@@ -100,6 +102,29 @@ def _pools(row: StepMetrics) -> str:
         f"{counts['reused'] / counts['requested']:.0%} of what was asked for was there."
         for name, counts in (row.pools or {}).items()
     )
+
+
+def _communication(rows: list[StepMetrics]) -> str:
+    """What a step sends along each axis, and how much of the step that takes."""
+    sent, step_seconds = rows[-1].comm or {}, statistics.median(row.step_seconds for row in rows)
+    lines = []
+    for where, counts in sent.items():
+        known = [row.comm[where] for row in rows if row.comm and "exposed_seconds" in row.comm.get(where, {})]
+        exposed, hidden = (
+            statistics.median(row[f"{kind}_seconds"] for row in known) if known else None
+            for kind in ("exposed", "hidden")
+        )
+        operations = [name.removesuffix("_bytes") for name in counts if name.endswith("_bytes")]
+        times = ["", "", "", ""]
+        if exposed is not None and hidden is not None:
+            speed = f"{counts['bytes'] / (exposed + hidden) / 1e6:.3g} MB/s" if exposed + hidden else ""
+            times = [f"{exposed:.3g} s", f"{hidden:.3g} s", f"{exposed / step_seconds:.1%}", speed]
+        axis, _, link = where.partition(" ")
+        link = {"host": "inside a host", "between": "between hosts"}.get(link, "")
+        volume = f"{counts['bytes'] / 1e6:.4g} MB"
+        lines.append((axis, link, ", ".join(operations), volume, f"{counts['messages']:g}", *times))
+    columns = ("axis", "link", "operations", "a step", "messages", "exposed", "hidden", "of the step", "speed")
+    return page.table(columns, lines) if lines else page.absent("Ranks sent nothing.")
 
 
 def _overflows(rows: list[StepMetrics]) -> str:

@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,9 @@ from weft.checkpoint.manifest import Position
 from weft.cluster.mesh import AXES
 from weft.cluster.pulse import Pulse
 from weft.comm.agreement import Agreement
-from weft.comm.collectives import Recorder, all_reduce
+from weft.comm.collectives import Message, Recorder, all_reduce
 from weft.comm.objects import broadcast_json
+from weft.comm.stopwatch import Stopwatch
 from weft.data import MicroBatch
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.pool import pools_of
@@ -55,8 +56,8 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
     to_metrics, signals = _metrics_of(session), _catch_signals()
     routers: Any = session.model.router_watch
     recovery = Recovery(job.guard, checkpoints, session.model, session.optimizer, session.mesh, position, say)
-    batches, counted, comm_bytes, blocked, stop = train_batches(session, position), False, 0, 0.0, 0.0
-    has_watched = False
+    batches, blocked, stop, has_watched = train_batches(session, position), 0.0, 0.0, False
+    messages: list[list[Message]] = []
     with _observers(session, out, console) as observers:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, pulse)
@@ -69,25 +70,24 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
             set_learning_rate(session.optimizer, rate)
             set_dropout_seed(session.model, job.train.seed * STEPS_OF_A_SEED + step)
             watched: Watched | None = None
-            if counted and not has_watched:  # the second, in which the optimizer has its states
-                result, watched = _watched_step(session, micro_batches, scale, recovery)
-                has_watched = True
-            elif counted:
-                result = _step(session, micro_batches, scale, recovery)
-            else:  # every step of a layout sends the same messages: the first is compared and counted
-                with Recorder() as recorder, Agreement("first step"):
+            with Stopwatch() as stopwatch:
+                if messages and not has_watched:  # the second, in which the optimizer has its states
+                    result, watched = _watched_step(session, micro_batches, scale, recovery)
+                    has_watched = True
+                elif messages:
                     result = _step(session, micro_batches, scale, recovery)
-                counted, comm_bytes = True, recorder.total_bytes
+                else:  # every step of a layout sends the same messages: the first is compared and counted
+                    with Recorder() as recorder, Agreement("first step"):
+                        result = _step(session, micro_batches, scale, recovery)
+                    messages.append(recorder.messages)
             load = routers.take_load()
             values = session.device.peak_memory_bytes(), signals.first, load or 0.0
             peak_memory, stop, largest_load = _agree_on_largest(session, *values)
             imbalance = None if load is None else largest_load
-            seconds = time.perf_counter() - begin
+            seconds, comm = time.perf_counter() - begin, comm_of(messages[0], stopwatch)
             for observer in observers:
                 observer.step(
-                    to_metrics(
-                        step, result, rate, scale, seconds, int(peak_memory), comm_bytes, imbalance, blocked, watched
-                    )
+                    to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalance, blocked, watched)
                 )
             if result.problem:
                 say(f"step {step} skipped, weights untouched: {result.problem}")
@@ -197,6 +197,20 @@ def _agree_on_largest(session: Session, *values: float) -> list[float]:
     return all_reduce(shared, session.mesh, AXES, "max").tolist()
 
 
+def comm_of(messages: Sequence[Message], stopwatch: Stopwatch) -> dict[str, dict[str, float]]:
+    """What a step sent, and the time that took, by axis and link."""
+    found: dict[str, dict[str, float]] = {}
+    for message in messages:
+        sent = found.setdefault(f"{message.axis} {message.link}".strip(), {"bytes": 0, "messages": 0})
+        sent["bytes"] += message.bytes
+        sent["messages"] += 1
+        sent[f"{message.operation}_bytes"] = sent.get(f"{message.operation}_bytes", 0) + message.bytes
+    for where, sent in found.items():
+        if where in stopwatch.exposed:
+            sent |= {"exposed_seconds": stopwatch.exposed[where], "hidden_seconds": stopwatch.hidden[where]}
+    return found
+
+
 def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
     """Turns what a step did into a line of metrics.jsonl."""
     job, config = session.job, session.model.config
@@ -211,7 +225,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
         scale: LossScale,
         seconds: float,
         peak_memory: int,
-        comm_bytes: int,
+        comm: dict[str, dict[str, float]],
         imbalance: float | None,
         blocked: float,
         watched: Watched | None,
@@ -226,7 +240,8 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             tokens_per_second=result.tokens / seconds,
             mfu=flops_per_token * result.tokens / seconds / available if available else None,
             peak_memory_bytes=peak_memory,
-            comm_bytes=comm_bytes,
+            comm_bytes=sum(int(sent["bytes"]) for sent in comm.values()),
+            comm=comm or None,
             loss_scale=scale.value,
             skipped=result.problem is not None,
             overflowed=result.overflowed,

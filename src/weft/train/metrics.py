@@ -51,6 +51,9 @@ class StepMetrics:
     """Tokens of the busiest expert over the mean, in the most uneven layer; None without experts."""
     checkpoint_seconds: float = 0.0
     """What training waited for the copy of the last checkpoint, before this step."""
+    comm: dict[str, dict[str, float]] | None = None
+    """By mesh axis, and by link where that is in two levels ("dp_shard between" hosts, within a "host"): bytes and messages
+    that a rank sent, as comm_bytes, also by operation; and, on CPU, seconds of rank 0 that were exposed and hidden."""
     peak: dict[str, int] | None = None
     """Bytes at the fullest moment of this step on rank 0, by kind; activations by the part of the model that made them. Of the
     second step of a process, which is watched."""
