@@ -116,6 +116,14 @@ class Memory(Table):
     with the process."""
 
 
+class Comm(Table):
+    """How ranks speak to each other."""
+
+    topology: str = ""
+    """File that declares the hosts of the job and the links between their ranks, as `weft topology --out` writes it; empty:
+    which ranks share a host is all that is known."""
+
+
 class Plan(Table):
     """How a model runs on a cluster. Frozen; read by the runtime, the planner, checkpoints and the report alike."""
 
@@ -123,6 +131,7 @@ class Plan(Table):
     pipeline: Pipeline = Pipeline()
     precision: Precision = Precision()
     memory: Memory = Memory()
+    comm: Comm = Comm()
 
     def resolve(self, world_size: int) -> "Plan":
         """Check every rule and replace -1 by a number.
