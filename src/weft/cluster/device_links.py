@@ -50,12 +50,12 @@ def parse_device_links(text: str) -> list[list[str]]:
     A code that is not known stands for itself, in lower case. Without a matrix: an empty list.
     """
     lines = [TERMINAL_CODES.sub("", line).split() for line in text.splitlines()]
-    rows = [
-        words for words in lines if len(words) > 1 and DEVICE.fullmatch(words[0]) and not DEVICE.fullmatch(words[1])
-    ]
-    if any(len(words) <= len(rows) for words in rows):
+    header, *rows = [words for words in lines if words and DEVICE.fullmatch(words[0])] or [[]]
+    count = sum(bool(DEVICE.fullmatch(word)) for word in header)
+    if len(rows) != count or any(row[number + 1 : number + 2] != ["X"] for number, row in enumerate(rows)):
         return []
-    return [[_kind(code) for code in words[1 : len(rows) + 1]] for words in rows]
+    matrix = [[_kind(code) for code in row[1 : count + 1]] for row in rows]
+    return matrix if all(len(row) == count for row in matrix) else []
 
 
 def visible_devices(listed: str | None, count: int) -> list[int] | None:

@@ -116,10 +116,10 @@ def remember(measured: Measurement, path: Path) -> None:
 def to_topology(measured: Measurement) -> Topology:
     """Sort all pairs into classes. Pairs of one kind are ordered by bandwidth, and cut where neighbours differ by `GAP`.
 
-    The bandwidth of a pair is that of its slower direction, its latency the shorter one, as both are of the way there and back. A
-    pair that was not measured is taken to be as the median of those between the same hosts, else of its kind. A class has the
-    median latency and bandwidth of its pairs. Memory of a host is one class, and counts in the better direction: ranks copy there
-    with their own cores, and what differs is their load.
+    The bandwidth of a pair is that of its slower direction, its latency the shorter one, as both are of the way there and back.
+    A pair that was not measured is taken to be as the median of those between the same hosts, else of its kind. A class has the
+    median latency and bandwidth of its pairs. Memory of a host is one class, and counts in the better direction: ranks copy
+    there with their own cores, and what differs is their load.
     """
     rates, latencies = _both_ways(measured.rates(), np.fmin), _both_ways(measured.latencies(), np.fmin)
     copied = np.isin(measured.kinds, NO_LINKS)

@@ -7,8 +7,9 @@ for itself. One of the two sends and the other answers with an empty message; th
     bandwidth   messages grow until one takes a time that counts; then bytes by time between that size and a quarter of it,
                 which leaves out latency, and what a limited link lets pass at once
 
-At last all ranks send to the next host at once: what then leaves a host, or arrives there, all its ranks share. Ranks of one host communicate
-as those of a mesh axis inside it do, on cpu through shared memory; ranks of different hosts through the default group.
+At last all ranks send to the next host at once: what then leaves a host, or arrives there, all its ranks share. Ranks of one
+host communicate as those of a mesh axis inside it do, on cpu through shared memory; ranks of different hosts through the
+default group.
 """
 
 import os
