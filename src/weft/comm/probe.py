@@ -198,7 +198,7 @@ def _measure(
     sizes = [ranks for _, ranks in hosts]
     ends = [0, *accumulate(sizes)]
     host = next(range(*ends[n : n + 2]) for n in range(len(hosts)) if ends[n] <= rank < ends[n + 1])
-    inside = _group_of_host(device, host)
+    inside = _group_of_host(device, hosts, host)
     wire, rounds = _Wire(device, place, host, inside), schedule(sizes)
     counts = min(max(seconds / (COSTS * max(len(rounds), 1)), SHORTEST_SECONDS), LONGEST_SECONDS)
     mine: dict[str, tuple[float, float]] = {}
@@ -295,11 +295,18 @@ def _agreed_seconds(began: float) -> float:
     return float(passed)
 
 
-def _group_of_host(device: Device, host: range) -> Any:
-    """A group of the ranks of this host as a mesh axis inside it has it; None stands for the default group."""
-    if device.type != "cpu" or len(host) == 1:
-        return None
-    return dist.new_group(list(host), backend=register_backend(), use_local_synchronization=True)
+def _group_of_host(device: Device, hosts: list[tuple[str, int]], host: range) -> Any:
+    """A group of the ranks of this host as a mesh axis inside it has it; None stands for the default group.
+
+    All ranks make the groups of all hosts: a group made by its members alone is named after them, and the next of that name
+    would read what the one before has left in the store.
+    """
+    starts, mine = [0, *accumulate(ranks for _, ranks in hosts)], None
+    for start, (_, ranks) in zip(starts, hosts, strict=False):
+        if device.type == "cpu" and ranks > 1:
+            group = dist.new_group(list(range(start, start + ranks)), backend=register_backend())
+            mine = group if start == host.start else mine
+    return mine
 
 
 def _kinds(device: Device, hosts: list[tuple[str, int]], inside: Any) -> list[list[str]]:
