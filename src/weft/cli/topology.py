@@ -54,7 +54,10 @@ def topology(
             found.check_fits([ranks], where=str(file))
     else:
         meeting = plan_meeting(host, hosts, meet, token_file, interface)
-        measured, source = survey(ranks or default_ranks(detect()), meeting=meeting, seconds=seconds, cache=cache)
+        ranks = ranks or default_ranks(detect())
+        if chosen and meeting is None:  # what does not fit is refused before anything is measured
+            chosen.plan.resolve(ranks)
+        measured, source = survey(ranks, meeting=meeting, seconds=seconds, cache=cache)
         found = to_topology(measured)
     lines = explain_plan(found, chosen.plan.resolve(found.world_size)) if chosen else []
     print_topology(found, measured, source, lines)
