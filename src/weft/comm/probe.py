@@ -202,20 +202,17 @@ def _measure(
     wire, rounds = _Wire(device, place, host, inside), schedule(sizes)
     counts = min(max(seconds / (COSTS * max(len(rounds), 1)), SHORTEST_SECONDS), LONGEST_SECONDS)
     mine: dict[str, tuple[float, float]] = {}
-    done, passed = 0, 0.0
+    done = 0
     for pairs in rounds:
-        passed = _agreed_seconds(began)  # all ranks leave a round before the next one begins
-        if passed > seconds:
+        if _agreed_seconds(began) > seconds:  # all ranks come together before a round begins
             break
         done += 1
-        for one, other in pairs:
-            if rank in (one, other):
-                for asks in (one, other):
-                    if rank == asks:
-                        peer = other if asks == one else one
-                        mine[str(peer)] = _drive(wire, peer, counts)
-                    else:
-                        wire.answer(asks)
+        peer = next((a if rank == b else b for a, b in pairs if rank in (a, b)), rank)
+        for asks in sorted({rank, peer}) if peer != rank else ():
+            if rank == asks:
+                mine[str(peer)] = _drive(wire, peer, counts)
+            else:
+                wire.answer(asks)
     gathered: list[dict[str, tuple[float, float]]] = all_gather_json(mine)
     together: list[float | None] = [None] * len(hosts)
     if len(hosts) > 1 and _agreed_seconds(began) <= seconds:
