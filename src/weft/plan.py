@@ -119,6 +119,14 @@ class Memory(Table):
 class Comm(Table):
     """How ranks speak to each other."""
 
+    hierarchy: Literal["auto", "two_level", "flat"] = "auto"
+    """Collectives of ranks on several hosts: inside each host and then between hosts (two_level), in one ring of all ranks
+    (flat), or what suits the device (auto)."""
+    prefetch: Annotated[int, Field(ge=0)] = 1
+    """Blocks whose weights are gathered ahead of the one that computes (zero = 3). Ranks that share memory, whose gathers take
+    the cores from computation, gather none ahead."""
+    head_groups: Degree = 1
+    """Groups in which the heads of Ulysses travel, each while that before it is attended to."""
     topology: str = ""
     """File that declares the hosts of the job and the links between their ranks, as `weft topology --out` writes it; empty:
     which ranks share a host is all that is known."""

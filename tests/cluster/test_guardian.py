@@ -23,7 +23,7 @@ import torch, torch.distributed as dist
 from weft.cluster.device import Cpu
 from weft.cluster.launch import connect, rank_main
 from weft.cluster.pulse import Pulse
-from weft.cluster.shared_memory import register_backend
+from weft.cluster.hierarchy import register_backend
 here, shared = os.path.dirname(__file__), {shared}
 attempt = int(os.environ["WEFT_ATTEMPT"])
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from tests.lab.pool import run_ranks
 from weft.cluster import mailbox
+from weft.cluster.hierarchy import register_backend
 from weft.cluster.mailbox import FORMATS, RECORDS, _Area, wait_until
-from weft.cluster.shared_memory import DTYPES, SharedMemoryGroup, register_backend
+from weft.cluster.shared_memory import DTYPES, SharedMemoryGroup
 from weft.errors import CommunicationError
 
 OTHER_DTYPES = (torch.complex64, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)

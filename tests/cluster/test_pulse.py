@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.lab.pool import run_ranks
+from weft.cluster.hierarchy import register_backend
 from weft.cluster.pulse import COLLECTIVE, PLACE_BYTES, PULSE_BYTES, Pulse, create_pulse, locate, read_pulse
-from weft.cluster.shared_memory import register_backend
 
 
 def mapped(path: Path) -> mmap.mmap:

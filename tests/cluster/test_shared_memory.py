@@ -3,7 +3,6 @@
 import os
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from tests.lab.pool import run_ranks
-from weft.cluster import shared_memory
-from weft.cluster.shared_memory import SLOT_BYTES, SharedMemoryGroup, register_backend
+from weft.cluster.hierarchy import register_backend
+from weft.cluster.shared_memory import SLOT_BYTES, SharedMemoryGroup
 from weft.errors import CommunicationError
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
@@ -71,7 +70,7 @@ def results(group: Any, rank: int, ranks: int, count: int, dtype: torch.dtype, s
 def compare(rank: int, ranks: int, count: int, dtype: torch.dtype, steps: int) -> None:
     group = dist.new_group(backend=register_backend())
     assert isinstance(group, SharedMemoryGroup)
-    assert dist.get_backend(group) == shared_memory.BACKEND
+    assert dist.get_backend(group) == "weft"
     ours = results(group, rank, ranks, count, dtype, steps)
     theirs = results(dist.group.WORLD, rank, ranks, count, dtype, 1)
     for our, their in zip(ours, theirs, strict=True):
@@ -146,20 +145,6 @@ def test_a_disagreement_is_an_error_on_every_rank(kind: str, said: str) -> None:
 
 def test_a_rank_that_does_not_come() -> None:
     assert "rank 1 of group" in run_ranks(2, disagree, "alone")[0]
-
-
-def elsewhere(rank: int, ranks: int) -> bool:
-    with mock.patch.object(shared_memory, "_place", return_value=[f"host {rank // 2}"]):
-        group = dist.new_group(backend=register_backend())
-    x = torch.ones(3)
-    dist.all_reduce(x, group=group)
-    assert x[0] == ranks
-    return isinstance(group, SharedMemoryGroup)
-
-
-@pytest.mark.parametrize(("ranks", "shared"), [(2, True), (4, False)])
-def test_ranks_of_two_hosts_use_gloo(ranks: int, shared: bool) -> None:
-    assert run_ranks(ranks, elsewhere) == [shared] * ranks
 
 
 def descriptors(rank: int, ranks: int) -> list[str]:

@@ -1,6 +1,7 @@
 """Each differentiable collective against its definition on whole tensors, with gradients that come non-contiguous."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.lab.pool import run_ranks
-from weft.cluster.shared_memory import register_backend
+from weft.cluster.hierarchy import register_backend
 from weft.comm import collectives
 
 SHAPE = (4, 6, 8)
@@ -86,3 +87,55 @@ def test_split_and_unsplit(dim: int) -> None:
         doubled = torch.cat([x, x], dim)
         torch.testing.assert_close(out, doubled, rtol=0, atol=0)
         torch.testing.assert_close(gradient, weights(doubled.shape, 0).chunk(2, dim)[rank], rtol=0, atol=0)
+
+
+def in_two_parts(rank: int, ranks: int, shared: bool) -> tuple[list[Tensor], list[Tensor], list[str]]:
+    """Outputs and gradients of an exchange in two parts and in one, and the order of what happened."""
+    group = dist.new_group(backend=register_backend() if shared else "gloo")
+    rows = [[2, 1], [3, 0]]
+    sends, takes = rows[rank], [peer[rank] for peer in rows]
+    events, found = [], []
+    issue, wait = collectives.Flight.start, collectives.Flight.wait
+
+    def started(self: collectives.Flight, *args: object) -> Tensor:
+        events.append("start")
+        return issue(self, *args)  # type: ignore[arg-type]
+
+    def waited(self: collectives.Flight) -> None:
+        events.append("wait")
+        wait(self)
+
+    class Between(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            events.append("between")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            events.append("between")
+            return gradient * 2
+
+    with mock.patch.multiple(collectives.Flight, start=started, wait=waited):
+        for parts in (2, 1):
+            x = inputs(ranks, (3, 5))[rank]
+            if parts == 2:
+                land = collectives.start_all_to_all(x, group, takes, sends)
+                between = Between.apply(x)
+                out = land()
+            else:
+                between, out = x * 2, collectives.all_to_all(x, group, takes, sends)
+            total = (out * weights(out.shape, rank)).sum() + (between * weights(between.shape, rank)).sum()
+            total.backward()
+            assert x.grad is not None
+            found.append([out.detach(), x.grad])
+    return found[0], found[1], events
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_exchange_in_two_parts(shared: bool) -> None:
+    """What is computed between them is, in backward too, computed while the exchange is under way."""
+    for two, one, events in run_ranks(2, in_two_parts, shared):
+        for mine, theirs in zip(two, one, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+        assert events == ["start", "between", "wait"] * 2

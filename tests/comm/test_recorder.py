@@ -14,7 +14,7 @@ from weft.plan import Parallel, Plan
 
 
 def record(rank: int, ranks: int, shared: bool) -> list[Message]:
-    with mock.patch.object(shared_memory, "_can_share", return_value=shared):
+    with mock.patch.object(shared_memory, "can_share", return_value=shared):
         mesh = build_mesh(Plan(parallel=Parallel(zero=1)), "cpu", ranks)
     group = mesh.get_group("dp_shard")
     assert isinstance(group, shared_memory.SharedMemoryGroup) == shared

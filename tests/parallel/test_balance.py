@@ -69,7 +69,7 @@ def test_gradients_and_load(name: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["pp2", "pp2 virtual x tp2"])
 @pytest.mark.parametrize("dense", [[0], [0, 1], [2, 3]], ids=str)
 def test_stages_without_experts(dense: list[int], layout: str) -> None:
-    """A stage passes on the sums of those before it, or none; the load is known to ranks without experts too."""
+    """A stage passes on the sums of those before it, or none; which says so of its load."""
     check(source("qwen3_moe", num_hidden_layers=4, mlp_only_layers=dense), *LAYOUTS[layout])
 
 
@@ -93,8 +93,8 @@ def check(model_source: Model, ranks: int, parallel: dict[str, Any], micro_batch
     expected_load = max(float(load.max() / load.double().mean()) for load in loads.values())
     expected = {key: parameter.grad for key, parameter in model.named_parameters()}
     results = run_ranks(ranks, split, model_source, plan_for("fp64", **parallel), micro_batch)
-    for gradients, load in results:
-        assert load == pytest.approx(expected_load, rel=1e-12)
+    assert max(load for _, load in results) == pytest.approx(expected_load, rel=1e-12)
+    for gradients, _ in results:
         for key, gradient in gradients.items():
             compare(key, gradient, expected[key], 1e-6)  # Transformers adds its counts up in float32
     assert {key for gradients, _ in results for key in gradients} == expected.keys()

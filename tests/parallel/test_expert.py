@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,17 +15,29 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.cluster.test_hierarchy import make_group
 from tests.lab.families import COMMON, EXPERTS, family
 from tests.lab.parity import compare
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta
+from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.cluster.hierarchy import register_backend
 from weft.cluster.mesh import build_mesh
-from weft.cluster.shared_memory import register_backend
+from weft.comm import collectives
 from weft.comm.collectives import Message, Recorder
 from weft.errors import PlanError
-from weft.parallel.expert import check_experts, combine, dispatch, load_imbalance, mixture_of_experts, split_experts
-from weft.plan import Parallel, Plan
+from weft.job import Model
+from weft.parallel.expert import (
+    check_experts,
+    combine,
+    dispatch,
+    dispatch_to_hosts,
+    load_imbalance,
+    mixture_of_experts,
+    split_experts,
+)
+from weft.parallel.parallelize import parallelize
+from weft.plan import Parallel, Plan, Precision
 
 NUM_EXPERTS, HIDDEN = 4, 32
 TABLES: dict[str, dict[str, Any]] = {
@@ -34,6 +47,8 @@ TABLES: dict[str, dict[str, Any]] = {
     "granitemoe": {"model_type": "granitemoe", **COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+HOSTS = (0, 0, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -46,7 +61,8 @@ class Case:
     """Experts that the router may choose."""
     dtype: torch.dtype = torch.float64
     implementation: str = "eager"
-    shared: bool = True
+    hosts: tuple[int, ...] = (0, 0, 0, 0)
+    """Of each rank; empty: gloo, which knows of none."""
 
     def tokens(self, seed: int = 5) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Hidden states, experts, weights and the outputs' gradient of each rank."""
@@ -98,7 +114,7 @@ def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recom
 
 
 def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool) -> dict[str, Any]:
-    group = dist.new_group(backend=register_backend() if case.shared else "gloo")
+    group = make_group(rank, case.hosts) if case.hosts else dist.new_group(backend="gloo")
     experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
     take_share(experts, group)
     return gradients(experts, case.tokens()[rank], recompute)
@@ -161,7 +177,59 @@ def test_recompute(allowed: tuple[int, ...]) -> None:
 
 
 def test_gloo() -> None:
-    assert_parity("mixtral", Case((5, 0, 2, 4), shared=False))
+    assert_parity("mixtral", Case((5, 0, 2, 4), hosts=()))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_two_hosts(name: str) -> None:
+    assert_parity(name, Case((5, 9, 0, 3), hosts=HOSTS))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(
+    ("sizes", "allowed", "top_k"),
+    [
+        ((5, 9, 2, 4), (1,), 1),  # one host has no work
+        ((0, 6, 0, 0), (0, 1), 2),
+        ((3, 0, 0, 0), (2, 3), 2),  # all goes to the other host, once
+        ((4, 3, 1, 2), (0, 1, 2, 3), 4),
+        ((0, 0, 0, 0), (0, 1, 2, 3), 2),
+    ],
+)
+def test_any_counts_on_two_hosts(
+    sizes: tuple[int, ...], allowed: tuple[int, ...], top_k: int, implementation: str
+) -> None:
+    dtype = torch.float64 if implementation == "eager" else torch.float32
+    if sum(sizes):
+        assert_parity("qwen3_moe", Case(sizes, top_k, allowed, dtype, implementation, HOSTS))
+        return
+    for found in run_ranks(4, on_rank, "qwen3_moe", Case(sizes, hosts=HOSTS), False):
+        assert {key: int(value.count_nonzero()) for key, value in found.items()} == dict.fromkeys(found, 0)
+
+
+def test_recompute_on_two_hosts() -> None:
+    assert_parity("mixtral", Case((5, 9, 3, 1), hosts=HOSTS), recompute=True)
+
+
+def between_hosts(rank: int, ranks: int, top_k: int) -> tuple[int, int]:
+    """Bytes of rows that leave the host, and copies for experts of the other one."""
+    group = make_group(rank, HOSTS)
+    hidden = torch.ones(64, HIDDEN)
+    index = torch.stack([torch.randperm(NUM_EXPERTS)[:top_k] for _ in range(64)])
+    with Recorder() as recorder:
+        *_, route = dispatch_to_hosts(hidden, index, torch.ones(64, top_k), NUM_EXPERTS, group.outer)
+    rows = [message.bytes for message in recorder.messages if message.dtype == torch.float32]
+    other = 1 - rank // 2
+    copies = int((index // (NUM_EXPERTS // 2) == other).sum())
+    tokens = int((index // (NUM_EXPERTS // 2) == other).any(1).sum())
+    assert route.sends[other] == tokens
+    assert rows == [4 * HIDDEN * tokens, 4 * top_k * tokens]
+    return tokens, copies
+
+
+def test_a_token_goes_to_a_host_once() -> None:
+    for tokens, copies in run_ranks(4, between_hosts, NUM_EXPERTS):
+        assert (tokens, copies) == (64, 64 * NUM_EXPERTS // 2)
 
 
 # A space of routings against the plain reference
@@ -275,6 +343,45 @@ def test_whole_model(name: str, recompute: bool) -> None:
         split = ".experts." in key
         found = torch.cat([first[key], second[key]]) if split else first[key] + second[key]
         compare(key, found, gradient, 1e-10)
+
+
+def order_of_events(rank: int, ranks: int, name: str) -> list[str]:
+    """What a layer with shared experts does, in forward and backward."""
+    events: list[str] = []
+    model, _ = build_split(rank, ranks, name)
+    land, start = collectives.Flight.wait, collectives.Flight.start
+    shared = next(module for key, module in model.named_modules() if key.endswith("shared_experts"))
+    shared.down_proj.register_forward_hook(lambda *_: events.append("shared"))
+    shared.down_proj.register_full_backward_hook(lambda *_: events.append("shared"))
+
+    def started(self: Any, *args: Any) -> Any:
+        events.append("start")
+        return start(self, *args)
+
+    def landed(self: Any) -> None:
+        events.append("land")
+        land(self)
+
+    with mock.patch.multiple(collectives.Flight, start=started, wait=landed):
+        model_gradients(model, torch.randint(3, 96, (2, 13), generator=torch.Generator().manual_seed(3)))
+    return events
+
+
+def build_split(rank: int, ranks: int, name: str) -> tuple[Any, Any]:
+    plan = Plan(parallel=Parallel(ep=ranks, zero=0), precision=Precision(forward="fp32")).resolve(ranks)
+    mesh = build_mesh(plan, "cpu", ranks)
+    config = {**family(name), "num_hidden_layers": 2, "first_k_dense_replace": 1}
+    source = Model(config=config)
+    model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh).train()
+    materialize(model, source, torch.device("cpu"))
+    return model, mesh
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_shared_experts_compute_while_tokens_travel(name: str) -> None:
+    for events in run_ranks(2, order_of_events, name):
+        once = ["start", "start", "shared", "land", "land"]  # rows and weights
+        assert events == once * 2
 
 
 # Traffic and load

@@ -87,8 +87,8 @@ def norm_gradient_not_reduced(rank: int) -> Iterator[None]:
 def expert_ranks_swapped(rank: int) -> Iterator[None]:
     """Tokens for the experts of one rank go to the other one."""
 
-    def swapped(hidden: Any, index: Any, weights: Any, num_experts: int, group: Any) -> Any:
-        return dispatch(hidden, (index + num_experts // 2) % num_experts, weights, num_experts, group)
+    def swapped(hidden: Any, index: Any, weights: Any, num_experts: int, *others: Any) -> Any:
+        return dispatch(hidden, (index + num_experts // 2) % num_experts, weights, num_experts, *others)
 
     with mock.patch("weft.parallel.expert.dispatch", swapped):
         yield

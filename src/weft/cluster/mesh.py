@@ -4,7 +4,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend of axes with one rank)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.cluster.shared_memory import register_backend
+from weft.cluster.hierarchy import register_backend
 from weft.plan import Plan
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -27,7 +27,7 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
     """The mesh of all ranks, with every name of `AXES`; tp is innermost, so that its ranks are neighbours.
 
     An axis of one rank costs nothing: its group has no connections and never communicates. On CPU, ranks of one host
-    communicate through shared memory.
+    communicate through shared memory, and those of several hosts in two levels (`hierarchy.py`).
 
     Args:
         plan: may still hold -1; it is resolved against `world_size`.
@@ -37,14 +37,27 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
     Raises:
         PlanError: the plan does not fit the number of ranks.
     """
-    return _named_mesh(device_type, mesh_shape(plan.resolve(world_size)), AXES)
+    return _named_mesh(device_type, mesh_shape(plan.resolve(world_size)), AXES, plan.comm.hierarchy)
 
 
 def join_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """Several axes seen as one: a mesh of one axis, named dp_shard_cp_ring, say. Made by the first call, on all ranks."""
     if mesh[axes].size() == mesh[axes[0]].size():  # nothing to join
         return mesh[axes[0]]
-    return mesh[axes]._flatten("_".join(axes), backend_override=_backend(mesh.device_type))
+    backends = {dist.get_backend(mesh.get_group(axis)) for axis in axes if mesh[axis].size() > 1}
+    own = backends.pop() if mesh.device_type == "cpu" else None
+    return mesh[axes]._flatten("_".join(axes), backend_override=own)
+
+
+def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks of a mesh, for the small messages of a step. Made by the first call, on all ranks."""
+    assert mesh.mesh_dim_names is not None
+    wide = [axis for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1]
+    if len(wide) == 1:
+        return mesh.get_group(wide[0])
+    if mesh.device_type != "cpu":
+        return dist.group.WORLD  # type: ignore[return-value]
+    return join_axes(mesh, mesh.mesh_dim_names).get_group()
 
 
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
@@ -65,20 +78,21 @@ def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     p = plan.parallel
     inside = p.cp * p.tp * (p.data_ranks if p.zero == 0 else p.dp_shard) // p.ep
     replicate, shard = (inside, 1) if p.zero == 0 else (p.dp_replicate, inside)
-    return _named_mesh(device_type, (p.pp, replicate, shard, p.ep), EXPERT_AXES)
+    return _named_mesh(device_type, (p.pp, replicate, shard, p.ep), EXPERT_AXES, plan.comm.hierarchy)
 
 
-def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    backends = {name: "fake" if size == 1 else _backend(device_type) for name, size in zip(names, shape, strict=True)}
+def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], hierarchy: str) -> DeviceMesh:
+    several = _backend(device_type, hierarchy) if max(shape) > 1 else None
+    backends = {name: "fake" if size == 1 else several for name, size in zip(names, shape, strict=True)}
     backends = {name: backend for name, backend in backends.items() if backend is not None}
     return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=backends)  # type: ignore[arg-type]
 
 
-def _backend(device_type: str) -> str | None:
+def _backend(device_type: str, hierarchy: str) -> str | None:
     """Of an axis of several ranks; None leaves it to torch. In a dry run the default group is fake, and so are all others."""
     if dist.get_backend() == "fake":
         return "fake"
-    return register_backend() if device_type == "cpu" else None
+    return register_backend(hierarchy) if device_type == "cpu" else None
 
 
 def data_rank(mesh: DeviceMesh) -> int:

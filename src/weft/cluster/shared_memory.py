@@ -28,13 +28,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.utils._pytree import tree_map_only
 
 from weft.cluster.mailbox import LINE_INTS, MAILBOX_BYTES, Mailbox, typed, wait_until
 from weft.errors import CommunicationError
 
-BACKEND = "weft_shm"
 SLOT_BYTES = 2**20  # small enough to stay in cache between the writer and its readers
 NUM_SLOTS = 2  # one is written while slower ranks still read the other
 HEADER_BYTES = 4096
@@ -54,48 +52,40 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 DTYPES += (torch.int8, torch.uint8, torch.bool)
 
 
-def register_backend() -> str:
-    """Make the backend known to torch, once; its name for `init_device_mesh` and `new_group`.
+def share_memory(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, make_gloo: Callable[[], Any]
+) -> "SharedMemoryGroup | None":
+    """A group of some ranks of one host; None where they cannot share memory. All of them come to the same decision.
 
-    A group whose ranks cannot share memory (several hosts or containers, or not Linux on x86-64, whose order of stores
-    the counters rely on) is a plain gloo group under the same name.
+    Only Linux on x86-64 keeps the order of stores that the counters rely on, and a hardened host hides the descriptors of
+    other processes.
+
+    Args:
+        store: of these ranks alone.
+        rank, size: this rank among them, and their number.
+        timeout: of a collective.
+        make_gloo: makes a gloo group of them, for what is not written here.
     """
-    if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _create_group, devices=["cpu"])
-    return BACKEND
-
-
-def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """The group of some ranks, as torch asks for it; all of them come to the same decision."""
     descriptor = -1
-    if _can_share():
+    if can_share():
         descriptor = os.memfd_create("weft")
         os.ftruncate(descriptor, SLAB_BYTES)
-    store.set(f"slab/{rank}", json.dumps([_place(), os.getpid(), descriptor]))
+    store.set(f"slab/{rank}", json.dumps([os.getpid(), descriptor]))
     said = [json.loads(store.get(f"slab/{peer}")) for peer in range(size)]
     slabs: list[_Slab] = []
-    if all(place == _place() and number >= 0 for place, _, number in said):
-        with suppress(OSError, RuntimeError):  # a hardened host hides the descriptors of other processes
-            slabs = [_Slab(f"/proc/{process}/fd/{number}") for _, process, number in said]
+    if all(number >= 0 for _, number in said):
+        with suppress(OSError, RuntimeError):
+            slabs = [_Slab(f"/proc/{process}/fd/{number}") for process, number in said]
     store.set(f"open/{rank}", str(len(slabs)))
     shared = all(int(store.get(f"open/{peer}")) == size for peer in range(size))
     if descriptor >= 0:
         os.close(descriptor)  # mappings hold the memory from here on
-    gloo = partial(ProcessGroupGloo, dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
-    return SharedMemoryGroup(slabs, gloo, rank, timeout) if shared else gloo()
+    return SharedMemoryGroup(slabs, make_gloo, rank, timeout) if shared else None
 
 
-def _can_share() -> bool:
+def can_share() -> bool:
+    """Whether this platform is one that can."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
-
-
-def _place() -> list[str]:
-    """What ranks that may share memory have in common. A network of its own makes an emulated host."""
-    if not _can_share():
-        return []
-    names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
-    with open("/proc/sys/kernel/random/boot_id") as boot:
-        return [boot.read().strip(), platform.node(), *names]
 
 
 class _Slab:
@@ -207,13 +197,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for piece in flat.view(-1).split(SLOT_BYTES // tensor.element_size()):
             if self.ranks == 2 or piece.numel() < SMALL:
                 with self._exchange(signature, _writer(piece)) as slots:
-                    _reduce([typed(slot, piece) for slot in slots], op, piece)
+                    reduce_parts([typed(slot, piece) for slot in slots], op, piece)
                 continue
             shares = list(piece.tensor_split(self.ranks))  # every rank reduces one, and all fetch the results
             starts = [0, *accumulate(share.numel() for share in shares)]
             mine = slice(starts[self.place], starts[self.place + 1])
             with self._exchange(signature, _writer(piece)) as slots:
-                _reduce([typed(slot, piece)[mine] for slot in slots], op, shares[self.place])
+                reduce_parts([typed(slot, piece)[mine] for slot in slots], op, shares[self.place])
             with self._exchange(signature, _writer(shares[self.place])) as slots:
                 for share, slot in zip(shares, slots, strict=True):
                     share.copy_(typed(slot, share))
@@ -257,7 +247,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for start, piece in zip(range(0, flat.numel(), step), flat.split(step), strict=False):
             columns = rows[:, start : start + piece.numel()]
             with self._exchange(signature, _writer(columns)) as slots:
-                _reduce([typed(slot, columns)[self.place] for slot in slots], op, piece)
+                reduce_parts([typed(slot, columns)[self.place] for slot in slots], op, piece)
         return _done([output])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
@@ -400,7 +390,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.place
 
     def getBackendName(self) -> str:
-        return BACKEND
+        return "weft"
 
     def _set_group_name(self, name: str) -> None:
         self._name = self.mailbox.group_name = name
@@ -430,7 +420,7 @@ def _writer(piece: Tensor) -> Callable[[Tensor], object]:
     return lambda slot: typed(slot, piece).copy_(piece)
 
 
-def _reduce(parts: list[Tensor], op: Any, out: Tensor) -> None:
+def reduce_parts(parts: list[Tensor], op: Any, out: Tensor) -> None:
     """Reduce parts in their order into `out`, which may be one of them; short floats are added up in float32."""
     wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
     first, *others = parts

@@ -10,6 +10,10 @@ any float tensor on the group's device; gradients may come non-contiguous.
     split           forward: own part      backward: all-gather      equal work on all ranks -> a part each
     unsplit         forward: all-gather    backward: own part        a part each -> equal work on all ranks
     all_to_all      forward: exchange      backward: exchange back
+
+`start_all_to_all` is all_to_all in two parts, between which something else may be computed. Autograd takes the
+functions of a forward in reverse: what was computed between them is computed between them in backward too, behind the exchange
+back.
 """
 
 import os
@@ -24,6 +28,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.cluster.hierarchy import all_gather
+from weft.cluster.hierarchy import reduce_scatter as reduce_scatter_single
+from weft.cluster.mesh import group_of_all
 from weft.cluster.shared_memory import SharedMemoryGroup
 
 # Frames that stand between a collective and the code that wanted it: installed packages, and the rooms below.
@@ -31,18 +38,17 @@ CARRIERS = (
     os.path.dirname(os.path.dirname(torch.__file__)),
     os.path.dirname(__file__),
     "shared_memory.py",
+    "hierarchy.py",
     "steering.py",
     os.path.join("weft", "memory"),
     "contextlib.py",
 )
 
-# torch 2.13 gave these two their new names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op: str = "sum") -> torch.Tensor:
     """Reduce a tensor in place over the ranks of some mesh axes; every rank of them ends with the same values.
+
+    Where these are all axes with more than one rank, it is one message; else one for each axis.
 
     Args:
         tensor: any shape, the same on all ranks.
@@ -50,9 +56,11 @@ def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op
         axes: names of the axes to reduce over.
         op: "sum" or "max".
     """
-    for axis in axes:
-        if mesh[axis].size() > 1:
-            dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], mesh.get_group(axis))
+    wide = [axis for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if size > 1]
+    over = [axis for axis in axes if axis in wide]
+    groups = [group_of_all(mesh)] if len(over) == len(wide) > 1 else [mesh.get_group(axis) for axis in over]
+    for group in groups:
+        dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group)
     return tensor
 
 
@@ -67,7 +75,7 @@ def gather_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
     """The parts of all ranks side by side along a dim, in the order of ranks. Not differentiable."""
     ranks = group.size()
     parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    _all_gather(parts, x.contiguous(), group)
+    all_gather(parts, x.contiguous(), group)
     dim = dim % x.ndim
     return (
         parts.unflatten(0, (ranks, -1))
@@ -81,7 +89,7 @@ def reduce_scatter_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> t
     ranks, dim = group.size(), dim % x.ndim
     parts = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
-    _reduce_scatter(mine, parts.flatten(0, 1), group=group)
+    reduce_scatter_single(mine, parts.flatten(0, 1), group=group)
     return mine
 
 
@@ -147,6 +155,54 @@ class _AllToAll(torch.autograd.Function):
         return exchange(gradient, ctx.group, ctx.sends, ctx.takes), None, None, None
 
 
+class Flight:
+    """An exchange of rows that is under way; in backward, the one back."""
+
+    def __init__(self, group: dist.ProcessGroup, takes: list[int] | None, sends: list[int] | None):
+        self.group, self.takes, self.sends = group, takes, sends
+        self.cargo: torch.Tensor | None = None
+        self.work: dist.Work | None = None
+
+    def start(self, x: torch.Tensor, takes: list[int] | None, sends: list[int] | None) -> torch.Tensor:
+        """Send rows; what comes is there after `wait`."""
+        self.cargo = x.contiguous()  # until it has been sent
+        out = x.new_empty((sum(takes) if takes is not None else len(x), *x.shape[1:]))
+        self.work = dist.all_to_all_single(out, self.cargo, takes, sends, self.group, async_op=True)
+        return out
+
+    def wait(self) -> None:
+        """Until what was started has come."""
+        if self.work is not None:
+            self.work.wait()
+        self.cargo = self.work = None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, flight: Flight, comes: list[torch.Tensor]) -> torch.Tensor:
+        ctx.flight = flight
+        comes.append(flight.start(x, flight.takes, flight.sends))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.flight.wait()
+        return gradient, None, None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: torch.Tensor, flight: Flight, comes: list[torch.Tensor]) -> torch.Tensor:
+        ctx.flight = flight
+        flight.wait()
+        return comes.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        flight: Flight = ctx.flight
+        return flight.start(gradient, flight.sends, flight.takes), None, None
+
+
 def exchange(
     x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
 ) -> torch.Tensor:
@@ -193,6 +249,18 @@ def all_to_all(
     return _AllToAll.apply(x, group, takes, sends)
 
 
+Landing = Callable[[], torch.Tensor]
+
+
+def start_all_to_all(
+    x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
+) -> Landing:
+    """Start an `all_to_all`; a function that waits for it, once, and gives what has come. All ranks land in one order."""
+    flight, comes = Flight(group, takes, sends), list[torch.Tensor]()
+    ticket = _Start.apply(x, flight, comes)
+    return lambda: _Land.apply(ticket, flight, comes)
+
+
 # Bytes that one rank sends when n ranks run a ring (Patarasuk and Yuan, 2009), given the bytes of the full tensor; of
 # all_to_all and send, given the bytes that leave the rank.
 RING: dict[str, Callable[[int, int], int]] = {
@@ -226,6 +294,8 @@ class Message(NamedTuple):
     dtype: torch.dtype
     site: str
     """file.py:line of the nearest caller outside of installed packages."""
+    link: str = ""
+    """"host" and "between" for the parts of a collective in two levels; else empty."""
 
 
 class Recorder(TorchDispatchMode):
@@ -243,7 +313,7 @@ class Recorder(TorchDispatchMode):
         return sum(message.bytes for message in self.messages)
 
     def bytes_by(self, field: str) -> dict[str, int]:
-        """Bytes summed by "operation", "axis" or "site"."""
+        """Bytes summed by "operation", "axis", "site" or "link"."""
         sums: Counter[str] = Counter()
         for message in self.messages:
             sums[str(getattr(message, field))] += message.bytes
@@ -280,8 +350,9 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, group: dist.ProcessGroup, operation: str, full: int, dtype: torch.dtype) -> None:
         mesh_axis = group.group_desc.startswith("mesh_")  # as DeviceMesh describes its groups
-        axis = group.group_desc.removeprefix("mesh_") if mesh_axis else "world"
-        self.messages.append(Message(operation, axis, RING[operation](full, group.size()), dtype, call_site()))
+        name, _, link = group.group_desc.partition("@")  # as TwoLevelGroup describes its levels
+        axis = name.removeprefix("mesh_") if mesh_axis else "world"
+        self.messages.append(Message(operation, axis, RING[operation](full, group.size()), dtype, call_site(), link))
 
 
 def find_tensors(args: Any) -> list[torch.Tensor]:

@@ -28,8 +28,9 @@ import torch.distributed as dist
 
 from weft.cluster.device import Device
 from weft.cluster.device_links import read_device_links
+from weft.cluster.hierarchy import register_backend
 from weft.cluster.measurement import LOOPBACK, MEMORY, NETWORK, Measurement, cache_path, recall, remember
-from weft.cluster.shared_memory import SharedMemoryGroup, register_backend
+from weft.cluster.shared_memory import SharedMemoryGroup
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import TopologyError
 

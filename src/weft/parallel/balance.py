@@ -97,19 +97,19 @@ class RouterWatch:
         return seq_len // self.mesh[(*CONTEXT_AXES, "tp")].size()
 
     def take_load(self) -> float | None:
-        """Load of the busiest expert over the mean, in the most uneven layer, since the last call; the same on all ranks.
+        """Load of the busiest expert over the mean, in the most uneven layer, since the last call; the same on the ranks of a
+        stage of a pipeline, 0 where it has no experts.
 
-        None where there are no experts, or none that can be counted.
+        None where there are no experts at all, or none that can be counted.
         """
         if not self.counts_load:
             return None
-        largest = torch.zeros((), dtype=torch.float64)
-        if self.load:
-            loads = torch.stack(list(self.load.values()))
-            collectives.all_reduce(loads, self.mesh, tuple(axis for axis in AXES if axis != "pp"))
-            largest += max(load_imbalance(load) for load in loads)
-            self.load = {}
-        return collectives.all_reduce(largest, self.mesh, ("pp",), "max").item()
+        if not self.load:
+            return 0.0
+        loads = torch.stack(list(self.load.values()))
+        self.load = {}
+        collectives.all_reduce(loads, self.mesh, tuple(axis for axis in AXES if axis != "pp"))
+        return max(load_imbalance(load) for load in loads)
 
 
 def router_sums(logits: list[Tensor], rows: int, top_k: int) -> Tensor:

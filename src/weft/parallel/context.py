@@ -16,8 +16,8 @@ that need no mask wherever that is possible, and what nobody sees is not compute
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.cluster.mesh import context_rank
-from weft.comm.collectives import all_to_all
+from weft.comm.collectives import start_all_to_all
 from weft.compute.attention import (
     PLAIN,
     Block,
@@ -61,6 +61,8 @@ class ContextParallel:
     """Of cp."""
     tile: int = 512
     """Tokens on a side up to which a block may be computed under a mask instead of being cut further."""
+    head_groups: int = 1
+    """Groups in which the heads of a rank travel, at most: as many as divide those of its keys and values."""
 
     @property
     def ulysses_rank(self) -> int:
@@ -267,17 +269,22 @@ def _send_on(x: Tensor, ring: _Ring, tag: int) -> _Transfer:
 # Heads for tokens, and back
 
 
-def _trade_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup, ranks: int) -> list[Tensor]:
-    """[B, H, S, *] -> [B, H / ranks, S * ranks, *]: all tokens of the group for a share of the heads, in one message."""
-    parts = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in tensors]
-    message = all_to_all(torch.cat([part.flatten(1) for part in parts], 1), group)
-    pieces = message.split([part[0].numel() for part in parts], 1)
-    return [piece.view(part.shape).movedim(0, 2).flatten(2, 3) for piece, part in zip(pieces, parts, strict=True)]
+def _trade_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
+    """[ranks, B, H / ranks, S, *] -> [B, H / ranks, S * ranks, *]: all tokens of the group for a share of the heads, in one
+    message, which is awaited by the call of what is returned."""
+    land = start_all_to_all(torch.cat([x.flatten(1) for x in tensors], 1), group)
+
+    def take() -> list[Tensor]:
+        pieces = land().split([x[0].numel() for x in tensors], 1)
+        return [piece.view(x.shape).movedim(0, 2).flatten(2, 3) for piece, x in zip(pieces, tensors, strict=True)]
+
+    return take
 
 
-def _trade_heads(x: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
-    """[B, H, S, D] -> [B, H * ranks, S / ranks, D], the way back."""
-    return all_to_all(x.unflatten(2, (ranks, -1)).movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
+def _trade_heads(x: Tensor, group: dist.ProcessGroup, ranks: int) -> Callable[[], Tensor]:
+    """[B, H, S, D] -> [B, ranks, H, S / ranks, D], the way back."""
+    land = start_all_to_all(x.unflatten(2, (ranks, -1)).movedim(2, 0), group)
+    return lambda: land().movedim(0, 1)
 
 
 def attend(
@@ -334,13 +341,7 @@ def attend(
                 fix="give the rows' documents before they are split",
             )
         documents = documents.cpu()
-    share = heads // context.ulysses
-    own_head = context.ulysses_rank * share
-    if context.ulysses_group is not None:
-        repeats = math.lcm(kv_heads, context.ulysses) // kv_heads  # until every rank can have whole heads
-        k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
-        q, k, v = _trade_tokens([q, k, v], context.ulysses_group, context.ulysses)
-        sinks = None if sinks is None else sinks[own_head : own_head + share]
+    rows = torch.arange(len(q), device=q.device) if rows is None else rows
     plain = softcap is not None or dropout > 0 or primitive(q.device.type) is PLAIN
     chunks = [ring_chunks(seq_len, context.ring, rank) for rank in range(context.ring)]
     mine, largest = chunks[context.ring_rank], PLAIN_BLOCK if plain else None
@@ -363,13 +364,38 @@ def attend(
         softcap,
         dropout,
         seed,
-        first_head + own_head,
-        torch.arange(len(q), device=q.device) if rows is None else rows,
+        first_head,
+        rows,
     )
-    out: Tensor = _RingAttention.apply(q, k, v, sinks, ring)
-    if context.ulysses_group is not None:
-        out = _trade_heads(out, context.ulysses_group, context.ulysses)
-    return out
+    if context.ulysses_group is None:
+        return _RingAttention.apply(q, k, v, sinks, ring)
+    return _attend_in_groups(q, k, v, sinks, ring, context, context.ulysses_group)
+
+
+def _attend_in_groups(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ring: _Ring,
+    context: ContextParallel,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Ulysses around the ring, some heads at a time: those of a group travel while those before them are attended to."""
+    ranks, heads, kv_heads = context.ulysses, q.shape[1], k.shape[1]
+    repeats = math.lcm(kv_heads, ranks) // kv_heads  # until every rank can have whole heads
+    k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
+    groups = math.gcd(context.head_groups, k.shape[1] // ranks)
+    # [groups, ranks, B, heads of a rank in a group, S / cp, D]
+    parts = [x.unflatten(1, (ranks, groups, -1)).movedim((1, 2), (1, 0)) for x in (q, k, v)]
+    coming = [_trade_tokens(tensors, group) for tensors in zip(*parts, strict=True)]
+    size, going = heads // ranks // groups, []
+    for number, take in enumerate(coming):
+        first = context.ulysses_rank * size * groups + number * size
+        own_sinks = None if sinks is None else sinks[first : first + size]
+        out = _RingAttention.apply(*take(), own_sinks, replace(ring, first_head=ring.first_head + first))
+        going.append(_trade_heads(out, group, ranks))
+    return torch.cat([land() for land in going], 2).flatten(1, 2)
 
 
 def context_attention(

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft.anatomy.roles import Anatomy
 from weft.cluster.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes
+from weft.cluster.shared_memory import SharedMemoryGroup
 from weft.parallel.weights import to_local
 from weft.plan import BYTES, Plan, state_bytes
 from weft.precision.dtypes import DTYPES
@@ -91,6 +92,30 @@ def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:
     model.set_requires_gradient_sync(last or plan.parallel.zero >= 2)
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or plan.parallel.zero == 3)
+
+
+def gather_ahead(model: Any, stages: list[list[str]], plan: Plan, mesh: DeviceMesh) -> None:
+    """Let the weights of blocks, and of their experts, be gathered while the blocks before them compute, in forward. In
+    backward FSDP2 does so by itself, one block ahead.
+
+    Args:
+        model: sharded, with zero = 3.
+        stages: names of the blocks of each stage of this rank, in the order of forward.
+        plan: resolved.
+        mesh: of all ranks.
+    """
+    shared = any(isinstance(group, SharedMemoryGroup) for group in map(mesh.get_group, ("dp_shard", *CONTEXT_AXES)))
+    if shared or not plan.comm.prefetch:
+        return
+    for names in stages:
+        units = [
+            [unit for unit in model.get_submodule(name).modules() if isinstance(unit, FSDPModule)] for name in names
+        ]
+        for number, own in enumerate(units):
+            coming = [unit for block in units[number + 1 : number + 1 + plan.comm.prefetch] for unit in block]
+            own[0].set_modules_to_forward_prefetch(coming)
+    if mesh.device_type == "cpu":  # there are no streams: only works are under way beside computation
+        model._set_unshard_async_op(True)
 
 
 def prefetch_inside_stages(model: Any, stages: list[list[str]]) -> None:

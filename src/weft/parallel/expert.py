@@ -10,6 +10,10 @@ Each of the `ep` ranks of a group holds num_experts / ep whole experts, in order
 No copy is dropped and none is padded, whatever the router does (Gale et al., MegaBlocks, 2022). With balanced routing a
 rank sends T K H (ep - 1) / ep numbers in dispatch and as many in combine, and the same again in backward.
 
+Where the group is on several hosts, a token goes once to each host that has experts of its, to the rank of the sender's place
+there, and from there to its experts; what they make of it is added up there, and comes back once (as in DeepEP of DeepSeek-AI,
+2025). With balanced routing over h hosts 1 - (1 - 1/h)^K of the tokens go to each host, in place of K / h copies of them.
+
 Shapes: T tokens of this rank, K experts a token, H hidden size, R rows that come to this rank.
 """
 
@@ -23,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
-from weft.comm.collectives import all_to_all, exchange
+from weft.cluster.hierarchy import TwoLevelGroup
+from weft.comm.collectives import all_to_all, exchange, start_all_to_all
 from weft.errors import PlanError
 
 # What an experts module of Transformers (5.17 to 5.23) is called with: the second as GPT-OSS names it.
@@ -33,12 +38,16 @@ SIGNATURES = (
 )
 
 
+def _nothing() -> None: ...
+
+
 class Route(NamedTuple):
     """The way of one micro-batch's copies through one layer, for their way back."""
 
     group: dist.ProcessGroup
     num_tokens: int
     top_k: int
+    """Places that a token may have a copy at: its K experts, or all hosts."""
     order: Tensor
     """[copies sent] int64: which copy (token * K + k) each sent row is."""
     sends: list[int]
@@ -48,7 +57,12 @@ class Route(NamedTuple):
 
 
 def dispatch(
-    hidden: Tensor, index: Tensor, weights: Tensor, num_experts: int, group: dist.ProcessGroup
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], object] = _nothing,
 ) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send every copy of every token to the rank that holds its expert. Differentiable in hidden and weights.
 
@@ -59,6 +73,7 @@ def dispatch(
         weights: [T, K] float, of any format.
         num_experts: of the whole group; its size divides it.
         group: of more than one rank. Expert e is on rank e // (num_experts / ep).
+        meanwhile: is called while rows travel.
 
     Returns:
         received [R, H] in the format of hidden; local_index [R, 1] int64 below num_experts / ep; received_weights [R, 1]
@@ -71,16 +86,57 @@ def dispatch(
     coming = exchange(counts, group)
     sends, takes = torch.stack([counts.sum(1), coming.sum(1)]).tolist()  # the one wait of a layer
     order = order[: sum(sends)]
-    received = all_to_all(hidden[order // top_k], group, takes, sends)
-    received_weights = all_to_all(weights.flatten()[order, None], group, takes, sends)
+    land = start_all_to_all(hidden[order // top_k], group, takes, sends)
+    land_weights = start_all_to_all(weights.flatten()[order, None], group, takes, sends)
+    meanwhile()
+    received, received_weights = land(), land_weights()
     local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
     local_index = local.repeat_interleave(coming.flatten(), output_size=sum(takes))[:, None]
     route = Route(group, num_tokens, top_k, order, sends, takes)
     return received, local_index, received_weights, route
 
 
+def dispatch_to_hosts(
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    outer: dist.ProcessGroup,
+    meanwhile: Callable[[], object] = _nothing,
+) -> tuple[Tensor, Tensor, Tensor, Route]:
+    """Send every token once to each host that holds experts of its. Differentiable in hidden and weights.
+
+    Args:
+        hidden, index, weights: as for `dispatch`.
+        num_experts: of all hosts; their number divides it.
+        outer: one rank of each host. Expert e is on host e // (num_experts / hosts).
+        meanwhile: is called while rows travel.
+
+    Returns:
+        received [R, H], by source and token; local_index [R, K] int64, where experts of other hosts are num_experts / hosts, as
+        those that are nowhere; received_weights [R, K]; and the route for `combine`. R may be 0.
+    """
+    hosts, num_tokens = outer.size(), len(index)
+    per_host = num_experts // hosts
+    numbers = torch.arange(hosts, device=index.device)
+    here = index[None] // per_host == numbers[:, None, None]  # [hosts, T, K]
+    goes = here.any(2)
+    counts = goes.sum(1)
+    coming = exchange(counts, outer)
+    sends, takes = torch.stack([counts, coming]).tolist()  # waits for the device
+    host, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    local = torch.where(here, index[None] - per_host * numbers[:, None, None], per_host)[host, token]
+    received_index = exchange(local, outer, takes, sends)
+    land = start_all_to_all(hidden[token], outer, takes, sends)
+    land_weights = start_all_to_all(weights[token], outer, takes, sends)
+    meanwhile()
+    received, received_weights = land(), land_weights()
+    route = Route(outer, num_tokens, hosts, token * hosts + host, sends, takes)
+    return received, received_index, received_weights, route
+
+
 def combine(outputs: Tensor, route: Route) -> Tensor:
-    """Bring the rows of a dispatch back and add up the copies of each token, in the order of K. Differentiable.
+    """Bring the rows of a dispatch back and add up the copies of each token, in the order of K (of hosts). Differentiable.
 
     Args:
         outputs: [R, H], weighted, in the order in which dispatch brought the rows.
@@ -119,6 +175,7 @@ def expert_parallel_forward(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
+    meanwhile: Callable[[], object] = _nothing,
 ) -> Tensor:
     """What a split experts module does: dispatch, its own forward, combine.
 
@@ -127,17 +184,73 @@ def expert_parallel_forward(
         num_experts: of the whole group.
         group: its ranks.
         hidden_states, top_k_index, top_k_weights: [T, H], [T, K], [T, K], as the model calls it.
+        meanwhile: is called while tokens travel.
 
     Returns:
         [T, H].
     """
-    rows, index, weights, route = dispatch(hidden_states, top_k_index, top_k_weights, num_experts, group)
+    if isinstance(group, TwoLevelGroup):
+        rows, index, weights, visit = dispatch_to_hosts(
+            hidden_states, top_k_index, top_k_weights, num_experts, group.outer, meanwhile
+        )
+        sums = expert_parallel_forward(
+            local_forward, num_experts // group.outer.size(), group.inner, rows, index, weights
+        )
+        return combine(sums, visit)
+    rows, index, weights, route = dispatch(hidden_states, top_k_index, top_k_weights, num_experts, group, meanwhile)
     num_rows = len(rows)
     if num_rows == 0:  # backward must still pass here, to exchange gradients and to give the parameters zeros
         rows, index, weights = (
             torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])]) for tensor in (rows, index, weights)
         )
     return combine(local_forward(rows, index, weights)[:num_rows], route)
+
+
+def compute_shared_experts_meanwhile(model: nn.Module, anatomy: Anatomy) -> None:
+    """Let shared experts compute while tokens travel to the others, in place, where a model calls them behind those.
+
+    Backward follows: that of the shared experts runs while the gradients of tokens travel back.
+
+    Args:
+        model: with split experts; nothing that comes later changes what its MoE modules are called with.
+        anatomy: its roles.
+    """
+    for block in anatomy.blocks:
+        for name in block.shared_experts:
+            layer = next((mlp for mlp in block.mlp if name.startswith(f"{mlp}.")), None)
+            experts = [model.get_submodule(other) for other in block.experts if layer and other.startswith(f"{layer}.")]
+            if layer is not None and len(experts) == 1:
+                shared: Any = model.get_submodule(name)
+                ahead = SharedExperts(shared.forward)
+                shared.forward = ahead
+                model.get_submodule(layer).register_forward_pre_hook(ahead.listen, with_kwargs=True)
+                whole: Any = experts[0]
+                whole.forward = partial(whole.forward, meanwhile=ahead.compute)
+
+
+class SharedExperts:
+    """The forward of shared experts, that may be asked for before the model calls it."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor]):
+        self.forward = forward
+        self.hidden: Tensor | None = None
+        self.out: Tensor | None = None
+        self.is_known = True
+        """What the model calls shared experts with, as far as has been seen."""
+
+    def listen(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The layer is called: what its shared experts will be given, if they are given all of it."""
+        self.hidden, self.out = (args or tuple(kwargs.values()))[0], None
+
+    def compute(self) -> None:
+        """Compute it now, unless they have been called already."""
+        if self.hidden is not None and self.is_known:
+            self.out = self.forward(self.hidden)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        self.is_known, out = hidden is self.hidden, self.out
+        self.hidden = self.out = None
+        return out if self.is_known and out is not None else self.forward(hidden)
 
 
 def mixture_of_experts(

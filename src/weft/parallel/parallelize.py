@@ -17,9 +17,9 @@ from weft.memory.weights import split_weights
 from weft.parallel.balance import RouterWatch
 from weft.parallel.checks import check_tensors
 from weft.parallel.context import check_sequence
-from weft.parallel.data import prefetch_inside_stages, shard_data_parallel
+from weft.parallel.data import gather_ahead, prefetch_inside_stages, shard_data_parallel
 from weft.parallel.dropout import place_dropout
-from weft.parallel.expert import check_experts, split_experts
+from weft.parallel.expert import check_experts, compute_shared_experts_meanwhile, split_experts
 from weft.parallel.pipeline.cut import Chain, Relay, cut_model, let_stages_run, read_chain, split_blocks
 from weft.parallel.pipeline.order import read_order, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import Pipeline
@@ -67,9 +67,11 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         split_all_experts(model, anatomy, plan, expert_mesh)
     if p.tp > 1:
         split_tensors(model, anatomy, plan, mesh)
+    if p.ep > 1:
+        compute_shared_experts_meanwhile(model, anatomy)
     place_dropout(model, anatomy, mesh)
     if own_attention:
-        split_sequences(model, anatomy, mesh)
+        split_sequences(model, anatomy, mesh, plan.comm.head_groups)
     if p.tp > 1 or own_attention:
         take_whole_rows(model, mesh)
     queue = defer_weight_gradients(model, anatomy) if p.pp > 1 and splits_backward(plan) else None
@@ -85,10 +87,12 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         split_weights(model, even=plan.precision.weights == "split_even")
     split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel
     split_data(model, anatomy, plan, mesh, expert_mesh)
+    stages = [range(len(whole.blocks))] if p.pp == 1 else [relay.stages[stage] for stage in relay.own]
+    if p.zero == 3:
+        gather_ahead(model, [[whole.blocks[number].name for number in stage] for stage in stages], plan, mesh)
     if p.pp > 1:
         if p.zero == 3:
-            own = [relay.stages[stage] for stage in relay.own]
-            prefetch_inside_stages(model, [[whole.blocks[number].name for number in blocks] for blocks in own])
+            prefetch_inside_stages(model, [[whole.blocks[number].name for number in stage] for stage in stages])
         let_stages_run(model, whole, relay)
         model.pipeline = Pipeline(model, whole, relay, plan, mesh, queue)
     return model

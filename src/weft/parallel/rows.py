@@ -31,10 +31,10 @@ REFUSED_FAMILIES = {
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
-def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh) -> None:
+def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, head_groups: int = 1) -> None:
     """Let attention reach over the parts of a row that the ranks of cp hold, in place; `take_whole_rows` cuts the rows.
 
-    The model has passed `takes_over_attention`.
+    Heads of Ulysses travel in `head_groups`. The model has passed `takes_over_attention`.
     """
     ulysses, ring = mesh["cp_ulysses"], mesh["cp_ring"]
     context = ContextParallel(
@@ -43,6 +43,7 @@ def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh) 
         ulysses.size(),
         ring.size(),
         context_rank(mesh),
+        head_groups=head_groups,
     )
     register_attention()
     model.set_attn_implementation(IMPLEMENTATION)

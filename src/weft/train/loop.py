@@ -55,7 +55,7 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
     to_metrics, signals = _metrics_of(session), _catch_signals()
     routers: Any = session.model.router_watch
     recovery = Recovery(job.guard, checkpoints, session.model, session.optimizer, session.mesh, position, say)
-    batches, counted, comm_bytes, blocked, stop = train_batches(session, position), False, 0, 0.0, 0
+    batches, counted, comm_bytes, blocked, stop = train_batches(session, position), False, 0, 0.0, 0.0
     has_watched = False
     with _observers(session, out, console) as observers:
         if job.train.evaluate_every and position.step == 0:
@@ -78,12 +78,16 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
                 with Recorder() as recorder, Agreement("first step"):
                     result = _step(session, micro_batches, scale, recovery)
                 counted, comm_bytes = True, recorder.total_bytes
-            peak_memory, stop = _agree_on_largest(session, session.device.peak_memory_bytes(), signals.first)
             load = routers.take_load()
+            values = session.device.peak_memory_bytes(), signals.first, load or 0.0
+            peak_memory, stop, largest_load = _agree_on_largest(session, *values)
+            imbalance = None if load is None else largest_load
             seconds = time.perf_counter() - begin
             for observer in observers:
                 observer.step(
-                    to_metrics(step, result, rate, scale, seconds, peak_memory, comm_bytes, load, blocked, watched)
+                    to_metrics(
+                        step, result, rate, scale, seconds, int(peak_memory), comm_bytes, imbalance, blocked, watched
+                    )
                 )
             if result.problem:
                 say(f"step {step} skipped, weights untouched: {result.problem}")
@@ -187,9 +191,9 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _agree_on_largest(session: Session, *values: int) -> list[int]:
+def _agree_on_largest(session: Session, *values: float) -> list[float]:
     """The largest of each value over all ranks, in one small reduction."""
-    shared = torch.tensor(values, dtype=torch.int64, device=session.place)
+    shared = torch.tensor(values, dtype=torch.float64, device=session.place)
     return all_reduce(shared, session.mesh, AXES, "max").tolist()
 
 

@@ -1,4 +1,4 @@
-"""The update: AdamW over shards, the course of the learning rate, and the global gradient norm."""
+"""The update: AdamW over shards, the course of the learning rate, and the norm of the gradient."""
 
 import math
 from collections import defaultdict
@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -49,32 +48,31 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def global_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """2-norm of all gradients of the whole model, the same on every rank, whatever the layout.
+def square_of_gradients(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
+    """This rank's share of the squared norm of all gradients: the sum over ranks is that of the whole model, in any layout.
 
-    Each rank squares its own shards; sums travel only over the mesh axes that shard a tensor, so that replicas count
-    once. Gradients may live on different meshes.
+    A gradient that several ranks hold counts on each of them by its part.
+
+    Args:
+        parameters: whose gradients count; on all `ranks` the same ones, or shards of them.
+        ranks: that share the parameters: all, or those of a stage of a pipeline.
 
     Returns:
-        A scalar in float32 (float64 for float64 gradients); zero without gradients.
+        A float64 scalar.
     """
-    local: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
+    local: dict[int, list[torch.Tensor]] = defaultdict(list)
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        groups: tuple[dist.ProcessGroup, ...] = ()
+        shards = 1
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
-            groups = tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
+            shards = math.prod(mesh.size(axis) for axis, p in enumerate(gradient.placements) if not p.is_replicate())
             gradient = gradient.to_local()
-        local[groups].append(gradient)
-    total = torch.zeros(())
-    for groups, gradients in local.items():
+        local[shards].append(gradient)
+    total = torch.zeros((), dtype=torch.float64)
+    for shards, gradients in local.items():
         norms = torch.stack(torch._foreach_norm(gradients, dtype=_norm_dtype(gradients[0])))
-        square = norms.square().sum()
-        for group in groups:
-            dist.all_reduce(square, group=group)
-        total = total.to(square) + square
-    return total.sqrt()
+        total = total.to(norms.device) + norms.double().square().sum() * shards / ranks
+    return total
 
 
 def _norm_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.transformers import document_masks
-from weft.cluster.mesh import CONTEXT_AXES, DATA_AXES
+from weft.cluster.mesh import AXES, CONTEXT_AXES
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
 from weft.data import IGNORED, MicroBatch
@@ -25,9 +25,7 @@ from weft.plan import Plan
 from weft.precision.backward import carry_gradient
 from weft.precision.guard import find_culprit
 from weft.precision.scaling import LossScale
-from weft.train.optimizer import global_norm, scale_gradients
-
-LOSS_AXES = ("pp", *DATA_AXES, *CONTEXT_AXES)  # of a pipeline, only the last stage adds something
+from weft.train.optimizer import scale_gradients, square_of_gradients
 
 
 @dataclass(frozen=True)
@@ -148,16 +146,16 @@ def train_step(
         judge: (loss, gradient norm) of a step whose numbers are finite -> why its update is left out, if it is.
     """
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
-    tokens = int(all_reduce(counts.sum(), mesh, DATA_AXES))
+    tokens = int(all_reduce(_own_tokens(counts.sum(), mesh), mesh, AXES))
     # Gradients are means over the ranks that see different tokens; their sum is wanted.
     scale = plan.parallel.gradient_ranks * loss_scale.value
     rows = plan.parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
     factors = scale / max(tokens, 1), scale / rows
     loss_sum = forward_backward(model, batches, plan, mesh, *factors)
-    mean_loss = all_reduce(loss_sum, mesh, LOSS_AXES).item() / max(tokens, 1)
-
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    grad_norm = model_norm(model, parameters, mesh).item() / loss_scale.value
+    sums = torch.stack([_own_loss(loss_sum, mesh), _square(model, parameters, mesh).to(loss_sum.device)])
+    total, square = all_reduce(sums, mesh, AXES).tolist()  # in one message
+    mean_loss, grad_norm = total / max(tokens, 1), square**0.5 / loss_scale.value
     finite = math.isfinite(grad_norm) and math.isfinite(mean_loss)
     problem = judge(mean_loss, grad_norm) if finite else None
     if finite and problem is None:
@@ -183,20 +181,29 @@ def train_step(
     return StepResult(mean_loss, grad_norm, tokens, following, problem, overflowed)
 
 
+def _own_tokens(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Of ranks that share rows, one counts their tokens."""
+    sharing = ("pp", *CONTEXT_AXES, "tp")
+    return tokens * all(mesh.get_local_rank(axis) == 0 for axis in sharing)
+
+
+def _own_loss(loss_sum: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Of ranks of tp, which have the same loss, one adds it; of a pipeline, only the last stage has any."""
+    return loss_sum if mesh.get_local_rank("tp") == 0 else torch.zeros_like(loss_sum)
+
+
 def _overflowed(parameters: list[nn.Parameter], mesh: DeviceMesh) -> tuple[int, ...]:
     """Ranks of pp with a gradient that is not finite; of a pipeline, the last of them was the first."""
-    finite = math.isfinite(global_norm(parameters).item())
+    finite = math.isfinite(square_of_gradients(parameters, 1).item())
     stages = all_gather_json(None if finite else mesh.get_local_rank("pp"))
     return tuple(sorted({stage for stage in stages if stage is not None}))
 
 
-def model_norm(model: Any, parameters: list[nn.Parameter], mesh: DeviceMesh) -> Tensor:
-    """`global_norm` over the stages of a pipeline too, where a tied weight on two of them counts once."""
-    if mesh["pp"].size() == 1:
-        return global_norm(parameters)
-    copy = model.pipeline.tied_copy
-    square = global_norm(parameter for parameter in parameters if parameter is not copy).square()
-    return all_reduce(square, mesh, ("pp",)).sqrt()
+def _square(model: Any, parameters: list[nn.Parameter], mesh: DeviceMesh) -> Tensor:
+    """This rank's share of the squared norm of the gradient; a tied weight on two stages of a pipeline counts once."""
+    stages = mesh["pp"].size()
+    copy = model.pipeline.tied_copy if stages > 1 else None
+    return square_of_gradients((p for p in parameters if p is not copy), mesh.size() // stages)
 
 
 @torch.no_grad()
@@ -224,5 +231,6 @@ def evaluate(model: Any, batches: Sequence[MicroBatch], mesh: DeviceMesh) -> flo
             add_up(forward(model, batch), batch, None)
     model.train()
     tokens = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
-    all_reduce(loss_sum, mesh, LOSS_AXES)
-    return loss_sum.item() / int(all_reduce(tokens, mesh, DATA_AXES))
+    sums = torch.stack([_own_loss(loss_sum, mesh), _own_tokens(tokens, mesh).double()])
+    total, count = all_reduce(sums, mesh, AXES).tolist()
+    return total / count

@@ -1,0 +1,112 @@
+"""Training on ranks that believe they are on two hosts ends where training on one does."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.lab.families import family
+from tests.lab.parity import compare, packed_batches, plan_for, share, whole
+from tests.lab.pool import run_ranks
+from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.cluster import hierarchy
+from weft.cluster.hierarchy import TwoLevelGroup
+from weft.cluster.mesh import build_mesh, data_rank, group_of_all
+from weft.comm.collectives import Recorder
+from weft.job import Model, Optimizer
+from weft.parallel.parallelize import parallelize
+from weft.plan import Comm, Plan
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer
+from weft.train.step import forward, train_step
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 0": {"zero": 0},
+    "zero 1": {"zero": 1},
+    "zero 2": {"zero": 2},
+    "zero 3": {"zero": 3},
+    "replicas of shards": {"dp_replicate": 2, "dp_shard": 2},
+    "cp ring": {"cp": 4},
+    "cp Ulysses": {"cp": 2, "cp_ulysses": 2, "zero": 0},
+    "tp 4": {"tp": 4, "zero": 0},
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2},
+    "ep 4": {"ep": 4},
+    "ep 4, zero 0": {"ep": 4, "zero": 0},
+    "tp 2, ep 4": {"tp": 2, "ep": 4},
+}
+
+
+def built(rank: int, ranks: int, model: Model, plan: Plan, hosts: int) -> tuple[Any, Any]:
+    """A model split over ranks of which equal parts are on each host, and the mesh."""
+    with mock.patch.object(hierarchy, "_place", return_value=[f"host {rank * hosts // ranks}"]):
+        mesh = build_mesh(plan, "cpu", ranks)
+        split = parallelize(build_on_meta(read_config(model), torch.float64), plan, mesh)
+        group_of_all(mesh)
+    materialize(split, model, torch.device("cpu"))
+    return split, mesh
+
+
+def trained(
+    rank: int, ranks: int, model: Model, plan: Plan, hosts: int
+) -> tuple[list[float], dict[str, Any], set[str]]:
+    """Losses of three steps, the weights they end in, and the links that were used."""
+    plan = plan.resolve(ranks)
+    split, mesh = built(rank, ranks, model, plan, hosts)
+    optimizer = build_optimizer(split, Optimizer())
+    losses = []
+    with Recorder() as recorder:
+        for batch in packed_batches(96)[:3]:
+            mine = share(batch, data_rank(mesh), plan.parallel.data_ranks, 2)
+            losses.append(train_step(split, optimizer, mine, plan, mesh, LossScale(), 1.0).loss)
+    kinds = {message.link for message in recorder.messages}
+    return losses, {name: whole(p).detach().clone() for name, p in split.named_parameters()}, kinds
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_hosts(layout: str) -> None:
+    moe = "ep" in LAYOUTS[layout]
+    model = Model(config={**family("qwen3_moe" if moe else "qwen3"), "tie_word_embeddings": False})
+    plan = plan_for("fp64", **LAYOUTS[layout])
+    expected = run_ranks(4, trained, model, plan, 1)
+    for (losses, weights, kinds), (theirs, their_weights, _) in zip(
+        run_ranks(4, trained, model, plan, 2), expected, strict=True
+    ):
+        assert losses == pytest.approx(theirs, rel=1e-12)
+        assert "between" in kinds
+        for name, weight in weights.items():
+            compare(name, weight, their_weights[name], 1e-9)
+
+
+def under_way(rank: int, ranks: int, model: Model, ahead: int) -> list[int]:
+    """Gathers that are under way when each block ends its forward."""
+    plan = plan_for("fp64", zero=3).resolve(ranks)
+    plan = plan.model_copy(update={"comm": Comm(prefetch=ahead)})
+    split, mesh = built(rank, ranks, model, plan, 2)
+    running, found, issue = 0, [], TwoLevelGroup.all_gather_single
+
+    def watched(self: Any, *args: Any) -> Any:
+        nonlocal running
+        work = issue(self, *args)
+        finish, running = work.finish, running + 1
+
+        def finished() -> None:
+            nonlocal running
+            running -= 1
+            finish()
+
+        work.finish = finished
+        return work
+
+    for block in split.model.layers:
+        block.register_forward_hook(lambda *_: found.append(running))
+    with mock.patch.multiple(TwoLevelGroup, all_gather_single=watched, _allgather_base=watched), torch.no_grad():
+        forward(split, share(packed_batches(96)[0], data_rank(mesh), 4, 2)[0])
+    return found
+
+
+def test_weights_are_gathered_ahead() -> None:
+    model = Model(config={**family("qwen3"), "num_hidden_layers": 4})
+    for ahead, expected in ((0, [0, 0, 0, 0]), (1, [1, 1, 1, 0]), (2, [2, 2, 1, 0])):
+        assert run_ranks(4, under_way, model, ahead) == [expected] * 4
