@@ -64,6 +64,12 @@ class RendezvousError(WeftError):
     exit_code = 2
 
 
+class TopologyError(WeftError):
+    """A declared topology contradicts itself, or is of other hosts and ranks."""
+
+    exit_code = 2
+
+
 class CheckpointError(WeftError):
     """A folder with weights is missing, incomplete or damaged."""
 

@@ -127,6 +127,9 @@ class Comm(Table):
     the cores from computation, gather none ahead."""
     head_groups: Degree = 1
     """Groups in which the heads of Ulysses travel, each while that before it is attended to."""
+    topology: str = ""
+    """File that declares the hosts of the job and the links between their ranks, as `weft topology --out` writes it; empty:
+    which ranks share a host is all that is known."""
 
 
 class Plan(Table):

@@ -170,7 +170,9 @@ def test_a_rank_killed_on_another_host(lab: Lab) -> None:
 def test_two_hosts_train_as_one(lab: Lab) -> None:
     lab.write(train={"steps": 6, "global_batch": 4}, plan={"parallel": {"tp": 2}, "precision": {"forward": "fp32"}})
     first, second = lab.start_all("--ranks", "2")
-    assert "the quick brown" in first.ends(0).lower()  # a sample
+    printed = first.ends(0)
+    assert "the quick brown" in printed.lower()  # a sample
+    assert "tp 2: inside a host\ndp_shard 2: between hosts\n" in printed
     assert "host 1" in second.ends(0)
     assert (lab.out / "report.html").exists()
     assert (lab.out / "export/model.safetensors").exists()

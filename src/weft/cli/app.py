@@ -10,6 +10,7 @@ from weft.cli.export import export
 from weft.cli.memory import memory
 from weft.cli.report import report
 from weft.cli.schema import schema
+from weft.cli.topology import topology
 from weft.cli.train import train
 
 app = typer.Typer(
@@ -20,6 +21,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, compare, dryrun, memory, export, report, anatomy, schema):
+for command in (train, compare, dryrun, memory, topology, export, report, anatomy, schema):
     app.command()(command)
 app.add_typer(checkpoint, name="checkpoint")

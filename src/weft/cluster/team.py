@@ -133,6 +133,10 @@ class Team:
         """Ranks of all hosts."""
         return self.board.layout()[1]
 
+    def ranks_by_host(self) -> list[int]:
+        """Ranks of each host, in the order of their ranks."""
+        return [state.ranks for state in self.board.look()]
+
     def announce(self, facts: dict[str, str]) -> None:
         """On host 0: what the others must know before the first attempt."""
         self._post(Notice(facts=facts))

@@ -6,7 +6,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from weft.cluster.device import Device, detect
 from weft.cluster.guardian import Limits
 from weft.cluster.launch import default_ranks, launch
 from weft.cluster.meeting import Meeting
+from weft.cluster.placement import explain_plan
 from weft.cluster.team import Team
+from weft.cluster.topology import Topology, of_hosts
 from weft.data import Prepared, Rows, count_micro_batches, prepare, scored_pairs, unigram_and_bigram
 from weft.errors import CheckpointError, JobError, RankFailure, WeftError
 from weft.job import Job
@@ -98,6 +100,7 @@ def _train_here(
     plan = job.plan.resolve(all_ranks)
     resolved = job.model_copy(update={"plan": plan})
     config, anatomy = check_model(resolved)
+    lines = explain_links(plan, team.ranks_by_host() if team else [ranks])
     prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, say=say)
     check_tokens(resolved, prepared, config)
     check_resume(job, prepared, resume)
@@ -112,6 +115,8 @@ def _train_here(
         team.announce({"word": word, "resume": resume or ""})
     size = format_count(anatomy.parameters)
     say(f"{anatomy.family} with {size} parameters on {all_ranks} x {device.name}, output in {out}")
+    for line in lines:
+        say(line)
     summary = out / "run.json"
     before = summary.stat().st_mtime_ns if summary.exists() else None
     try:
@@ -156,6 +161,24 @@ def _help(job: Job, ranks: int, device: Device, team: Team, say: Callable[[str],
 def _command(out: Path, *resume: str | None) -> list[str]:
     """Of a rank; checkpoints to go on from are tried in turn."""
     return [sys.executable, "-m", "weft.train.rank", str(out), *filter(None, resume)]
+
+
+def explain_links(plan: Plan, ranks: Sequence[int]) -> list[str]:
+    """Over which links the axes of a plan run, one line each, and warnings; nothing for one host of which nothing is declared.
+
+    Args:
+        plan: resolved.
+        ranks: ranks of each host.
+
+    Raises:
+        TopologyError: the declared topology contradicts itself, or is of other hosts and ranks.
+    """
+    declared = plan.comm.topology
+    if not declared and len(ranks) == 1:
+        return []
+    topology = Topology.load(declared) if declared else of_hosts(ranks)
+    topology.check_fits(ranks, where=declared)
+    return explain_plan(topology, plan)
 
 
 def check_resume(job: Job, prepared: Prepared, resume: str | None) -> None:

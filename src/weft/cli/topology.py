@@ -1,0 +1,67 @@
+"""weft topology"""
+
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def topology(
+    job: Annotated[Optional[Path], typer.Argument(help="Job as TOML, to see over which links its axes run.")] = None,  # noqa: UP045
+    set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
+    ranks: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Processes on this host; default one an accelerator, two on CPU."),
+    ] = None,
+    file: Annotated[Optional[Path], typer.Option(help="Declared topology: show it, and measure nothing.")] = None,  # noqa: UP045
+    out: Annotated[Optional[Path], typer.Option(help="File for the topology, for plan.comm.topology.")] = None,  # noqa: UP045
+    json: Annotated[Optional[Path], typer.Option(help="File for all figures.")] = None,  # noqa: UP045
+    seconds: Annotated[float, typer.Option(min=0.1, help="No round of pairs begins later.")] = 5.0,
+    cache: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder with measurements: one of the same ranks, not older than a day, is taken."),
+    ] = None,
+    hosts: Annotated[int, typer.Option(min=1, help="Hosts; each runs this command.")] = 1,
+    host: Annotated[int, typer.Option(min=0, help="Number of this host, from 0.")] = 0,
+    meet: Annotated[str | None, typer.Option(help="ADDRESS:PORT of host 0, where several hosts meet.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Secret of the hosts; default the variable WEFT_TOKEN.")
+    ] = None,
+    interface: Annotated[str | None, typer.Option(help="Of this host; default the one that leads to host 0.")] = None,
+) -> None:
+    """Measure latency and bandwidth between ranks; show classes of links, those that are slow, and where axes run."""
+    if hosts > 1:  # torch prints a stack for each lost connection of its store
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    from weft.cluster.device import detect
+    from weft.cluster.launch import default_ranks
+    from weft.cluster.measurement import to_topology
+    from weft.cluster.meeting import plan_meeting
+    from weft.cluster.placement import explain_plan
+    from weft.cluster.topology import Topology, save_text
+    from weft.comm.survey import survey
+    from weft.job import Job
+    from weft.observe.topology import print_topology, write_topology
+
+    recipe = job or Path(str(files("weft.recipes") / "first.toml"))
+    chosen = Job.load(recipe, set_) if job or set_ else None
+    measured = None
+    if file is not None:
+        found, source = Topology.load(file), f"declared in {file}"
+        if ranks is not None:
+            found.check_fits([ranks], where=str(file))
+    else:
+        meeting = plan_meeting(host, hosts, meet, token_file, interface)
+        ranks = ranks or default_ranks(detect())
+        if chosen and meeting is None:  # what does not fit is refused before anything is measured
+            chosen.plan.resolve(ranks)
+        measured, source = survey(ranks, meeting=meeting, seconds=seconds, cache=cache)
+        found = to_topology(measured)
+    lines = explain_plan(found, chosen.plan.resolve(found.world_size)) if chosen else []
+    print_topology(found, measured, source, lines)
+    if out is not None:
+        save_text(found.to_toml(), out)
+    if json is not None:
+        write_topology(found, measured, source, lines, json)

@@ -1,0 +1,114 @@
+"""`weft topology` from end to end, and what `weft train` says of a declared topology."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lab.jobs import write_job
+from weft.cli import main
+from weft.cluster.topology import Topology
+from weft.job import Job
+from weft.train.run import explain_links
+
+DECLARED = """
+inside_host = "memory"
+hosts = [{ name = "here", ranks = 2 }]
+links = [{ name = "memory", latency_seconds = 50e-6, bytes_per_second = 4e9 }]
+"""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run `weft`; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["weft", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    return int(stopped.value.code or 0)
+
+
+def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured, shown, and left in a file that can be declared."""
+    out, figures = tmp_path / "cluster.toml", tmp_path / "figures.json"
+    files = ["--out", str(out), "--json", str(figures), "--cache", str(tmp_path / "cache")]
+    options = ["--ranks", "2", "--seconds", "1", "--set", "plan.parallel.tp=2"]
+    assert run(monkeypatch, "topology", *options, *files) == 0
+    printed = capfd.readouterr().out
+    assert "1 host, 2 ranks, measured in" in printed
+    assert "GB/s from row to column" in printed
+    assert "no link is slow" in printed
+    assert "tp 2: inside a host (" in printed
+    facts = json.loads(figures.read_text())
+    assert Topology.load(out) == Topology.model_validate(facts["topology"])
+    assert facts["measurement"]["hosts"][0][1] == 2
+    assert facts["axes"][0].startswith("tp 2: inside a host")
+
+    assert run(monkeypatch, "topology", *options, *files) == 0
+    assert "min ago" in capfd.readouterr().out
+
+    assert run(monkeypatch, "topology", "--file", str(out), "--set", "plan.parallel.tp=2") == 0
+    printed = capfd.readouterr().out
+    assert f"declared in {out}" in printed
+    assert facts["axes"][0] in printed
+
+
+def test_many_ranks_have_a_row_a_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = DECLARED + 'between_hosts = "memory"\n'
+    text = text.replace('{ name = "here", ranks = 2 }', ", ".join(f'{{ name = "h{n}", ranks = 8 }}' for n in range(3)))
+    lines = text.splitlines()
+    (tmp_path / "cluster.toml").write_text("\n".join([lines[-1], *lines[:-1]]))
+    assert run(monkeypatch, "topology", "--file", str(tmp_path / "cluster.toml")) == 0
+    printed = capsys.readouterr().out
+    assert "3 hosts, 24 ranks, declared" in printed
+    assert "from row to column" not in printed
+    assert all(name in printed for name in ("h0", "16-23", "4 GB/s, 50 us"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--file", "nowhere.toml"], "there is no file nowhere.toml"),
+        (["--file", "cluster.toml", "--ranks", "3"], "the job starts 3 there"),
+        (["--file", "cluster.toml", "--set", "plan.parallel.tp=3"], "cannot be divided by"),
+        (["--hosts", "2"], "host 0 of 2 has no --meet"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "cluster.toml").write_text(DECLARED)
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "topology", *arguments) == 2
+    text = capsys.readouterr().err
+    assert words in text
+    assert "Traceback" not in text
+
+
+# weft train
+
+
+def test_training_says_where_axes_run(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(DECLARED)
+    job = Job.load(write_job(tmp_path), ["plan.parallel.tp=2", f"plan.comm.topology={path}"])
+    assert explain_links(job.plan.resolve(2), [2]) == ["tp 2: inside a host (memory, 4 GB/s, 50 us)"]
+    unknown = Job.load(write_job(tmp_path), ["plan.parallel.tp=2"]).plan
+    assert explain_links(unknown.resolve(2), [2]) == []
+    assert explain_links(unknown.resolve(4), [2, 2]) == ["tp 2: inside a host", "dp_shard 2: between hosts"]
+
+
+def test_training_refuses_a_topology_of_other_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(DECLARED.replace("ranks = 2", "ranks = 4"))
+    job = write_job(tmp_path)
+    assert run(monkeypatch, "train", str(job), "--ranks", "2", "--set", f"plan.comm.topology={path}") == 2
+    assert "gives host 0 (here) 4 ranks; the job starts 2 there" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
