@@ -1,6 +1,7 @@
 """Two levels give what one ring gives, on ranks that believe they are on two hosts."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -8,13 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cluster.links import two_levels
 from tests.cluster.test_shared_memory import FLOATS, numbers, results
 from tests.lab.pool import run_ranks
 from weft.cluster import hierarchy
 from weft.cluster.hierarchy import TwoLevelGroup, register_backend
+from weft.cluster.mesh import choose_hierarchy
 from weft.cluster.observed import GlooGroup
 from weft.cluster.shared_memory import SharedMemoryGroup
 from weft.comm.collectives import Recorder
+from weft.plan import Comm
 
 
 def make_group(rank: int, hosts: Sequence[int], forced: str = "auto") -> Any:
@@ -26,13 +30,14 @@ def make_group(rank: int, hosts: Sequence[int], forced: str = "auto") -> Any:
 def compare(rank: int, ranks: int, count: int, dtype: torch.dtype, steps: int) -> None:
     group = make_group(rank, [peer // 2 for peer in range(ranks)], "two_level")
     assert isinstance(group, TwoLevelGroup)
-    found = results(group, rank, ranks, count, dtype, steps)
+    with mock.patch.object(hierarchy, "PIECE", 2 * hierarchy.SMALL):
+        found = results(group, rank, ranks, count, dtype, steps)
     expected = results(dist.group.WORLD, rank, ranks, count, dtype, 1)  # gloo takes no gaps
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(mine, theirs), number
 
 
-@pytest.mark.parametrize("count", [1, 3, 1000, 5001, hierarchy.PIECE + hierarchy.SMALL + 1])
+@pytest.mark.parametrize("count", [1, 3, 1000, 5001, 3 * hierarchy.SMALL + 1])
 def test_sizes(count: int) -> None:
     run_ranks(4, compare, count, torch.float32, 1)
 
@@ -112,3 +117,24 @@ def test_what_passes_between_hosts_is_shared_by_the_ranks_of_each() -> None:
         # One ring sends the same in every of its links, of which each host has one to the other.
         assert found["flat"] == {"": 2 * full * 3 // 4 + 2 * wide * 3 // 4}
         assert found["flat"][""] / (2 * found["auto"]["between"]) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "expected"),
+    [
+        ({}, [0, 1, 2, 3], "auto"),  # an all-to-all sends as much either way, and more inside
+        ({"latency_seconds": 0.5}, [0, 1, 2, 3], "two_level"),  # fewer messages
+        ({}, [0, 1], "flat"),  # of one host
+        ({}, [0, 2], "flat"),  # one on each
+    ],
+)
+def test_the_hierarchy_is_chosen_by_a_declared_topology(
+    tmp_path: Path, change: dict[str, float], ranks: list[int], expected: str
+) -> None:
+    known = two_levels(2, 2)
+    slow = known.links[1].model_copy(update=change)
+    path = tmp_path / "cluster.toml"
+    path.write_text(known.model_copy(update={"links": (known.links[0], slow)}).to_toml())
+    assert choose_hierarchy(Comm(topology=str(path)), ranks) == expected
+    assert choose_hierarchy(Comm(topology=str(path), hierarchy="flat"), ranks) == "flat"
+    assert choose_hierarchy(Comm(), ranks) == "auto"

@@ -1,16 +1,23 @@
 """Plan -> DeviceMesh with named axes. Built once, passed explicitly."""
 
+from collections.abc import Mapping
+from math import prod
+
+import numpy as np
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend of axes with one rank)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from weft.cluster.collective_time import choose
 from weft.cluster.hierarchy import register_backend
-from weft.plan import Plan
+from weft.cluster.topology import Topology
+from weft.plan import Comm, Plan
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 CONTEXT_AXES = ("cp_ring", "cp_ulysses")
 AXES = ("pp", *DATA_AXES, *CONTEXT_AXES, "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
+TYPICAL_BYTES = 2**24  # of the messages that a hierarchy is chosen by: gradients of a block
 
 
 def mesh_shape(plan: Plan) -> tuple[int, ...]:
@@ -37,7 +44,7 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
     Raises:
         PlanError: the plan does not fit the number of ranks.
     """
-    return _named_mesh(device_type, mesh_shape(plan.resolve(world_size)), AXES, plan.comm.hierarchy)
+    return _named_mesh(device_type, mesh_shape(plan.resolve(world_size)), AXES, plan.comm)
 
 
 def join_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
@@ -78,21 +85,46 @@ def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     p = plan.parallel
     inside = p.cp * p.tp * (p.data_ranks if p.zero == 0 else p.dp_shard) // p.ep
     replicate, shard = (inside, 1) if p.zero == 0 else (p.dp_replicate, inside)
-    return _named_mesh(device_type, (p.pp, replicate, shard, p.ep), EXPERT_AXES, plan.comm.hierarchy)
+    return _named_mesh(device_type, (p.pp, replicate, shard, p.ep), EXPERT_AXES, plan.comm)
 
 
-def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], hierarchy: str) -> DeviceMesh:
-    several = _backend(device_type, hierarchy) if max(shape) > 1 else None
-    backends = {name: "fake" if size == 1 else several for name, size in zip(names, shape, strict=True)}
+def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], comm: Comm) -> DeviceMesh:
+    sizes = dict(zip(names, shape, strict=True))
+    backends = {name: _backend(device_type, sizes, name, comm) if size > 1 else "fake" for name, size in sizes.items()}
     backends = {name: backend for name, backend in backends.items() if backend is not None}
     return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=backends)  # type: ignore[arg-type]
 
 
-def _backend(device_type: str, hierarchy: str) -> str | None:
+def _backend(device_type: str, sizes: dict[str, int], axis: str, comm: Comm) -> str | None:
     """Of an axis of several ranks; None leaves it to torch. In a dry run the default group is fake, and so are all others."""
     if dist.get_backend() == "fake":
         return "fake"
-    return register_backend(hierarchy) if device_type == "cpu" else None
+    return (
+        register_backend(choose_hierarchy(comm, axis_groups(sizes, axis)[0].tolist())) if device_type == "cpu" else None
+    )
+
+
+def choose_hierarchy(comm: Comm, ranks: list[int]) -> str:
+    """One level or two, for the collectives of some ranks: what the plan says, or by the cost of messages of 16 MB where a
+    topology with figures is declared.
+
+    Args:
+        comm: of the plan.
+        ranks: of a group, host after host.
+    """
+    topology = Topology.load(comm.topology) if comm.topology and comm.hierarchy == "auto" else None
+    if topology is None or not topology.links:
+        return comm.hierarchy
+    if choose(topology, "all_reduce", TYPICAL_BYTES, ranks) == "flat":
+        return "flat"
+    return "two_level" if choose(topology, "all_to_all", TYPICAL_BYTES, ranks) == "two_level" else "auto"
+
+
+def axis_groups(shape: Mapping[str, int], axis: str) -> np.ndarray:
+    """The groups of an axis, [groups, degree]."""
+    place = list(shape).index(axis)
+    ranks = np.arange(prod(shape.values())).reshape(tuple(shape.values()))
+    return np.moveaxis(ranks, place, -1).reshape(-1, shape[axis])
 
 
 def data_rank(mesh: DeviceMesh) -> int:

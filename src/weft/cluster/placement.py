@@ -11,7 +11,7 @@ from math import gcd, prod
 
 import numpy as np
 
-from weft.cluster.mesh import AXES, mesh_shape
+from weft.cluster.mesh import AXES, axis_groups, mesh_shape
 from weft.cluster.topology import UNKNOWN, Topology
 from weft.plan import Plan
 
@@ -46,16 +46,9 @@ def explain_axes(topology: Topology, shape: Mapping[str, int]) -> list[str]:
         topology: of all ranks.
         shape: ranks along each axis, outermost first; their product is the number of ranks.
     """
-    axes = {axis: _groups(shape, axis) for axis, degree in shape.items() if degree > 1 and axis != "others"}
+    axes = {axis: axis_groups(shape, axis) for axis, degree in shape.items() if degree > 1 and axis != "others"}
     lines = [f"{NAMES.get(axis, axis)} {shape[axis]}: {_describe(topology, groups)}" for axis, groups in axes.items()]
     return lines[::-1] + _warnings(topology, shape, axes)
-
-
-def _groups(shape: Mapping[str, int], axis: str) -> np.ndarray:
-    """The groups of an axis, [groups, degree]."""
-    place = list(shape).index(axis)
-    ranks = np.arange(prod(shape.values())).reshape(tuple(shape.values()))
-    return np.moveaxis(ranks, place, -1).reshape(-1, shape[axis])
 
 
 def _describe(topology: Topology, groups: np.ndarray) -> str:
