@@ -37,8 +37,8 @@ CARRIERS = (
 )
 
 # torch 2.13 gave these two their new names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op: str = "sum") -> torch.Tensor:
@@ -67,7 +67,7 @@ def gather_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
     """The parts of all ranks side by side along a dim, in the order of ranks. Not differentiable."""
     ranks = group.size()
     parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    _all_gather(parts, x.contiguous(), group)
+    all_gather_single(parts, x.contiguous(), group)
     dim = dim % x.ndim
     return (
         parts.unflatten(0, (ranks, -1))
@@ -81,7 +81,7 @@ def reduce_scatter_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> t
     ranks, dim = group.size(), dim % x.ndim
     parts = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
-    _reduce_scatter(mine, parts.flatten(0, 1), group=group)
+    reduce_scatter_single(mine, parts.flatten(0, 1), group=group)
     return mine
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from weft.anatomy.transformers import document_masks
 from weft.cluster.mesh import CONTEXT_AXES, DATA_AXES
 from weft.comm.collectives import all_reduce
+from weft.comm.compression.feedback import Feedback
 from weft.comm.objects import all_gather_json
 from weft.data import IGNORED, MicroBatch
 from weft.memory.update import step_in_parts
@@ -25,6 +26,7 @@ from weft.plan import Plan
 from weft.precision.backward import carry_gradient
 from weft.precision.guard import find_culprit
 from weft.precision.scaling import LossScale
+from weft.train.one_bit_adam import momentum_decay
 from weft.train.optimizer import global_norm, scale_gradients
 
 LOSS_AXES = ("pp", *DATA_AXES, *CONTEXT_AXES)  # of a pipeline, only the last stage adds something
@@ -37,7 +39,7 @@ class StepResult:
     loss: float
     """Mean cross entropy over all target tokens of the global batch, in nats."""
     grad_norm: float
-    """Norm of the whole gradient before clipping."""
+    """Norm of the whole gradient before clipping; of onebit-adam, after the freeze, of the whole momentum."""
     tokens: int
     """Target tokens of the global batch."""
     loss_scale: LossScale
@@ -153,6 +155,9 @@ def train_step(
     scale = plan.parallel.gradient_ranks * loss_scale.value
     rows = plan.parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
     factors = scale / max(tokens, 1), scale / rows
+    feedback: Feedback | None = getattr(model, "feedback", None)
+    if feedback is not None:
+        feedback.begin(loss_scale.value, momentum_decay(optimizer, feedback))
     loss_sum = forward_backward(model, batches, plan, mesh, *factors)
     mean_loss = all_reduce(loss_sum, mesh, LOSS_AXES).item() / max(tokens, 1)
 
@@ -167,6 +172,8 @@ def train_step(
             optimizer.step()
         else:
             step_in_parts(optimizer)
+        if feedback is not None:
+            feedback.commit(clip)
     overflowed = () if finite else _overflowed(parameters, mesh)
     optimizer.zero_grad(set_to_none=True)
     following = loss_scale.after(finite)
