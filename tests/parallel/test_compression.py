@@ -111,3 +111,28 @@ def close_to_uncompressed(world_size: int, source: str, plan: Plan) -> None:
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_training_comes_to_the_same(compression: str, zero: int) -> None:
     close_to_uncompressed(2, "llama", plan_for(compression, zero=zero))
+
+
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "hsdp": (4, "llama", {"zero": 3, "dp_replicate": 2}),
+    "hsdp, zero 1": (4, "llama", {"zero": 1, "dp_replicate": 2}),
+    "tp, zero 0": (4, "llama", {"zero": 0, "tp": 2}),
+    "tp, zero 3": (4, "llama", {"zero": 3, "tp": 2}),
+    "cp, zero 0": (2, "llama", {"zero": 0, "cp": 2}),
+    "cp x dp, zero 2": (4, "llama", {"zero": 2, "cp": 2}),
+    "pp, zero 0": (4, "llama", {"zero": 0, "pp": 2}),
+    "pp, zero 2": (4, "llama", {"zero": 2, "pp": 2}),
+    "pp, hsdp": (4, "llama", {"zero": 1, "pp": 2, "dp_replicate": 2}),
+    "ep, experts of one rank": (2, "mixture", {"zero": 0, "ep": 2}),
+    "ep, experts of one rank, zero 3": (2, "mixture", {"zero": 3, "ep": 2}),
+    "ep, zero 0": (4, "mixture", {"zero": 0, "ep": 2}),
+    "ep, zero 2": (4, "mixture", {"zero": 2, "ep": 2}),
+    "ep x hsdp": (4, "mixture", {"zero": 3, "ep": 2, "dp_replicate": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("compression", ["2:4", "1-bit"])
+def test_every_axis(compression: str, layout: str) -> None:
+    world_size, source, parallel = LAYOUTS[layout]
+    close_to_uncompressed(world_size, source, plan_for(compression, **parallel))

@@ -21,7 +21,7 @@ momenta), or 8 P / i with i ranks of a host that share it before they compress.
 """
 
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,7 @@ from weft.anatomy.roles import Anatomy
 from weft.cluster.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
-from weft.parallel.replicate import GradientReducer, Unit
+from weft.parallel.replicate import GradientReducer, Unit, is_split
 from weft.parallel.weights import to_local
 from weft.plan import BYTES, Plan, state_bytes
 from weft.precision.dtypes import DTYPES
@@ -95,7 +95,7 @@ def _compress(
         levels = levels_of(shards.get_group(), level)
         compresses = shards.size() > 1 and levels.outer_size > 1
         if compresses:
-            scatter: Any = ReduceScatter(f"scatter.{name or 'rest'}", levels, feedback)
+            scatter: Any = ReduceScatter(f"scatter.{name or 'rest'}", levels, feedback, _segments(module))
             module.set_custom_reduce_scatter(scatter)
         elif replicas.size() == 1:
             module.set_all_reduce_hook(partial(feedback.add_up, name or "rest"))
@@ -104,6 +104,16 @@ def _compress(
         model.gradient_reducer = GradientReducer(units, feedback, level)
         # Before FSDP2's own, which shows the model what is gathered.
         model.register_forward_pre_hook(model.gradient_reducer.prepare, prepend=True)
+
+
+def _segments(unit: Any) -> list[int]:
+    """Of a rank's part of the gradients of a unit of FSDP2: stretches that tp ranks have copies of, and others."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, and before
+    parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    own = [parameter for parameter in parameters if parameter.sharded_param.requires_grad]
+    stretches = groupby(own, key=lambda parameter: is_split(parameter.sharded_param))
+    return [sum(parameter.padded_sharded_param_size.numel() for parameter in part) for _, part in stretches]
 
 
 def _expert_placement(shards: int, parameter: nn.Parameter) -> Shard | None:

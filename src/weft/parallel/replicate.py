@@ -61,10 +61,13 @@ class Unit(NamedTuple):
     makes_momentum: bool = True
     """Whether this reduction is the one that makes momenta of gradients, where momenta are what is compressed."""
 
-    @property
-    def name(self) -> str:
-        """Of its reduction."""
-        return self.module or "rest"
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether ranks of tp or ep hold a part of it each, not a copy."""
+    if not isinstance(parameter, DTensor):
+        return False
+    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    return any(name in ("tp", "ep") and not placement.is_replicate() for name, placement in axes)
 
 
 class Bucket:
@@ -75,6 +78,7 @@ class Bucket:
     ):
         self.unit, self.feedback = unit, feedback
         self.levels = levels_of(unit.group, compress_level)
+        self.name = f"{'split' if is_split(parameters[0]) else 'whole'}.{unit.module or 'rest'}"
         self.parameters = parameters
         locals_ = [to_local(p.detach()) for p in parameters]
         sizes = [local.numel() for local in locals_]
@@ -92,8 +96,8 @@ class Bucket:
         self.missing = len(self.parameters)
         unit, feedback = self.unit, self.feedback
         if feedback is not None and feedback.is_on and self.levels.outer_size > 1:
-            return AllReduce(unit.name, self.flat, self.levels, feedback, momentum=unit.makes_momentum)
-        return PlainAllReduce(unit.name, self.flat, unit.group, feedback if unit.makes_momentum else None)
+            return AllReduce(self.name, self.flat, self.levels, feedback, momentum=unit.makes_momentum)
+        return PlainAllReduce(self.name, self.flat, unit.group, feedback if unit.makes_momentum else None)
 
 
 def _like(view: Tensor, parameter: Tensor) -> Tensor:
@@ -129,10 +133,18 @@ class GradientReducer:
         rest = {id(p): p for p in model.parameters() if p.requires_grad}
         for unit in self.units:
             inside = [p for p in model.get_submodule(unit.module).parameters() if rest.pop(id(p), None) is not None]
-            self.buckets += [Bucket(inside, unit, self.feedback, self.compress_level)] if inside else []
+            for part in self._parts(inside):
+                self.buckets.append(Bucket(part, unit, self.feedback, self.compress_level))
         for index, bucket in enumerate(self.buckets):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.register_post_accumulate_grad_hook(self._keeper(index, view))
+
+    def _parts(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """What has a bucket of its own: what tp ranks have copies of stays so only if nothing else is in its messages."""
+        if self.feedback is None:
+            return [parameters] if parameters else []
+        parts = [[p for p in parameters if is_split(p) == split] for split in (True, False)]
+        return [part for part in parts if part]
 
     def _keeper(self, index: int, view: Tensor) -> Any:
         def keep(parameter: Tensor) -> None:

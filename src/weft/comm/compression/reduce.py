@@ -14,6 +14,7 @@ sums are compressed:
     inner  reduce-scatter -> outer  compressed -> inner  all-gather (of an all-reduce)
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.collectives import all_gather_single, reduce_scatter_single
-from weft.comm.compression.codec import decode, encode
+from weft.comm.compression.codec import Codec, decode, encode
 from weft.comm.compression.feedback import Feedback
+from weft.errors import CommunicationError
 
 
 class Levels(NamedTuple):
@@ -79,6 +81,17 @@ class PlainAllReduce:
             self.feedback.add_up(self.name, self.flat)
 
 
+class Sending(NamedTuple):
+    """Messages on their way, which must stay until they have left."""
+
+    work: Any
+    messages: Tensor
+
+    def wait(self) -> None:
+        """Until all have come and gone."""
+        self.work.wait()
+
+
 class AllReduce:
     """A mean over ranks under way, in place; it begins when it is made. All ranks make the same ones, in the same order.
 
@@ -104,20 +117,20 @@ class AllReduce:
             reduce_scatter_single(gradient, host, dist.ReduceOp.AVG, group=levels.inner)
         gradient = gradient.view(levels.outer_size, self.length)
         self.left = feedback.add_to(name, gradient, momentum=momentum)
-        self.messages, self.received, self.work = _send_parts(self.left, self.feedback, self.group)
+        self.received, self.work = _send_parts(self.left, [self.length], feedback, self.group)
         self.gathered: Tensor | None = None
 
     def advance(self) -> None:
         """Wait for the messages of the other ranks, and begin to send their sum. `wait` does it, if nobody has."""
         if self.gathered is not None:
             return
-        total = _add_up_parts(self.left, self.received, self.work, self.feedback, self.group)
+        total = _add_up_parts(self.left, [self.length], self.received, self.work, self.feedback, self.group)
         message = encode(self.codec, total[None])
         if self.feedback.keeps_errors:
             torch.sub(total, decode(self.codec, message, self.length)[0], out=self.left[self.own])
-        self.messages = message
         self.gathered = message.new_empty(self.levels.outer_size, message.shape[1])
-        self.work = all_gather_single(self.gathered, message, group=self.group, async_op=True)
+        work = all_gather_single(self.gathered, message, group=self.group, async_op=True)
+        self.work = Sending(work, message)
 
     def wait(self) -> None:
         """End it: the mean is in `flat`, with the same bits on all ranks."""
@@ -139,10 +152,11 @@ class ReduceScatter:
         name: of the unit of communication.
         levels: its ranks; there is something to compress.
         feedback: the state of all reductions of this rank.
+        segments: as of `reduce_scatter`.
     """
 
-    def __init__(self, name: str, levels: Levels, feedback: Feedback):
-        self.name, self.levels, self.feedback = name, levels, feedback
+    def __init__(self, name: str, levels: Levels, feedback: Feedback, segments: Sequence[int]):
+        self.name, self.levels, self.feedback, self.segments = name, levels, feedback, segments
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for input and output."""
@@ -154,20 +168,33 @@ class ReduceScatter:
         """The mean over the group's ranks."""
         assert op == dist.ReduceOp.AVG
         if self.feedback.is_on:
-            reduce_scatter(self.name, output_tensor, input_tensor, self.levels, self.feedback)
+            reduce_scatter(self.name, output_tensor, input_tensor, self.levels, self.feedback, self.segments)
         else:
             reduce_scatter_single(output_tensor, input_tensor, op, group=group)
 
 
-def reduce_scatter(name: str, output: Tensor, input: Tensor, levels: Levels, feedback: Feedback) -> None:
+def reduce_scatter(
+    name: str, output: Tensor, input: Tensor, levels: Levels, feedback: Feedback, segments: Sequence[int] = ()
+) -> None:
     """The mean over ranks of this rank's part; where momenta are wanted, they are made of gradients here. Arguments are those
     of `AllReduce`, and
 
     Args:
         output: [length], of any float format.
         input: [ranks * length], in the order of ranks of the whole group.
+        segments: numbers of each stretch of a part that no block of the codec goes beyond; empty: one stretch.
+
+    Raises:
+        CommunicationError: the segments are not those of a part.
     """
     assert levels.outer is not None
+    if segments and sum(segments) != len(output):
+        raise CommunicationError(
+            f"{len(output)} numbers of {name} have a gradient in this backward, not {sum(segments)}",
+            where="plan.comm.compression",
+            rule="what messages leave out is kept for every number: the same parameters have gradients in every backward",
+            fix='freeze the parameters that are not always used, or set plan.comm.compression = "none"',
+        )
     gradient = input.view(levels.outer_size, levels.inner_size, len(output))
     if levels.inner is not None and levels.inner.size() > 1:
         host = gradient.transpose(0, 1).reshape(-1)  # in the order of the ranks of a host
@@ -175,37 +202,51 @@ def reduce_scatter(name: str, output: Tensor, input: Tensor, levels: Levels, fee
         reduce_scatter_single(gradient.view(-1), host, dist.ReduceOp.AVG, group=levels.inner)
     gradient = gradient.reshape(levels.outer_size, len(output))
     left = feedback.add_to(name, gradient, momentum=True)
-    _, received, work = _send_parts(left, feedback, levels.outer)
-    total = _add_up_parts(left, received, work, feedback, levels.outer)
+    segments = segments or [len(output)]
+    received, work = _send_parts(left, segments, feedback, levels.outer)
+    total = _add_up_parts(left, segments, received, work, feedback, levels.outer)
     left[levels.outer.rank()] = 0
     output.copy_(total.mul_(feedback.loss_scale / levels.outer_size))
 
 
-def _send_parts(left: Tensor, feedback: Feedback, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, dist.Work]:
+def _send_parts(
+    left: Tensor, segments: Sequence[int], feedback: Feedback, group: dist.ProcessGroup
+) -> tuple[Tensor, Sending]:
     """Begin to send all parts but one's own; what their messages leave out stays in `left`.
 
     Returns:
-        The messages that leave, those that come, and what waits for them.
+        The messages that come, and what waits for them.
     """
-    codec, length, own = feedback.codec, left.shape[1], group.rank()
-    messages = left.new_zeros(len(left), codec.bytes(length), dtype=torch.uint8)
+    codec, own = feedback.codec, group.rank()
+    messages = left.new_zeros(len(left), sum(map(codec.bytes, segments)), dtype=torch.uint8)
     for others in (slice(0, own), slice(own + 1, None)):
         if len(left[others]):
-            messages[others] = encode(codec, left[others])
+            columns = left[others].split(segments, 1)
+            messages[others] = torch.cat([encode(codec, column) for column in columns], 1)
             if feedback.keeps_errors:
-                left[others] -= decode(codec, messages[others], length)
+                left[others] -= _decode_segments(codec, messages[others], segments)
     received = torch.empty_like(messages)
     work = dist.all_to_all_single(received, messages, group=group, async_op=True)
-    return messages, received, work
+    return received, Sending(work, messages)
 
 
 def _add_up_parts(
-    left: Tensor, received: Tensor, work: dist.Work, feedback: Feedback, group: dist.ProcessGroup
+    left: Tensor,
+    segments: Sequence[int],
+    received: Tensor,
+    work: Sending,
+    feedback: Feedback,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """The sum of this rank's part over ranks, float32, when the messages of the others are there."""
     work.wait()
     total = torch.zeros_like(left[0])
     for rank in range(group.size()):
-        own = rank == group.rank()
-        total += left[rank] if own else decode(feedback.codec, received[rank : rank + 1], left.shape[1])[0]
+        own, message = rank == group.rank(), received[rank : rank + 1]
+        total += left[rank] if own else _decode_segments(feedback.codec, message, segments)[0]
     return total
+
+
+def _decode_segments(codec: Codec, messages: Tensor, segments: Sequence[int]) -> Tensor:
+    parts = messages.split([codec.bytes(length) for length in segments], 1)
+    return torch.cat([decode(codec, part, length) for part, length in zip(parts, segments, strict=True)], 1)
