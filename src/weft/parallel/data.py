@@ -221,8 +221,20 @@ def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str
         "parameters": BYTES[precision.update] * sharded,
         "gathered parameters": 0.0 if p.zero in (0, 3) else BYTES[precision.forward] * whole,
         "gradients": BYTES[precision.reduce] * (whole if p.zero <= 1 or p.pp > 1 else sharded),
-        "optimizer": 2 * state_bytes(precision) * sharded,
+        "optimizer": (2 + (plan.comm.compression == "1-bit")) * state_bytes(precision) * sharded
+        + _feedback_bytes(plan) * whole,
     }
+
+
+def _feedback_bytes(plan: Plan) -> float:
+    """For each number of a rank's gradient, what its compressed reductions keep; of replicas of shards, at most as much again
+    for each shard."""
+    comm, p = plan.comm, plan.parallel
+    if comm.compression == "none" or p.gradient_ranks == 1:
+        return 0.0
+    kept = 8.0 * (comm.error_feedback + (comm.compression == "1-bit"))
+    between = 8.0 * comm.error_feedback / (p.dp_shard * p.cp) if p.zero and p.dp_replicate > 1 else 0.0
+    return kept * (p.zero == 0 or p.dp_shard * p.cp > 1) + between
 
 
 def count_split(model: nn.Module) -> tuple[int, int]:

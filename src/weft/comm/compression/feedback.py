@@ -136,6 +136,10 @@ class Feedback:
         """What a checkpoint keeps of this rank, by name; each stays the same tensor."""
         return {name: carried.settled for name, carried in self.carried.items()}
 
+    def all_tensors(self) -> list[Tensor]:
+        """All that is held, what is pending too."""
+        return [tensor for carried in self.carried.values() for tensor in (carried.settled, carried.pending)]
+
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Go on with what a checkpoint has of this rank, or begin anew with nothing.
 
