@@ -131,6 +131,35 @@ def test_a_skipped_step_leaves_everything_as_it_was() -> None:
         assert not bad.isfinite().all()
 
 
+def goes_back(rank: int, world_size: int) -> tuple[Tensor, Tensor, bool]:
+    """A mean, the same again after going back to what was carried on before it, and whether that is in the same tensors."""
+    feedback, levels = Feedback(CODECS["2:4"]), Levels(None, dist.group.WORLD)
+
+    def reduce() -> Tensor:
+        feedback.begin()
+        flat = gradient(rank, 0, 1000)
+        AllReduce("all", flat, levels, feedback).wait()
+        feedback.commit()
+        return flat
+
+    reduce()
+    tensors = feedback.tensors()
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    first = reduce()
+    feedback.load(kept)
+    stays = all(
+        tensors[name] is tensor and torch.equal(tensor, kept[name]) for name, tensor in feedback.tensors().items()
+    )
+    return first, reduce(), stays
+
+
+def test_going_back() -> None:
+    """A snapshot knows the tensors: they must stay."""
+    for first, again, stays in run_ranks(2, goes_back):
+        assert torch.equal(first, again)
+        assert stays
+
+
 def momenta(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean momenta by a codec that loses little: of an all-reduce, of a reduce-scatter, and of what nobody compresses."""
     feedback, levels = Feedback(CODECS["fp16"], takes_momentum=True), Levels(None, dist.group.WORLD)

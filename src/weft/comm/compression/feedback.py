@@ -146,12 +146,18 @@ class Feedback:
         Args:
             tensors: float32, by the names of `tensors`; of another shape than a reduction has, they are left out.
         """
-        self.carried.clear()
         self.found = dict(tensors)
+        for name, carried in self.carried.items():
+            carried.discard()
+            found = self.found.pop(name, None)
+            if found is not None and found.shape == carried.settled.shape:
+                carried.settled.copy_(found)
+            else:
+                carried.settled.zero_()
 
     def _carry(self, name: str, shape: tuple[int, ...], device: torch.device) -> Carried:
         carried = self.carried.get(name)
-        if carried is None or carried.settled.shape != shape:
+        if carried is None:
             carried = self.carried[name] = Carried(shape, device)
             found = self.found.pop(name, None)
             if found is not None and found.shape == shape:
