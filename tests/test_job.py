@@ -81,6 +81,27 @@ def test_a_bad_setting_is_explained(setting: str, words: str) -> None:
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (['plan.comm.compression="1-bit"'], "optimizer.name = adamw with plan.comm.compression = 1-bit"),
+        (["optimizer.name=onebit-adam"], "optimizer.name = onebit-adam with plan.comm.compression = none"),
+        (["optimizer.name=onebit-adam", 'plan.comm.compression="2:4"'], "with plan.comm.compression = 2:4"),
+        (
+            ["optimizer.name=onebit-adam", 'plan.comm.compression="1-bit"'],
+            "freeze_steps = 1000 with 10 steps of warm-up",
+        ),
+        (['plan.comm.compression="4-bit"'], "'none', 'bf16', 'fp16', 'int8', '2:4' or '1-bit'"),
+    ],
+)
+def test_signs_and_1_bit_adam_go_together(settings: list[str], words: str) -> None:
+    with pytest.raises(JobError) as caught:
+        Job.parse({**LLAMA, "train": {"steps": 1000}}, settings)
+    assert words in str(caught.value)
+    good = ["optimizer.name=onebit-adam", 'plan.comm.compression="1-bit"', "optimizer.freeze_steps=200"]
+    assert Job.parse({**LLAMA, "train": {"steps": 1000}}, good).optimizer.freeze_steps == 200
+
+
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="there is no file"):
         Job.load(tmp_path / "none.toml")

@@ -3,7 +3,7 @@
 import pytest
 
 from weft.errors import PlanError
-from weft.plan import RULES, Memory, Parallel, Pipeline, Plan, Precision
+from weft.plan import RULES, Comm, Memory, Parallel, Pipeline, Plan, Precision
 
 
 def test_what_is_left_goes_to_dp_shard() -> None:
@@ -65,6 +65,8 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(memory=Memory(offload_ahead=2)),
         Plan(memory=Memory(optimizer_bytes=(1000,))),
         Plan(memory=Memory(optimizer="host", optimizer_bytes=(1000, 2000))),
+        Plan(comm=Comm(compression="2:4"), precision=Precision(update="fp64", reduce="fp64")),
+        Plan(comm=Comm(error_feedback=False)),
     ]
     for rule in RULES:
         assert any(rule.broken(plan) for plan in breaking), rule.name

@@ -57,8 +57,9 @@ class Data(Table):
 class Optimizer(Table):
     """The update rule, clipping and the course of the learning rate."""
 
-    name: Literal["adamw"] = "adamw"
-    """The update rule: AdamW (Loshchilov and Hutter, 2019), fused."""
+    name: Literal["adamw", "onebit-adam"] = "adamw"
+    """The update rule: AdamW (Loshchilov and Hutter, 2019), fused; or 1-bit Adam (Tang et al., 2021), which is AdamW until its
+    second moment is frozen, and then sends momenta as signs, with plan.comm.compression = "1-bit"."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate, reached at the end of warm-up."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -73,6 +74,8 @@ class Optimizer(Table):
     """After warm-up: cosine to a tenth; wsd: constant, then linear to zero over the last fifth; or constant."""
     warmup_steps: Number = 10
     """Steps in which the learning rate rises from zero."""
+    freeze_steps: Count = 1000
+    """Of onebit-adam: updates after which the second moment is frozen; 15 to 25 % of all steps, and past warm-up."""
 
 
 class Train(Table):
@@ -179,11 +182,33 @@ class Job(Table):
                 f"than {BF16_STEP:.4f}: it would never fall again",
                 fix='set optimizer.betas[1] to 0.99 at most, or plan.precision.states to "int8"',
             )
+        _check_one_bit(job, where)
         return job
 
     def to_toml(self) -> str:
         """The whole job as TOML that `Job.load` reads back to an equal job."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def _check_one_bit(job: Job, where: str) -> None:
+    """That signs are sent with the optimizer that can use them, and that it comes to that."""
+    optimizer, compression = job.optimizer, job.plan.comm.compression
+    if (optimizer.name == "onebit-adam") != (compression == "1-bit"):
+        raise JobError(
+            f"optimizer.name = {optimizer.name} with plan.comm.compression = {compression}",
+            where=where,
+            rule="signs lose what Adam's second moment is made of: they suit onebit-adam, which freezes it, and nothing else",
+            fix='set both optimizer.name = "onebit-adam" and plan.comm.compression = "1-bit", or neither; "2:4" and "int8" '
+            "suit every optimizer",
+        )
+    if optimizer.name == "onebit-adam" and not optimizer.warmup_steps <= optimizer.freeze_steps < job.train.steps:
+        raise JobError(
+            f"optimizer.freeze_steps = {optimizer.freeze_steps} with {optimizer.warmup_steps} steps of warm-up and "
+            f"{job.train.steps} in all",
+            where=where,
+            rule="the second moment is frozen when the learning rate has risen, and before the end",
+            fix=f"set optimizer.freeze_steps to 15 to 25 % of train.steps, {max(1, job.train.steps // 5)} say",
+        )
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -130,6 +130,13 @@ class Comm(Table):
     topology: str = ""
     """File that declares the hosts of the job and the links between their ranks, as `weft topology --out` writes it; empty:
     which ranks share a host is all that is known."""
+    compression: Literal["none", "bf16", "fp16", "int8", "2:4", "1-bit"] = "none"
+    """Of gradients on their way between data ranks: as they are; 16 bits a number; 8, in blocks with a scale; the two largest
+    of every four, 9 bits; or signs, which only optimizer.name = "onebit-adam" can use."""
+    compress_level: Literal["all", "slow"] = "all"
+    """Which of these messages: all, or those between hosts, where a group of ranks is on several."""
+    error_feedback: bool = True
+    """Whether what a message leaves out is added to the next one."""
 
 
 class Plan(Table):
@@ -339,5 +346,19 @@ RULES: tuple[Rule, ...] = (
         broken=lambda plan: plan.precision.reduce == "fp16",
         reason="a sum over ranks overflows fp16 at 65504",
         fix='set plan.precision.reduce to "fp32" or "bf16"',
+    ),
+    Rule(
+        name="compressed gradients in fp64",
+        broken=lambda plan: plan.comm.compression != "none" and plan.precision.reduce == "fp64",
+        reason="messages are made of fp32 numbers, and what they leave out is kept in fp32",
+        fix='set plan.precision.reduce to "fp32" or "bf16", or leave plan.comm.compression = "none"',
+    ),
+    Rule(
+        name="settings of compression without it",
+        broken=lambda plan: (
+            plan.comm.compression == "none" and (plan.comm.compress_level, plan.comm.error_feedback) != ("all", True)
+        ),
+        reason="they say which messages are compressed, and what becomes of the rest",
+        fix="set plan.comm.compression, or leave them out",
     ),
 )

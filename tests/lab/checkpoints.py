@@ -9,6 +9,7 @@ from tests.lab.parity import SETTINGS, packed_batches, share
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import allocate, build_on_meta, gather_weights, materialize, read_config
 from weft.checkpoint.manifest import Position, verify_folder
+from weft.checkpoint.pieces import OF_RANKS
 from weft.checkpoint.restore import Reader, restore, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.cluster.device import detect
@@ -59,4 +60,4 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """Everything but generators, which belong to ranks."""
     manifest = verify_folder(folder)
     with Reader(folder, manifest) as reader:
-        return {name: reader.read(name) for name in manifest.tensors if not name.startswith("rng/")}
+        return {name: reader.read(name) for name in manifest.tensors if name.partition("/")[0] not in OF_RANKS}

@@ -17,6 +17,7 @@ from weft.comm.collectives import Recorder
 from weft.job import Model, Optimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Plan
+from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import build_optimizer
 from weft.train.step import forward, train_step
@@ -42,7 +43,7 @@ def built(rank: int, ranks: int, model: Model, plan: Plan, hosts: int) -> tuple[
     """A model split over ranks of which equal parts are on each host, and the mesh."""
     with mock.patch.object(hierarchy, "_place", return_value=[f"host {rank * hosts // ranks}"]):
         mesh = build_mesh(plan, "cpu", ranks)
-        split = parallelize(build_on_meta(read_config(model), torch.float64), plan, mesh)
+        split = parallelize(build_on_meta(read_config(model), DTYPES[plan.precision.update]), plan, mesh)
         group_of_all(mesh)
     materialize(split, model, torch.device("cpu"))
     return split, mesh
@@ -51,7 +52,7 @@ def built(rank: int, ranks: int, model: Model, plan: Plan, hosts: int) -> tuple[
 def trained(
     rank: int, ranks: int, model: Model, plan: Plan, hosts: int
 ) -> tuple[list[float], dict[str, Any], set[str]]:
-    """Losses of three steps, the weights they end in, and the links that were used."""
+    """Losses of three steps, the weights they end in, and the bytes on each kind of link."""
     plan = plan.resolve(ranks)
     split, mesh = built(rank, ranks, model, plan, hosts)
     optimizer = build_optimizer(split, Optimizer())
@@ -60,8 +61,8 @@ def trained(
         for batch in packed_batches(96)[:3]:
             mine = share(batch, data_rank(mesh), plan.parallel.data_ranks, 2)
             losses.append(train_step(split, optimizer, mine, plan, mesh, LossScale(), 1.0).loss)
-    kinds = {message.link for message in recorder.messages}
-    return losses, {name: whole(p).detach().clone() for name, p in split.named_parameters()}, kinds
+    weights = {name: whole(p).detach().clone() for name, p in split.named_parameters()}
+    return losses, weights, recorder.bytes_by("link")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -77,6 +78,25 @@ def test_two_hosts(layout: str) -> None:
         assert "between" in kinds
         for name, weight in weights.items():
             compare(name, weight, their_weights[name], 1e-9)
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"zero": 0}, {"zero": 2}, {"zero": 3}, {"dp_replicate": 2, "dp_shard": 2}], ids=str
+)
+@pytest.mark.parametrize("level", ["slow", "all"])
+def test_compressed_between_hosts(level: str, parallel: dict[str, Any]) -> None:
+    """Losses stay near the plain ones, and what passes between hosts is less."""
+    model = Model(config={**family("qwen3"), "tie_word_embeddings": False})
+    plain = plan_for("fp32", **parallel)
+    plan = plain.model_copy(update={"comm": Comm(compression="int8", compress_level=level)})
+    expected = run_ranks(4, trained, model, plain, 2)[0]
+    found = run_ranks(4, trained, model, plan, 2)
+    for losses, weights, _ in found:
+        assert losses == pytest.approx(expected[0], rel=1e-3)
+        for name, weight in weights.items():
+            assert torch.equal(weight, found[0][1][name])
+    gathers = "zero" in parallel and parallel["zero"] > 0  # of weights, in full: half of the bytes
+    assert found[0][2].get("between", 0) < (0.65 if gathers else 0.35) * expected[2]["between"]
 
 
 def under_way(rank: int, ranks: int, model: Model, ahead: int) -> list[int]:

@@ -15,7 +15,7 @@ from weft.cluster.mesh import build_mesh, data_rank
 from weft.job import Model
 from weft.parallel.data import begin_micro_batch, count_split, model_state_bytes
 from weft.parallel.parallelize import parallelize
-from weft.plan import Parallel, Plan, Precision
+from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import build_optimizer
@@ -69,6 +69,13 @@ def test_resident_bytes_equal_the_formula(zero: int, forward: str) -> None:
             assert expected - 4096 <= by_kind[kind] <= 1.01 * expected + unit + 4096, kind
         slack = 2 * UNIT_BYTES + 8192  # a unit on its way, and small things
         assert total == pytest.approx(sum(predicted.values()), rel=0.02, abs=slack)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_what_messages_leave_out_is_counted(zero: int) -> None:
+    plan = Plan(parallel=Parallel(zero=zero), precision=Precision(forward="fp32"), comm=Comm(compression="2:4"))
+    for _, by_kind, predicted in run_ranks(2, count, plan):
+        assert by_kind["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.01, abs=4096)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from weft.job import Job
 from weft.memory.optimizer_state import place_states
 from weft.parallel.data import model_state_bytes
 from weft.parallel.parallelize import parallelize
-from weft.plan import Memory
+from weft.plan import Comm, Memory
 from weft.planner.count import Count, count_step
 from weft.planner.steering import route_evenly
 from weft.planner.trace import Trace, assumed_batches, trace, trace_rank
@@ -101,6 +101,20 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
 def test_dry_run_equals_a_real_run(plan: tuple[dict[str, Any], str, int, dict[str, Any]]) -> None:
     model, precision, micro_batch, parallel = plan
     assert_dry_equals_real(job_for(model, precision, micro_batch, **parallel))
+
+
+@pytest.mark.parametrize(("compression", "parallel"), [("2:4", {"zero": 0}), ("int8", {"zero": 3})])
+def test_compressed_reductions_are_counted(compression: str, parallel: dict[str, Any]) -> None:
+    job = job_for(DENSE, "fp32", 2, **parallel)
+    comm = Comm(compression=compression)  # type: ignore[arg-type]
+    assert_dry_equals_real(job.model_copy(update={"plan": job.plan.model_copy(update={"comm": comm})}))
+
+
+def test_a_dry_run_of_one_bit_adam() -> None:
+    tables = job_for(DENSE, "fp32", 2, zero=2).model_dump(exclude_none=True)
+    tables["optimizer"] |= {"name": "onebit-adam", "freeze_steps": 20}
+    tables["plan"]["comm"] = {"compression": "1-bit"}
+    assert trace(Job.parse(tables), 4, [1])[0].count.peak > 0
 
 
 @pytest.mark.sweep

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.manifest import Manifest, verify_folder
+from weft.checkpoint.pieces import OF_RANKS
 from weft.checkpoint.restore import Reader
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,13 +69,14 @@ def diff(a: Path, b: Path, *, generators: bool = False) -> Difference:
 
     Args:
         a, b: their folders; every byte of both is verified first.
-        generators: compare random number generators too; they belong to ranks, so those of other layouts differ.
+        generators: compare random number generators too, and what compressed messages left out; they belong to ranks, so
+            those of other layouts differ.
 
     Raises:
         CheckpointError: one of them does not verify.
     """
     manifests = verify_folder(a), verify_folder(b)
-    names_a, names_b = ([name for name in m.tensors if generators or kind_of(name) != "rng"] for m in manifests)
+    names_a, names_b = ([name for name in m.tensors if generators or kind_of(name) not in OF_RANKS] for m in manifests)
     both = sorted(set(names_a) & set(names_b), key=_place)
     with Reader(a, manifests[0]) as reader_a, Reader(b, manifests[1]) as reader_b:
         found = [_compare(name, reader_a, reader_b) for name in both]
@@ -89,13 +91,13 @@ def diff(a: Path, b: Path, *, generators: bool = False) -> Difference:
 
 
 def kind_of(name: str) -> str:
-    """weights, buffers, rng, or a name of the optimizer's, such as exp_avg."""
+    """weights, buffers, rng, feedback, or a name of the optimizer's, such as exp_avg."""
     return name.partition("/")[0]
 
 
 def _place(name: str) -> tuple[int, list[tuple[str, int]]]:
     """What tensors are sorted by: kind, then names with their numbers by value, so that block 10 comes after block 2."""
-    order = {"weights": 0, "buffers": 2, "rng": 3}.get(kind_of(name), 1)
+    order = {"weights": 0, "buffers": 2, "rng": 3, "feedback": 4}.get(kind_of(name), 1)
     return order, [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 

@@ -6,6 +6,7 @@ rows of packed matrices stand in the order of the model's authors, a tied weight
     weights/NAME          parameters          exp_avg/NAME ...      each tensor of the optimizer's state for a parameter
     buffers/NAME          buffers, those that a model leaves out of its state_dict too
     rng/00003/cpu ...     generators of rank 3
+    feedback/00003/...    what its compressed messages have left out, and its momenta, where those are what is compressed
 """
 
 import hashlib
@@ -27,6 +28,7 @@ from weft.cluster.device import Device
 from weft.comm.collectives import all_gather_rows
 from weft.errors import CheckpointError
 
+OF_RANKS = ("rng", "feedback")  # kinds of tensors that belong to a rank, not to the model
 SMALLEST_SHARE = 2**20  # bytes; ranks that hold the same box divide it, but not into smaller parts
 
 
@@ -69,6 +71,16 @@ def optimizer_pieces(model: nn.Module, anatomy: Anatomy, optimizer: torch.optim.
                 )
             found += _boxes(f"{key}/{name}", value, _packed(model, name) if value.ndim else None)
     return found
+
+
+def feedback_pieces(model: Any, rank: int) -> list[Piece]:
+    """What this rank's compressed reductions carry on."""
+    feedback = getattr(model, "feedback", None)
+    tensors = feedback.tensors() if feedback is not None else {}
+    return [
+        Piece(f"feedback/{rank:05d}/{name}", tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
 
 
 def let_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

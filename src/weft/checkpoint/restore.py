@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from weft.anatomy.roles import Anatomy
 from weft.checkpoint.folders import list_checkpoints, set_aside, step_of
 from weft.checkpoint.manifest import Entry, Manifest, Part, read_manifest, refused, verify_file, verify_names
-from weft.checkpoint.pieces import Piece, model_pieces, named_weights, optimizer_pieces
+from weft.checkpoint.pieces import OF_RANKS, Piece, model_pieces, named_weights, optimizer_pieces
 from weft.checkpoint.shard import FORMATS, torch_format
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError
+from weft.plan import Plan
 
 
 class Reader:
@@ -182,6 +183,45 @@ def restore(
             piece.tensor.copy_(reader.read(piece.name, piece.offset, tuple(piece.tensor.shape)))
 
 
+def restore_feedback(model: Any, optimizer: torch.optim.Optimizer, reader: Reader, plan: Plan) -> str | None:
+    """Go on with what compressed reductions have left out, if each rank does now what it did then; else without.
+
+    Args:
+        model: parallelized.
+        optimizer: over its parameters, restored.
+        reader: of the checkpoint; the files of `own_tensors` are there.
+        plan: resolved, of the model.
+
+    Returns:
+        What could not be gone on with, the same on all ranks; None if nothing.
+    """
+    feedback, manifest = getattr(model, "feedback", None), reader.manifest
+    if feedback is None:
+        return None
+    same = manifest.world_size == dist.get_world_size() and _reductions(manifest.job["plan"]) == _reductions(
+        plan.model_dump(mode="json")
+    )
+    own = own_tensors(manifest, "feedback", dist.get_rank()) if same else []
+    feedback.load({name.split("/", 2)[2]: reader.read(name) for name in own})
+    restart = getattr(optimizer, "restart_momenta", None)  # of 1-bit Adam
+    if restart and not same:
+        restart()
+    if same or not any(name.startswith("feedback/") for name in manifest.tensors):
+        return None
+    return "what compressed messages had left out begins at zero: it belongs to the ranks of another layout"
+
+
+def own_tensors(manifest: Manifest, kind: str, rank: int) -> list[str]:
+    """Names of the tensors that belong to a rank: "rng" or "feedback"."""
+    return [name for name in manifest.tensors if name.startswith(f"{kind}/{rank:05d}/")]
+
+
+def _reductions(plan: dict[str, Any]) -> list[Any]:
+    """The part of a plan that decides which messages ranks send each other in place of gradients."""
+    comm = plan.get("comm", {})
+    return [plan["parallel"], plan["pipeline"], *map(comm.get, ("compression", "compress_level", "error_feedback"))]
+
+
 def make_state(
     model: nn.Module,
     anatomy: Anatomy,
@@ -193,7 +233,7 @@ def make_state(
     by_weight: dict[str, list[str]] = {}
     for name in manifest.tensors:
         kind, _, weight = name.partition("/")
-        if kind not in ("weights", "buffers", "rng"):
+        if kind not in ("weights", "buffers", *OF_RANKS):
             by_weight.setdefault(weight, []).append(kind)
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in named_weights(model, anatomy).items():

@@ -41,7 +41,15 @@ from weft.checkpoint.manifest import (
     sync_folder,
     write_manifest,
 )
-from weft.checkpoint.pieces import Piece, divide, generators, let_rest, model_pieces, optimizer_pieces
+from weft.checkpoint.pieces import (
+    Piece,
+    divide,
+    feedback_pieces,
+    generators,
+    let_rest,
+    model_pieces,
+    optimizer_pieces,
+)
 from weft.checkpoint.shard import FORMATS, Shard, Slot, check_room, write_bytes
 from weft.cluster.device import Device
 from weft.cluster.mesh import AXES
@@ -51,6 +59,7 @@ from weft.job import Job
 
 POLL_SECONDS = 0.02
 LOWEST_PRIORITY = 19
+OF_BACKWARD = ("buffers/", "feedback/")  # what a forward or a backward may change, not only an update
 COMMIT_SECONDS = 1800  # that rank 0 waits for the slowest writer
 
 
@@ -106,7 +115,7 @@ class Snapshots:
         self.writing: threading.Thread | None = None
         self.pieces: list[Piece] = []
         self.held = 0
-        """Tensors of the optimizer when `pieces` were found: it makes them when it first meets a gradient."""
+        """Tensors of the optimizer and of reductions when `pieces` were found: they are made with the first gradient."""
         self.shard: Shard | None = None
         self.targets: list[Tensor] = []
         """Where the pieces lie in it."""
@@ -160,7 +169,7 @@ class Snapshots:
             attempt()
         except OSError as error:
             problem = str(error)
-        held = sum(map(len, self.optimizer.state.values()))
+        held = sum(map(len, self.optimizer.state.values())) + len(feedback_pieces(self.model, self.rank))
         signs = torch.tensor(
             [bool(problem), self.shard is None or held != self.held], device=self.place, dtype=torch.int32
         )
@@ -176,6 +185,7 @@ class Snapshots:
         """Decide what this rank writes, and where it lies in its file."""
         let_rest(self.model, self.optimizer)
         held = model_pieces(self.model, self.anatomy) + optimizer_pieces(self.model, self.anatomy, self.optimizer)
+        held += feedback_pieces(self.model, self.rank)
         self.pieces = divide(held, self.place)
         slots = [Slot(_key(piece), tuple(piece.tensor.shape), piece.tensor.dtype) for piece in self.pieces]
         own = generators(self.device, self.rank)
@@ -190,14 +200,14 @@ class Snapshots:
         let_rest(self.model, self.optimizer)
         side = self.device.stream()
         for piece, target in zip(self.pieces, self.targets, strict=True):
-            if piece.name.startswith("buffers/"):  # which a forward may change
+            if piece.name.startswith(OF_BACKWARD):
                 target.copy_(piece.tensor, non_blocking=True)
         for name, state in generators(self.device, self.rank).items():
             self.shard.tensors[name].copy_(state)
         side.wait_stream(self.device.current_stream())
         with side:
             for piece, target in zip(self.pieces, self.targets, strict=True):
-                if not piece.name.startswith("buffers/"):
+                if not piece.name.startswith(OF_BACKWARD):
                     target.copy_(piece.tensor, non_blocking=True)
             self.copied = side.record_event()
         return self.shard

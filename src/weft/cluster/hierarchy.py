@@ -35,8 +35,8 @@ BACKENDS = {"auto": "weft", "two_level": "weft_two_level", "flat": "weft_flat"}
 """Name of the backend by `plan.comm.hierarchy`. In two levels an all-to-all sends larger messages, not fewer bytes: auto lets
 it go flat."""
 # torch 2.13 gave these two their new names.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 SMALL = 4096  # numbers that are sooner added up in full by each place than in parts
 PIECE = 2**20  # numbers that are reduced inside a host while those before them travel between hosts
 
@@ -135,25 +135,25 @@ class TwoLevelGroup(dist.ProcessGroup):
             return dist.all_reduce(flat, op, self.outer, async_op=True)
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.per_host))
         part = torch.empty_like(padded[: padded.numel() // self.per_host])
-        reduce_scatter(part, padded, op, self.inner)
+        reduce_scatter_single(part, padded, op, self.inner)
         between = dist.all_reduce(part, op, self.outer, async_op=True)
 
         def finish() -> None:
-            all_gather(padded, part, self.inner)
+            all_gather_single(padded, part, self.inner)
             _write_back(padded[: flat.numel()], flat)
 
         return _Finish(between, finish, [flat])
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         own = input.new_empty(self.hosts * input.numel())
-        between = all_gather(own, input.reshape(-1), self.outer, async_op=True)
+        between = all_gather_single(own, input.reshape(-1), self.outer, async_op=True)
         places = list(zip(output.view(self.hosts, -1), own.view(self.hosts, -1), strict=True))
         here, _ = places.pop(self.outer.rank())
-        all_gather(here, input.reshape(-1), self.inner)
+        all_gather_single(here, input.reshape(-1), self.inner)
 
         def finish() -> None:
             for host, piece in places:
-                all_gather(host, piece, self.inner)
+                all_gather_single(host, piece, self.inner)
 
         return _Finish(between, finish, [output])
 
@@ -174,7 +174,7 @@ class TwoLevelGroup(dist.ProcessGroup):
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
         own = input.new_empty(self.hosts * output.numel())
         for part, host in zip(own.view(self.hosts, -1), input.reshape(self.hosts, -1), strict=True):
-            reduce_scatter(part, host, op, self.inner)
+            reduce_scatter_single(part, host, op, self.inner)
         # Gloo would all-reduce everything and throw the rest away.
         theirs = torch.empty_like(own)
         between = dist.all_to_all_single(theirs, own, group=self.outer, async_op=True)

@@ -74,6 +74,8 @@ class GlooGroup(ObservedGroup):
         backend = ProcessGroupGloo(store, rank, size, timeout=timeout)
         self.gloo._register_backend(torch.device("cpu"), kind, backend)
         self._name = ""
+        # Seen as one of two levels: each rank is alone, and all of them are apart.
+        self.inner, self.outer = None, self
 
     allreduce, broadcast, reduce, gather, scatter = map(
         _timed, ("allreduce", "broadcast", "reduce", "gather", "scatter")

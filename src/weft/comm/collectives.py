@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.cluster.hierarchy import all_gather
-from weft.cluster.hierarchy import reduce_scatter as reduce_scatter_single
+from weft.cluster.hierarchy import all_gather_single, reduce_scatter_single
 from weft.cluster.mesh import group_of_all
 from weft.cluster.shared_memory import SharedMemoryGroup
 
@@ -74,7 +73,7 @@ def gather_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
     """The parts of all ranks side by side along a dim, in the order of ranks. Not differentiable."""
     ranks = group.size()
     parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    all_gather(parts, x.contiguous(), group)
+    all_gather_single(parts, x.contiguous(), group)
     dim = dim % x.ndim
     return (
         parts.unflatten(0, (ranks, -1))

@@ -104,6 +104,8 @@ class LiveBytes(TorchDispatchMode):
         reducer: Any = getattr(model, "gradient_reducer", None)  # of zero = 0, whose gradients are in buckets that stay
         self.track("gradients", (bucket.flat for bucket in (reducer.buckets if reducer else ())))
         self.track("optimizer", (value for state in optimizer.state.values() for value in state.values()))
+        feedback: Any = getattr(model, "feedback", None)  # of compressed reductions
+        self.track("optimizer", feedback.all_tensors() if feedback else ())
         known = set(map(id, parameters))
         for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
             unit.unshard()

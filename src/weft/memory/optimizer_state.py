@@ -146,7 +146,8 @@ def place_states(
         pool = Pool(pinned_memory(device.type))
         if memory.optimizer == "disk":
             numbers = sum(local_part(parameter).numel() for parameter in _parameters(optimizer))
-            _check_disk(Path(memory.folder), int(min(budget, STATES * state_bytes(plan.precision) * numbers)))
+            states = STATES + (plan.comm.compression == "1-bit")  # and the momentum from before the freeze
+            _check_disk(Path(memory.folder), int(min(budget, states * state_bytes(plan.precision) * numbers)))
             pool = Pool(mapped_files(Path(memory.folder)))
         settlers.append(AwayStates(optimizer, device, pool, budget).settle)
 

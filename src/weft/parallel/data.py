@@ -15,10 +15,13 @@ experts have a d of their own: the ranks that hold the same ones.
 
 Weights of stages 1 and 2 are gathered once a step, kept until the last backward, and freed before the update. Stages 2 and 3
 also hold the gradient of one unit of communication, whole, until the next one is reduced.
+
+Compressed reductions keep what their messages leave out, twice, as a step may be skipped: 8 P (16 P where they reduce
+momenta), or 8 P / i with i ranks of a host that share it before they compress.
 """
 
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from torch import nn
@@ -29,20 +32,23 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.anatomy.roles import Anatomy
 from weft.cluster.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes
 from weft.cluster.shared_memory import SharedMemoryGroup
+from weft.comm.compression.feedback import Feedback
+from weft.comm.compression.reduce import ReduceScatter, levels_of
+from weft.parallel.replicate import GradientReducer, Unit, is_split
 from weft.parallel.weights import to_local
 from weft.plan import BYTES, Plan, state_bytes
 from weft.precision.dtypes import DTYPES
 
 
 def shard_data_parallel(
-    model: nn.Module, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None
+    model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None
 ) -> None:
     """Shard parameters over the data axes in place; gradients become means over the data ranks.
 
     Each block is one unit of communication; embedding, last norm and head are another.
 
     Args:
-        model: on any device, the meta device included; all ranks hold equal weights.
+        model: on any device, the meta device included; all ranks hold equal weights. Has its `feedback`.
         anatomy: its roles.
         plan: resolved.
         mesh: with the axes of `weft.cluster.mesh`.
@@ -51,11 +57,13 @@ def shard_data_parallel(
     policy = MixedPrecisionPolicy(DTYPES[plan.precision.forward], DTYPES[plan.precision.reduce])
     settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": plan.parallel.zero == 3}
     # Ranks that share a sequence also share its weights' gradients.
-    settings["mesh"] = _shard_mesh(mesh["dp_replicate"], join_axes(mesh, ("dp_shard", *CONTEXT_AXES)))
+    shards = join_axes(mesh, ("dp_shard", *CONTEXT_AXES))
+    between_replicas = _shard_mesh if model.feedback is None else _only_shards
+    settings["mesh"] = between_replicas(mesh["dp_replicate"], shards)
     for block in anatomy.blocks:
         for name in block.experts if expert_mesh else ():
             assert expert_mesh is not None
-            own_mesh = _shard_mesh(expert_mesh["edp_replicate"], expert_mesh["edp_shard"])
+            own_mesh = between_replicas(expert_mesh["edp_replicate"], expert_mesh["edp_shard"])
             experts = partial(_expert_placement, expert_mesh["edp_shard"].size())
             fully_shard(model.get_submodule(name), **{**settings, "mesh": own_mesh}, shard_placement_fn=experts)
         fully_shard(model.get_submodule(block.name), **settings)
@@ -65,6 +73,48 @@ def shard_data_parallel(
         fully_shard(model.get_submodule(anatomy.embedding), **settings)
     # The rest is one unit. Backward starts at the head: gathered in forward, it is kept for the few moments between.
     fully_shard(model, **{**settings, "reshard_after_forward": False})
+    if model.feedback is not None:
+        _compress(model, model.feedback, anatomy, plan, mesh, expert_mesh)
+
+
+def _compress(
+    model: Any, feedback: Feedback, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None
+) -> None:
+    """Let units of FSDP2 reduce-scatter what is compressed; between replicas their shards are reduced as whole gradients are
+    (`replicate.py`): FSDP2's own all-reduce takes no other.
+    """
+    level = plan.comm.compress_level
+    experts = {name for block in anatomy.blocks for name in block.experts} if expert_mesh else set()
+    groups = {False: (mesh["dp_replicate"], join_axes(mesh, ("dp_shard", *CONTEXT_AXES)))}
+    if expert_mesh is not None:
+        groups[True] = (expert_mesh["edp_replicate"], expert_mesh["edp_shard"])
+    units = []
+    for name, module in reversed(list(model.named_modules())):
+        if not isinstance(module, FSDPModule):
+            continue
+        replicas, shards = groups[name in experts]
+        levels = levels_of(shards.get_group(), level)
+        compresses = shards.size() > 1 and levels.outer_size > 1
+        if compresses:
+            scatter: Any = ReduceScatter(f"scatter.{name or 'rest'}", levels, feedback, _segments(module))
+            module.set_custom_reduce_scatter(scatter)
+        elif replicas.size() == 1:
+            module.set_all_reduce_hook(partial(feedback.add_up, name or "rest"))
+        units.append(Unit(name, replicas.get_group(), makes_momentum=not compresses))
+    if any(unit.group.size() > 1 for unit in units):
+        model.gradient_reducer = GradientReducer(units, feedback, level)
+        # Before FSDP2's own, which shows the model what is gathered.
+        model.register_forward_pre_hook(model.gradient_reducer.prepare, prepend=True)
+
+
+def _segments(unit: Any) -> list[int]:
+    """Of a rank's part of the gradients of a unit of FSDP2: stretches that tp ranks have copies of, and others."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, and before
+    parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    own = [parameter for parameter in parameters if parameter.sharded_param.requires_grad]
+    stretches = groupby(own, key=lambda parameter: is_split(parameter.sharded_param))
+    return [sum(parameter.padded_sharded_param_size.numel() for parameter in part) for _, part in stretches]
 
 
 def _expert_placement(shards: int, parameter: nn.Parameter) -> Shard | None:
@@ -77,6 +127,10 @@ def _shard_mesh(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
     return join_meshes(replicate, shard) if replicate.size() > 1 else shard
 
 
+def _only_shards(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
+    return shard
+
+
 def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:
     """Say what the coming backward does with gradients and gathered weights.
 
@@ -85,8 +139,9 @@ def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:
         plan: resolved.
         last: whether this is the last micro-batch of the step, after which gradients are complete and weights are freed.
     """
-    if plan.parallel.zero == 0:
+    if hasattr(model, "gradient_reducer"):
         model.gradient_reducer.last_micro_batch = last
+    if plan.parallel.zero == 0:
         return
     model.set_is_last_backward(last)
     model.set_requires_gradient_sync(last or plan.parallel.zero >= 2)
@@ -141,8 +196,9 @@ def begin_pipelined_step(model: Any, plan: Plan) -> None:
         model: parallelized.
         plan: resolved.
     """
-    if plan.parallel.zero == 0:
+    if hasattr(model, "gradient_reducer"):
         model.gradient_reducer.last_micro_batch = False
+    if plan.parallel.zero == 0:
         return
     model.set_is_last_backward(False)
     model.set_requires_gradient_sync(False)
@@ -168,6 +224,8 @@ def reduce_gradients(model: Any, plan: Plan) -> None:
             if group is not None:
                 group.post_backward()
     state._root_post_backward_final_callback()
+    if hasattr(model, "gradient_reducer"):
+        model.gradient_reducer.finish()
 
 
 def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str, float]:
@@ -188,8 +246,20 @@ def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str
         "parameters": BYTES[precision.update] * sharded,
         "gathered parameters": 0.0 if p.zero in (0, 3) else BYTES[precision.forward] * whole,
         "gradients": BYTES[precision.reduce] * (whole if p.zero <= 1 or p.pp > 1 else sharded),
-        "optimizer": 2 * state_bytes(precision) * sharded,
+        "optimizer": (2 + (plan.comm.compression == "1-bit")) * state_bytes(precision) * sharded
+        + _feedback_bytes(plan) * whole,
     }
+
+
+def _feedback_bytes(plan: Plan) -> float:
+    """For each number of a rank's gradient, what its compressed reductions keep; of replicas of shards, at most as much again
+    for each shard."""
+    comm, p = plan.comm, plan.parallel
+    if comm.compression == "none" or p.gradient_ranks == 1:
+        return 0.0
+    kept = 8.0 * (comm.error_feedback + (comm.compression == "1-bit"))
+    between = 8.0 * comm.error_feedback / (p.dp_shard * p.cp) if p.zero and p.dp_replicate > 1 else 0.0
+    return kept * (p.zero == 0 or p.dp_shard * p.cp > 1) + between
 
 
 def count_split(model: nn.Module) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.cluster.device import detect
 from weft.cluster.mesh import build_expert_mesh
+from weft.comm.compression.codecs import build_feedback
 from weft.errors import PlanError
 from weft.memory.offload import build_offload
 from weft.memory.recompute import keep_less
@@ -85,6 +86,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         keep_less(model, whole, own_blocks, plan.memory, partial(remember_scene, model), model.offload)
     if plan.precision.weights != "whole":
         split_weights(model, even=plan.precision.weights == "split_even")
+    model.feedback = build_feedback(plan.comm)
     split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel
     split_data(model, anatomy, plan, mesh, expert_mesh)
     stages = [range(len(whole.blocks))] if p.pp == 1 else [relay.stages[stage] for stage in relay.own]

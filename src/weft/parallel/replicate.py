@@ -3,6 +3,8 @@
 Gradients live in flat buckets, one for each block, that are made once; a bucket is reduced as soon as its last gradient is
 there, behind the backward of the blocks before it (Li et al., PyTorch Distributed, 2020). Sharded data parallelism over one
 rank would do the same with two more copies of weights and gradients, every step, and without the overlap.
+
+A compressed reduction has two messages, one after the other: the second of a bucket leaves when two more buckets are full.
 """
 
 from typing import Any, NamedTuple
@@ -15,9 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from weft.anatomy.roles import Anatomy
 from weft.cluster.mesh import CONTEXT_AXES, join_axes
+from weft.comm.compression.feedback import Feedback
+from weft.comm.compression.reduce import AllReduce, PlainAllReduce, levels_of
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
+
+IN_FLIGHT = 2  # buckets whose first messages are on the way, before the second message of an earlier one leaves
 
 
 def replicate_data_parallel(
@@ -26,7 +32,7 @@ def replicate_data_parallel(
     """Average gradients over the data ranks, in place, by the end of each backward.
 
     Args:
-        model: on any device, the meta device included; all ranks hold equal weights.
+        model: on any device, the meta device included; all ranks hold equal weights. Has its `feedback`.
         anatomy: its roles.
         plan: resolved, with zero = 0.
         mesh: with the axes of `weft.cluster.mesh`; all data ranks are on dp_replicate.
@@ -37,7 +43,7 @@ def replicate_data_parallel(
     if expert_mesh is not None:
         experts = expert_mesh.get_group("edp_replicate")
         units = [Unit(name, experts) for block in reversed(anatomy.blocks) for name in block.experts] + units
-    reducer = GradientReducer([*units, Unit("", group)])
+    reducer = GradientReducer([*units, Unit("", group)], model.feedback, plan.comm.compress_level)
     model.gradient_reducer = reducer
     # Weights may still be on the meta device: their hooks wait for the first forward.
     model.register_forward_pre_hook(reducer.prepare)
@@ -52,13 +58,27 @@ class Unit(NamedTuple):
     """Name of the module that has them, those of earlier units apart."""
     group: dist.ProcessGroup
     """Ranks whose gradients are averaged."""
+    makes_momentum: bool = True
+    """Whether this reduction is the one that makes momenta of gradients, where momenta are what is compressed."""
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether ranks of tp or ep hold a part of it each, not a copy."""
+    if not isinstance(parameter, DTensor):
+        return False
+    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    return any(name in ("tp", "ep") and not placement.is_replicate() for name, placement in axes)
 
 
 class Bucket:
     """Gradients of some parameters, side by side in one tensor."""
 
-    def __init__(self, parameters: list[nn.Parameter], unit: Unit):
-        self.unit = unit
+    def __init__(
+        self, parameters: list[nn.Parameter], unit: Unit, feedback: Feedback | None = None, compress_level: str = "all"
+    ):
+        self.unit, self.feedback = unit, feedback
+        self.levels = levels_of(unit.group, compress_level)
+        self.name = f"{'split' if is_split(parameters[0]) else 'whole'}.{unit.module or 'rest'}"
         self.parameters = parameters
         locals_ = [to_local(p.detach()) for p in parameters]
         sizes = [local.numel() for local in locals_]
@@ -68,15 +88,16 @@ class Bucket:
         self.views = [_like(view, p) for view, p in zip(views, parameters, strict=True)]
         self.missing = len(parameters)
 
-    def reduce(self) -> dist.Work | None:
+    def reduce(self) -> AllReduce | PlainAllReduce:
         """Start the average over ranks; a parameter without gradient on this rank adds zeros."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
         self.missing = len(self.parameters)
-        if self.unit.group.size() == 1:
-            return None
-        return dist.all_reduce(self.flat, dist.ReduceOp.AVG, self.unit.group, async_op=True)
+        unit, feedback = self.unit, self.feedback
+        if feedback is not None and feedback.is_on and self.levels.outer_size > 1:
+            return AllReduce(self.name, self.flat, self.levels, feedback, momentum=unit.makes_momentum)
+        return PlainAllReduce(self.name, self.flat, unit.group, feedback if unit.makes_momentum else None)
 
 
 def _like(view: Tensor, parameter: Tensor) -> Tensor:
@@ -90,12 +111,19 @@ def _like(view: Tensor, parameter: Tensor) -> Tensor:
 class GradientReducer:
     """Moves gradients into buckets as they are made, and reduces full buckets if this backward is the step's last."""
 
-    def __init__(self, units: list[Unit]):
-        self.units = units
-        self.communicates = any(unit.group.size() > 1 for unit in units)
+    def __init__(self, units: list[Unit], feedback: Feedback | None = None, compress_level: str = "all"):
+        """
+        Args:
+            units: in the order of backward.
+            feedback: of reductions that are compressed; None where none is.
+            compress_level: which of them are, as in the plan.
+        """
+        self.units, self.feedback, self.compress_level = units, feedback, compress_level
+        makes_momenta = feedback is not None and feedback.takes_momentum
+        self.communicates = makes_momenta or any(unit.group.size() > 1 for unit in units)
         self.last_micro_batch = True
         self.buckets: list[Bucket] = []
-        self.works: list[dist.Work | None] = []
+        self.works: list[AllReduce | PlainAllReduce] = []
         self.finish_is_queued = False
 
     def prepare(self, model: nn.Module, _: object) -> None:
@@ -105,10 +133,18 @@ class GradientReducer:
         rest = {id(p): p for p in model.parameters() if p.requires_grad}
         for unit in self.units:
             inside = [p for p in model.get_submodule(unit.module).parameters() if rest.pop(id(p), None) is not None]
-            self.buckets += [Bucket(inside, unit)] if inside else []
+            for part in self._parts(inside):
+                self.buckets.append(Bucket(part, unit, self.feedback, self.compress_level))
         for index, bucket in enumerate(self.buckets):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.register_post_accumulate_grad_hook(self._keeper(index, view))
+
+    def _parts(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """What has a bucket of its own: what tp ranks have copies of stays so only if nothing else is in its messages."""
+        if self.feedback is None:
+            return [parameters] if parameters else []
+        parts = [[p for p in parameters if is_split(p) == split] for split in (True, False)]
+        return [part for part in parts if part]
 
     def _keeper(self, index: int, view: Tensor) -> Any:
         def keep(parameter: Tensor) -> None:
@@ -131,14 +167,17 @@ class GradientReducer:
 
     def _reduce_next(self) -> None:
         self.works.append(self.buckets[len(self.works)].reduce())
+        for work in self.works[-IN_FLIGHT - 1 : -IN_FLIGHT]:
+            work.advance()
 
     def finish(self) -> None:
         """At the end of backward: reduce what never got full, and wait for all."""
         while len(self.works) < len(self.buckets):
             self._reduce_next()
         for work in self.works:
-            if work is not None:
-                work.wait()
+            work.advance()
+        for work in self.works:
+            work.wait()
         self.works.clear()
         self.finish_is_queued = False
 

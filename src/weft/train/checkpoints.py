@@ -11,7 +11,15 @@ from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.checkpoint.manifest import Manifest, Position
 from weft.checkpoint.memory import HostMemory
 from weft.checkpoint.pieces import set_generators
-from weft.checkpoint.restore import Reader, choose, make_way, restore, verify_together
+from weft.checkpoint.restore import (
+    Reader,
+    choose,
+    make_way,
+    own_tensors,
+    restore,
+    restore_feedback,
+    verify_together,
+)
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.errors import JobError
 from weft.job import Job
@@ -80,11 +88,14 @@ class Checkpoints:
     def load(self, found: Found) -> Position:
         """Take up the state of a checkpoint: tensors, generators if there were as many ranks, and position."""
         with Reader(found.folder, found.manifest) as reader:
-            generators = [name for name in found.manifest.tensors if name.startswith(f"rng/{dist.get_rank():05d}/")]
+            generators, carried = (own_tensors(found.manifest, kind, dist.get_rank()) for kind in ("rng", "feedback"))
             same_ranks = dist.get_world_size() == found.manifest.world_size
-            own = {part.file for name in generators for part in reader.entry(name).parts} if same_ranks else set()
+            names = generators + carried if same_ranks else []
+            own = {part.file for name in names for part in reader.entry(name).parts}
             s = self.snapshots
             restore(s.model, s.anatomy, s.optimizer, reader, lambda files: found.provide(files | own), self.settle)
+            if lost := restore_feedback(s.model, s.optimizer, reader, self.job.plan):
+                self.say(lost)
             if same_ranks:
                 set_generators(s.device, {name: reader.read(name) for name in generators})
         return found.manifest.position

@@ -10,13 +10,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.job import Optimizer
+from weft.train.one_bit_adam import OneBitAdam
 
 COSINE_FLOOR = 0.1  # of the peak learning rate, at the last step
 DECAY_SHARE = 0.2  # of all steps, spent decaying by "wsd" (Hägele et al., Scaling Laws Beyond Fixed Durations, 2024)
 
 
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
-    """Fused AdamW on the model's parameters as they are, sharded or not. Matrices decay; vectors do not."""
+    """The update rule of a job, on the model's parameters as they are, sharded or not. Matrices decay; vectors do not."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in trainable:  # one fused update takes tensors of one mesh only
@@ -25,6 +26,8 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
         {"params": parameters, "weight_decay": settings.weight_decay if decays else 0.0}
         for (decays, _), parameters in by_mesh.items()
     ]
+    if settings.name == "onebit-adam":
+        return OneBitAdam(groups, settings.lr, settings.betas, settings.eps, settings.freeze_steps)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 

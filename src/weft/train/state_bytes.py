@@ -37,6 +37,8 @@ def measure_model_state(
     states = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
     ]
+    if getattr(model, "feedback", None) is not None:  # what compressed reductions carry on is state too
+        states += model.feedback.all_tensors()
     found = {
         "parameters": _bytes(_storages(shards)),
         "gathered parameters": 0,

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from weft.anatomy.transformers import document_masks
 from weft.cluster.mesh import AXES, CONTEXT_AXES
 from weft.comm.collectives import all_reduce
+from weft.comm.compression.feedback import Feedback
 from weft.comm.objects import all_gather_json
 from weft.data import IGNORED, MicroBatch
 from weft.memory.update import step_in_parts
@@ -25,6 +26,7 @@ from weft.plan import Plan
 from weft.precision.backward import carry_gradient
 from weft.precision.guard import find_culprit
 from weft.precision.scaling import LossScale
+from weft.train.one_bit_adam import momentum_decay
 from weft.train.optimizer import scale_gradients, square_of_gradients
 
 
@@ -35,7 +37,7 @@ class StepResult:
     loss: float
     """Mean cross entropy over all target tokens of the global batch, in nats."""
     grad_norm: float
-    """Norm of the whole gradient before clipping."""
+    """Norm of the whole gradient before clipping; of onebit-adam, after the freeze, of the whole momentum."""
     tokens: int
     """Target tokens of the global batch."""
     loss_scale: LossScale
@@ -151,6 +153,9 @@ def train_step(
     scale = plan.parallel.gradient_ranks * loss_scale.value
     rows = plan.parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
     factors = scale / max(tokens, 1), scale / rows
+    feedback: Feedback | None = getattr(model, "feedback", None)
+    if feedback is not None:
+        feedback.begin(loss_scale.value, momentum_decay(optimizer, feedback))
     loss_sum = forward_backward(model, batches, plan, mesh, *factors)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sums = torch.stack([_own_loss(loss_sum, mesh), _square(model, parameters, mesh).to(loss_sum.device)])
@@ -165,6 +170,8 @@ def train_step(
             optimizer.step()
         else:
             step_in_parts(optimizer)
+        if feedback is not None:
+            feedback.commit(clip)
     overflowed = () if finite else _overflowed(parameters, mesh)
     optimizer.zero_grad(set_to_none=True)
     following = loss_scale.after(finite)

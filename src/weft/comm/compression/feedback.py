@@ -1,0 +1,165 @@
+"""What the compressed reductions of a rank carry from one step to the next: what messages left out, and local momenta.
+
+Error feedback (Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error Feedback Fixes SignSGD, 2019):
+what a message did not say is added to the next one, so that after T steps all that has been decoded is all that was put in, but
+for the last error. Both sides do it: a worker for what it sends to the owners of the other parts, and the owner of a part for
+the mean that it sends back.
+
+What a step changes is pending until `commit`: a step that is skipped leaves everything as it was.
+"""
+
+import torch
+from torch import Tensor
+
+from weft.comm.compression.codec import Codec
+
+
+class Carried:
+    """A tensor that a step changes for good only with `commit`."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device):
+        self.settled = torch.zeros(shape, device=device)
+        self.pending = torch.zeros(shape, device=device)
+        self.is_open = False
+
+    def open(self) -> Tensor:
+        """The tensor to change, in place, as this step has left it until now."""
+        if not self.is_open:
+            self.pending.copy_(self.settled)
+            self.is_open = True
+        return self.pending
+
+    def commit(self, factor: float) -> None:
+        """Let what is pending be settled, times a factor."""
+        if self.is_open:
+            # The tensors stay, and their memory changes hands: a snapshot knows the settled one.
+            self.settled.data, self.pending.data = self.pending.data, self.settled.data
+            if factor != 1:
+                self.settled.mul_(factor)
+        self.is_open = False
+
+    def discard(self) -> None:
+        """Forget what is pending."""
+        self.is_open = False
+
+
+class Feedback:
+    """The state of all compressed reductions of a rank.
+
+    Args:
+        codec: of the messages.
+        keeps_errors: whether there is error feedback.
+        takes_momentum: whether momenta are reduced in place of gradients; the first reductions, until `begin` names a decay,
+            are then not compressed.
+    """
+
+    def __init__(self, codec: Codec, *, keeps_errors: bool = True, takes_momentum: bool = False):
+        self.codec, self.keeps_errors, self.takes_momentum = codec, keeps_errors, takes_momentum
+        self.loss_scale = 1.0
+        self.decay: float | None = None
+        self.carried: dict[str, Carried] = {}
+        """By "error/NAME" and "momentum/NAME", for the name of each reduction."""
+        self.found: dict[str, Tensor] = {}
+        """Of a checkpoint, until the reduction asks for it."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this step's reductions are compressed."""
+        return not self.takes_momentum or self.decay is not None
+
+    def begin(self, loss_scale: float = 1.0, decay: float | None = None) -> None:
+        """Before a step's first backward; forgets what a skipped step has left.
+
+        Args:
+            loss_scale: factor on the gradients of this step, which what is carried does not have.
+            decay: of the momenta, from the step on in which they are reduced; None before.
+        """
+        self.loss_scale, self.decay = loss_scale, decay
+        for carried in self.carried.values():
+            carried.discard()
+
+    def commit(self, factor: float = 1.0) -> None:
+        """After a step whose update is made.
+
+        Args:
+            factor: on momenta that were clipped to it: what was carried on with them is scaled alike. Errors of gradients
+                are what they were before clipping.
+        """
+        for carried in self.carried.values():
+            carried.commit(factor if self.decay is not None else 1.0)
+
+    def add_to(self, name: str, gradient: Tensor, *, momentum: bool) -> Tensor:
+        """What a reduction has to send: this gradient, or the change of the momentum by it, and what was left out before.
+
+        Args:
+            name: of the reduction.
+            gradient: [parts, length], of any float format; it is not changed.
+            momentum: whether this reduction is the one that makes momenta of gradients.
+
+        Returns:
+            [parts, length] float32, without loss scale. The caller lets it be what this message leaves out; with error
+            feedback that is what is carried on.
+        """
+        shape, device = tuple(gradient.shape), gradient.device
+        errors = self._carry(f"error/{name}", shape, device) if self.keeps_errors else None
+        total = errors.open() if errors is not None else torch.zeros(shape, device=device)
+        share = 1 / self.loss_scale
+        if momentum and self.decay is not None:
+            carried = self._carry(f"momentum/{name}", shape, device)
+            is_first = not carried.is_open
+            velocity = carried.open()
+            share *= 1 - self.decay
+            if is_first:  # of the step's micro-batches, where each is reduced
+                velocity.mul_(self.decay)
+                total.add_(velocity)
+            velocity.add_(gradient, alpha=share)
+        return total.add_(gradient, alpha=share)
+
+    def add_up(self, name: str, gradient: Tensor) -> None:
+        """Let a gradient that no message compresses become momentum, in place, for the optimizer to see one kind of thing.
+
+        Args:
+            name: of the reduction.
+            gradient: any shape; a mean over ranks.
+        """
+        if self.decay is None:
+            return
+        carried = self._carry(f"momentum/{name}", tuple(gradient.shape), gradient.device)
+        is_first = not carried.is_open
+        velocity = carried.open()
+        before = velocity.mul_(self.decay) if is_first else torch.zeros_like(velocity)
+        added = gradient.float() * ((1 - self.decay) / self.loss_scale)
+        gradient.copy_((before + added).mul_(self.loss_scale))
+        velocity.add_(added)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of this rank, by name; each stays the same tensor."""
+        return {name: carried.settled for name, carried in self.carried.items()}
+
+    def all_tensors(self) -> list[Tensor]:
+        """All that is held, what is pending too."""
+        return [tensor for carried in self.carried.values() for tensor in (carried.settled, carried.pending)]
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Go on with what a checkpoint has of this rank, or begin anew with nothing.
+
+        Args:
+            tensors: float32, by the names of `tensors`; of another shape than a reduction has, they are left out.
+        """
+        self.found = dict(tensors)
+        for name, carried in self.carried.items():
+            carried.discard()
+            found = self.found.pop(name, None)
+            if found is not None and found.shape == carried.settled.shape:
+                carried.settled.copy_(found)
+            else:
+                carried.settled.zero_()
+
+    def _carry(self, name: str, shape: tuple[int, ...], device: torch.device) -> Carried:
+        carried = self.carried.get(name)
+        if carried is None:
+            carried = self.carried[name] = Carried(shape, device)
+            found = self.found.pop(name, None)
+            if found is not None and found.shape == shape:
+                carried.settled.copy_(found)
+        return carried

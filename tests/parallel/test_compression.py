@@ -1,0 +1,251 @@
+"""Whole models whose gradients are compressed on their way: every stage of ZeRO and every axis, beside the same without."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lab.families import family
+from tests.lab.parity import share, whole
+from tests.lab.pool import run_ranks
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize, read_config
+from weft.cluster.mesh import build_mesh, data_rank
+from weft.data import MicroBatch
+from weft.errors import JobError
+from weft.job import Model, Optimizer
+from weft.parallel.parallelize import parallelize
+from weft.parallel.replicas import compare_replicas
+from weft.plan import Comm, Parallel, Plan, Precision
+from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer
+from weft.train.step import train_step
+
+CPU = torch.device("cpu")
+STEPS = 12
+MODELS = {
+    "llama": Model(config={**family("llama"), "tie_word_embeddings": True, "num_hidden_layers": 4}),
+    "untied": Model(config=family("llama")),
+    "mixture": Model(config=family("qwen3_moe")),
+}
+COMPRESSIONS = ("bf16", "fp16", "int8", "2:4", "1-bit")
+
+
+def settings_for(compression: str) -> Optimizer:
+    one_bit = {"name": "onebit-adam", "freeze_steps": 4} if compression == "1-bit" else {}
+    return Optimizer(lr=3e-3, warmup_steps=0, eps=1e-6, betas=(0.9, 0.95), **one_bit)  # type: ignore[arg-type]
+
+
+def plan_for(compression: str, precision: dict[str, Any] | None = None, comm: Any = None, **parallel: Any) -> Plan:
+    formats = {"forward": "fp32", **(precision or {})}
+    return Plan(
+        parallel=Parallel(**parallel),
+        precision=Precision(**formats),  # type: ignore[arg-type]
+        comm=Comm(compression=compression, **(comm or {})),  # type: ignore[arg-type]
+    )
+
+
+def global_batch(vocab_size: int, step: int, rows: int = 4, seq_len: int = 16) -> MicroBatch:
+    """Counting up from any token: something to learn."""
+    generator = torch.Generator().manual_seed(step)
+    first = torch.randint(3, 40, (rows, 1), generator=generator)
+    tokens = (first + torch.arange(seq_len + 1)) % (vocab_size // 2)
+    return MicroBatch(tokens[:, :-1].contiguous(), torch.arange(seq_len).repeat(rows, 1), tokens[:, 1:].contiguous())
+
+
+class Rig:
+    """One rank's share of a training run."""
+
+    def __init__(self, world_size: int, source: Model, plan: Plan, **settings: Any):
+        self.plan = plan.resolve(world_size)
+        self.mesh = build_mesh(self.plan, "cpu", world_size)
+        self.model: Any = build_on_meta(read_config(source), DTYPES[plan.precision.update])
+        self.anatomy = read_anatomy(self.model)
+        parallelize(self.model, self.plan, self.mesh)
+        materialize(self.model, source, CPU)
+        self.model.train()
+        self.optimizer = build_optimizer(self.model, settings_for(plan.comm.compression).model_copy(update=settings))
+        self.scale = LossScale.from_plan(plan.precision.loss_scale)
+        self.vocab_size = self.model.config.vocab_size
+
+    def step(self, number: int, judge: Any = lambda loss, norm: None) -> Any:
+        batch = global_batch(self.vocab_size, number)
+        mine = share(batch, data_rank(self.mesh), self.plan.parallel.data_ranks, 1)
+        result = train_step(self.model, self.optimizer, mine, self.plan, self.mesh, self.scale, 1.0, judge)
+        self.scale = result.loss_scale
+        return result
+
+
+def train(
+    rank: int, world_size: int, source: Model, plan: Plan, steps: int = STEPS
+) -> tuple[list[float], Any, str | None]:
+    """Losses, weights, and how replicas differ."""
+    rig = Rig(world_size, source, plan)
+    results = [rig.step(number) for number in range(steps)]
+    assert all(result.problem is None for result in results), results
+    return [r.loss for r in results], gather_weights(rig.model), compare_replicas(rig.model, rig.optimizer, rig.mesh)
+
+
+@cache
+def uncompressed(world_size: int, plan: str, source: str) -> list[float]:
+    return run_ranks(world_size, train, MODELS[source], Plan.model_validate_json(plan), timeout=120)[0][0]
+
+
+def close_to_uncompressed(world_size: int, source: str, plan: Plan) -> None:
+    """The same bits on all ranks, and most of what training without compression gains: some steps come later."""
+    traces = run_ranks(world_size, train, MODELS[source], plan, timeout=120)
+    expected = uncompressed(world_size, plan.model_copy(update={"comm": Comm()}).model_dump_json(), source)
+    losses = traces[0][0]
+    for others, weights, differing in traces:
+        assert differing is None
+        assert others == losses
+        assert all(torch.equal(weight, traces[0][1][name]) for name, weight in weights.items())
+    assert losses[0] == pytest.approx(expected[0], rel=1e-6)  # nothing is compressed before the first backward
+    assert losses != expected
+    assert expected[0] - expected[-1] > 0.5
+    share = 0.98 if plan.comm.compression in ("bf16", "fp16", "int8") else 0.7
+    assert expected[0] - losses[-1] >= share * (expected[0] - expected[-1])
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_training_comes_to_the_same(compression: str, zero: int) -> None:
+    close_to_uncompressed(2, "llama", plan_for(compression, zero=zero))
+
+
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "hsdp": (4, "llama", {"zero": 3, "dp_replicate": 2}),
+    "hsdp, zero 1": (4, "llama", {"zero": 1, "dp_replicate": 2}),
+    "tp, zero 0": (4, "llama", {"zero": 0, "tp": 2}),
+    "tp, zero 3": (4, "llama", {"zero": 3, "tp": 2}),
+    "cp, zero 0": (2, "llama", {"zero": 0, "cp": 2}),
+    "cp x dp, zero 2": (4, "llama", {"zero": 2, "cp": 2}),
+    "pp, zero 0": (4, "llama", {"zero": 0, "pp": 2}),
+    "pp, zero 2": (4, "llama", {"zero": 2, "pp": 2}),
+    "pp, hsdp": (4, "llama", {"zero": 1, "pp": 2, "dp_replicate": 2}),
+    "ep, experts of one rank": (2, "mixture", {"zero": 0, "ep": 2}),
+    "ep, experts of one rank, zero 3": (2, "mixture", {"zero": 3, "ep": 2}),
+    "ep, zero 0": (4, "mixture", {"zero": 0, "ep": 2}),
+    "ep, zero 2": (4, "mixture", {"zero": 2, "ep": 2}),
+    "ep x hsdp": (4, "mixture", {"zero": 3, "ep": 2, "dp_replicate": 2}),
+}
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("compression", ["int8", "2:4", "1-bit"])
+def test_every_axis(compression: str, layout: str) -> None:
+    world_size, source, parallel = LAYOUTS[layout]
+    close_to_uncompressed(world_size, source, plan_for(compression, **parallel))
+
+
+@pytest.mark.parametrize(
+    ("compression", "zero", "precision"),
+    [
+        ("2:4", 0, {"forward": "bf16", "update": "bf16", "reduce": "bf16"}),
+        ("int8", 2, {"forward": "bf16", "reduce": "bf16"}),
+        ("1-bit", 3, {"forward": "fp16", "loss_scale": "dynamic"}),
+        ("1-bit", 2, {"forward": "bf16", "weights": "split", "states": "int8"}),
+    ],
+)
+def test_formats(compression: str, zero: int, precision: dict[str, Any]) -> None:
+    close_to_uncompressed(2, "llama", plan_for(compression, precision, zero=zero))
+
+
+def test_nothing_is_compressed_where_nothing_is_slow() -> None:
+    plan = plan_for("2:4", comm={"compress_level": "slow"}, zero=2)
+    plain = uncompressed(2, plan_for("none", zero=2).model_dump_json(), "llama")
+    assert run_ranks(2, train, MODELS["llama"], plan, timeout=120)[0][0] == plain
+
+
+def test_frozen_adam_without_compression() -> None:
+    """Momenta are made where no message is compressed too, and training comes to the same."""
+    for layout in ({"zero": 0}, {"zero": 3}, {"zero": 2, "dp_replicate": 2}):
+        world_size = 2 * layout.get("dp_replicate", 1)
+        plan = plan_for("1-bit", comm={"compress_level": "slow"}, **layout)
+        losses, _, differing = run_ranks(world_size, train, MODELS["llama"], plan, timeout=120)[0]
+        expected = uncompressed(world_size, plan_for("none", **layout).model_dump_json(), "llama")
+        assert differing is None
+        assert losses[:5] == pytest.approx(expected[:5], rel=1e-5)
+        assert losses[-1] == pytest.approx(expected[-1], rel=0.03)
+
+
+def with_a_skipped_step(
+    rank: int, world_size: int, plan: Plan, why: str | None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str | None]:
+    """Weights, and what is carried on, after some steps, of which one may not count; and why that one did not."""
+    rig, problem = Rig(world_size, MODELS["llama"], plan), None
+    for number in range(6):
+        rig.step(number)
+    if why == "spike":
+        problem = rig.step(100, judge=lambda loss, norm: "it is a spike").problem
+    elif why == "overflow":
+        rig.scale = LossScale(2.0**120, dynamic=True)
+        problem = rig.step(101).problem
+        rig.scale = LossScale()
+    rig.step(6)
+    rig.step(7)
+    return gather_weights(rig.model), rig.model.feedback.tensors(), problem
+
+
+@pytest.mark.parametrize(
+    ("compression", "layout"), [("2:4", {"zero": 0}), ("1-bit", {"zero": 0}), ("1-bit", {"zero": 3})]
+)
+def test_a_skipped_step_leaves_no_trace(compression: str, layout: dict[str, Any]) -> None:
+    plan = plan_for(compression, **layout)
+    expected = run_ranks(2, with_a_skipped_step, plan, None)
+    for why, words in (("spike", "it is a spike"), ("overflow", "overflow")):
+        for (weights, carried, problem), (others, kept, _) in zip(
+            run_ranks(2, with_a_skipped_step, plan, why), expected, strict=True
+        ):
+            assert words in problem
+            assert all(torch.equal(weights[name], weight) for name, weight in others.items())
+            assert carried.keys() == kept.keys()
+            assert all(torch.equal(carried[name], tensor) for name, tensor in kept.items())
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+
+
+def with_unused_parameters(rank: int, world_size: int, source: Model, plan: Plan) -> dict[str, float]:
+    """How far rows that nothing uses have moved: of the embedding, and experts that no token goes to."""
+    rig = Rig(world_size, source, plan, weight_decay=0.0)
+    routers = [p for name, p in rig.model.named_parameters() if name.endswith("mlp.gate.weight")]
+    before = weights_of(rig.model)
+    for number in range(STEPS):
+        for router in routers:
+            router.data.zero_()  # of equal chances, the same experts are always taken
+        rig.step(number)
+    after = weights_of(rig.model)
+    moved = {"embedding": float((after[EMBEDDING] - before[EMBEDDING])[60:].abs().max())}
+    assert (after[EMBEDDING] - before[EMBEDDING])[:40].abs().max() > 0
+    for name in (name for name in before if "experts" in name):
+        apart = (after[name] - before[name]).abs().flatten(1).amax(1).sort().values
+        assert apart[-1] > 0
+        moved[name] = float(apart[1])  # two of four are taken
+    return moved
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize(("source", "zero"), [("mixture", 0), ("untied", 3)])
+def test_what_is_not_used_does_not_move(source: str, zero: int, compression: str) -> None:
+    for moved in run_ranks(2, with_unused_parameters, MODELS[source], plan_for(compression, zero=zero), timeout=120):
+        assert not any(moved.values()), moved
+
+
+def with_plain_adam(rank: int, world_size: int, plan: Plan) -> None:
+    rig = Rig(world_size, MODELS["llama"], plan)
+    rig.optimizer = torch.optim.AdamW(rig.model.parameters())
+    with pytest.raises(JobError, match="an optimizer AdamW with"):
+        rig.step(0)
+
+
+def test_signs_are_refused_to_other_optimizers() -> None:
+    run_ranks(2, with_plain_adam, plan_for("1-bit", zero=0))
