@@ -34,6 +34,8 @@ from weft.cluster.shared_memory import can_share, reduce_parts, share_memory
 BACKENDS = {"auto": "weft", "two_level": "weft_two_level", "flat": "weft_flat"}
 """Name of the backend by `plan.comm.hierarchy`. In two levels an all-to-all sends larger messages, not fewer bytes: auto lets
 it go flat."""
+INSIDE, BETWEEN = "@host", "@between"
+"""Behind the description of a group: its part inside a host, and that between hosts."""
 # torch 2.13 gave these two their new names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -64,7 +66,9 @@ def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *
         return share_memory(dist.PrefixStore("host", store), rank, size, timeout, gloo) or gloo()
     per_host = size // hosts
     regular = size == hosts * per_host and all(places[peer] == places[peer - peer % per_host] for peer in range(size))
-    if hierarchy == "flat" or not regular or per_host == 1:
+    if hosts == size:
+        return gloo(link=BETWEEN)
+    if hierarchy == "flat" or not regular:
         return gloo()
     host, place = divmod(rank, per_host)
     own = dist.PrefixStore(f"host-{host}", store)
@@ -72,12 +76,12 @@ def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *
     store.set(f"shares/{rank}", str(inner is not None))
     if any(store.get(f"shares/{peer}") != b"True" for peer in range(size)):
         return gloo()
-    outer = _gloo(store, f"between-{place}", host, hosts, timeout)
+    outer = _gloo(store, f"between-{place}", host, hosts, timeout, BETWEEN)
     return TwoLevelGroup(inner, outer, gloo, hierarchy == "two_level")
 
 
-def _gloo(store: dist.Store, prefix: str, rank: int, size: int, timeout: timedelta) -> GlooGroup:
-    group = GlooGroup(dist.PrefixStore(prefix, store), rank, size, timeout)
+def _gloo(store: dist.Store, prefix: str, rank: int, size: int, timeout: timedelta, link: str = "") -> GlooGroup:
+    group = GlooGroup(dist.PrefixStore(prefix, store), rank, size, timeout, link)
     group._set_group_name(prefix)
     return group
 
@@ -298,7 +302,7 @@ class TwoLevelGroup(dist.ProcessGroup):
     def _set_group_desc(self, description: str) -> None:
         self._description = description
         self.inner._set_group_desc(f"{description}{INSIDE}")
-        self.outer._set_group_desc(f"{description}{BETWEEN}")
+        self.outer._set_group_desc(description)
         super()._set_group_desc(description)
 
     @property
@@ -307,10 +311,6 @@ class TwoLevelGroup(dist.ProcessGroup):
 
     def getGroupName(self) -> str:
         return self._name
-
-
-INSIDE, BETWEEN = "@host", "@between"
-"""Behind the description of a group: its part inside a host, and that between hosts."""
 
 
 class _Finish(dist.Work):

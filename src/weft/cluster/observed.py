@@ -63,11 +63,14 @@ def _timed(name: str) -> Any:
 
 
 class GlooGroup(ObservedGroup):
-    """A gloo group that goes through torch's operators, so that modes see its collectives too."""
+    """A gloo group that goes through torch's operators, so that modes see its collectives too.
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+    Its description ends in `link`, if that is given.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, link: str = ""):
         super().__init__(rank, size)
-        self.number, self.ranks, self.store = rank, size, store
+        self.number, self.ranks, self.store, self.link = rank, size, store, link
         self.gloo = dist.ProcessGroup(store, rank, size)
         kind = dist.ProcessGroup.BackendType.GLOO
         self.gloo._set_default_backend(kind)
@@ -110,8 +113,8 @@ class GlooGroup(ObservedGroup):
         super()._set_group_name(name)
 
     def _set_group_desc(self, description: str) -> None:
-        self.gloo._set_group_desc(description)
-        super()._set_group_desc(description)
+        self.gloo._set_group_desc(description + self.link)
+        super()._set_group_desc(description + self.link)
 
     @property
     def group_name(self) -> str:
