@@ -193,6 +193,40 @@ def all_to_all(
     return _AllToAll.apply(x, group, takes, sends)
 
 
+# Under way while something else is computed. Not differentiable; see `weft.comm.overlap`.
+
+
+class Pending(NamedTuple):
+    """A collective that is under way."""
+
+    work: dist.Work
+    result: torch.Tensor
+    source: torch.Tensor
+    """Is read until it is done."""
+
+    def wait(self) -> torch.Tensor:
+        """The result, when it is there."""
+        self.work.wait()
+        return self.result
+
+
+def start_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin to gather the tensors of all ranks, [ranks, *x.shape]."""
+    source = x.contiguous()
+    result = x.new_empty((group.size(), *x.shape))
+    return Pending(_all_gather(result.flatten(0, 1), source, group, async_op=True), result, source)
+
+
+def start_reduce_scatter(parts: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin to add up over ranks what each has for every one, contiguous [ranks, *out.shape]; `out` gets this rank's."""
+    return Pending(_reduce_scatter(out, parts.flatten(0, 1), group=group, async_op=True), out, parts)
+
+
+def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin to add up a contiguous tensor over ranks, in place."""
+    return Pending(dist.all_reduce(x, group=group, async_op=True), x, x)
+
+
 # Bytes that one rank sends when n ranks run a ring (Patarasuk and Yuan, 2009), given the bytes of the full tensor; of
 # all_to_all and send, given the bytes that leave the rank.
 RING: dict[str, Callable[[int, int], int]] = {
