@@ -20,9 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.comm.collectives import Pending
+from weft.comm.collectives import Pending, unrecorded
 
 CANDIDATES = (1, 2, 4, 8, 16, 32)
 REPEATS = 5
@@ -88,7 +87,8 @@ class Receive(NamedTuple):
             chunk[count] = time_work(partial(self.use, rows, brought), device)
         return Costs(*fit(messages), chunk, own=own)
 
-    def predict(self, costs: Costs, count: int) -> float:
+    @staticmethod
+    def predict(costs: Costs, count: int) -> float:
         """Seconds with a number of chunks."""
         issue, message = costs.issue.seconds(count), costs.message.seconds(count)
         clock = free = 0.0
@@ -135,7 +135,8 @@ class Send(NamedTuple):
         ahead = sum(time_message(self.ahead, device)) if self.ahead else 0.0
         return Costs(*fit(messages), chunk, ahead=ahead, last=time_work(partial(self.last, brought), device))
 
-    def predict(self, costs: Costs, count: int) -> float:
+    @staticmethod
+    def predict(costs: Costs, count: int) -> float:
         """Seconds with a number of chunks."""
         issue, message = costs.issue.seconds(count), costs.message.seconds(count)
         clock, free = 0.0, costs.ahead
@@ -155,8 +156,6 @@ def cut_rows(rows: int, count: int) -> list[slice]:
 def choose_count(form: Receive | Send, rows: int, group: dist.ProcessGroup, device: torch.device) -> int:
     """The number of chunks that is predicted to be fastest; the same on all ranks of the group, which call this together.
 
-    What is sent for it is no part of a step: a recorder does not see it.
-
     Args:
         form: of the product.
         rows: that are cut.
@@ -164,7 +163,7 @@ def choose_count(form: Receive | Send, rows: int, group: dist.ProcessGroup, devi
         device: of the tensors.
     """
     counts = [count for count in CANDIDATES if count <= rows]
-    with _disable_current_modes():
+    with unrecorded():
         costs = form.measure({count: cut_rows(rows, count)[0] for count in counts}, device)
         predicted = torch.tensor([form.predict(costs, count) for count in counts], dtype=torch.float64, device=device)
         dist.all_reduce(predicted, dist.ReduceOp.MAX, group)

@@ -15,14 +15,15 @@ any float tensor on the group's device; gradients may come non-contiguous.
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from weft.cluster.shared_memory import SharedMemoryGroup
 
@@ -316,6 +317,18 @@ class Recorder(TorchDispatchMode):
         mesh_axis = group.group_desc.startswith("mesh_")  # as DeviceMesh describes its groups
         axis = group.group_desc.removeprefix("mesh_") if mesh_axis else "world"
         self.messages.append(Message(operation, axis, RING[operation](full, group.size()), dtype, call_site()))
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """What is sent inside, to measure something, is no part of a step: no recorder and no other mode of torch sees it."""
+    observers = SharedMemoryGroup.observers.copy()
+    SharedMemoryGroup.observers.clear()
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        SharedMemoryGroup.observers.extend(observers)
 
 
 def find_tensors(args: Any) -> list[torch.Tensor]:

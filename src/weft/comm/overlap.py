@@ -132,6 +132,8 @@ def multiply_copied(
 
     Arguments and errors are those of `multiply_gathered`, without a dim; returns [*, outputs] of each matrix.
     """
+    if overlap.chunks != "auto":  # they are cut in backward
+        check_chunks(overlap.chunks, math.prod(x.shape[:-1]))
     later = tuple(later) or (None,) * len(matrices)
     return _MultiplyCopied.apply(overlap, later, x, *matrices, *biases)
 
