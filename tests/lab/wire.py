@@ -1,29 +1,34 @@
 """An emulated wire: overlap of communication with computation, provable on a CPU.
 
-A group of ranks on one host whose collectives take the time of a slower link: each is under way for alpha seconds and the
-bytes that one rank sends over the bandwidth, one after the other. The data are moved at once, through shared memory;
-whoever waits sleeps until the wire would have brought them, so that no core is burned. The clock may be a real one, or one
-that only products and waiting move on: then the seconds of a program are exact, whatever else the machine does.
+A group of ranks on one host whose sums and gathers take the time of a slower link: each is under way for alpha seconds and
+the bytes that one rank sends over the bandwidth, one after the other. Data leave their rank at once, through shared memory,
+and nobody waits for a peer to begin; whoever waits for the result sleeps until the wire would have brought it, so that no core
+is burned. The clock may be the real one; one that leaves out what other processes do; or one that only counted products and
+waiting move on: then the seconds of a program are exact.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.cluster.shared_memory import SharedMemoryGroup, _create_group
+from weft.cluster.shared_memory import SharedMemoryGroup, _create_group, _observed, _reduce
 from weft.comm.collectives import RING
 
 BACKEND = "weft_wire"
+TAG = 2**30  # of its messages
 
 
 class RealClock:
     """The time of day, and sleep."""
+
+    def restart(self) -> None: ...
 
     def now(self) -> float:
         return time.perf_counter()
@@ -31,6 +36,35 @@ class RealClock:
     def sleep_until(self, moment: float) -> None:
         while (left := moment - time.perf_counter()) > 0:
             time.sleep(left)
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """What is done inside takes time as anything else."""
+        yield
+
+
+class CoreClock:
+    """Moved on by what this rank computes, measured as time on a core, and by waiting, which takes none: for a rank that shares
+    its core with others. Both ranks `restart` it at the same moment."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.added = -time.thread_time()
+
+    def now(self) -> float:
+        return time.thread_time() + self.added
+
+    def sleep_until(self, moment: float) -> None:
+        self.added += max(moment - self.now(), 0.0)
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Let it stand still: what is done inside, a real wire would do by itself."""
+        before = time.thread_time()
+        yield
+        self.added -= time.thread_time() - before
 
 
 class VirtualClock(TorchDispatchMode):
@@ -45,6 +79,11 @@ class VirtualClock(TorchDispatchMode):
 
     def sleep_until(self, moment: float) -> None:
         self.time = max(self.time, moment)
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """As always."""
+        yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in PRODUCTS:
@@ -70,63 +109,100 @@ class Transfer(NamedTuple):
 
 
 class Arrival(dist.Work):  # type: ignore[misc,name-defined]
-    """Done when the wire has brought the data."""
+    """Done when the wire has brought what all ranks have sent."""
 
-    def __init__(self, wire: "Wire", moment: float):
+    def __init__(self, wire: "Wire", end: float, parts: list[Tensor], finish: Callable[[list[Tensor]], object]):
+        """
+        Args:
+            wire: that carries it.
+            end: when this rank's own message is through.
+            parts: what comes from each rank; this rank's own is there.
+            finish: given them all.
+        """
         super().__init__()
-        self.wire, self.moment = wire, moment
+        self.wire, self.end, self.parts, self.finish = wire, end, parts, finish
+        self.ends = {peer: torch.zeros(1, dtype=torch.float64) for peer in wire.peers}
+        self.receives = [
+            wire.mailbox.receive(tensor, peer, TAG) for peer in wire.peers for tensor in (self.ends[peer], parts[peer])
+        ]
+        self.done = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        began = self.wire.clock.now()
-        self.wire.clock.sleep_until(self.moment)
-        self.wire.waited += self.wire.clock.now() - began
+        if not self.done:
+            with self.wire.clock.standing():
+                for receive in self.receives:
+                    receive.wait()
+            began = self.wire.clock.now()
+            self.wire.clock.sleep_until(max([self.end, *(end.item() for end in self.ends.values())]))
+            self.wire.waited += self.wire.clock.now() - began
+            self.finish(self.parts)
+            self.done = True
         return True
-
-    def is_completed(self) -> bool:
-        return self.wire.clock.now() >= self.moment
 
 
 class Wire(SharedMemoryGroup):
-    """Shared memory whose collectives are done no earlier than a wire would have done them.
+    """Ranks of one host whose sums and gathers go over a wire; other collectives as through shared memory.
 
-    `clock`, `alpha` and `seconds_per_byte` may be set between two collectives; `transfers` is the log.
+    `reset` says how fast it is; `transfers` is the log, `waited` how long this rank has slept.
     """
 
     is_blocking = False
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.clock: Any = RealClock()
-        self.alpha = self.seconds_per_byte = self.free = self.waited = 0.0
-        self.transfers: list[Transfer] = []
+        self.peers = [peer for peer in range(self.ranks) if peer != self.place]
+        self.reset(RealClock(), 0.0, 0.0)
 
     def reset(self, clock: Any, alpha: float, seconds_per_byte: float) -> None:
         """A wire of other figures, which is free, with an empty log."""
         self.clock, self.alpha, self.seconds_per_byte = clock, alpha, seconds_per_byte
         self.free = self.waited = 0.0
-        self.transfers = []
+        self.transfers: list[Transfer] = []
 
-    def _send(self, operation: str, full: torch.Tensor) -> Arrival:
-        size = RING[operation](full.numel() * full.element_size(), self.size())
+    @_observed
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        (tensor,) = tensors
+        parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        parts[self.place].copy_(tensor)
+        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        return self._send("all_reduce", tensor, [tensor] * self.ranks, parts, lambda found: _reduce(found, op, tensor))
+
+    @_observed
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        parts = [part.view_as(input) for part in output.view(self.ranks, -1)]
+        parts[self.place].copy_(input)
+        return self._send("all_gather", output, [input] * self.ranks, parts, lambda found: None)
+
+    @_observed
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        outgoing = [part.view_as(output) for part in input.reshape(self.ranks, -1)]
+        parts = [torch.empty_like(output) for _ in range(self.ranks)]
+        parts[self.place] = outgoing[self.place]
+        return self._send("reduce_scatter", input, outgoing, parts, lambda found: _reduce(found, op, output))
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+
+    def _send(
+        self,
+        operation: str,
+        full: Tensor,
+        outgoing: list[Tensor],
+        parts: list[Tensor],
+        finish: Callable[[list[Tensor]], object],
+    ) -> Arrival:
+        """Send something to each rank; `parts` are where theirs come to."""
+        self._observe(operation, full.numel(), full.dtype)
+        size = RING[operation](full.numel() * full.element_size(), self.ranks)
         issued = self.clock.now()
         began = max(issued, self.free)
         self.free = began + self.alpha + size * self.seconds_per_byte
         self.transfers.append(Transfer(operation, size, issued, began, self.free))
-        return Arrival(self, self.free)
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        super().allreduce(tensors, opts)
-        return self._send("all_reduce", tensors[0])
-
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        super().all_gather_single(output, input, opts)
-        return self._send("all_gather", output)
-
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        super().reduce_scatter_single(output, input, opts)
-        return self._send("reduce_scatter", input)
-
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+        with self.clock.standing():
+            for peer in self.peers:
+                self.mailbox.send(torch.tensor([self.free], dtype=torch.float64), peer, TAG)
+                self.mailbox.send(outgoing[peer], peer, TAG)
+            return Arrival(self, self.free, parts, finish)
 
 
 def _create_wire(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Wire:

@@ -11,7 +11,6 @@ at a time, and products take what they take with so many rows, as few rows are l
 each shape, on the tensors of its first use, and all ranks of the group choose by the largest of what they predict.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -73,19 +72,23 @@ class Receive(NamedTuple):
         for rows, message in zip(chunks, pending, strict=True):
             self.use(rows, message.wait())
 
-    def measure(self, chunks: dict[int, slice], device: torch.device) -> Costs:
+    def measure(self, chunks: dict[int, list[slice]], watch: "Stopwatch") -> Costs:
         """Time each part alone.
 
         Args:
-            chunks: the largest chunk, by number of chunks.
-            device: of the tensors.
+            chunks: by their number.
+            watch: takes the time.
         """
-        messages = {count: time_message(partial(self.start, rows), device) for count, rows in ends(chunks)}
-        own, chunk = time_work(self.own, device), {}
-        for count, rows in chunks.items():
-            brought = self.start(rows).wait()
-            chunk[count] = time_work(partial(self.use, rows, brought), device)
-        return Costs(*fit(messages), chunk, own=own)
+
+        def use_all(rows: list[slice], brought: list[Tensor]) -> None:
+            for chunk, parts in zip(rows, brought, strict=True):
+                self.use(chunk, parts)
+
+        messages = {count: watch.message(partial(self.start, rows[0])) for count, rows in ends(chunks)}
+        brought = {count: [self.start(chunk).wait() for chunk in rows] for count, rows in chunks.items()}
+        own = watch.work({0: self.own})
+        uses = watch.work({count: partial(use_all, rows, brought[count]) for count, rows in chunks.items()})
+        return Costs(*fit(messages), {count: seconds / count for count, seconds in uses.items()}, own=own[0])
 
     @staticmethod
     def predict(costs: Costs, count: int) -> float:
@@ -124,16 +127,21 @@ class Send(NamedTuple):
         for rows, message in zip(chunks, pending, strict=True):
             self.keep(rows, message.wait())
 
-    def measure(self, chunks: dict[int, slice], device: torch.device) -> Costs:
+    def measure(self, chunks: dict[int, list[slice]], watch: "Stopwatch") -> Costs:
         """Time each part alone; arguments as of `Receive`."""
+
+        def make_all(rows: list[slice]) -> list[Tensor]:
+            return [self.make(chunk) for chunk in rows]
+
         brought = self.ahead().wait() if self.ahead else None
-        chunk = {count: time_work(partial(self.make, rows), device) for count, rows in chunks.items()}
         messages = {}
         for count, rows in ends(chunks):
-            made = self.make(rows)
-            messages[count] = time_message(partial(self.start, rows, made), device)
-        ahead = sum(time_message(self.ahead, device)) if self.ahead else 0.0
-        return Costs(*fit(messages), chunk, ahead=ahead, last=time_work(partial(self.last, brought), device))
+            messages[count] = watch.message(partial(self.start, rows[0], self.make(rows[0])))
+        makes = watch.work({count: partial(make_all, rows) for count, rows in chunks.items()})
+        last = watch.work({0: partial(self.last, brought)})
+        ahead = sum(watch.message(self.ahead)) if self.ahead else 0.0
+        chunk = {count: seconds / count for count, seconds in makes.items()}
+        return Costs(*fit(messages), chunk, ahead=ahead, last=last[0])
 
     @staticmethod
     def predict(costs: Costs, count: int) -> float:
@@ -153,19 +161,20 @@ def cut_rows(rows: int, count: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
-def choose_count(form: Receive | Send, rows: int, group: dist.ProcessGroup, device: torch.device) -> int:
+def choose_count(form: Receive | Send, rows: int, group: dist.ProcessGroup, watch: "Stopwatch") -> int:
     """The number of chunks that is predicted to be fastest; the same on all ranks of the group, which call this together.
 
     Args:
         form: of the product.
         rows: that are cut.
         group: that the messages go over.
-        device: of the tensors.
+        watch: takes the time.
     """
     counts = [count for count in CANDIDATES if count <= rows]
     with unrecorded():
-        costs = form.measure({count: cut_rows(rows, count)[0] for count in counts}, device)
-        predicted = torch.tensor([form.predict(costs, count) for count in counts], dtype=torch.float64, device=device)
+        costs = form.measure({count: cut_rows(rows, count) for count in counts}, watch)
+        seconds = [form.predict(costs, count) for count in counts]
+        predicted = torch.tensor(seconds, dtype=torch.float64, device=watch.device)
         dist.all_reduce(predicted, dist.ReduceOp.MAX, group)
     return fewest_chunks(dict(zip(counts, predicted.tolist(), strict=True)))
 
@@ -176,7 +185,7 @@ def fewest_chunks(seconds: dict[int, float]) -> int:
     return min(count for count, taken in seconds.items() if taken <= shortest * (1 + WORTH))
 
 
-def ends(chunks: dict[int, slice]) -> list[tuple[int, slice]]:
+def ends(chunks: dict[int, list[slice]]) -> list[tuple[int, list[slice]]]:
     """The smallest and the largest number of chunks."""
     return [(count, chunks[count]) for count in sorted({min(chunks), max(chunks)})]
 
@@ -191,33 +200,37 @@ def fit(messages: dict[int, tuple[float, float]]) -> tuple[Line, Line]:
     return lines[0], lines[1]
 
 
-def time_work(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of some work, at best."""
-    return min(_seconds(work, device) for _ in range(REPEATS))
+class Stopwatch(NamedTuple):
+    """Takes the best time of some repeats."""
 
+    device: torch.device
+    """That computes."""
+    clock: Callable[[], float]
 
-def time_message(start: Callable[[], Pending], device: torch.device) -> tuple[float, float]:
-    """Seconds to start a message, and then until it is there, at best."""
-    found = []
-    for _ in range(REPEATS):
-        _synchronize(device)
-        began = time.perf_counter()
-        message = start()
-        issued = time.perf_counter()
-        message.wait()
-        _synchronize(device)
-        found.append((issued - began, time.perf_counter() - issued))
-    return min(issue for issue, _ in found), min(wait for _, wait in found)
+    def work(self, works: dict[int, Callable[[], object]]) -> dict[int, float]:
+        """Seconds of some works, taking turns."""
+        found: dict[int, float] = {}
+        for _ in range(REPEATS):
+            for number, work in works.items():
+                began = self._now()
+                work()
+                taken = self._now() - began
+                found[number] = min(found.get(number, taken), taken)
+        return found
 
+    def message(self, start: Callable[[], Pending]) -> tuple[float, float]:
+        """Seconds to start a message, and then until it is there."""
+        found = []
+        for _ in range(REPEATS):
+            began = self._now()
+            message = start()
+            issued = self.clock()
+            message.wait()
+            found.append((issued - began, self._now() - issued))
+        return min(issue for issue, _ in found), min(rest for _, rest in found)
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
-    began = time.perf_counter()
-    work()
-    _synchronize(device)
-    return time.perf_counter() - began
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    def _now(self) -> float:
+        """When all that was started is done."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return self.clock()

@@ -14,6 +14,7 @@ stay in order. Sums over ranks are the group's own; the gradient of a matrix add
 """
 
 import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import product
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.comm.chunks import Receive, Send, choose_count, cut_rows
+from weft.comm.chunks import Receive, Send, Stopwatch, choose_count, cut_rows
 from weft.comm.collectives import Pending, start_all_reduce, start_gather, start_reduce_scatter
 from weft.errors import PlanError
 
@@ -39,10 +40,13 @@ class Overlap:
     Args:
         group: ranks that share each matrix.
         chunks: number of chunks of every product; "auto" measures each shape at its first use.
+        clock: gives seconds, for that.
     """
 
-    def __init__(self, group: dist.ProcessGroup, chunks: int | Literal["auto"]):
-        self.group, self.chunks = group, chunks
+    def __init__(
+        self, group: dist.ProcessGroup, chunks: int | Literal["auto"], clock: Callable[[], float] = time.perf_counter
+    ):
+        self.group, self.chunks, self.clock = group, chunks, clock
         self.ranks, self.rank = group.size(), group.rank()
         self.others = [rank for rank in range(self.ranks) if rank != self.rank]
         self.counts: dict[Hashable, int] = {}
@@ -64,7 +68,7 @@ class Overlap:
         if count == "auto":
             key = (name, *((tensor.shape, tensor.dtype) for tensor in tensors))
             if key not in self.counts:
-                self.counts[key] = choose_count(form, rows, self.group, tensors[0].device)
+                self.counts[key] = choose_count(form, rows, self.group, Stopwatch(tensors[0].device, self.clock))
             count = self.counts[key]
         check_chunks(count, rows)
         return cut_rows(rows, count)
