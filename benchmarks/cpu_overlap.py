@@ -21,17 +21,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import typer
-from peers.figures import spread
+from peers.figures import choose, spread
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from weft.cluster.device import detect
 from weft.cluster.shared_memory import register_backend
 from weft.comm import collectives
 from weft.comm.overlap import Overlap, multiply_copied, multiply_gathered, multiply_reduced, multiply_scattered
 
-ALPHA = 1e-4  # seconds of a message, however short
+ALPHA = 5e-5  # seconds of a message, however short
 COUNTS = (1, 2, 4, 8, 16, 32)
 RATIOS = (0.5, 1.0, 2.0)
 WARM_UP = 2
@@ -121,11 +122,12 @@ def seconds_of(
     return taken.item()
 
 
-def measure(rank: int, ranks: int, tokens: int, hidden: int, repeats: int, wall: bool) -> None:
+def measure(rank: int, ranks: int, tokens: int, hidden: int, repeats: int, numbers: list[int], wall: bool) -> None:
     """What one rank does; rank 0 prints."""
     from tests.lab.wire import CoreClock, RealClock, new_wire
 
     torch.set_num_threads(1)
+    detect().use(rank)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     quiet, wire = dist.new_group(backend=register_backend()), new_wire()
     wire.reset(RealClock() if wall else CoreClock(), 0.0, 0.0)
@@ -134,7 +136,7 @@ def measure(rank: int, ranks: int, tokens: int, hidden: int, repeats: int, wall:
         table.add_column(f"{count}" if count > 1 else "ms in chunks: 1")
     for column in ("best", "hidden at best (min-max)", "automatic", "over best"):
         table.add_column(column)
-    for form in FORMS:
+    for form in (FORMS[number] for number in numbers):
         run = build(form, tokens, hidden, wire)
         alone = [seconds_of(run, form, None, wire, (0.0, 0.0), quiet) for _ in range(WARM_UP + repeats)][WARM_UP:]
         for ratio in RATIOS:
@@ -197,7 +199,8 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run: small products, one repeat.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each number of chunks.")] = 15,
     tokens: Annotated[int, typer.Option(help="Of a row.")] = 4096,
-    hidden: Annotated[int, typer.Option(help="Features between regions.")] = 384,
+    hidden: Annotated[int, typer.Option(help="Features between regions.")] = 512,
+    forms: Annotated[str, typer.Option(help="Numbers of the forms, with commas: lines of the table.")] = "0,1,2,3,4,5",
     wall: Annotated[bool, typer.Option("--wall", help="By the time of day, on a machine with two free cores.")] = False,
 ) -> None:
     """Start two ranks and print the table."""
@@ -206,7 +209,11 @@ def main(
     os.environ["PYTHONPATH"] = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
     if quick:
         tokens, hidden, repeats = 128, 128, 1
-    spawn(measure, (2, tokens, hidden, repeats, wall), nprocs=2)
+    spawn(
+        measure,
+        (2, tokens, hidden, repeats, [int(number) for number in choose("--forms", forms, list("012345"))], wall),
+        nprocs=2,
+    )
 
 
 if __name__ == "__main__":

@@ -135,7 +135,8 @@ class Arrival(dist.Work):  # type: ignore[misc,name-defined]
             began = self.wire.clock.now()
             self.wire.clock.sleep_until(max([self.end, *(end.item() for end in self.ends.values())]))
             self.wire.waited += self.wire.clock.now() - began
-            self.finish(self.parts)
+            with self.wire.clock.standing():
+                self.finish(self.parts)
             self.done = True
         return True
 
