@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.utils.checkpoint import checkpoint
 
 from tests.lab.pool import run_ranks
@@ -25,6 +26,7 @@ from weft.comm.overlap import (
     multiply_reduced,
     multiply_scattered,
 )
+from weft.comm.symmetric import Fused, find_fused
 from weft.errors import PlanError
 from weft.precision.backward import HELD, Carried, carry_gradient
 
@@ -109,7 +111,9 @@ def in_chunks(case: Case, x: Tensor, matrices: Any, biases: Any, overlap: Overla
     return [multiply_reduced(x, matrices[0], biases[0], overlap)]
 
 
-def run(case: Case, rank: int, ranks: int, group: dist.ProcessGroup, *, overlapped: bool) -> list[Tensor | None]:
+def run(
+    case: Case, rank: int, ranks: int, group: dist.ProcessGroup, *, overlapped: bool, fused: Fused | None = None
+) -> list[Any]:
     """Outputs and all gradients."""
     x, matrices, biases, gradients = tensors(case, rank, ranks)
     leaves = [x, *matrices, *(bias for bias in biases if bias is not None)]
@@ -119,7 +123,7 @@ def run(case: Case, rank: int, ranks: int, group: dist.ProcessGroup, *, overlapp
     def forward(x: Tensor) -> list[Tensor]:
         seen = [matrix.T if case.transposed else matrix for matrix in matrices]
         if overlapped:
-            return in_chunks(case, x, seen, biases, Overlap(group, case.chunks))  # type: ignore[arg-type]
+            return in_chunks(case, x, seen, biases, Overlap(group, case.chunks, fused=fused))  # type: ignore[arg-type]
         return plain(case, x, seen, biases, group)
 
     outs = checkpoint(forward, x, use_reentrant=False) if case.again else forward(x)
@@ -172,6 +176,41 @@ def test_over_gloo_computed_again_and_with_transposed_matrices(form: str) -> Non
     cases = [Case(form, 3, fans(form)[-1], dim, again=True, transposed=True, bias=True) for dim in (0, 1)]
     run_ranks(2, compare, cases, "gloo")
     run_ranks(4, compare, cases, "gloo")
+
+
+def fused(rank: int, ranks: int) -> list[str]:
+    """The fused products by torch's own reference of them, which runs anywhere; what a recorder has seen of forward."""
+    group = dist.new_group(backend="gloo")
+
+    def matmul_reduce_scatter(left: Tensor, right: Tensor, op: str, dim: int, name: str) -> Tensor:
+        assert (op, name) == ("sum", group.group_name)
+        return collectives.reduce_scatter_dim(left @ right, group, dim)
+
+    forms = Fused(group, symmetric_memory._fused_all_gather_matmul_fallback, matmul_reduce_scatter)
+    for form in ("gathered", "scattered"):
+        for dim in (0, 1):
+            case = Case(form, "auto", fans(form)[-1], dim, bias=form == "gathered")
+            found, expected = (
+                run(case, rank, ranks, group, overlapped=overlapped, fused=forms) for overlapped in (True, False)
+            )
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    x, matrices, _, _ = tensors(Case("scattered", 1), rank, ranks)
+    with Recorder() as recorder:
+        multiply_scattered(x, matrices[0], None, Overlap(group, "auto", fused=forms), 1)
+    return [message.operation for message in recorder.messages]
+
+
+def test_fused_forms() -> None:
+    for operations in run_ranks(2, fused):
+        assert operations == ["reduce_scatter"] * 2  # the fused form's, and its reference's
+
+
+def test_fused_forms_are_of_cuda() -> None:
+    assert run_ranks(2, find_none) == [None, None]
+
+
+def find_none(rank: int, ranks: int) -> Any:
+    return find_fused(dist.group.WORLD, "cpu")
 
 
 # What is kept, left out, or held in another format

@@ -319,6 +319,12 @@ class Recorder(TorchDispatchMode):
         self.messages.append(Message(operation, axis, RING[operation](full, group.size()), dtype, call_site()))
 
 
+def note_message(group: dist.ProcessGroup, operation: str, numbers: int, dtype: torch.dtype) -> None:
+    """Tell recorders of a message that no operator of torch.distributed carries; `numbers` are those of the full tensor."""
+    for observer in SharedMemoryGroup.observers:
+        observer(group, operation, numbers * dtype.itemsize, dtype)
+
+
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """What is sent inside, to measure something, is no part of a step: no recorder and no other mode of torch sees it."""

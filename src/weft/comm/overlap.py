@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.comm.chunks import Receive, Send, Stopwatch, choose_count, cut_rows
 from weft.comm.collectives import Pending, start_all_reduce, start_gather, start_reduce_scatter
+from weft.comm.symmetric import Fused
 from weft.errors import PlanError
 
 Later = Callable[[Tensor, Tensor], None]
@@ -41,12 +42,17 @@ class Overlap:
         group: ranks that share each matrix.
         chunks: number of chunks of every product; "auto" measures each shape at its first use.
         clock: gives seconds, for that.
+        fused: forms that are used in the place of chunks, where there are some; see `weft.comm.symmetric`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, chunks: int | Literal["auto"], clock: Callable[[], float] = time.perf_counter
+        self,
+        group: dist.ProcessGroup,
+        chunks: int | Literal["auto"],
+        clock: Callable[[], float] = time.perf_counter,
+        fused: Fused | None = None,
     ):
-        self.group, self.chunks, self.clock = group, chunks, clock
+        self.group, self.chunks, self.clock, self.fused = group, chunks, clock, fused
         self.ranks, self.rank = group.size(), group.rank()
         self.others = [rank for rank in range(self.ranks) if rank != self.rank]
         self.counts: dict[Hashable, int] = {}
@@ -184,6 +190,13 @@ class _MultiplyGathered(torch.autograd.Function):
         ctx.save_for_backward(x, *matrices)
         ctx.set_materialize_grads(False)
         own = _fold(x, dim)
+        shape = (*x.shape[:dim], overlap.ranks * x.shape[dim], *x.shape[dim + 1 : -1])
+        if overlap.fused:
+            _, outs = overlap.fused.gather_multiply(own, [matrix.T for matrix in matrices], keep=False)
+            for out, bias in zip(outs, biases, strict=True):
+                if bias is not None:
+                    out += bias
+            return tuple(out.reshape(*shape, -1) for out in outs)
         outs = [x.new_empty(len(own), overlap.ranks, own.shape[1], len(matrix)) for matrix in matrices]
 
         def multiply(left: Tensor, *place: Any) -> None:
@@ -200,7 +213,6 @@ class _MultiplyGathered(torch.autograd.Function):
             use=use,
         )
         form.run(overlap.cut("gathered, forward", form, own.shape[1], own, *matrices))
-        shape = (*x.shape[:dim], overlap.ranks * x.shape[dim], *x.shape[dim + 1 : -1])
         return tuple(out.view(*shape, -1) for out in outs)
 
     @staticmethod
@@ -219,20 +231,12 @@ class _MultiplyGathered(torch.autograd.Function):
                 _multiply_back(side[:, :, rows], matrix, products, add=number > 0)
             return products
 
-        def start(rows: slice, products: Tensor) -> Pending:
-            place = of_x[:, rows]
-            return start_reduce_scatter(products, place if place.is_contiguous() else torch.empty_like(place), group)
-
-        def keep(rows: slice, received: Tensor) -> None:
-            if not of_x[:, rows].is_contiguous():
-                of_x[:, rows] = received
-
         def last(parts: Tensor | None) -> None:
             if parts is not None:
                 fan.multiply_sides(parts.transpose(0, 1).reshape(-1, features))
 
         ahead = partial(start_gather, own, group) if fan.needs_input else None
-        form = Send(make, start, keep, ahead, last)
+        form = Send(make, *_scatter_into(of_x, group), ahead, last)
         if ctx.needs_input_grad[3]:
             form.run(overlap.cut("gathered, backward", form, part, own, *fan.sides))
         elif ahead is not None:
@@ -284,6 +288,8 @@ class _MultiplyScattered(torch.autograd.Function):
         ctx.overlap, ctx.dim, ctx.later = overlap, dim, later
         ctx.save_for_backward(x, matrix)
         shape = (*x.shape[:dim], x.shape[dim] // overlap.ranks, *x.shape[dim + 1 : -1])
+        if overlap.fused and bias is None:
+            return overlap.fused.multiply_scatter(_fold(x, dim), matrix.T).reshape(*shape, -1)
         whole = _fold_whole(x, dim, overlap.ranks).transpose(0, 1)
         _, outer, part, _ = whole.shape
         out = x.new_empty(outer, part, len(matrix))
@@ -293,16 +299,7 @@ class _MultiplyScattered(torch.autograd.Function):
             _multiply(whole[:, :, rows], matrix, bias, products)
             return products
 
-        def start(rows: slice, products: Tensor) -> Pending:
-            place = out[:, rows]
-            contiguous = place if place.is_contiguous() else torch.empty_like(place)
-            return start_reduce_scatter(products, contiguous, overlap.group)
-
-        def keep(rows: slice, received: Tensor) -> None:
-            if not out[:, rows].is_contiguous():
-                out[:, rows] = received
-
-        form = Send(make, start, keep)
+        form = Send(make, *_scatter_into(out, overlap.group))
         form.run(overlap.cut("scattered, forward", form, part, whole, matrix))
         return out.view(*shape, -1)
 
@@ -314,8 +311,8 @@ class _MultiplyScattered(torch.autograd.Function):
         wrap, own = _wrapper(gradient), _fold(_held(gradient).contiguous(), ctx.dim)
         outer, part, outputs = own.shape
         whole, matrix = _fold_whole(x, ctx.dim, overlap.ranks).to(own.dtype), matrix.to(own.dtype)
-        of_x = own.new_empty(whole.shape)
         of_matrix, of_bias = _Sum(), _Sum()
+        of_x = own.new_empty(whole.shape)
         kept = own.new_empty(outer, overlap.ranks, part, outputs) if ctx.later else None
 
         def multiply(sides: Tensor, ranks: list[int], rows: slice) -> None:
@@ -338,12 +335,20 @@ class _MultiplyScattered(torch.autograd.Function):
         def use(rows: slice, parts: Tensor) -> None:
             multiply(_without(parts, overlap.rank), overlap.others, rows)
 
-        form = Receive(lambda rows: start_gather(own[:, rows], overlap.group), multiply_own, use)
-        form.run(overlap.cut("scattered, backward", form, part, own, whole))
-        if ctx.later:
-            ctx.later(wrap(kept.flatten(0, -2)), x.flatten(0, -2))  # type: ignore[union-attr]
+        if overlap.fused and needs_x:
+            kept, (of_x,) = overlap.fused.gather_multiply(own, [matrix], keep=True)
+            assert kept is not None
+            if needs_matrix:
+                of_matrix.add_product(kept.flatten(0, -2), whole.flatten(0, -2))
+            if needs_bias:
+                of_bias.add(kept.flatten(0, -2))
+        else:
+            form = Receive(lambda rows: start_gather(own[:, rows], overlap.group), multiply_own, use)
+            form.run(overlap.cut("scattered, backward", form, part, own, whole))
+        if kept is not None and ctx.later:
+            ctx.later(wrap(kept.flatten(0, -2)), x.flatten(0, -2))
         sums = (wrap(found.take(own.dtype)) if found.total is not None else None for found in (of_matrix, of_bias))
-        return None, None, None, (wrap(of_x.view(x.shape)) if needs_x else None), *sums
+        return None, None, None, (wrap(of_x.reshape(x.shape)) if needs_x else None), *sums
 
 
 class _MultiplyReduced(torch.autograd.Function):
@@ -481,6 +486,23 @@ def _multiply_back(side: Tensor, matrix: Tensor, out: Tensor, *, add: bool = Fal
             place.addmm_(rows, matrix)
         else:
             torch.mm(rows, matrix, out=place)
+
+
+def _scatter_into(
+    out: Tensor, group: dist.ProcessGroup
+) -> tuple[Callable[[slice, Tensor], Pending], Callable[[slice, Tensor], None]]:
+    """How chunks of products [ranks, outer, rows, features] are sent, and taken into rows of [outer, part, features]; straight
+    into their place where memory allows."""
+
+    def start(rows: slice, products: Tensor) -> Pending:
+        place = out[:, rows]
+        return start_reduce_scatter(products, place if place.is_contiguous() else torch.empty_like(place), group)
+
+    def keep(rows: slice, received: Tensor) -> None:
+        if not out[:, rows].is_contiguous():
+            out[:, rows] = received
+
+    return start, keep
 
 
 def _blocks(x: Tensor, out: Tensor) -> list[tuple[Tensor, Tensor]]:

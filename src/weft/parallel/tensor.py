@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from weft.anatomy.roles import Anatomy, Block
 from weft.comm import collectives
 from weft.comm.overlap import Overlap, can_overlap
+from weft.comm.symmetric import find_fused
 from weft.errors import PlanError
 from weft.parallel.fan import Border, is_plain, reduce_at_once, spread_fan
 from weft.parallel.matrices import (
@@ -86,7 +87,9 @@ def _overlap_of(plan: Plan, group: dist.ProcessGroup, device_type: str) -> Overl
     chunks = plan.comm.overlap_chunks
     if chunks == "auto" and dist.get_backend(group) == "fake":  # a dry run measures nothing
         return None if device_type == "cpu" else Overlap(group, 1)
-    return None if chunks == 1 or (chunks == "auto" and not can_overlap(group)) else Overlap(group, chunks)
+    if chunks == 1 or (chunks == "auto" and not can_overlap(group)):
+        return None
+    return Overlap(group, chunks, fused=find_fused(group, device_type) if chunks == "auto" else None)
 
 
 def _split_block(
