@@ -294,6 +294,8 @@ class Recorder(TorchDispatchMode):
         SharedMemoryGroup.observers.remove(self._note)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper goes first: what it sends comes here
         if func.namespace == "c10d":
             self._note_operator(func._schema.name.removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))
