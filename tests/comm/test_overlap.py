@@ -173,7 +173,11 @@ def test_within_rounding(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_over_gloo_computed_again_and_with_transposed_matrices(form: str) -> None:
-    cases = [Case(form, 3, fans(form)[-1], dim, again=True, transposed=True, bias=True) for dim in (0, 1)]
+    cases = [
+        Case(form, chunks, fans(form)[-1], dim, again=True, transposed=True, bias=True)
+        for dim in (0, 1)
+        for chunks in (3, "auto")
+    ]
     run_ranks(2, compare, cases, "gloo")
     run_ranks(4, compare, cases, "gloo")
 

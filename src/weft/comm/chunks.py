@@ -63,7 +63,7 @@ class Receive(NamedTuple):
     own: Callable[[], None]
     """Do what needs no message; whatever adds up starts anew."""
     use: Callable[[slice, Tensor], None]
-    """Do what needs a chunk, given what `start` has brought."""
+    """Do what needs a chunk, given what `start` has brought, [ranks, outer, rows, features]."""
 
     def run(self, chunks: list[slice]) -> None:
         """All of it."""
@@ -76,18 +76,20 @@ class Receive(NamedTuple):
         """Time each part alone.
 
         Args:
-            chunks: by their number.
+            chunks: by their number, 1 among them.
             watch: takes the time.
         """
 
-        def use_all(rows: list[slice], brought: list[Tensor]) -> None:
-            for chunk, parts in zip(rows, brought, strict=True):
-                self.use(chunk, parts)
-
         messages = {count: watch.message(partial(self.start, rows[0])) for count, rows in ends(chunks)}
-        brought = {count: [self.start(chunk).wait() for chunk in rows] for count, rows in chunks.items()}
+        [everything] = chunks[1]
+        brought = self.start(everything).wait()
+
+        def use_all(rows: list[slice]) -> None:
+            for chunk in rows:
+                self.use(chunk, brought[:, :, chunk])
+
         own = watch.work({0: self.own})
-        uses = watch.work({count: partial(use_all, rows, brought[count]) for count, rows in chunks.items()})
+        uses = watch.work({count: partial(use_all, rows) for count, rows in chunks.items()})
         return Costs(*fit(messages), {count: seconds / count for count, seconds in uses.items()}, own=own[0])
 
     @staticmethod
@@ -130,8 +132,9 @@ class Send(NamedTuple):
     def measure(self, chunks: dict[int, list[slice]], watch: "Stopwatch") -> Costs:
         """Time each part alone; arguments as of `Receive`."""
 
-        def make_all(rows: list[slice]) -> list[Tensor]:
-            return [self.make(chunk) for chunk in rows]
+        def make_all(rows: list[slice]) -> None:
+            for chunk in rows:
+                self.make(chunk)
 
         brought = self.ahead().wait() if self.ahead else None
         messages = {}

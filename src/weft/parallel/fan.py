@@ -116,7 +116,10 @@ class Awaited(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (aten.detach.default, aten.alias.default):
             return Awaited(args[0].source)
-        if func._schema.is_mutable:
+        written = [
+            value for value, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)
+        ]
+        if any(isinstance(value, Awaited) for value in written):
             raise ModelError(
                 f"{func} changes the hidden states of a region in place",
                 rule="with plan.comm.overlap_chunks > 1, a region does not write into its input",
@@ -124,6 +127,10 @@ class Awaited(Tensor):
             )
         taken, named = tree_map_only(Awaited, lambda awaited: awaited.source.gather(), (args, kwargs or {}))
         return func(*taken, **named)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 class _Await(torch.autograd.Function):
