@@ -198,7 +198,7 @@ def add_row(table: Table, form: Form, ratio: float, rows: Any, messages: float) 
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run: small products, one repeat.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each number of chunks.")] = 15,
-    tokens: Annotated[int, typer.Option(help="Of a row.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Of a row.")] = 8192,
     hidden: Annotated[int, typer.Option(help="Features between regions.")] = 512,
     forms: Annotated[str, typer.Option(help="Numbers of the forms, with commas: lines of the table.")] = "0,1,2,3,4,5",
     wall: Annotated[bool, typer.Option("--wall", help="By the time of day, on a machine with two free cores.")] = False,

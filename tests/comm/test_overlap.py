@@ -319,17 +319,18 @@ def test_gradients_in_another_format_than_they_say(form: str) -> None:
 
 
 def multiply_later(found: dict[int, Tensor], number: int, left: Tensor, right: Tensor) -> None:
+    assert number not in found
     found[number] = left.T @ right
 
 
 def left_for_later(rank: int, ranks: int, form: str) -> None:
-    group = dist.new_group(backend=register_backend())
-    for dim in (0, 1):
-        case = Case(form, 3, fans(form)[-1], dim, tokens=16)
+    wire = new_wire()
+    for dim, chunks in ((0, 3), (1, 3), (1, "auto")):
+        case = Case(form, chunks, fans(form)[-1], dim, tokens=16)
         x, matrices, biases, gradients = tensors(case, rank, ranks)
         found: dict[int, Tensor] = {}
         later = [partial(multiply_later, found, number) for number in range(case.fan)]
-        overlap = Overlap(group, 3)
+        overlap = Overlap(wire, chunks)  # type: ignore[arg-type]
         x.requires_grad_()
         if form == "gathered":
             outs = list(multiply_gathered(x, matrices, biases, overlap, dim, later))
@@ -340,7 +341,7 @@ def left_for_later(rank: int, ranks: int, form: str) -> None:
         else:
             outs = [multiply_reduced(x, matrices[0], None, overlap, later[0])]
         torch.autograd.backward(outs, gradients)
-        expected = run(case, rank, ranks, group, overlapped=False)[case.fan + 1 :]
+        expected = run(case, rank, ranks, wire, overlapped=False)[case.fan + 1 :]
         for number, gradient in enumerate(expected):
             assert torch.equal(found[number], gradient)
 

@@ -241,6 +241,7 @@ class _MultiplyGathered(torch.autograd.Function):
             form.run(overlap.cut("gathered, backward", form, part, own, *fan.sides))
         elif ahead is not None:
             last(ahead().wait())
+        fan.leave_sides()
         return None, None, None, fan.wrap(of_x.view(x.shape)), *fan.of_matrices, *fan.of_biases
 
 
@@ -277,6 +278,7 @@ class _MultiplyCopied(torch.autograd.Function):
             form.run(overlap.cut("copied, backward", form, len(tokens), tokens, *fan.sides))
         else:
             fan.multiply_sides(tokens)
+        fan.leave_sides()
         return None, None, fan.wrap(of_x.view(x.shape)), *fan.of_matrices, *fan.of_biases
 
 
@@ -375,6 +377,7 @@ class _MultiplyReduced(torch.autograd.Function):
         x, matrix = ctx.saved_tensors
         fan = _FanBackward((gradient,), (matrix,), (ctx.later,), ctx.needs_input_grad[3:])
         fan.multiply_sides(x.flatten(0, -2))
+        fan.leave_sides()
         of_x = fan.wrap((fan.sides[0] @ fan.matrices[0]).view(x.shape)) if ctx.needs_input_grad[2] else None
         return None, None, of_x, *fan.of_matrices, *fan.of_biases
 
@@ -423,12 +426,17 @@ class _FanBackward:
         return bool(self.weighed)
 
     def multiply_sides(self, x: Tensor) -> None:
-        """Make the gradients of the matrices, or leave them for later, given the input [tokens, features]."""
+        """Make the gradients of the matrices, given the input [tokens, features]; not those that are computed later."""
+        self.x = x
         for number, side, later in zip(self.used, self.sides, self.later, strict=True):
-            if later is not None:
-                later(self.wrap(side), x)
-            elif number in self.weighed:
+            if number in self.weighed and later is None:
                 self.of_matrices[number] = self.wrap(side.T @ x.to(side.dtype))
+
+    def leave_sides(self) -> None:
+        """Leave what is computed later, once."""
+        for side, later in zip(self.sides, self.later, strict=True):
+            if later is not None:
+                later(self.wrap(side), self.x)
 
 
 class _Sum:
