@@ -48,6 +48,7 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(pipeline=Pipeline(stage_blocks=(1, 2), head_cost=1)),
         Plan(parallel=Parallel(cp=2, cp_ulysses=3)),
         Plan(parallel=Parallel(dp_shard=0)),
+        Plan(comm=Comm(overlap_chunks=2)),
         Plan(precision=Precision(forward="fp16")),
         Plan(precision=Precision(update="fp16")),
         Plan(precision=Precision(backward="fp16")),

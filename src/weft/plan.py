@@ -119,6 +119,9 @@ class Memory(Table):
 class Comm(Table):
     """How ranks speak to each other."""
 
+    overlap_chunks: Literal["auto"] | Degree = "auto"
+    """Chunks in which tensor-parallel products and their messages run beside each other; auto: for each shape what is fastest
+    by a measured model, and 1 where messages cannot be hidden, as on the ranks of one CPU."""
     hierarchy: Literal["auto", "two_level", "flat"] = "auto"
     """Collectives of ranks on several hosts: inside each host and then between hosts (two_level), in one ring of all ranks
     (flat), or what suits the device (auto)."""
@@ -284,6 +287,12 @@ RULES: tuple[Rule, ...] = (
         broken=lambda plan: plan.parallel.cp % plan.parallel.cp_ulysses > 0,
         reason="the ranks of a sequence form a grid: cp = cp_ulysses x ring",
         fix="set plan.parallel.cp_ulysses to a divisor of plan.parallel.cp",
+    ),
+    Rule(
+        name="overlap_chunks without tp",
+        broken=lambda plan: plan.comm.overlap_chunks not in ("auto", 1) and plan.parallel.tp == 1,
+        reason="it cuts the products of tensor parallelism and their messages",
+        fix="set plan.parallel.tp, or leave plan.comm.overlap_chunks at auto",
     ),
     Rule(
         name="dp_shard = 0",

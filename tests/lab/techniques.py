@@ -13,6 +13,7 @@ SPLITS: dict[str, Tables] = {
     "dp_replicate": {"parallel": {"dp_replicate": 2}},
     "tp": {"parallel": {"tp": 2}},
     "tp without sp": {"parallel": {"tp": 2, "sp": False}},
+    "tp in chunks": {"parallel": {"tp": 2}, "comm": {"overlap_chunks": 2}},
     "cp, ring": {"parallel": {"cp": 2}},
     "cp, Ulysses": {"parallel": {"cp": 2, "cp_ulysses": 2}},
     "ep": {"parallel": {"ep": 2}},

@@ -141,6 +141,8 @@ class SharedMemoryGroup(ObservedGroup):
         self.mailbox = Mailbox([slab.mailbox for slab in slabs], rank, self.seconds)
         self._name = ""
 
+    is_blocking: ClassVar[bool] = True
+    """Nothing can be computed while a collective is under way, also not behind `async_op`."""
     observers: ClassVar[list[Callable[[dist.ProcessGroup, str, int, torch.dtype], None]]] = []
     leavers: ClassVar[list[Callable[[], None]]] = []
 

@@ -19,14 +19,15 @@ back.
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from weft.cluster.hierarchy import all_gather_single, reduce_scatter_single
 from weft.cluster.mesh import group_of_all
@@ -259,6 +260,40 @@ def start_all_to_all(
     return lambda: _Land.apply(ticket, flight, comes)
 
 
+# Under way while something else is computed. Not differentiable; see `weft.comm.overlap`.
+
+
+class Pending(NamedTuple):
+    """A collective that is under way."""
+
+    work: dist.Work
+    result: torch.Tensor
+    source: torch.Tensor
+    """Is read until it is done."""
+
+    def wait(self) -> torch.Tensor:
+        """The result, when it is there."""
+        self.work.wait()
+        return self.result
+
+
+def start_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin to gather the tensors of all ranks, [ranks, *x.shape]."""
+    source = x.contiguous()
+    result = x.new_empty((group.size(), *x.shape))
+    return Pending(all_gather_single(result.flatten(0, 1), source, group, async_op=True), result, source)
+
+
+def start_reduce_scatter(parts: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin to add up over ranks what each has for every one, contiguous [ranks, *out.shape]; `out` gets this rank's."""
+    return Pending(reduce_scatter_single(out, parts.flatten(0, 1), group=group, async_op=True), out, parts)
+
+
+def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin to add up a contiguous tensor over ranks, in place."""
+    return Pending(dist.all_reduce(x, group=group, async_op=True), x, x)
+
+
 # Bytes that one rank sends when n ranks run a ring (Patarasuk and Yuan, 2009), given the bytes of the full tensor; of
 # all_to_all and send, given the bytes that leave the rank.
 RING: dict[str, Callable[[int, int], int]] = {
@@ -327,6 +362,8 @@ class Recorder(TorchDispatchMode):
         SharedMemoryGroup.observers.remove(self._note)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper goes first: what it sends comes here
         if func.namespace == "c10d":
             self._note_operator(func._schema.name.removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))
@@ -354,9 +391,26 @@ class Recorder(TorchDispatchMode):
 def axis_of(group: dist.ProcessGroup) -> tuple[str, str]:
     """The mesh axis of a group, or "world" for any other; and "host" or "between" for a level of a group in two, else ""."""
     name, _, link = group.group_desc.partition("@")  # as TwoLevelGroup describes its levels
-    return name.removeprefix("mesh_") if name.startswith(
-        "mesh_"
-    ) else "world", link  # as DeviceMesh describes its groups
+    of_mesh = name.startswith("mesh_")  # as DeviceMesh describes its groups
+    return name.removeprefix("mesh_") if of_mesh else "world", link
+
+
+def note_message(group: dist.ProcessGroup, operation: str, numbers: int, dtype: torch.dtype) -> None:
+    """Tell recorders of a message that no operator of torch.distributed carries; `numbers` are those of the full tensor."""
+    for observer in SharedMemoryGroup.observers:
+        observer(group, operation, numbers * dtype.itemsize, dtype)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """What is sent inside, to measure something, is no part of a step: no recorder and no other mode of torch sees it."""
+    observers = SharedMemoryGroup.observers.copy()
+    SharedMemoryGroup.observers.clear()
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        SharedMemoryGroup.observers.extend(observers)
 
 
 def find_tensors(args: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.cluster.device import detect
 from weft.cluster.mesh import build_expert_mesh
 from weft.comm.compression.codecs import build_feedback
+from weft.comm.overlap import check_chunks
 from weft.errors import PlanError
 from weft.memory.offload import build_offload
 from weft.memory.recompute import keep_less
@@ -24,7 +25,7 @@ from weft.parallel.expert import check_experts, compute_shared_experts_meanwhile
 from weft.parallel.pipeline.cut import Chain, Relay, cut_model, let_stages_run, read_chain, split_blocks
 from weft.parallel.pipeline.order import read_order, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import Pipeline
-from weft.parallel.pipeline.weight_gradients import defer_weight_gradients
+from weft.parallel.pipeline.weight_gradients import WeightGradients, defer_weight_gradients
 from weft.parallel.replicate import replicate_data_parallel
 from weft.parallel.rows import split_sequences, take_whole_rows, takes_over_attention
 from weft.parallel.scene import remember_scene
@@ -66,8 +67,9 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     expert_mesh = build_expert_mesh(plan, mesh.device_type) if whole.has_experts and p.ep * p.tp > 1 else None
     if expert_mesh is not None:
         split_all_experts(model, anatomy, plan, expert_mesh)
+    queue = WeightGradients() if p.pp > 1 and splits_backward(plan) else None
     if p.tp > 1:
-        split_tensors(model, anatomy, plan, mesh)
+        split_tensors(model, anatomy, plan, mesh, queue)
     if p.ep > 1:
         compute_shared_experts_meanwhile(model, anatomy)
     place_dropout(model, anatomy, mesh)
@@ -75,7 +77,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         split_sequences(model, anatomy, mesh, plan.comm.head_groups)
     if p.tp > 1 or own_attention:
         take_whole_rows(model, mesh)
-    queue = defer_weight_gradients(model, anatomy) if p.pp > 1 and splits_backward(plan) else None
+    if queue is not None:
+        defer_weight_gradients(model, anatomy, queue)
     compute_in_float32(model, whole, plan.precision.float32)
     model.carries_gradients = plan.precision.backward == "fp16"
     if model.carries_gradients:
@@ -150,6 +153,8 @@ def check_axes(
                 rule="tp ranks hold as many tokens each, between matrices (sp) and in front of experts",
                 fix=f"choose a sequence length that {p.cp * p.tp} divides",
             )
+        if p.tp > 1 and plan.comm.overlap_chunks != "auto":
+            check_chunks(plan.comm.overlap_chunks, seq_len // p.cp // (p.tp if p.sp else 1))
     return read_chain(model, anatomy, DTYPES[plan.precision.forward]) if p.pp > 1 else None
 
 

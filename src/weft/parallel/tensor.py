@@ -9,9 +9,11 @@ sequence each:
     sp = true        all-gather the sequence           reduce-scatter it
     sp = false       nothing (backward: all-reduce)    all-reduce
 
-The model keeps its modules and their forward; collectives stand in hooks at the borders of the regions.
+The model keeps its modules and their forward; collectives stand in hooks at the borders of the regions. Where they can be
+hidden, products and collectives of a region run beside each other instead (`fan.py`).
 """
 
+import re
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -25,7 +27,10 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import Anatomy, Block
 from weft.comm import collectives
+from weft.comm.overlap import Overlap, can_overlap
+from weft.comm.symmetric import find_fused
 from weft.errors import PlanError
+from weft.parallel.fan import Border, is_plain, reduce_at_once, spread_fan
 from weft.parallel.matrices import (
     DOWN,
     KEY_VALUE,
@@ -40,6 +45,7 @@ from weft.parallel.matrices import (
     out_features,
     wide_norms,
 )
+from weft.parallel.pipeline.weight_gradients import WeightGradients
 from weft.parallel.weights import Layout, LocalWeights, Packed, part_bounds, shard_parameter
 from weft.plan import Plan
 
@@ -47,33 +53,67 @@ from weft.plan import Plan
 RESHAPED_TO_ROWS = ("gpt2",)
 
 SEQUENCE = 1  # dim of [batch, sequence, hidden]
+# Matrices whose input is that of the region they are in.
+FIRST_OF_ATTENTION = (QUERY, KEY_VALUE, PACKED_QUERY_KEY_VALUE)
+FIRST_OF_MLP = (UP, PACKED_UP)
 
 
-def split_tensors(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
+def split_tensors(
+    model: PreTrainedModel, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, queue: WeightGradients | None = None
+) -> None:
     """Split every block, the embedding and the head over the tp axis, in place.
 
     Logits come out split by vocabulary: `weft.parallel.loss.cross_entropy_sum` takes them as they are.
 
     The plan has passed `check_tensors`.
+
+    Args:
+        model: with its blocks, on any device.
+        anatomy: its roles.
+        plan: resolved.
+        mesh: with the axes of `weft.cluster.mesh`.
+        queue: of the gradients of matrices, where backward is split.
     """
     tp, sp = mesh["tp"], plan.parallel.sp
     group = tp.get_group()
+    overlap = _overlap_of(plan, group, mesh.device_type)
     for block in anatomy.blocks:
-        _split_block(model, block, sp, tp)
+        _split_block(model, block, sp, tp, overlap, queue)
     _split_ends(model, anatomy, sp, group, tp)
 
 
-def _split_block(model: PreTrainedModel, block: Block, sp: bool, tp: DeviceMesh) -> None:
+def _overlap_of(plan: Plan, group: dist.ProcessGroup, device_type: str) -> Overlap | None:
+    """How products are cut into chunks; None where they are not."""
+    chunks = plan.comm.overlap_chunks
+    if chunks == "auto" and dist.get_backend(group) == "fake":  # a dry run measures nothing
+        return None if device_type == "cpu" else Overlap(group, 1)
+    if chunks == 1 or (chunks == "auto" and not can_overlap(group)):
+        return None
+    return Overlap(group, chunks, fused=find_fused(group, device_type) if chunks == "auto" else None)
+
+
+def _split_block(
+    model: PreTrainedModel,
+    block: Block,
+    sp: bool,
+    tp: DeviceMesh,
+    overlap: Overlap | None,
+    queue: WeightGradients | None,
+) -> None:
     group, unit = tp.get_group(), model.get_submodule(block.name)
     layouts: dict[str, Layout] = {}
+
+    def border(dim: int) -> Border | None:
+        return Border(overlap, sp, dim, queue) if overlap else None
 
     def inside(names: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
         return [(name.removeprefix(f"{block.name}."), model.get_submodule(name)) for name in names]
 
     for name, module in inside(block.attention):
         layouts |= _split_attention(name, module, model.config.get_text_config(), tp)
-        module.register_forward_pre_hook(_enter(group, sp, SEQUENCE), with_kwargs=True)
-        _leave_behind(module, group, sp, SEQUENCE)
+        enter = _enter(module, group, sp, SEQUENCE, FIRST_OF_ATTENTION, border(SEQUENCE))
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        _leave_behind(module, group, sp, SEQUENCE, border(SEQUENCE))
     for name, module in inside(block.mlp):
         if block.is_moe:  # experts take whole tokens, of which every rank has its own
             if not sp:
@@ -84,8 +124,9 @@ def _split_block(model: PreTrainedModel, block: Block, sp: bool, tp: DeviceMesh)
         # An MLP works row by row: the parts of the sequence may stand one below the other, in place of side by side.
         enters = module if not isinstance(module, nn.Linear | Conv1D) or UP.fullmatch(name) else None
         if enters is not None:
-            enters.register_forward_pre_hook(_enter(group, sp, 0), with_kwargs=True)
-        _leave_behind(module, group, sp, 0, name)
+            enter = _enter(module, group, sp, 0, FIRST_OF_MLP, border(0), name)
+            enters.register_forward_pre_hook(enter, with_kwargs=True)
+        _leave_behind(module, group, sp, 0, border(0), name)
     experts = tuple(f"{name}." for name, _ in inside(block.experts))
     for name, _ in unit.named_parameters():
         in_region = any(name.startswith(f"{part}.") for part, _ in inside(block.attention + block.mlp))
@@ -189,8 +230,18 @@ def _gather_forwide_norms(attention: nn.Module, group: dist.ProcessGroup) -> Non
 # Borders of regions
 
 
-def _enter(group: dist.ProcessGroup, sp: bool, dim: int) -> Callable[..., Any]:
+def _enter(
+    region: nn.Module,
+    group: dist.ProcessGroup,
+    sp: bool,
+    dim: int,
+    first: tuple[re.Pattern[str], ...],
+    border: Border | None,
+    own_name: str = "",
+) -> Callable[..., Any]:
     """Before a region: every rank gets all of the sequence; the gradients that come back add up."""
+    if border is not None and spread_fan(region, own_name, first, DOWN):
+        return lambda _, args, kwargs: _change_hidden(args, kwargs, border.enter)
 
     def enter(hidden: Tensor) -> Tensor:
         return collectives.gather(hidden, group, dim) if sp else collectives.copy(group, hidden)[0]
@@ -205,7 +256,9 @@ def _change_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callab
     return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
 
-def _leave_behind(region: nn.Module, group: dist.ProcessGroup, sp: bool, dim: int, own_name: str = "") -> None:
+def _leave_behind(
+    region: nn.Module, group: dist.ProcessGroup, sp: bool, dim: int, border: Border | None, own_name: str = ""
+) -> None:
     """Behind the row-parallel matrices of a region: shares add up, and each rank keeps its part of the sequence.
 
     Right there, and not at the region's end: what follows (GPT-2's dropout) works on sums.
@@ -217,7 +270,10 @@ def _leave_behind(region: nn.Module, group: dist.ProcessGroup, sp: bool, dim: in
     for name, module in region.named_modules():
         last = (name or own_name).rpartition(".")[2]
         if isinstance(module, nn.Linear | Conv1D) and DOWN.fullmatch(last):
-            module.register_forward_hook(leave)
+            if border is not None and is_plain(module):
+                reduce_at_once(module, border)
+            else:
+                module.register_forward_hook(leave)
 
 
 def _take_part(group: dist.ProcessGroup) -> Callable[..., Any]:

@@ -51,19 +51,19 @@ class WeightGradients:
             torch.autograd.backward(product.weight, product.compute())
 
 
-def defer_weight_gradients(model: nn.Module, anatomy: Anatomy) -> WeightGradients:
+def defer_weight_gradients(model: nn.Module, anatomy: Anatomy, queue: WeightGradients) -> None:
     """Let the linear modules of all blocks leave the gradients of their matrices in a queue, in place.
 
     Args:
-        model: split over tp already.
+        model: split over tp already; what multiplies in chunks (`fan.py`) uses the queue by itself.
         anatomy: of the blocks that are here.
+        queue: of this rank.
     """
-    queue = WeightGradients()
     for block in anatomy.blocks:
         for module in model.get_submodule(block.name).modules():
-            if type(module) in (nn.Linear, Conv1D) and not getattr(module, "shares_gradients", False):
+            apart = getattr(module, "shares_gradients", False) or getattr(module, "multiplies_in_chunks", False)
+            if type(module) in (nn.Linear, Conv1D) and not apart:
                 module.forward = partial(_linear, module, queue)
-    return queue
 
 
 def _linear(module: Any, queue: WeightGradients, x: Tensor) -> Tensor:

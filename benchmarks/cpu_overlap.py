@@ -1,0 +1,220 @@
+"""How much tensor-parallel communication is hidden behind products, on an emulated wire between two CPU ranks.
+
+    python benchmarks/cpu_overlap.py             # about 8 minutes on two free cores
+    python benchmarks/cpu_overlap.py --quick     # a smoke run
+
+The data go through shared memory; a message takes what a slower wire would take (tests/lab/wire.py). The wire is set so that
+the messages of a form take 0.5, 1 and 2 times as long as its products. In turn: each message is waited for before anything
+else is done. Hidden: (in turn - with chunks) / min(messages, products). Every repeat runs all numbers of chunks, one after the
+other, so that what else the machine does falls on all of them alike. Seconds are those on a core, and those of waiting for
+the wire; by the time of day, they would tell what else the machine does.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+from peers.figures import choose, spread
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from weft.cluster.device import detect
+from weft.cluster.hierarchy import register_backend
+from weft.comm import collectives
+from weft.comm.overlap import Overlap, multiply_copied, multiply_gathered, multiply_reduced, multiply_scattered
+
+ALPHA = 5e-5  # seconds of a message, however short
+COUNTS = (1, 2, 4, 8, 16, 32)
+RATIOS = (0.5, 1.0, 2.0)
+WARM_UP = 2
+
+
+class Form(NamedTuple):
+    """A product with its communication, in one direction."""
+
+    name: str
+    direction: str
+    sp: bool
+    fan: int
+
+
+FORMS = (
+    Form("column", "forward", True, 3),
+    Form("column", "backward", True, 3),
+    Form("row", "forward", True, 1),
+    Form("row", "backward", True, 1),
+    Form("column", "backward", False, 3),
+    Form("row", "forward", False, 1),
+)
+"""Without sequence parallelism, the other two directions send nothing."""
+
+
+class Run(NamedTuple):
+    """One form on one rank."""
+
+    forward: Callable[[Any], list[Tensor]]
+    """Given an `Overlap`, or None for the plain form."""
+    gradients: list[Tensor]
+    again: Callable[[], object]
+    """In turn with backward: what the form sends besides the plain one."""
+
+
+def build(form: Form, tokens: int, hidden: int, group: dist.ProcessGroup) -> Run:
+    """Random tensors of one rank of two."""
+    ranks = group.size()
+    column, width = form.name == "column", hidden if form.name == "column" else hidden * 3 // ranks
+    rows = tokens // ranks if column and form.sp else tokens
+    x = torch.randn(1, rows, width, requires_grad=True)
+    outputs = hidden // ranks if column else hidden
+    matrices = [torch.randn(outputs, width, requires_grad=True) for _ in range(form.fan)]
+    out_rows = tokens // ranks if form.sp and not column else tokens
+    gradients = [torch.randn(1, out_rows, outputs) for _ in range(form.fan)]
+    none = [None] * form.fan
+
+    def plain() -> list[Tensor]:
+        if not column:
+            out = F.linear(x, matrices[0])
+            return [collectives.reduce_scatter(out, group, 1) if form.sp else collectives.reduce(out, group)]
+        whole = collectives.gather(x, group, 1) if form.sp else collectives.copy(group, x)[0]
+        return [F.linear(whole, matrix) for matrix in matrices]
+
+    def forward(overlap: Overlap | None) -> list[Tensor]:
+        if overlap is None:
+            return plain()
+        if column:
+            whole = multiply_gathered(x, matrices, none, overlap, 1) if form.sp else None
+            return list(whole or multiply_copied(x, matrices, none, overlap))
+        multiply = partial(multiply_scattered, dim=1) if form.sp else multiply_reduced
+        return [multiply(x, matrices[0], None, overlap=overlap)]
+
+    regathers = column and form.sp and form.direction == "backward"
+    again = partial(collectives.gather_dim, x.detach(), group, 1) if regathers else lambda: None
+    return Run(forward, gradients, again)
+
+
+def seconds_of(
+    run: Run, form: Form, overlap: Overlap | None, wire: Any, figures: tuple[float, float], quiet: Any
+) -> float:
+    """Of one direction, on the slower rank."""
+    wire.reset(wire.clock, 0.0, 0.0)
+    outs = run.forward(overlap) if form.direction == "backward" else []
+    wire.reset(wire.clock, *figures)
+    dist.barrier(quiet)
+    wire.clock.restart()
+    began = wire.clock.now()
+    if form.direction == "forward":
+        run.forward(overlap)
+    else:
+        if overlap is None:
+            run.again()
+        torch.autograd.backward(outs, run.gradients)
+    taken = torch.tensor([wire.clock.now() - began], dtype=torch.float64)
+    dist.all_reduce(taken, dist.ReduceOp.MAX, quiet)
+    return taken.item()
+
+
+def measure(rank: int, ranks: int, tokens: int, hidden: int, repeats: int, numbers: list[int], wall: bool) -> None:
+    """What one rank does; rank 0 prints."""
+    from tests.lab.wire import CoreClock, RealClock, new_wire
+
+    torch.set_num_threads(1)
+    detect().use(rank)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    quiet, wire = dist.new_group(backend=register_backend()), new_wire()
+    wire.reset(RealClock() if wall else CoreClock(), 0.0, 0.0)
+    table = Table("form", "sp", "messages / products", "in turn, ms: median (min-max)")
+    for count in COUNTS:
+        table.add_column(f"{count}" if count > 1 else "ms in chunks: 1")
+    for column in ("best", "hidden at best (min-max)", "automatic", "over best"):
+        table.add_column(column)
+    for form in (FORMS[number] for number in numbers):
+        run = build(form, tokens, hidden, wire)
+        alone = [seconds_of(run, form, None, wire, (0.0, 0.0), quiet) for _ in range(WARM_UP + repeats)][WARM_UP:]
+        for ratio in RATIOS:
+            wire.reset(wire.clock, 0.0, 0.0)
+            seconds_of(run, form, None, wire, (0.0, 0.0), quiet)
+            sent = sum(transfer.bytes for transfer in wire.transfers)
+            figures = ALPHA, ratio * median(alone) / sent
+            rows = compare(run, form, wire, figures, quiet, repeats)
+            if rank == 0:
+                add_row(table, form, ratio, rows, sent * figures[1])
+        if rank == 0:
+            table.add_section()
+    if rank == 0:
+        Console(width=230).print(table)
+    dist.barrier()
+    os._exit(0)
+
+
+def compare(
+    run: Run, form: Form, wire: Any, figures: tuple[float, float], quiet: Any, repeats: int
+) -> tuple[dict[int | None, list[float]], int, list[float]]:
+    """Seconds by number of chunks (None: in turn), repeat by repeat; the automatic number; seconds of the products alone."""
+    overlaps = {None: None} | {count: Overlap(wire, count) for count in COUNTS}
+    found: dict[Any, list[float]] = {count: [] for count in overlaps}
+    automatic, alone = Overlap(wire, "auto", wire.clock.now), []
+    wire.reset(wire.clock, *figures)
+    outs = run.forward(automatic)
+    torch.autograd.backward(outs, run.gradients)
+    [chosen] = [count for (name, *_), count in automatic.counts.items() if form.direction in name]
+    for _ in range(WARM_UP + repeats):
+        alone.append(seconds_of(run, form, None, wire, (0.0, 0.0), quiet))
+        for count, overlap in overlaps.items():
+            found[count].append(seconds_of(run, form, overlap, wire, figures, quiet))
+    return {count: values[WARM_UP:] for count, values in found.items()}, chosen, alone[WARM_UP:]
+
+
+def add_row(table: Table, form: Form, ratio: float, rows: Any, messages: float) -> None:
+    found, chosen, alone = rows
+    in_turn = found.pop(None)
+    medians = {count: median(values) for count, values in found.items()}
+    best = min(medians, key=lambda count: medians[count])
+    hidden = [
+        (before - after) / min(messages, products)
+        for before, after, products in zip(in_turn, found[best], alone, strict=True)
+    ]
+    table.add_row(
+        f"{form.name} {form.direction}",
+        str(form.sp).lower(),
+        f"{ratio}",
+        spread([value * 1e3 for value in in_turn], ".1f"),
+        *(f"{value * 1e3:.1f}" for value in medians.values()),
+        str(best),
+        spread(hidden, ".0%"),
+        str(chosen),
+        f"{medians[chosen] / medians[best] - 1:.1%}",
+    )
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke run: small products, one repeat.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each number of chunks.")] = 15,
+    tokens: Annotated[int, typer.Option(help="Of a row.")] = 8192,
+    hidden: Annotated[int, typer.Option(help="Features between regions.")] = 512,
+    forms: Annotated[str, typer.Option(help="Numbers of the forms, with commas: lines of the table.")] = "0,1,2,3,4,5",
+    wall: Annotated[bool, typer.Option("--wall", help="By the time of day, on a machine with two free cores.")] = False,
+) -> None:
+    """Start two ranks and print the table."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29556", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    os.environ["PYTHONPATH"] = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
+    if quick:
+        tokens, hidden, repeats = 128, 128, 1
+    spawn(
+        measure,
+        (2, tokens, hidden, repeats, [int(number) for number in choose("--forms", forms, list("012345"))], wall),
+        nprocs=2,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,254 @@
+"""Models whose tensor-parallel products run in chunks beside their messages equal the untouched model."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.lab.families import family
+from tests.lab.live import LiveBytes
+from tests.lab.parity import assert_parity, packed_batches, share
+from tests.lab.pool import run_ranks
+from tests.lab.shrink import PROVED, shrunk
+from tests.lab.wire import register_wire, virtual_seconds
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.cluster.hierarchy import register_backend
+from weft.cluster.mesh import AXES, build_mesh, mesh_shape
+from weft.comm.collectives import Recorder
+from weft.comm.overlap import Overlap
+from weft.errors import ModelError, PlanError
+from weft.job import Model
+from weft.parallel.fan import Awaited, Border, spread_fan
+from weft.parallel.matrices import DOWN
+from weft.parallel.parallelize import check_axes, parallelize
+from weft.parallel.tensor import FIRST_OF_MLP
+from weft.plan import Plan
+from weft.train.step import forward_backward
+
+FP32 = {"forward": "fp32", "update": "fp32", "reduce": "fp32"}
+FP64 = {"forward": "fp64", "update": "fp64", "reduce": "fp64"}
+# Name of the layout -> ranks, plan.parallel.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tp": 2, "zero": 1}),
+    "tp2 without sp": (2, {"tp": 2, "sp": False, "zero": 0}),
+    "tp4": (4, {"tp": 4, "zero": 1}),
+    "tp4 without sp": (4, {"tp": 4, "sp": False, "zero": 1}),
+}
+FAMILIES = ("llama", "gpt2", "phi3", "qwen3_moe", "gpt_oss", "olmo2", "gemma3_text", "deepseek_v3")
+CANNOT = {("olmo2", "tp4"), ("phi3", "tp4"), ("olmo2", "tp4 without sp"), ("phi3", "tp4 without sp")}
+CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS if (name, layout) not in CANNOT]
+COMPOSED: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero 3": (4, {"parallel": {"tp": 2, "zero": 3}}),
+    "without sp, Ulysses": (4, {"parallel": {"tp": 2, "sp": False, "cp": 2, "cp_ulysses": 2, "zero": 1}}),
+    "a split backward": (4, {"parallel": {"tp": 2, "pp": 2, "zero": 1}, "pipeline": {"schedule": "zb-h1"}}),
+    "a split backward, shared kv heads": (8, {"parallel": {"tp": 4, "pp": 2}, "pipeline": {"schedule": "zb-h1"}}),
+    "recompute": (2, {"parallel": {"tp": 2, "zero": 2}, "memory": {"recompute": ["attention", "activation", "norm"]}}),
+    "offload": (2, {"parallel": {"tp": 2, "sp": False}, "memory": {"offload": ["attention", "mlp"]}}),
+}
+
+
+def plan_of(chunks: int | str, tables: dict[str, Any]) -> Plan:
+    return Plan.model_validate({"precision": FP32, **tables, "comm": {"overlap_chunks": chunks}})
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_families(name: str, layout: str) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    plan = plan_of(2 if ranks == 2 else 4, {"parallel": parallel})
+    assert_parity(Model(config=family(name)), plan, ranks, micro_batch=2)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", PROVED["tp"])
+def test_every_family(name: str) -> None:
+    plan = plan_of(3, {"parallel": {"tp": 2, "zero": 1}})
+    assert_parity(Model(config=shrunk(name)), plan, world_size=2, micro_batch=4)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_float64(name: str, layout: str) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    if (name, ranks) == ("llama", 4):
+        parallel = {**parallel, "tp": 2}  # see EXACT in test_axes.py
+    plan = plan_of(3, {"parallel": parallel, "precision": FP64})
+    assert_parity(Model(config=family(name)), plan, ranks, micro_batch=1)
+
+
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("composition", COMPOSED)
+def test_with_other_techniques(composition: str, name: str) -> None:
+    ranks, tables = COMPOSED[composition]
+    micro_batch = 1 if "pipeline" in tables else 2
+    assert_parity(Model(config=family(name)), plan_of(2, tables), ranks, micro_batch, rows_at_once=micro_batch)
+
+
+# What is sent, and kept
+
+
+def messages(rank: int, ranks: int, name: str, plan: Plan) -> tuple[dict[str, int], int, int]:
+    """Collectives of the tp axis in one micro-batch, by operation; the bytes that forward leaves for backward; matrices that
+    multiply in chunks."""
+    plan = plan.resolve(ranks)
+    mesh = build_mesh(plan, "cpu", ranks)
+    source = Model(config=family(name))
+    model: Any = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
+    materialize(model, source, torch.device("cpu"))
+    model.train()
+    [batch] = share(packed_batches(96, rows=2)[0], 0, 1, 2)
+    with LiveBytes().track(model) as live:
+        before = live.current
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+        held = live.current - before
+    logits.sum().backward()
+    with Recorder() as recorder:
+        forward_backward(model, [batch], plan, mesh, 1.0)
+    sent = Counter(message.operation for message in recorder.messages if message.axis == "tp")
+    in_chunks = sum(getattr(module, "multiplies_in_chunks", False) for module in model.modules())
+    return dict(sent), held, in_chunks
+
+
+def test_messages_of_a_llama_and_what_it_keeps() -> None:
+    """Two blocks of two regions: their gathers and reductions in chunks, and each input gathered once more in backward."""
+    tables = {"parallel": {"tp": 2}}
+    (plain, held, none), *_ = run_ranks(2, messages, "llama", plan_of(1, tables))
+    (chunked, held_in_chunks, matrices), *_ = run_ranks(2, messages, "llama", plan_of(4, tables))
+    (automatic, held_in_auto, no_matrices), *_ = run_ranks(2, messages, "llama", plan_of("auto", tables))
+    regions = 4
+    assert chunked["all_gather"] - plain["all_gather"] == regions * (2 * 3 + 1)
+    assert chunked["reduce_scatter"] - plain["reduce_scatter"] == regions * 2 * 3
+    assert (none, matrices) == (0, 2 * 7)
+    whole = 2 * 16 * 32 * 4  # the gathered input of a region: rows x tokens x hidden x bytes
+    assert held - held_in_chunks == regions * whole // 2
+    assert (automatic, held_in_auto, no_matrices) == (plain, held, 0)  # nothing can be hidden in shared memory
+
+
+def test_a_latent_attention_is_entered_at_once_and_left_in_chunks() -> None:
+    (_, _, matrices), *_ = run_ranks(2, messages, "deepseek_v3", plan_of(2, {"parallel": {"tp": 2}}))
+    assert matrices == 2 + 3  # the last matrix of each attention; the dense MLP of the first block
+
+
+def spent(rank: int, ranks: int, plan: Plan) -> tuple[float, float, float]:
+    """Seconds of a micro-batch on an emulated wire, of its products, and of its messages."""
+    plan = plan.resolve(ranks)
+    backends = {
+        name: "fake" if size == 1 else register_backend() for name, size in zip(AXES, mesh_shape(plan), strict=True)
+    }
+    backends["tp"] = register_wire()
+    mesh = init_device_mesh("cpu", mesh_shape(plan), mesh_dim_names=AXES, backend_override=backends)  # type: ignore[arg-type]
+    wire: Any = mesh.get_group("tp")
+    source = Model(config={**family("llama"), "hidden_size": 64, "intermediate_size": 192, "head_dim": 16})
+    model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
+    materialize(model, source, torch.device("cpu"))
+    [batch] = share(packed_batches(96, 2, 64)[0], 0, 1, 2)
+    with virtual_seconds(wire, 1.0, 0.0, 40.0) as clock:
+        forward_backward(model, [batch], plan, mesh, 1.0)
+        return clock.time, clock.computed, sum(one.ended - one.began for one in wire.transfers)
+
+
+def test_a_model_on_an_emulated_wire() -> None:
+    """Most of what its regions send is hidden, although they send more: embedding, head and loss are as before."""
+    tables = {"parallel": {"tp": 2, "zero": 0}}
+    for plain, chunked in zip(
+        run_ranks(2, spent, plan_of(1, tables)), run_ranks(2, spent, plan_of(8, tables)), strict=True
+    ):
+        assert plain[0] == pytest.approx(plain[1] + plain[2])
+        assert chunked[1] == pytest.approx(plain[1])
+        assert chunked[2] > plain[2]
+        visible = chunked[0] - chunked[1]
+        assert visible < 0.4 * plain[2]
+
+
+# Regions that do something else with their input
+
+
+class Region(nn.Module):
+    """An MLP that also looks at its input by itself."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(4, 6), nn.Linear(4, 6, bias=False)
+        self.use = use
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.use == "shape":
+            assert hidden.shape == (8, 3, 4)
+            assert hidden.dtype == torch.float64
+            assert hidden.requires_grad
+        if self.use == "mean":
+            hidden = hidden - hidden.mean(-1, keepdim=True)
+        if self.use == "view":
+            return self.up_proj(hidden.view(-1, 4)).view(8, 3, 6)
+        if self.use == "in place":
+            hidden += 1
+        out = self.gate_proj(hidden).tanh() * self.up_proj(hidden)
+        return out + hidden.sum(-1, keepdim=True) if self.use == "both" else out
+
+
+def use_region(rank: int, ranks: int, use: str) -> tuple[list[Any], list[str]]:
+    """Output and gradients of a region behind an `Awaited` on each rank, and what was sent."""
+    group = dist.new_group(backend="gloo")
+    torch.manual_seed(0)
+    region, parts = Region(use).double(), torch.randn(2, 4, 3, 4, dtype=torch.float64)
+    assert spread_fan(region, "mlp", FIRST_OF_MLP, DOWN)
+    x = parts[rank].clone().requires_grad_()
+    awaited = Border(Overlap(group, 2), sp=True, dim=0, queue=None).enter(x)
+    assert isinstance(awaited, Awaited)
+    with Recorder() as recorder:
+        out = region(awaited)
+    out.square().sum().backward()
+    weights = [parameter.grad for parameter in region.parameters() if parameter.grad is not None]
+    return [out.detach(), x.grad, *weights], [message.operation for message in recorder.messages]
+
+
+@pytest.mark.parametrize(("use", "gathers"), [("shape", 2), ("mean", 1), ("view", 1), ("both", 3)])
+def test_whatever_a_region_does_with_its_input_is_right(use: str, gathers: int) -> None:
+    torch.manual_seed(0)
+    region, parts = Region(use).double(), torch.randn(2, 4, 3, 4, dtype=torch.float64)
+    whole = parts.flatten(0, 1).requires_grad_()
+    out = region(whole)
+    (2 * out.square().sum()).backward()  # each of two ranks has the whole output
+    for rank, (found, sent) in enumerate(run_ranks(2, use_region, use)):
+        assert sent == ["all_gather"] * gathers
+        assert whole.grad is not None
+        weights = [parameter.grad / 2 for parameter in region.parameters() if parameter.grad is not None]
+        for mine, theirs in zip(found, [out, whole.grad.chunk(2)[rank], *weights], strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-12, atol=1e-12)
+
+
+def write_into_input(rank: int, ranks: int) -> None:
+    with pytest.raises(ModelError, match="changes the hidden states of a region in place"):
+        use_region(rank, ranks, "in place")
+
+
+def test_a_region_that_writes_into_its_input_is_refused() -> None:
+    run_ranks(2, write_into_input)
+
+
+def test_matrices_that_somebody_has_wrapped_are_left_alone() -> None:
+    region = Region("shape")
+    forward = region.up_proj.forward
+    region.up_proj.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
+    assert not spread_fan(region, "mlp", FIRST_OF_MLP, DOWN)
+    assert "forward" not in vars(region.gate_proj)
+
+
+@pytest.mark.parametrize(("parallel", "rows"), [({"tp": 2}, 8), ({"tp": 2, "sp": False}, 16), ({"tp": 2, "cp": 2}, 4)])
+def test_more_chunks_than_rows_are_refused_at_start(parallel: dict[str, Any], rows: int) -> None:
+    model = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
+    ranks = parallel["tp"] * parallel.get("cp", 1)
+    for chunks in (rows, rows + 1):
+        plan = plan_of(chunks, {"parallel": parallel}).resolve(ranks)
+        if chunks == rows:
+            check_axes(model, read_anatomy(model), plan, seq_len=16)
+            continue
+        with pytest.raises(PlanError, match=f"{chunks} chunks of {rows} rows"):
+            check_axes(model, read_anatomy(model), plan, seq_len=16)
