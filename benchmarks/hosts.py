@@ -7,7 +7,8 @@ iproute2); their ranks share its cores, so that computation takes the longer the
 parameters, dense and Mixture-of-Experts, on the source code of Python's standard library, byte by byte. Each row is another
 plan of the same training. Tokens a second over those of the first row of its table, side by side in each repeat: median
 (min-max). Bytes that leave host 0 in a step: by the counters of its interface, headers taken off, and by the recorder.
-The loss is that after --loss-steps more steps of all plans on the same rows, whatever the link.
+The loss is that of a training of --loss-steps steps, the same rows for all plans, without a limit on the links; 1-bit Adam
+freezes after a fifth of them, and is timed after the freeze.
 """
 
 import argparse
@@ -42,6 +43,16 @@ from weft.precision.scaling import LossScale
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
+CODECS = ("bf16", "int8", "2:4", "1-bit")
+System = tuple[dict[str, Any], dict[str, Any]]
+"""Tables parallel and comm of a plan."""
+
+
+def slow(codec: str) -> dict[str, Any]:
+    """Compression of what passes between hosts."""
+    return {"compression": codec, "compress_level": "slow"}
+
+
 TOKENS, ROWS = 256, 8
 """Of a row, and rows of a step."""
 HEADER = 66  # bytes of Ethernet, IP and TCP with time stamps around each packet
@@ -67,18 +78,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 64,
     },
 }
-FLAT, NOTHING = {"hierarchy": "flat", "prefetch": 0}, {"prefetch": 0}
-SYSTEMS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+FLAT, NOT_AHEAD = {"hierarchy": "flat", "prefetch": 0}, {"prefetch": 0}
+SYSTEMS: dict[str, dict[str, System]] = {
     "dense": {
         "zero 0, flat": ({"zero": 0}, FLAT),
         "zero 0, two levels": ({"zero": 0}, {}),
+        **{f"zero 0, two levels, {codec} between": ({"zero": 0}, slow(codec)) for codec in CODECS},
         "zero 3, flat": ({"zero": 3}, FLAT),
-        "zero 3, two levels": ({"zero": 3}, NOTHING),
+        "zero 3, two levels": ({"zero": 3}, NOT_AHEAD),
         "zero 3, two levels, gathered ahead": ({"zero": 3}, {}),
+        "zero 3, two levels, gathered ahead, int8 between": ({"zero": 3}, slow("int8")),
     },
     "moe": {
         "experts on all hosts, flat": ({"zero": 0, "ep": -1}, FLAT),
         "experts on all hosts, two levels": ({"zero": 0, "ep": -1}, {}),
+        **{f"two levels, {codec} between": ({"zero": 0, "ep": -1}, slow(codec)) for codec in CODECS},
+        "experts on each host, two levels, int8 between": ({"zero": 0, "ep": 2}, slow("int8")),
     },
 }
 
@@ -89,7 +104,7 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8).long()
 
 
-def build(model: str, parallel: dict[str, Any], comm: dict[str, Any]) -> Any:
+def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_steps: int) -> Any:
     """A training: a function that takes a step on rows of tokens, and gives its loss."""
     ranks = dist.get_world_size()
     degrees = {key: ranks if value == -1 else value for key, value in parallel.items()}
@@ -98,7 +113,9 @@ def build(model: str, parallel: dict[str, Any], comm: dict[str, Any]) -> Any:
     mesh, source = build_mesh(plan, "cpu", ranks), Model(config=MODELS[model])
     split = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh).train()
     materialize(split, source, torch.device("cpu"))
-    optimizer = build_optimizer(split, Optimizer(lr=1e-3))
+    one_bit = plan.comm.compression == "1-bit"
+    settings = {"name": "onebit-adam", "freeze_steps": freeze_steps} if one_bit else {}
+    optimizer = build_optimizer(split, Optimizer(lr=1e-3, **settings))
     positions = torch.arange(TOKENS).expand(ROWS // ranks, -1)
 
     def step(rows: Tensor) -> float:
@@ -116,59 +133,72 @@ def sent() -> tuple[int, int]:
     return int(fields[9]), int(fields[10])
 
 
-def rank_main(chosen: argparse.Namespace, out: Path) -> None:
-    """One rank: times every training in turn, and leaves on rank 0 what it found."""
+def rank_main(chosen: argparse.Namespace, measure: str, out: Path) -> None:
+    """One rank: takes steps of every training in turn, and leaves on rank 0 what it found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tokens, generator = text(), torch.Generator().manual_seed(0)
     found: dict[str, Any] = {}
     for model in chosen.models:
-        steps = {name: build(model, *system) for name, system in SYSTEMS[model].items()}
-        batches = [
-            torch.stack(
-                [tokens[i : i + TOKENS + 1] for i in torch.randint(len(tokens) - TOKENS, (ROWS,), generator=generator)]
-            )
-            for _ in range(max(chosen.loss_steps, 2))
-        ]
-        rows: dict[str, Any] = {name: {"seconds": [], "exposed": [], "hidden": []} for name in steps}
-        for name, step in steps.items():
-            with Recorder() as recorder:
-                step(batches[0])
-            own = sum(message.bytes for message in recorder.messages if message.link == "between")
-            dist.barrier()
-            before = sent()
-            step(batches[1])
-            dist.barrier()
-            bytes_, packets = (after - ago for after, ago in zip(sent(), before, strict=True))
-            recorded = all_gather_rows(torch.tensor([own]), dist.get_world_size())[: chosen.ranks].sum().item()
-            rows[name] |= {"wire": bytes_ - HEADER * packets, "recorded": recorded, "messages": len(recorder.messages)}
-        for _ in range(chosen.repeats):
-            for name, step in steps.items():
-                dist.barrier()
-                begin = time.perf_counter()
-                with Stopwatch() as watch:
-                    for number in range(chosen.steps):
-                        step(batches[number])
-                dist.barrier()
-                rows[name]["seconds"].append((time.perf_counter() - begin) / chosen.steps)
-                for kind in ("exposed", "hidden"):
-                    rows[name][kind].append(sum(getattr(watch, kind).values()) / chosen.steps)
-        for name, step in steps.items():
-            losses = [step(batch) for batch in batches[: chosen.loss_steps]]
-            rows[name]["loss"] = statistics.fmean(losses[-5:]) if losses else None
-        found[model] = rows
+        starts = torch.randint(len(tokens) - TOKENS, (max(chosen.loss_steps, 2), ROWS), generator=generator)
+        batches = [torch.stack([tokens[i : i + TOKENS + 1] for i in rows]) for rows in starts]
+        if measure == "loss":
+            found[model] = {name: final_loss(model, system, batches) for name, system in SYSTEMS[model].items()}
+        else:
+            found[model] = speed(model, chosen, batches)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
 
 
-def run_ranks(chosen: argparse.Namespace, rate: int | None) -> dict[str, Any]:
-    """All ranks on hosts of their own."""
+def final_loss(model: str, system: System, batches: list[Tensor]) -> float:
+    """The mean of the last five steps'."""
+    step = build(model, *system, freeze_steps=max(len(batches) // 5, 1))
+    return statistics.fmean([step(batch) for batch in batches][-5:])
+
+
+def speed(model: str, chosen: argparse.Namespace, batches: list[Tensor]) -> dict[str, Any]:
+    """Seconds, bytes and messages of a step of every training."""
+    steps = {name: build(model, *system, freeze_steps=1) for name, system in SYSTEMS[model].items()}
+    rows: dict[str, Any] = {name: {"seconds": [], "exposed": [], "hidden": []} for name in steps}
+    for name, step in steps.items():
+        step(batches[0])
+        with Recorder() as recorder:
+            step(batches[1])
+        own = sum(message.bytes for message in recorder.messages if message.link == "between")
+        dist.barrier()
+        before = sent()
+        step(batches[1])
+        dist.barrier()
+        size, packets = (after - ago for after, ago in zip(sent(), before, strict=True))
+        recorded = all_gather_rows(torch.tensor([own]), dist.get_world_size())[: chosen.ranks].sum().item()
+        rows[name] |= {"wire": size - HEADER * packets, "recorded": recorded, "messages": len(recorder.messages)}
+    for _ in range(chosen.repeats):
+        for name, step in steps.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            with Stopwatch() as watch:
+                for number in range(chosen.steps):
+                    step(batches[number])
+            dist.barrier()
+            rows[name]["seconds"].append((time.perf_counter() - begin) / chosen.steps)
+            for kind in ("exposed", "hidden"):
+                rows[name][kind].append(sum(getattr(watch, kind).values()) / chosen.steps)
+    return rows
+
+
+def run_ranks(chosen: argparse.Namespace, measure: str, rate: int | None) -> dict[str, Any]:
+    """What all ranks, on hosts of their own, find of each model."""
     with tempfile.TemporaryDirectory() as folder, hosts(chosen.hosts, rate) as made:
         out, world = Path(folder) / "found.json", chosen.hosts * chosen.ranks
         processes: list[subprocess.Popen[Any]] = []
         for rank in range(world):
             environment = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": made[0].address, "MASTER_PORT": 29400}
-            environment |= {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1, "WEFT_OUT": out}
+            environment |= {
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "OMP_NUM_THREADS": 1,
+                "WEFT_MEASURE": measure,
+                "WEFT_OUT": out,
+            }
             own = os.environ | {key: str(value) for key, value in environment.items()}
             processes.append(made[rank // chosen.ranks].start([sys.executable, *sys.argv], env=own))
         if sum([abs(process.wait()) for process in processes]):
@@ -177,7 +207,7 @@ def run_ranks(chosen: argparse.Namespace, rate: int | None) -> dict[str, Any]:
         return found
 
 
-def show(model: str, rows: dict[str, Any], chosen: argparse.Namespace) -> None:
+def show(model: str, rows: dict[str, Any], losses: dict[str, float], chosen: argparse.Namespace) -> None:
     first = next(iter(rows.values()))
     tokens = ROWS * TOKENS / statistics.median(first["seconds"])
     table = Table(
@@ -190,7 +220,7 @@ def show(model: str, rows: dict[str, Any], chosen: argparse.Namespace) -> None:
         ratios = [theirs / mine for mine, theirs in zip(row["seconds"], first["seconds"], strict=True)]
         seconds = [f"{statistics.median(row[kind]):.2f} s" for kind in ("exposed", "hidden")]
         recorded = f"{row['recorded'] / 1e6:.2f}" if row["recorded"] else ""
-        loss = "" if row["loss"] is None else f"{row['loss']:.3f}"
+        loss = f"{losses[name]:.3f}" if name in losses else ""
         table.add_row(
             name, spread(ratios, ".2f"), *seconds, f"{row['wire'] / 1e6:.2f}", recorded, str(row["messages"]), loss
         )
@@ -204,9 +234,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     chosen = parser.parse_args()
     if "WEFT_OUT" in os.environ:
-        return rank_main(chosen, Path(os.environ["WEFT_OUT"]))
-    for model, rows in run_ranks(chosen, chosen.rate * 10**6).items():
-        show(model, rows, chosen)
+        return rank_main(chosen, os.environ["WEFT_MEASURE"], Path(os.environ["WEFT_OUT"]))
+    losses = run_ranks(chosen, "loss", None) if chosen.loss_steps else {}
+    for model, rows in run_ranks(chosen, "speed", chosen.rate * 10**6).items():
+        show(model, rows, losses.get(model, {}), chosen)
 
 
 if __name__ == "__main__":
