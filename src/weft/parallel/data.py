@@ -98,7 +98,7 @@ def _compress(
         if compresses:
             scatter: Any = ReduceScatter(f"scatter.{name or 'rest'}", levels, feedback, _segments(module))
             module.set_custom_reduce_scatter(scatter)
-        elif replicas.size() == 1:
+        elif feedback.takes_momentum and replicas.size() == 1:
             module.set_all_reduce_hook(partial(feedback.add_up, name or "rest"))
         units.append(Unit(name, replicas.get_group(), makes_momentum=not compresses))
     if any(unit.group.size() > 1 for unit in units):

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from tests.lab.pool import run_ranks
 from weft.comm.collectives import Recorder
-from weft.comm.compression.codecs import CODECS
+from weft.comm.compression.codecs import CODECS, build_feedback
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import AllReduce, Levels, reduce_scatter
+from weft.plan import Comm
 
 STEPS = 6
 
@@ -32,7 +33,11 @@ def all_reduces(
     rank: int, world_size: int, codec: str, length: int, hosts: int = 0, keeps_errors: bool = True
 ) -> tuple[Tensor, Tensor, int]:
     """Sum of the results, what is owed to it at the end, and bytes of one reduction."""
-    levels, feedback = levels_for(world_size, hosts), Feedback(CODECS[codec], keeps_errors=keeps_errors)
+    levels, feedback = (
+        levels_for(world_size, hosts),
+        build_feedback(Comm(compression=codec, error_feedback=keeps_errors)),
+    )
+    feedback.takes_momentum = False
     total = torch.zeros(length)
     for step in range(STEPS):
         feedback.begin(loss_scale=2.0 ** (step % 3))

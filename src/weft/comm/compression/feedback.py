@@ -47,14 +47,18 @@ class Feedback:
     """The state of all compressed reductions of a rank.
 
     Args:
-        codec: of the messages.
+        codec: of the messages of workers.
+        owner_codec: of those with which owners send the mean back; None for the same.
         keeps_errors: whether there is error feedback.
         takes_momentum: whether momenta are reduced in place of gradients; the first reductions, until `begin` names a decay,
             are then not compressed.
     """
 
-    def __init__(self, codec: Codec, *, keeps_errors: bool = True, takes_momentum: bool = False):
-        self.codec, self.keeps_errors, self.takes_momentum = codec, keeps_errors, takes_momentum
+    def __init__(
+        self, codec: Codec, owner_codec: Codec | None = None, *, keeps_errors: bool = True, takes_momentum: bool = False
+    ):
+        self.codec, self.owner_codec = codec, owner_codec or codec
+        self.keeps_errors, self.takes_momentum = keeps_errors, takes_momentum
         self.loss_scale = 1.0
         self.decay: float | None = None
         self.carried: dict[str, Carried] = {}

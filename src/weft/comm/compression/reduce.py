@@ -106,7 +106,7 @@ class AllReduce:
     def __init__(self, name: str, flat: Tensor, levels: Levels, feedback: Feedback, *, momentum: bool = False):
         assert levels.outer is not None
         self.flat, self.levels, self.feedback = flat, levels, feedback
-        self.codec, self.group, self.own = feedback.codec, levels.outer, levels.outer.rank()
+        self.group, self.own = levels.outer, levels.outer.rank()
         parts = levels.inner_size * levels.outer_size
         self.length = -(-len(flat) // parts)
         gradient = flat
@@ -125,9 +125,10 @@ class AllReduce:
         if self.gathered is not None:
             return
         total = _add_up_parts(self.left, [self.length], self.received, self.work, self.feedback, self.group)
-        message = encode(self.codec, total[None])
+        codec = self.feedback.owner_codec
+        message = encode(codec, total[None])
         if self.feedback.keeps_errors:
-            torch.sub(total, decode(self.codec, message, self.length)[0], out=self.left[self.own])
+            torch.sub(total, decode(codec, message, self.length)[0], out=self.left[self.own])
         self.gathered = message.new_empty(self.levels.outer_size, message.shape[1])
         work = all_gather_single(self.gathered, message, group=self.group, async_op=True)
         self.work = Sending(work, message)
@@ -137,7 +138,7 @@ class AllReduce:
         self.advance()
         assert self.gathered is not None
         self.work.wait()
-        mean = decode(self.codec, self.gathered, self.length).flatten()
+        mean = decode(self.feedback.owner_codec, self.gathered, self.length).flatten()
         mean.mul_(self.feedback.loss_scale / self.levels.outer_size)
         if self.levels.inner is not None and self.levels.inner.size() > 1:
             host, mean = mean, mean.new_empty(self.levels.inner_size * len(mean))

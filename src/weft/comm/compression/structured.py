@@ -5,7 +5,7 @@ a bit more (the pattern is that of sparse tensor cores: Mishra et al., Accelerat
     places      2 x 2 bits a group, two groups a byte
 
 Not more than half of what a step has to say is left out; with error feedback it is said later (Stich et al., Sparsified SGD
-with Memory, 2018).
+with Memory, 2018). A sum over ranks is not sparse any more: owners send it in 8 bits (`int8.py`).
 """
 
 import torch
