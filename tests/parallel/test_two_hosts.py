@@ -20,7 +20,7 @@ from weft.plan import Comm, Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import build_optimizer
-from weft.train.step import forward, train_step
+from weft.train.step import forward, forward_backward, train_step
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 0": {"zero": 0},
@@ -50,21 +50,22 @@ def built(rank: int, ranks: int, model: Model, plan: Plan, hosts: int) -> tuple[
 
 
 def trained(
-    rank: int, ranks: int, model: Model, plan: Plan, hosts: int
-) -> tuple[list[float], dict[str, Any], set[str]]:
+    rank: int, ranks: int, model: Model, plan: Plan, hosts: int, micro_batch: int = 2
+) -> tuple[list[float], dict[str, Any], dict[str, int]]:
     """Losses of three steps, the weights they end in, and the bytes on each kind of link."""
     plan = plan.resolve(ranks)
     split, mesh = built(rank, ranks, model, plan, hosts)
     optimizer = build_optimizer(split, Optimizer())
     losses = []
     with Recorder() as recorder:
-        for batch in packed_batches(96)[:3]:
-            mine = share(batch, data_rank(mesh), plan.parallel.data_ranks, 2)
+        for batch in packed_batches(96, rows=8)[:3]:
+            mine = share(batch, data_rank(mesh), plan.parallel.data_ranks, micro_batch)
             losses.append(train_step(split, optimizer, mine, plan, mesh, LossScale(), 1.0).loss)
     weights = {name: whole(p).detach().clone() for name, p in split.named_parameters()}
     return losses, weights, recorder.bytes_by("link")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_hosts(layout: str) -> None:
     moe = "ep" in LAYOUTS[layout]
@@ -80,6 +81,41 @@ def test_two_hosts(layout: str) -> None:
             compare(name, weight, their_weights[name], 1e-9)
 
 
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("parallel", [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "pp": 2, "tp": 1}], ids=str)
+def test_scattered_behind_backward(parallel: dict[str, Any], micro_batch: int) -> None:
+    model = Model(config={**family("qwen3"), "tie_word_embeddings": False})
+    plan = plan_for("fp32", **parallel)
+    expected = run_ranks(4, trained, model, plan, 1, micro_batch)
+    found = run_ranks(4, trained, model, plan, 2, micro_batch)
+    for (losses, weights, _), (theirs, their_weights, _) in zip(found, expected, strict=True):
+        assert losses == pytest.approx(theirs, rel=1e-5)
+        for name, weight in weights.items():
+            compare(name, weight, their_weights[name], 1e-4, at_least=3e-4)
+
+
+def flying(rank: int, ranks: int, model: Model, zero: int) -> list[int]:
+    """Reduce-scatters that are under way when the backward of each block ends."""
+    plan = plan_for("fp32", zero=zero).resolve(ranks)
+    split, mesh = built(rank, ranks, model, plan, 2)
+    found: list[int] = []
+    scatters = split.scatters
+    for block in split.model.layers:
+        block.register_full_backward_hook(lambda *_: found.append(len(scatters.flying)))
+    forward_backward(split, share(packed_batches(96)[0], data_rank(mesh), 4, 2), plan, mesh, 1.0)
+    assert not scatters.flying
+    return found
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_gradients_travel_behind_backward(zero: int) -> None:
+    model = Model(config={**family("qwen3"), "num_hidden_layers": 4})
+    for found in run_ranks(4, flying, model, zero):
+        assert max(found) > 0
+
+
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "parallel", [{"zero": 0}, {"zero": 2}, {"zero": 3}, {"dp_replicate": 2, "dp_shard": 2}], ids=str
 )

@@ -35,6 +35,7 @@ from weft.cluster.shared_memory import SharedMemoryGroup
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
 from weft.parallel.replicate import GradientReducer, Unit, is_split
+from weft.parallel.scatter import scatter_behind_backward
 from weft.parallel.weights import to_local
 from weft.plan import BYTES, Plan, state_bytes
 from weft.precision.dtypes import DTYPES
@@ -75,6 +76,13 @@ def shard_data_parallel(
     fully_shard(model, **{**settings, "reshard_after_forward": False})
     if model.feedback is not None:
         _compress(model, model.feedback, anatomy, plan, mesh, expert_mesh)
+    elif (
+        mesh.device_type == "cpu"
+        and plan.parallel.dp_replicate == 1
+        and plan.precision.reduce == plan.precision.update
+        and not isinstance(shards.get_group(), SharedMemoryGroup)
+    ):
+        scatter_behind_backward(model)
 
 
 def _compress(
