@@ -58,11 +58,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def job_for(name: str, steps: int, seed: int, zero: int) -> Job:
+def job_for(name: str, steps: int, seed: int, zero: int, lr: float) -> Job:
     """The recipe, smaller, with the compression of a case."""
     job = read_toml(Path(str(files("weft.recipes") / "first.toml")))
     job["model"]["config"] |= SMALLER
     job["data"] |= {"seq_len": 64}
+    job["optimizer"] |= {"lr": lr}
     job["train"] |= {"steps": steps, "seed": seed, "global_batch": 8, "micro_batch": 4, "evaluate_rows": 512}
     job["plan"] = {"parallel": {"zero": zero}, "precision": {"forward": "fp32"}, "comm": CASES[name]}
     if name.startswith("1-bit"):
@@ -143,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--zero", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--bandwidth", action="store_true")
@@ -153,7 +155,7 @@ def main() -> None:
         return
     disable_progress_bar()
     torch.set_num_threads(1)  # before any fork
-    prepared = prepare(job_for("none", chosen.steps, 0, chosen.zero).data, model_folder=None, say=print)
+    prepared = prepare(job_for("none", chosen.steps, 0, chosen.zero, chosen.lr).data, model_folder=None, say=print)
     table = Table(title=f"{chosen.steps} steps, {chosen.seeds} seeds, {RANKS} ranks, zero = {chosen.zero}")
     for column in ("", "held-out loss", "from none, %"):
         table.add_column(column, justify="left" if not column else "right")
@@ -162,7 +164,7 @@ def main() -> None:
         losses = []
         for seed in range(chosen.seeds):
             begin = time.perf_counter()
-            loss, norms = run(job_for(name, chosen.steps, seed, chosen.zero), prepared)
+            loss, norms = run(job_for(name, chosen.steps, seed, chosen.zero, chosen.lr), prepared)
             losses.append(loss)
             parts = [norms[len(norms) * part // 10 : len(norms) * (part + 1) // 10] for part in range(10)]
             shown = " ".join(f"{statistics.mean(part):.2f}" for part in parts if part)
