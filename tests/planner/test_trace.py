@@ -26,7 +26,7 @@ from weft.job import Job
 from weft.memory.optimizer_state import place_states
 from weft.parallel.data import model_state_bytes
 from weft.parallel.parallelize import parallelize
-from weft.plan import Memory
+from weft.plan import Comm, Memory
 from weft.planner.count import Count, count_step
 from weft.planner.steering import route_evenly
 from weft.planner.trace import Trace, assumed_batches, trace, trace_rank
@@ -101,6 +101,14 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
 def test_dry_run_equals_a_real_run(plan: tuple[dict[str, Any], str, int, dict[str, Any]]) -> None:
     model, precision, micro_batch, parallel = plan
     assert_dry_equals_real(job_for(model, precision, micro_batch, **parallel))
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("sp", [True, False])
+def test_products_in_chunks(sp: bool) -> None:
+    job = job_for(DENSE, "fp32", 2, tp=2, sp=sp, zero=1)
+    plan = job.plan.model_copy(update={"comm": Comm(overlap_chunks=4)})
+    assert_dry_equals_real(job.model_copy(update={"plan": plan}))
 
 
 @pytest.mark.sweep
