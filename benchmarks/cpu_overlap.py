@@ -1,16 +1,18 @@
-"""How much tensor-parallel communication is hidden behind products, on an emulated wire between two CPU ranks.
+"""How much tensor-parallel communication is hidden behind products, on an emulated wire between two ranks.
 
-    python benchmarks/cpu_overlap.py             # about 8 minutes on two free cores
+    python benchmarks/cpu_overlap.py             # about 10 minutes
     python benchmarks/cpu_overlap.py --quick     # a smoke run
+    python benchmarks/cpu_overlap.py --two       # two real ranks, by the time of day: on two cores that are free
 
-The data go through shared memory; a message takes what a slower wire would take (tests/lab/wire.py). The wire is set so that
-the messages of a form take 0.5, 1 and 2 times as long as its products. In turn: each message is waited for before anything
-else is done. Hidden: (in turn - with chunks) / min(messages, products). Every repeat runs all numbers of chunks, one after the
-other, so that what else the machine does falls on all of them alike. Seconds are those on a core, and those of waiting for
-the wire; by the time of day, they would tell what else the machine does.
+A message takes what a slow wire would take (tests/lab/wire.py), which is set so that the messages of a form take 0.5, 1 and 2
+times as long as its products. In turn: each message is waited for before anything else is done. Hidden: (in turn - with
+chunks) / min(messages, products). Every repeat runs all numbers of chunks, one after the other, so that what else the machine
+does falls on all of them alike. Seconds are those of one rank on a core, and those of waiting for the wire, which do not
+depend on what others do; its peer does the same at the same time.
 """
 
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -122,15 +124,39 @@ def seconds_of(
     return taken.item()
 
 
-def measure(rank: int, ranks: int, tokens: int, hidden: int, repeats: int, numbers: list[int], wall: bool) -> None:
-    """What one rank does; rank 0 prints."""
-    from tests.lab.wire import CoreClock, RealClock, new_wire
+def measure_alone(tokens: int, hidden: int, repeats: int, numbers: list[int]) -> None:
+    """One rank, whose peer is its mirror image."""
+    from tests.lab.wire import CoreClock, new_mirror
 
-    torch.set_num_threads(1)
-    detect().use(rank)
+    wire = new_mirror(2)
+    wire.reset(CoreClock(), 0.0, 0.0)
+    measure(wire, dist.group.WORLD, tokens, hidden, repeats, numbers)
+
+
+def measure_two(rank: int, ranks: int, tokens: int, hidden: int, repeats: int, numbers: list[int]) -> None:
+    """What one of two ranks does."""
+    from tests.lab.wire import new_wire
+
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    quiet, wire = dist.new_group(backend=register_backend()), new_wire()
-    wire.reset(RealClock() if wall else CoreClock(), 0.0, 0.0)
+    measure(new_wire(), dist.new_group(backend=register_backend()), tokens, hidden, repeats, numbers)
+    dist.barrier()
+    os._exit(0)
+
+
+def measure(wire: Any, quiet: Any, tokens: int, hidden: int, repeats: int, numbers: list[int]) -> None:
+    """What one rank does; rank 0 prints.
+
+    Args:
+        wire: with its clock.
+        quiet: the same ranks, for what is not measured.
+        tokens: of a row.
+        hidden: features.
+        repeats: of each number of chunks.
+        numbers: of the forms.
+    """
+    torch.set_num_threads(1)
+    rank = wire.rank()
+    detect().use(rank)
     table = Table("form", "sp", "messages / products", "in turn, ms: median (min-max)")
     for count in COUNTS:
         table.add_column(f"{count}" if count > 1 else "ms in chunks: 1")
@@ -151,8 +177,6 @@ def measure(rank: int, ranks: int, tokens: int, hidden: int, repeats: int, numbe
             table.add_section()
     if rank == 0:
         Console(width=230).print(table)
-    dist.barrier()
-    os._exit(0)
 
 
 def compare(
@@ -198,22 +222,23 @@ def add_row(table: Table, form: Form, ratio: float, rows: Any, messages: float) 
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run: small products, one repeat.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each number of chunks.")] = 15,
-    tokens: Annotated[int, typer.Option(help="Of a row.")] = 8192,
-    hidden: Annotated[int, typer.Option(help="Features between regions.")] = 512,
+    tokens: Annotated[int, typer.Option(help="Of a row.")] = 32768,
+    hidden: Annotated[int, typer.Option(help="Features between regions.")] = 256,
     forms: Annotated[str, typer.Option(help="Numbers of the forms, with commas: lines of the table.")] = "0,1,2,3,4,5",
-    wall: Annotated[bool, typer.Option("--wall", help="By the time of day, on a machine with two free cores.")] = False,
+    two: Annotated[bool, typer.Option("--two", help="Two ranks by the time of day, on two free cores.")] = False,
 ) -> None:
-    """Start two ranks and print the table."""
+    """Print the table."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29556", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     os.environ["PYTHONPATH"] = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
     if quick:
         tokens, hidden, repeats = 128, 128, 1
-    spawn(
-        measure,
-        (2, tokens, hidden, repeats, [int(number) for number in choose("--forms", forms, list("012345"))], wall),
-        nprocs=2,
-    )
+    numbers = [int(number) for number in choose("--forms", forms, list("012345"))]
+    if two:
+        spawn(measure_two, (2, tokens, hidden, repeats, numbers), nprocs=2)
+    else:
+        sys.path.append(str(Path(__file__).parents[1]))
+        measure_alone(tokens, hidden, repeats, numbers)
 
 
 if __name__ == "__main__":

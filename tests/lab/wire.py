@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.cluster.shared_memory import SharedMemoryGroup, _observed, reduce_parts, share_memory
+from weft.cluster.shared_memory import SharedMemoryGroup, _done, _observed, reduce_parts, share_memory
 from weft.comm.collectives import RING
 
 BACKEND = "weft_wire"
@@ -108,23 +109,30 @@ class Transfer(NamedTuple):
     ended: float
 
 
+class Parts(NamedTuple):
+    """What a collective moves."""
+
+    outgoing: list[Tensor]
+    """To each rank."""
+    incoming: list[Tensor]
+    """From each rank; this rank's own is there."""
+    finish: Callable[[list[Tensor]], object]
+    """Given what has come in."""
+
+
 class Arrival(dist.Work):  # type: ignore[misc,name-defined]
     """Done when the wire has brought what all ranks have sent."""
 
-    def __init__(self, wire: "Wire", end: float, parts: list[Tensor], finish: Callable[[list[Tensor]], object]):
+    def __init__(self, wire: "Wire", parts: Parts, end: float):
         """
         Args:
             wire: that carries it.
+            parts: what is moved.
             end: when this rank's own message is through.
-            parts: what comes from each rank; this rank's own is there.
-            finish: given them all.
         """
         super().__init__()
-        self.wire, self.end, self.parts, self.finish = wire, end, parts, finish
-        self.ends = {peer: torch.zeros(1, dtype=torch.float64) for peer in wire.peers}
-        self.receives = [
-            wire.mailbox.receive(tensor, peer, TAG) for peer in wire.peers for tensor in (self.ends[peer], parts[peer])
-        ]
+        self.wire, self.parts, self.ends = wire, parts, [torch.tensor([end], dtype=torch.float64)]
+        self.receives = [receive for peer in wire.peers for receive in wire.receive(peer, parts, self.ends)]
         self.done = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -133,10 +141,10 @@ class Arrival(dist.Work):  # type: ignore[misc,name-defined]
                 for receive in self.receives:
                     receive.wait()
             began = self.wire.clock.now()
-            self.wire.clock.sleep_until(max([self.end, *(end.item() for end in self.ends.values())]))
+            self.wire.clock.sleep_until(max(end.item() for end in self.ends))
             self.wire.waited += self.wire.clock.now() - began
             with self.wire.clock.standing():
-                self.finish(self.parts)
+                self.parts.finish(self.parts.incoming)
             self.done = True
         return True
 
@@ -163,38 +171,39 @@ class Wire(SharedMemoryGroup):
     @_observed
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
-        parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
-        parts[self.place].copy_(tensor)
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        return self._send(
-            "all_reduce", tensor, [tensor] * self.ranks, parts, lambda found: reduce_parts(found, op, tensor)
-        )
+
+        def prepare() -> Parts:
+            incoming = [torch.empty_like(tensor) for _ in range(self.ranks)]
+            incoming[self.place].copy_(tensor)
+            return Parts([tensor] * self.ranks, incoming, lambda found: reduce_parts(found, op, tensor))
+
+        return self._send("all_reduce", tensor, prepare)
 
     @_observed
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        parts = [part.view_as(input) for part in output.view(self.ranks, -1)]
-        parts[self.place].copy_(input)
-        return self._send("all_gather", output, [input] * self.ranks, parts, lambda found: None)
+        def prepare() -> Parts:
+            incoming = [part.view_as(input) for part in output.view(self.ranks, -1)]
+            incoming[self.place].copy_(input)
+            return Parts([input] * self.ranks, incoming, lambda found: None)
+
+        return self._send("all_gather", output, prepare)
 
     @_observed
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        outgoing = [part.view_as(output) for part in input.reshape(self.ranks, -1)]
-        parts = [torch.empty_like(output) for _ in range(self.ranks)]
-        parts[self.place] = outgoing[self.place]
-        return self._send("reduce_scatter", input, outgoing, parts, lambda found: reduce_parts(found, op, output))
+
+        def prepare() -> Parts:
+            outgoing = [part.view_as(output) for part in input.reshape(self.ranks, -1)]
+            incoming = [torch.empty_like(output) for _ in range(self.ranks)]
+            incoming[self.place] = outgoing[self.place]
+            return Parts(outgoing, incoming, lambda found: reduce_parts(found, op, output))
+
+        return self._send("reduce_scatter", input, prepare)
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
-    def _send(
-        self,
-        operation: str,
-        full: Tensor,
-        outgoing: list[Tensor],
-        parts: list[Tensor],
-        finish: Callable[[list[Tensor]], object],
-    ) -> Arrival:
-        """Send something to each rank; `parts` are where theirs come to."""
+    def _send(self, operation: str, full: Tensor, prepare: Callable[[], Parts]) -> Arrival:
         self._observe(operation, full.numel(), full.dtype)
         size = RING[operation](full.numel() * full.element_size(), self.ranks)
         issued = self.clock.now()
@@ -202,10 +211,47 @@ class Wire(SharedMemoryGroup):
         self.free = began + self.alpha + size * self.seconds_per_byte
         self.transfers.append(Transfer(operation, size, issued, began, self.free))
         with self.clock.standing():
+            parts = prepare()
             for peer in self.peers:
-                self.mailbox.send(torch.tensor([self.free], dtype=torch.float64), peer, TAG)
-                self.mailbox.send(outgoing[peer], peer, TAG)
-            return Arrival(self, self.free, parts, finish)
+                self.send_to(peer, parts.outgoing[peer])
+            return Arrival(self, parts, self.free)
+
+    def send_to(self, peer: int, tensor: Tensor) -> None:
+        """Send a part, and when it is through."""
+        self.mailbox.send(torch.tensor([self.free], dtype=torch.float64), peer, TAG)
+        self.mailbox.send(tensor, peer, TAG)
+
+    def receive(self, peer: int, parts: Parts, ends: list[Tensor]) -> list[dist.Work]:
+        """Want a part of a peer, and when it is through; what is to be waited for."""
+        ends.append(torch.zeros(1, dtype=torch.float64))
+        return [self.mailbox.receive(tensor, peer, TAG) for tensor in (ends[-1], parts.incoming[peer])]
+
+
+class Mirror(Wire):
+    """One rank of several, alone: its peers do what it does at the same time, and what they send is what it sends.
+
+    On a busy host the time on a core of a real rank tells what the others have left in its caches, each time it has slept.
+    """
+
+    def __init__(self, rank: int, ranks: int):
+        dist.ProcessGroup.__init__(self, rank, ranks)
+        self.place, self.ranks, self._name = rank, ranks, "mirror"
+        self.peers = [peer for peer in range(ranks) if peer != rank]
+        self.reset(RealClock(), 0.0, 0.0)
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        dist.ProcessGroup._set_group_name(self, name)
+
+    def send_to(self, peer: int, tensor: Tensor) -> None:
+        pass
+
+    def receive(self, peer: int, parts: Parts, ends: list[Tensor]) -> list[dist.Work]:
+        parts.incoming[peer].copy_(parts.outgoing[self.place])
+        return []
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return _done([])
 
 
 def _create_wire(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Wire:
@@ -223,6 +269,14 @@ def register_wire() -> str:
 def new_wire() -> Wire:
     """A wire between all ranks, without delay until `reset`."""
     return dist.new_group(backend=register_wire())
+
+
+def new_mirror(ranks: int) -> Mirror:
+    """The first of some ranks, alone in this process; makes the default process group."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    name = "weft_mirror"
+    dist.Backend.register_backend(name, lambda store, rank, size, timeout: Mirror(rank, size), devices=["cpu"])
+    return dist.new_group(backend=name)
 
 
 @contextmanager

@@ -117,6 +117,14 @@ def test_a_dry_run_of_one_bit_adam() -> None:
     assert trace(Job.parse(tables), 4, [1])[0].count.peak > 0
 
 
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("sp", [True, False])
+def test_products_in_chunks(sp: bool) -> None:
+    job = job_for(DENSE, "fp32", 2, tp=2, sp=sp, zero=1)
+    plan = job.plan.model_copy(update={"comm": Comm(overlap_chunks=4)})
+    assert_dry_equals_real(job.model_copy(update={"plan": plan}))
+
+
 @pytest.mark.sweep
 def test_memory_is_what_recompute_leaves() -> None:
     job = job_for(MOE, "bf16", 2, tp=2, zero=3)

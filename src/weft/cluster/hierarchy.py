@@ -95,6 +95,11 @@ def _place() -> list[str]:
         return [boot.read().strip(), platform.node(), *names]
 
 
+def leaves_host(group: dist.ProcessGroup) -> bool:
+    """Whether collectives of a group of CPU ranks go between hosts, and so can be under way while ranks compute."""
+    return isinstance(group, TwoLevelGroup | GlooGroup)
+
+
 class TwoLevelGroup(dist.ProcessGroup):
     """Ranks on several hosts, as many on each: rank r has place r % inner.size() on host r // inner.size().
 

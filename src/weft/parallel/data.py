@@ -30,8 +30,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.anatomy.roles import Anatomy
+from weft.cluster.hierarchy import leaves_host
 from weft.cluster.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes
-from weft.cluster.shared_memory import SharedMemoryGroup
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
 from weft.parallel.replicate import GradientReducer, Unit, is_split
@@ -80,7 +80,7 @@ def shard_data_parallel(
         mesh.device_type == "cpu"
         and plan.parallel.dp_replicate == 1
         and plan.precision.reduce == plan.precision.update
-        and not isinstance(shards.get_group(), SharedMemoryGroup)
+        and leaves_host(shards.get_group())
     ):
         scatter_behind_backward(model)
 
@@ -167,8 +167,8 @@ def gather_ahead(model: Any, stages: list[list[str]], plan: Plan, mesh: DeviceMe
         plan: resolved.
         mesh: of all ranks.
     """
-    shared = any(isinstance(group, SharedMemoryGroup) for group in map(mesh.get_group, ("dp_shard", *CONTEXT_AXES)))
-    if shared or not plan.comm.prefetch:
+    groups = [mesh.get_group(axis) for axis in ("dp_shard", *CONTEXT_AXES)]
+    if not plan.comm.prefetch or (mesh.device_type == "cpu" and not any(map(leaves_host, groups))):
         return
     for names in stages:
         units = [
