@@ -28,7 +28,7 @@ import torch.distributed as dist
 from peers.figures import spread
 from rich.console import Console
 from rich.table import Table
-from tests.lab.hosts import INTERFACE, hosts
+from tests.lab.hosts import INTERFACE, hosts, payload_sent
 from torch import Tensor
 
 from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
@@ -55,7 +55,6 @@ def slow(codec: str) -> dict[str, Any]:
 
 TOKENS, ROWS = 256, 8
 """Of a row, and rows of a step."""
-HEADER = 66  # bytes of Ethernet, IP and TCP with time stamps around each packet
 SHAPE: dict[str, Any] = {"vocab_size": 256, "hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 6}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "llama", **SHAPE, "intermediate_size": 1024, "num_hidden_layers": 6},
@@ -126,13 +125,6 @@ def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_ste
     return step
 
 
-def sent() -> tuple[int, int]:
-    """Bytes and packets that have left this host."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    fields = next(line.split() for line in lines if line.strip().startswith(INTERFACE))
-    return int(fields[9]), int(fields[10])
-
-
 def rank_main(chosen: argparse.Namespace, measure: str, out: Path) -> None:
     """One rank: takes steps of every training in turn, and leaves on rank 0 what it found."""
     torch.set_num_threads(1)
@@ -166,12 +158,12 @@ def speed(model: str, chosen: argparse.Namespace, batches: list[Tensor]) -> dict
             step(batches[1])
         own = sum(message.bytes for message in recorder.messages if message.link == "between")
         dist.barrier()
-        before = sent()
+        before = payload_sent()
         step(batches[1])
         dist.barrier()
-        size, packets = (after - ago for after, ago in zip(sent(), before, strict=True))
+        carried = payload_sent() - before
         recorded = all_gather_rows(torch.tensor([own]), dist.get_world_size())[: chosen.ranks].sum().item()
-        rows[name] |= {"wire": size - HEADER * packets, "recorded": recorded, "messages": len(recorder.messages)}
+        rows[name] |= {"wire": carried, "recorded": recorded, "messages": len(recorder.messages)}
     for _ in range(chosen.repeats):
         for name, step in steps.items():
             dist.barrier()

@@ -23,7 +23,7 @@ from weft.plan import Comm
 
 def make_group(rank: int, hosts: Sequence[int], forced: str = "auto") -> Any:
     """A group of ranks of which rank r is on host hosts[r]."""
-    with mock.patch.object(hierarchy, "_place", return_value=[f"host {hosts[rank]}"]):
+    with mock.patch.object(hierarchy, "own_place", return_value=[f"host {hosts[rank]}"]):
         return dist.new_group(backend=register_backend(forced))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.lab.hosts import INTERFACE, hosts
+from tests.lab.hosts import INTERFACE, hosts, payload_sent
 from weft.cluster.hierarchy import register_backend
 from weft.comm.collectives import Recorder
 from weft.comm.compression.codecs import CODECS
@@ -20,15 +20,7 @@ from weft.comm.compression.reduce import AllReduce, levels_of
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = 2**20
-HEADER = 66  # bytes of Ethernet, IP and TCP with time stamps around each packet
 PER_HOST, HOSTS = 2, 2
-
-
-def sent() -> int:
-    """Bytes that have left this host, headers taken off."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    fields = next(line.split() for line in lines if line.strip().startswith(INTERFACE))
-    return int(fields[9]) - HEADER * int(fields[10])
 
 
 def rank_main(out: Path) -> None:
@@ -51,12 +43,12 @@ def rank_main(out: Path) -> None:
     for name, way in ways.items():
         way()  # connections are made
         dist.barrier()
-        before = sent()
+        before = payload_sent()
         dist.barrier()
         with Recorder() as recorder:
             way()
         dist.barrier()
-        carried = sent() - before
+        carried = payload_sent() - before
         own = torch.tensor([recorder.bytes_by("link").get("between", 0)])
         every = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(every, own)

@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def built(rank: int, ranks: int, model: Model, plan: Plan, hosts: int) -> tuple[Any, Any]:
     """A model split over ranks of which equal parts are on each host, and the mesh."""
-    with mock.patch.object(hierarchy, "_place", return_value=[f"host {rank * hosts // ranks}"]):
+    with mock.patch.object(hierarchy, "own_place", return_value=[f"host {rank * hosts // ranks}"]):
         mesh = build_mesh(plan, "cpu", ranks)
         split = parallelize(build_on_meta(read_config(model), DTYPES[plan.precision.update]), plan, mesh)
         group_of_all(mesh)

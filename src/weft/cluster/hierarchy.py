@@ -19,17 +19,20 @@ over it. Sums are made inside first, so that they may differ from a flat group's
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from weft.cluster.observed import GlooGroup
-from weft.cluster.shared_memory import can_share, reduce_parts, share_memory
+from weft.cluster.observed import GlooGroup, ObservedGroup
+from weft.cluster.shared_memory import reduce_parts, share_memory
 
 BACKENDS = {"auto": "weft", "two_level": "weft_two_level", "flat": "weft_flat"}
 """Name of the backend by `plan.comm.hierarchy`. In two levels an all-to-all sends larger messages, not fewer bytes: auto lets
@@ -59,11 +62,17 @@ def register_backend(hierarchy: str = "auto") -> str:
 def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *, hierarchy: str) -> Any:
     """The group of some ranks, as torch asks for it; all of them come to the same decision."""
     gloo = partial(_gloo, store, "gloo", rank, size, timeout)
-    store.set(f"place/{rank}", json.dumps(_place()))
+
+    def share(own: dist.Store, place: int, ranks: int) -> Any:
+        # What shared memory passes on has been noted: it goes past torch's operators, and whoever watches them.
+        plain = partial(ProcessGroupGloo, dist.PrefixStore("gloo", own), place, ranks, timeout=timeout)
+        return share_memory(own, place, ranks, timeout, plain)
+
+    store.set(f"place/{rank}", json.dumps(own_place()))
     places = [store.get(f"place/{peer}") for peer in range(size)]
     hosts = len(set(places))
     if hosts == 1:
-        return share_memory(dist.PrefixStore("host", store), rank, size, timeout, gloo) or gloo()
+        return share(dist.PrefixStore("host", store), rank, size) or gloo()
     per_host = size // hosts
     regular = size == hosts * per_host and all(places[peer] == places[peer - peer % per_host] for peer in range(size))
     if hosts == size:
@@ -71,8 +80,7 @@ def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *
     if hierarchy == "flat" or not regular:
         return gloo()
     host, place = divmod(rank, per_host)
-    own = dist.PrefixStore(f"host-{host}", store)
-    inner = share_memory(own, place, per_host, timeout, partial(_gloo, own, "gloo", place, per_host, timeout))
+    inner = share(dist.PrefixStore(f"host-{host}", store), place, per_host)
     store.set(f"shares/{rank}", str(inner is not None))
     if any(store.get(f"shares/{peer}") != b"True" for peer in range(size)):
         return gloo()
@@ -81,18 +89,15 @@ def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *
 
 
 def _gloo(store: dist.Store, prefix: str, rank: int, size: int, timeout: timedelta, link: str = "") -> GlooGroup:
-    group = GlooGroup(dist.PrefixStore(prefix, store), rank, size, timeout, link)
-    group._set_group_name(prefix)
-    return group
+    return GlooGroup(dist.PrefixStore(prefix, store), rank, size, timeout, link)
 
 
-def _place() -> list[str]:
-    """What ranks that may share memory have in common. A network of its own makes an emulated host."""
-    if not can_share():
+def own_place() -> list[str]:
+    """What ranks of one host have in common. A network of its own makes an emulated host, or a container."""
+    if sys.platform != "linux":
         return [platform.node()]
-    names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
-    with open("/proc/sys/kernel/random/boot_id") as boot:
-        return [boot.read().strip(), platform.node(), *names]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return [platform.node(), boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))]
 
 
 def leaves_host(group: dist.ProcessGroup) -> bool:
@@ -100,7 +105,7 @@ def leaves_host(group: dist.ProcessGroup) -> bool:
     return isinstance(group, TwoLevelGroup | GlooGroup)
 
 
-class TwoLevelGroup(dist.ProcessGroup):
+class TwoLevelGroup(ObservedGroup):
     """Ranks on several hosts, as many on each: rank r has place r % inner.size() on host r // inner.size().
 
     The methods are those that torch.distributed calls; see its functions for their meaning. What is issued with async_op ends
@@ -124,9 +129,8 @@ class TwoLevelGroup(dist.ProcessGroup):
         self.inner, self.outer, self.make_flat = inner, outer, make_flat
         self.exchanges_in_levels = exchanges_in_levels
         self.per_host, self.hosts = inner.size(), outer.size()
-        self.ranks, self.number = self.per_host * self.hosts, outer.rank() * self.per_host + inner.rank()
-        super().__init__(self.number, self.ranks)
-        self._name = self._description = ""
+        super().__init__(outer.rank() * self.per_host + inner.rank(), self.per_host * self.hosts)
+        self._description = ""
 
     # Collectives
 
@@ -142,7 +146,8 @@ class TwoLevelGroup(dist.ProcessGroup):
         if flat.numel() < SMALL:
             dist.all_reduce(flat, op, self.inner)
             return dist.all_reduce(flat, op, self.outer, async_op=True)
-        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.per_host))
+        missing = -flat.numel() % self.per_host
+        padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
         part = torch.empty_like(padded[: padded.numel() // self.per_host])
         reduce_scatter_single(part, padded, op, self.inner)
         between = dist.all_reduce(part, op, self.outer, async_op=True)
@@ -264,6 +269,7 @@ class TwoLevelGroup(dist.ProcessGroup):
     @cached_property
     def flat(self) -> Any:
         group = self.make_flat()
+        group._set_group_name(f"{self._name} flat")
         group._set_group_desc(self._description)
         return group
 
@@ -288,34 +294,16 @@ class TwoLevelGroup(dist.ProcessGroup):
     def alltoall(self, *args: Any) -> dist.Work:
         return self.flat.alltoall(*args)
 
-    # What torch asks of a group
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return self.number
-
-    def getBackendName(self) -> str:
-        return "weft"
-
     def _set_group_name(self, name: str) -> None:
-        self._name = name
-        self.inner._set_group_name(f"{name} inside host {self.outer.rank()}")
         super()._set_group_name(name)
+        self.inner._set_group_name(f"{name} inside host {self.outer.rank()}")
+        self.outer._set_group_name(f"{name} between places {self.inner.rank()}")
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
         self.inner._set_group_desc(f"{description}{INSIDE}")
         self.outer._set_group_desc(description)
         super()._set_group_desc(description)
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def getGroupName(self) -> str:
-        return self._name
 
 
 class _Finish(dist.Work):

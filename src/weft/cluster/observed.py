@@ -40,7 +40,31 @@ class Passage(NamedTuple):
 
 
 class ObservedGroup(dist.ProcessGroup):
-    """What all groups on CPU have in common."""
+    """What all groups on CPU have in common: what torch asks of a group that is written in Python, and who is told of it."""
+
+    def __init__(self, place: int, ranks: int):
+        super().__init__(place, ranks)
+        self.place, self.ranks, self._name = place, ranks, ""
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.place
+
+    def getBackendName(self) -> str:
+        return "weft"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        super()._set_group_name(name)
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getGroupName(self) -> str:
+        return self._name
 
     timers: ClassVar[list[Callable[[Passage], None]]] = []
     """Are called when a collective has ended on this rank."""
@@ -70,13 +94,12 @@ class GlooGroup(ObservedGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, link: str = ""):
         super().__init__(rank, size)
-        self.number, self.ranks, self.store, self.link = rank, size, store, link
+        self.store, self.link = store, link
         self.gloo = dist.ProcessGroup(store, rank, size)
         kind = dist.ProcessGroup.BackendType.GLOO
         self.gloo._set_default_backend(kind)
         backend = ProcessGroupGloo(store, rank, size, timeout=timeout)
         self.gloo._register_backend(torch.device("cpu"), kind, backend)
-        self._name = ""
         # Seen as one of two levels: each rank is alone, and all of them are apart.
         self.inner, self.outer = None, self
 
@@ -93,14 +116,6 @@ class GlooGroup(ObservedGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced = _timed("allgather_into_tensor_coalesced")
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _timed("reduce_scatter_tensor_coalesced")
 
-    # What torch asks of a group
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return self.number
-
     def getBackendName(self) -> str:
         return "gloo"
 
@@ -108,20 +123,12 @@ class GlooGroup(ObservedGroup):
         return self.store
 
     def _set_group_name(self, name: str) -> None:
-        self._name = name
-        self.gloo._set_group_name(name)
         super()._set_group_name(name)
+        self.gloo._set_group_name(name)
 
     def _set_group_desc(self, description: str) -> None:
         self.gloo._set_group_desc(description + self.link)
         super()._set_group_desc(description + self.link)
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def getGroupName(self) -> str:
-        return self._name
 
 
 class _TimedWork(dist.Work):

@@ -135,11 +135,10 @@ class SharedMemoryGroup(ObservedGroup):
 
     def __init__(self, slabs: list[_Slab], make_gloo: Callable[[], Any], rank: int, timeout: timedelta):
         super().__init__(rank, len(slabs))
-        self.slabs, self.own, self.ranks, self.place = slabs, slabs[rank], len(slabs), rank
+        self.slabs, self.own = slabs, slabs[rank]
         self.make_gloo = make_gloo
         self.seconds, self.round = timeout.total_seconds(), 0
         self.mailbox = Mailbox([slab.mailbox for slab in slabs], rank, self.seconds)
-        self._name = ""
 
     is_blocking: ClassVar[bool] = True
     """Nothing can be computed while a collective is under way, also not behind `async_op`."""
@@ -389,27 +388,9 @@ class SharedMemoryGroup(ObservedGroup):
     def alltoall(self, *args: Any) -> dist.Work:
         return self.gloo.alltoall(*args)
 
-    # What torch asks of a group
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return self.place
-
-    def getBackendName(self) -> str:
-        return "weft"
-
     def _set_group_name(self, name: str) -> None:
-        self._name = self.mailbox.group_name = name
         super()._set_group_name(name)
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def getGroupName(self) -> str:
-        return self._name
+        self.mailbox.group_name = name
 
 
 def _held(tensor: Tensor) -> Tensor:

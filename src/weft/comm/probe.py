@@ -14,7 +14,6 @@ default group.
 
 import os
 import platform
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from weft.cluster.device import Device
 from weft.cluster.device_links import read_device_links
-from weft.cluster.hierarchy import register_backend
+from weft.cluster.hierarchy import own_place, register_backend
 from weft.cluster.measurement import LOOPBACK, MEMORY, NETWORK, Measurement, cache_path, recall, remember
 from weft.cluster.shared_memory import SharedMemoryGroup
 from weft.comm.objects import all_gather_json, broadcast_json
@@ -66,7 +65,7 @@ def measure(
         TopologyError: ranks of one host are not numbered in a row.
     """
     rank = dist.get_rank()
-    said = all_gather_json([_place(), platform.node(), f"{device.type} {device.name}"])
+    said = all_gather_json([own_place(), platform.node(), f"{device.type} {device.name}"])
     hosts = name_hosts([(tuple(key), name) for key, name, _ in said])
     devices = ", ".join(dict.fromkeys(name for _, _, name in said))
     text, reason = None, ""
@@ -324,11 +323,3 @@ def _kinds(device: Device, hosts: list[tuple[str, int]], inside: Any) -> list[li
             known = table is not None and max(a, b) < len(table)
             kinds[start + a][start + b] = "" if a == b else table[a][b] if known else usual
     return kinds
-
-
-def _place() -> list[str]:
-    """What ranks of one host have in common. A network of its own makes an emulated host, or a container."""
-    if sys.platform != "linux":
-        return [platform.node()]
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return [platform.node(), boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))]

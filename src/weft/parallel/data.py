@@ -35,7 +35,7 @@ from weft.cluster.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
 from weft.parallel.replicate import GradientReducer, Unit, is_split
-from weft.parallel.scatter import scatter_behind_backward
+from weft.parallel.scatter import groups_of, scatter_behind_backward
 from weft.parallel.weights import to_local
 from weft.plan import BYTES, Plan, state_bytes
 from weft.precision.dtypes import DTYPES
@@ -117,9 +117,7 @@ def _compress(
 
 def _segments(unit: Any) -> list[int]:
     """Of a rank's part of the gradients of a unit of FSDP2: stretches that tp ranks have copies of, and others."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, and before
-    parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    parameters = [parameter for group in groups_of(unit._get_fsdp_state()) for parameter in group.fsdp_params]
     own = [parameter for parameter in parameters if parameter.sharded_param.requires_grad]
     stretches = groupby(own, key=lambda parameter: is_split(parameter.sharded_param))
     return [sum(parameter.padded_sharded_param_size.numel() for parameter in part) for _, part in stretches]
@@ -227,10 +225,8 @@ def reduce_gradients(model: Any, plan: Plan) -> None:
     # As torch's pipeline runtime does: the hook that a backward of the whole model would end with.
     state = model._get_fsdp_state()
     for inner in state._state_ctx.all_states:
-        groups = getattr(inner, "_fsdp_param_groups", None) or [inner._fsdp_param_group]  # torch 2.13, and before
-        for group in groups:
-            if group is not None:
-                group.post_backward()
+        for group in groups_of(inner):
+            group.post_backward()
     state._root_post_backward_final_callback()
     if hasattr(model, "gradient_reducer"):
         model.gradient_reducer.finish()

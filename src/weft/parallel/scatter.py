@@ -40,6 +40,12 @@ class Scatters:
         work.wait()
 
 
+def groups_of(state: Any) -> list[Any]:
+    """FSDP2's groups of parameters of a unit, given its state; torch 2.13 has several, those before one."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
 class BehindBackward:
     """What a unit of FSDP2 calls, by `set_custom_reduce_scatter`, in place of a reduce-scatter of torch.distributed.
 
@@ -49,9 +55,7 @@ class BehindBackward:
     """
 
     def __init__(self, unit: Any, scatters: Scatters):
-        state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, and before
-        self.parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+        self.parameters = [parameter for group in groups_of(unit._get_fsdp_state()) for parameter in group.fsdp_params]
         self.scatters = scatters
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
