@@ -1,6 +1,7 @@
 """What slow links between hosts cost, and what each way to speak over them less, or behind computation, gets back.
 
     python benchmarks/hosts.py [--rate 100] [--repeats 3] [--steps 2] [--loss-steps 40] [--hosts 2] [--ranks 2]
+    python benchmarks/hosts.py --scaling [--rate 100]    # 1 to 8 hosts of one rank
 
 Hosts are network namespaces on this machine whose links have the rate of --rate Mbit/s in each direction (root is needed, and
 iproute2); their ranks share its cores, so that computation takes the longer the more there are. Two models of about 10 million
@@ -9,6 +10,10 @@ plan of the same training. Tokens a second over those of the first row of its ta
 (min-max). Bytes that leave host 0 in a step: by the counters of its interface, headers taken off, and by the recorder.
 The loss is that of a training of --loss-steps steps, the same rows for all plans, without a limit on the links; 1-bit Adam
 freezes after a fifth of them, and is timed after the freeze.
+
+With --scaling each rank has two rows of the dense model, however many there are. All share the cores of this machine, so that
+what N hosts could do at best is what N untouched models do at the same time without a message between them: the first row of
+each number of hosts, which the others are a share of.
 """
 
 import argparse
@@ -20,6 +25,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from tests.lab.hosts import INTERFACE, hosts, payload_sent
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
 from weft.cluster.mesh import build_mesh, data_rank
@@ -46,6 +53,8 @@ from weft.train.step import train_step
 CODECS = ("bf16", "int8", "2:4", "1-bit")
 System = tuple[dict[str, Any], dict[str, Any]]
 """Tables parallel and comm of a plan."""
+Step = Callable[[Tensor], float]
+"""Takes a step on rows of tokens, and gives its loss."""
 
 
 def slow(codec: str) -> dict[str, Any]:
@@ -55,6 +64,8 @@ def slow(codec: str) -> dict[str, Any]:
 
 TOKENS, ROWS = 256, 8
 """Of a row, and rows of a step."""
+ROWS_EACH = 2
+"""Of each rank, where there are more of them the more ranks there are."""
 SHAPE: dict[str, Any] = {"vocab_size": 256, "hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 6}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "llama", **SHAPE, "intermediate_size": 1024, "num_hidden_layers": 6},
@@ -87,14 +98,27 @@ SYSTEMS: dict[str, dict[str, System]] = {
         "zero 3, two levels": ({"zero": 3}, NOT_AHEAD),
         "zero 3, two levels, gathered ahead": ({"zero": 3}, {}),
         "zero 3, two levels, gathered ahead, int8 between": ({"zero": 3}, slow("int8")),
+        **{
+            f"zero 0, tp on each host, {codec} between": ({"zero": 0, "tp": 2}, slow(codec))
+            for codec in ("int8", "1-bit")
+        },
+        "zero 0, pp between hosts": ({"zero": 0, "pp": 2}, {}),
     },
     "moe": {
         "experts on all hosts, flat": ({"zero": 0, "ep": -1}, FLAT),
         "experts on all hosts, two levels": ({"zero": 0, "ep": -1}, {}),
         **{f"two levels, {codec} between": ({"zero": 0, "ep": -1}, slow(codec)) for codec in CODECS},
         "experts on each host, two levels, int8 between": ({"zero": 0, "ep": 2}, slow("int8")),
+        "experts on each host, pp between hosts": ({"zero": 0, "ep": 2, "pp": 2}, {}),
     },
 }
+
+ALONE = "no messages"
+SCALED: dict[str, System] = {
+    "plain": ({"zero": 0}, FLAT),
+    **{f"{codec} between": ({"zero": 0}, slow(codec)) for codec in ("int8", "1-bit")},
+}
+"""What the figure of scaling has beside untouched models."""
 
 
 def text() -> Tensor:
@@ -103,8 +127,8 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8).long()
 
 
-def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_steps: int) -> Any:
-    """A training: a function that takes a step on rows of tokens, and gives its loss."""
+def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_steps: int) -> Step:
+    """A training, with rows in equal parts for all ranks."""
     ranks = dist.get_world_size()
     degrees = {key: ranks if value == -1 else value for key, value in parallel.items()}
     tables = {"parallel": degrees, "precision": {"forward": "fp32"}, "comm": comm}
@@ -115,12 +139,14 @@ def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_ste
     one_bit = plan.comm.compression == "1-bit"
     settings = {"name": "onebit-adam", "freeze_steps": freeze_steps} if one_bit else {}
     optimizer = build_optimizer(split, Optimizer(lr=1e-3, **settings))
-    positions = torch.arange(TOKENS).expand(ROWS // ranks, -1)
 
     def step(rows: Tensor) -> float:
         mine = rows.chunk(plan.parallel.data_ranks)[data_rank(mesh)]
-        batch = MicroBatch(mine[:, :-1].contiguous(), positions, mine[:, 1:].contiguous())
-        return train_step(split, optimizer, [batch], plan, mesh, LossScale(), 1.0).loss
+        batches = [
+            MicroBatch(part[:, :-1].contiguous(), torch.arange(TOKENS).expand(len(part), -1), part[:, 1:].contiguous())
+            for part in mine.split(1 if plan.parallel.pp > 1 else len(mine))
+        ]
+        return train_step(split, optimizer, batches, plan, mesh, LossScale(), 1.0).loss
 
     return step
 
@@ -132,14 +158,39 @@ def rank_main(chosen: argparse.Namespace, measure: str, out: Path) -> None:
     tokens, generator = text(), torch.Generator().manual_seed(0)
     found: dict[str, Any] = {}
     for model in chosen.models:
-        starts = torch.randint(len(tokens) - TOKENS, (max(chosen.loss_steps, 2), ROWS), generator=generator)
-        batches = [torch.stack([tokens[i : i + TOKENS + 1] for i in rows]) for rows in starts]
+        rows = ROWS_EACH * dist.get_world_size() if measure == "scaling" else ROWS
+        starts = torch.randint(
+            len(tokens) - TOKENS, (max(chosen.loss_steps, chosen.steps, 2), rows), generator=generator
+        )
+        batches = [torch.stack([tokens[i : i + TOKENS + 1] for i in row]) for row in starts]
         if measure == "loss":
             found[model] = {name: final_loss(model, system, batches) for name, system in SYSTEMS[model].items()}
         else:
-            found[model] = speed(model, chosen, batches)
+            systems = SCALED if measure == "scaling" else SYSTEMS[model]
+            steps = {name: build(model, *system, freeze_steps=1) for name, system in systems.items()}
+            if measure == "scaling":
+                steps = {ALONE: build_alone()} | steps
+            found[model] = speed(steps, chosen, batches)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
+
+
+def build_alone() -> Step:
+    """A training of the untouched dense model by this rank alone."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(read_config(Model(config=MODELS["dense"])), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(batch: Tensor) -> float:
+        mine = batch[dist.get_rank() * ROWS_EACH :][:ROWS_EACH]
+        loss = model(mine[:, :-1], labels=mine[:, :-1]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
 
 
 def final_loss(model: str, system: System, batches: list[Tensor]) -> float:
@@ -148,9 +199,8 @@ def final_loss(model: str, system: System, batches: list[Tensor]) -> float:
     return statistics.fmean([step(batch) for batch in batches][-5:])
 
 
-def speed(model: str, chosen: argparse.Namespace, batches: list[Tensor]) -> dict[str, Any]:
+def speed(steps: dict[str, Step], chosen: argparse.Namespace, batches: list[Tensor]) -> dict[str, Any]:
     """Seconds, bytes and messages of a step of every training."""
-    steps = {name: build(model, *system, freeze_steps=1) for name, system in SYSTEMS[model].items()}
     rows: dict[str, Any] = {name: {"seconds": [], "exposed": [], "hidden": []} for name in steps}
     for name, step in steps.items():
         step(batches[0])
@@ -219,14 +269,42 @@ def show(model: str, rows: dict[str, Any], losses: dict[str, float], chosen: arg
     Console(width=140).print(table)
 
 
+def show_scaling(found: dict[int, dict[str, Any]], rate: int) -> None:
+    """Tokens a second of all hosts, as a share of what they would be without a message."""
+    table = Table(title=f"dense, one rank a host, {rate} Mbit/s, {ROWS_EACH * TOKENS} tokens a rank and step")
+    names = list(next(iter(found.values())))
+    for column in ("hosts", f"{ALONE}, tokens/s", *names[1:], "best over plain"):
+        table.add_column(column, justify="right")
+    for number, rows in found.items():
+        alone = rows[ALONE]["seconds"]
+        tokens = number * ROWS_EACH * TOKENS / statistics.median(alone)
+        shares = {
+            name: [100 * best / mine for mine, best in zip(row["seconds"], alone, strict=True)]
+            for name, row in rows.items()
+        }
+        best = min(names[1:], key=lambda name: statistics.median(rows[name]["seconds"]))
+        over = [plain / mine for plain, mine in zip(rows["plain"]["seconds"], rows[best]["seconds"], strict=True)]
+        columns = [f"{spread(shares[name], '.0f')} %" for name in names[1:]]
+        table.add_row(str(number), f"{tokens:,.0f}", *columns, spread(over, ".2f"))
+    Console(width=140).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("rate", 100), ("repeats", 3), ("steps", 2), ("loss-steps", 40), ("hosts", 2), ("ranks", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     chosen = parser.parse_args()
+    if chosen.scaling:
+        chosen.models, chosen.ranks = ["dense"], 1
     if "WEFT_OUT" in os.environ:
         return rank_main(chosen, os.environ["WEFT_MEASURE"], Path(os.environ["WEFT_OUT"]))
+    if chosen.scaling:
+        found = {}
+        for chosen.hosts in (1, 2, 4, 8):
+            found[chosen.hosts] = run_ranks(chosen, "scaling", chosen.rate * 10**6)["dense"]
+        return show_scaling(found, chosen.rate)
     losses = run_ranks(chosen, "loss", None) if chosen.loss_steps else {}
     for model, rows in run_ranks(chosen, "speed", chosen.rate * 10**6).items():
         show(model, rows, losses.get(model, {}), chosen)
