@@ -1,6 +1,7 @@
 """What slow links between hosts cost, and what each way to speak over them less, or behind computation, gets back.
 
-    python benchmarks/hosts.py [--rate 100] [--repeats 3] [--steps 2] [--loss-steps 40] [--hosts 2] [--ranks 2]
+    python benchmarks/hosts.py [--rate 100] [--repeats 3] [--steps 2] [--hosts 2] [--ranks 2]
+    python benchmarks/hosts.py --loss-steps 60 --rows flat "pp between hosts"    # final losses of some rows, in place of speed
     python benchmarks/hosts.py --scaling [--rate 100]    # 1 to 8 hosts of one rank
 
 Hosts are network namespaces on this machine whose links have the rate of --rate Mbit/s in each direction (root is needed, and
@@ -8,7 +9,7 @@ iproute2); their ranks share its cores, so that computation takes the longer the
 parameters, dense and Mixture-of-Experts, on the source code of Python's standard library, byte by byte. Each row is another
 plan of the same training. Tokens a second over those of the first row of its table, side by side in each repeat: median
 (min-max). Bytes that leave host 0 in a step: by the counters of its interface, headers taken off, and by the recorder.
-The loss is that of a training of --loss-steps steps, the same rows for all plans, without a limit on the links; 1-bit Adam
+Losses are those of a training of --loss-steps steps, the same rows for all plans, without a limit on the links; 1-bit Adam
 freezes after a fifth of them, and is timed after the freeze.
 
 With --scaling each rank has two rows of the dense model, however many there are. All share the cores of this machine, so that
@@ -127,6 +128,11 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8).long()
 
 
+def select(systems: dict[str, System], endings: list[str]) -> dict[str, System]:
+    """Those whose names end so; all without a choice."""
+    return {name: system for name, system in systems.items() if not endings or name.endswith(tuple(endings))}
+
+
 def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_steps: int) -> Step:
     """A training, with rows in equal parts for all ranks."""
     ranks = dist.get_world_size()
@@ -163,10 +169,10 @@ def rank_main(chosen: argparse.Namespace, measure: str, out: Path) -> None:
             len(tokens) - TOKENS, (max(chosen.loss_steps, chosen.steps, 2), rows), generator=generator
         )
         batches = [torch.stack([tokens[i : i + TOKENS + 1] for i in row]) for row in starts]
+        systems = SCALED if measure == "scaling" else select(SYSTEMS[model], chosen.rows)
         if measure == "loss":
-            found[model] = {name: final_loss(model, system, batches) for name, system in SYSTEMS[model].items()}
+            found[model] = {name: final_loss(model, system, batches) for name, system in systems.items()}
         else:
-            systems = SCALED if measure == "scaling" else SYSTEMS[model]
             steps = {name: build(model, *system, freeze_steps=1) for name, system in systems.items()}
             if measure == "scaling":
                 steps = {ALONE: build_alone()} | steps
@@ -188,7 +194,7 @@ def build_alone() -> Step:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return loss.item()
 
     return step
 
@@ -249,22 +255,26 @@ def run_ranks(chosen: argparse.Namespace, measure: str, rate: int | None) -> dic
         return found
 
 
-def show(model: str, rows: dict[str, Any], losses: dict[str, float], chosen: argparse.Namespace) -> None:
+def show(model: str, rows: dict[str, Any], chosen: argparse.Namespace) -> None:
     first = next(iter(rows.values()))
     tokens = ROWS * TOKENS / statistics.median(first["seconds"])
     table = Table(
         title=f"{model}, {chosen.hosts} hosts x {chosen.ranks} ranks, {chosen.rate} Mbit/s; the first: {tokens:,.0f} tokens/s"
     )
-    columns = ("", "tokens/s", "exposed", "hidden", "MB a step", "recorded", "messages", "loss")
+    columns = ("", "tokens/s", "exposed", "hidden", "MB a step", "recorded", "messages")
     for column in columns:
         table.add_column(column, justify="left" if not column else "right")
     for name, row in rows.items():
         ratios = [theirs / mine for mine, theirs in zip(row["seconds"], first["seconds"], strict=True)]
         seconds = [f"{statistics.median(row[kind]):.2f} s" for kind in ("exposed", "hidden")]
         recorded = f"{row['recorded'] / 1e6:.2f}" if row["recorded"] else ""
-        loss = f"{losses[name]:.3f}" if name in losses else ""
         table.add_row(
-            name, spread(ratios, ".2f"), *seconds, f"{row['wire'] / 1e6:.2f}", recorded, str(row["messages"]), loss
+            name,
+            spread(ratios, ".2f"),
+            *seconds,
+            f"{row['wire'] / 1e6:.2f}",
+            recorded,
+            str(row["messages"]),
         )
     Console(width=140).print(table)
 
@@ -291,9 +301,10 @@ def show_scaling(found: dict[int, dict[str, Any]], rate: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rate", 100), ("repeats", 3), ("steps", 2), ("loss-steps", 40), ("hosts", 2), ("ranks", 2)):
+    for name, default in (("rate", 100), ("repeats", 3), ("steps", 2), ("loss-steps", 0), ("hosts", 2), ("ranks", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--rows", nargs="+", default=[], help="endings of their names")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     chosen = parser.parse_args()
     if chosen.scaling:
@@ -305,9 +316,10 @@ def main() -> None:
         for chosen.hosts in (1, 2, 4, 8):
             found[chosen.hosts] = run_ranks(chosen, "scaling", chosen.rate * 10**6)["dense"]
         return show_scaling(found, chosen.rate)
-    losses = run_ranks(chosen, "loss", None) if chosen.loss_steps else {}
+    if chosen.loss_steps:
+        return Console(width=140).print(run_ranks(chosen, "loss", None))
     for model, rows in run_ranks(chosen, "speed", chosen.rate * 10**6).items():
-        show(model, rows, losses.get(model, {}), chosen)
+        show(model, rows, chosen)
 
 
 if __name__ == "__main__":
