@@ -221,9 +221,9 @@ def add_row(table: Table, form: Form, ratio: float, rows: Any, messages: float) 
 
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run: small products, one repeat.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each number of chunks.")] = 15,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each number of chunks.")] = 7,
     tokens: Annotated[int, typer.Option(help="Of a row.")] = 32768,
-    hidden: Annotated[int, typer.Option(help="Features between regions.")] = 256,
+    hidden: Annotated[int, typer.Option(help="Features between regions.")] = 512,
     forms: Annotated[str, typer.Option(help="Numbers of the forms, with commas: lines of the table.")] = "0,1,2,3,4,5",
     two: Annotated[bool, typer.Option("--two", help="Two ranks by the time of day, on two free cores.")] = False,
 ) -> None:

@@ -11,6 +11,7 @@ at a time, and products take what they take with so many rows, as few rows are l
 each shape, on the tensors of its first use, and all ranks of the group choose by the largest of what they predict.
 """
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -120,14 +121,24 @@ class Send(NamedTuple):
     """Ask for what `last` needs."""
     last: Callable[[Tensor | None], None] = lambda brought: None
     """Do what none of the messages waits for, given what `ahead` has brought."""
+    under_way: int | None = None
+    """Messages that may be under way while the next chunk is made; None: all, as `ahead` delays them. With two the wire always
+    has one to carry, and memory of products that have left is used again."""
 
     def run(self, chunks: list[slice]) -> None:
         """All of it."""
         asked = self.ahead() if self.ahead else None
-        pending = [self.start(rows, self.make(rows)) for rows in chunks]
+        pending: deque[tuple[slice, Pending]] = deque()
+        for rows in chunks:
+            if len(pending) == self.under_way:
+                self._end(*pending.popleft())
+            pending.append((rows, self.start(rows, self.make(rows))))
         self.last(asked.wait() if asked else None)
-        for rows, message in zip(chunks, pending, strict=True):
-            self.keep(rows, message.wait())
+        while pending:
+            self._end(*pending.popleft())
+
+    def _end(self, rows: slice, message: Pending) -> None:
+        self.keep(rows, message.wait())
 
     def measure(self, chunks: dict[int, list[slice]], watch: "Stopwatch") -> Costs:
         """Time each part alone; arguments as of `Receive`."""
@@ -146,16 +157,17 @@ class Send(NamedTuple):
         chunk = {count: seconds / count for count, seconds in makes.items()}
         return Costs(*fit(messages), chunk, ahead=ahead, last=last[0])
 
-    @staticmethod
-    def predict(costs: Costs, count: int) -> float:
+    def predict(self, costs: Costs, count: int) -> float:
         """Seconds with a number of chunks."""
         issue, message = costs.issue.seconds(count), costs.message.seconds(count)
-        clock, free = 0.0, costs.ahead
-        for _ in range(count):
+        clock, arrivals = 0.0, [costs.ahead]
+        for number in range(count):
+            if self.under_way is not None and number >= self.under_way:
+                clock = max(clock, arrivals[-self.under_way])
             clock += costs.chunk[count] + issue
-            free = max(clock, free) + message
+            arrivals.append(max(clock, arrivals[-1]) + message)
         clock = max(clock, costs.ahead) + costs.last
-        return max(clock, free)
+        return max(clock, arrivals[-1])
 
 
 def cut_rows(rows: int, count: int) -> list[slice]:

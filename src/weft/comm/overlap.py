@@ -31,6 +31,7 @@ from weft.comm.collectives import Pending, start_all_reduce, start_gather, start
 from weft.comm.symmetric import Fused
 from weft.errors import PlanError
 
+UNDER_WAY = 2  # messages beside the products of the next chunk, where nothing else delays them
 Later = Callable[[Tensor, Tensor], None]
 """Keeps the two sides of a gradient of a matrix, [tokens, rows] and [tokens, columns], to be multiplied later."""
 
@@ -296,12 +297,14 @@ class _MultiplyScattered(torch.autograd.Function):
         _, outer, part, _ = whole.shape
         out = x.new_empty(outer, part, len(matrix))
 
+        staged = _Ring(out, UNDER_WAY + 1)
+
         def make(rows: slice) -> Tensor:
-            products = out.new_empty(overlap.ranks, outer, rows.stop - rows.start, len(matrix))
+            products = staged.next(overlap.ranks, outer, rows.stop - rows.start, len(matrix))
             _multiply(whole[:, :, rows], matrix, bias, products)
             return products
 
-        form = Send(make, *_scatter_into(out, overlap.group))
+        form = Send(make, *_scatter_into(out, overlap.group), under_way=UNDER_WAY)
         form.run(overlap.cut("scattered, forward", form, part, whole, matrix))
         return out.view(*shape, -1)
 
@@ -437,6 +440,21 @@ class _FanBackward:
         for side, later in zip(self.sides, self.later, strict=True):
             if later is not None:
                 later(self.wrap(side), self.x)
+
+
+class _Ring:
+    """Memory for some tensors, which are used in turn: fresh memory costs a CPU as much as a tenth of the products in it."""
+
+    def __init__(self, like: Tensor, slots: int):
+        self.like, self.slots, self.number = like, [like.new_empty(0)] * slots, 0
+
+    def next(self, *shape: int) -> Tensor:
+        """The next one; what it held is gone."""
+        numbers, slot = math.prod(shape), self.number % len(self.slots)
+        if len(self.slots[slot]) < numbers:
+            self.slots[slot] = self.like.new_empty(numbers)
+        self.number += 1
+        return self.slots[slot][:numbers].view(shape)
 
 
 class _Sum:
