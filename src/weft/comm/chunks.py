@@ -130,7 +130,7 @@ class Send(NamedTuple):
         asked = self.ahead() if self.ahead else None
         pending: deque[tuple[slice, Pending]] = deque()
         for rows in chunks:
-            if len(pending) == self.under_way:
+            if self.under_way is not None and len(pending) > self.under_way:
                 self._end(*pending.popleft())
             pending.append((rows, self.start(rows, self.make(rows))))
         self.last(asked.wait() if asked else None)
@@ -162,8 +162,8 @@ class Send(NamedTuple):
         issue, message = costs.issue.seconds(count), costs.message.seconds(count)
         clock, arrivals = 0.0, [costs.ahead]
         for number in range(count):
-            if self.under_way is not None and number >= self.under_way:
-                clock = max(clock, arrivals[-self.under_way])
+            if self.under_way is not None and number > self.under_way:
+                clock = max(clock, arrivals[-self.under_way - 1])
             clock += costs.chunk[count] + issue
             arrivals.append(max(clock, arrivals[-1]) + message)
         clock = max(clock, costs.ahead) + costs.last

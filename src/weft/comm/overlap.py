@@ -300,7 +300,9 @@ class _MultiplyScattered(torch.autograd.Function):
         staged = _Ring(out, UNDER_WAY + 1)
 
         def make(rows: slice) -> Tensor:
-            products = staged.next(overlap.ranks, outer, rows.stop - rows.start, len(matrix))
+            count = rows.stop - rows.start
+            allocate = staged.next if count < part else out.new_empty
+            products = allocate(overlap.ranks, outer, count, len(matrix))
             _multiply(whole[:, :, rows], matrix, bias, products)
             return products
 
@@ -449,7 +451,7 @@ class _Ring:
         self.like, self.slots, self.number = like, [like.new_empty(0)] * slots, 0
 
     def next(self, *shape: int) -> Tensor:
-        """The next one; what it held is gone."""
+        """The next one, in place of the oldest."""
         numbers, slot = math.prod(shape), self.number % len(self.slots)
         if len(self.slots[slot]) < numbers:
             self.slots[slot] = self.like.new_empty(numbers)
