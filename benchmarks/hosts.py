@@ -210,14 +210,13 @@ def speed(steps: dict[str, Step], chosen: argparse.Namespace, batches: list[Tens
     rows: dict[str, Any] = {name: {"seconds": [], "exposed": [], "hidden": []} for name in steps}
     for name, step in steps.items():
         step(batches[0])
-        with Recorder() as recorder:
-            step(batches[1])
-        own = sum(message.bytes for message in recorder.messages if message.link == "between")
         dist.barrier()
         before = payload_sent()
-        step(batches[1])
-        dist.barrier()
+        with Recorder() as recorder:
+            step(batches[1])
+            dist.barrier()
         carried = payload_sent() - before
+        own = sum(message.bytes for message in recorder.messages if message.link == "between")
         recorded = all_gather_rows(torch.tensor([own]), dist.get_world_size())[: chosen.ranks].sum().item()
         rows[name] |= {"wire": carried, "recorded": recorded, "messages": len(recorder.messages)}
     for _ in range(chosen.repeats):

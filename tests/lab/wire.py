@@ -118,6 +118,8 @@ class Parts(NamedTuple):
     """From each rank; this rank's own is there."""
     finish: Callable[[list[Tensor]], object]
     """Given what has come in."""
+    is_placed: bool = False
+    """Whether what comes in must lie where `incoming` is."""
 
 
 class Arrival(dist.Work):  # type: ignore[misc,name-defined]
@@ -185,7 +187,7 @@ class Wire(SharedMemoryGroup):
         def prepare() -> Parts:
             incoming = [part.view_as(input) for part in output.view(self.ranks, -1)]
             incoming[self.place].copy_(input)
-            return Parts([input] * self.ranks, incoming, lambda found: None)
+            return Parts([input] * self.ranks, incoming, lambda found: None, is_placed=True)
 
         return self._send("all_gather", output, prepare)
 
@@ -247,7 +249,10 @@ class Mirror(Wire):
         pass
 
     def receive(self, peer: int, parts: Parts, ends: list[Tensor]) -> list[dist.Work]:
-        parts.incoming[peer].copy_(parts.outgoing[self.place])
+        if parts.is_placed:
+            parts.incoming[peer].copy_(parts.outgoing[self.place])
+        else:  # not a byte more through the caches than must be
+            parts.incoming[peer] = parts.outgoing[self.place]
         return []
 
     def barrier(self, opts: Any = None) -> dist.Work:
