@@ -1,6 +1,6 @@
 """How much tensor-parallel communication is hidden behind products, on an emulated wire between two ranks.
 
-    python benchmarks/cpu_overlap.py             # about 10 minutes
+    python benchmarks/cpu_overlap.py             # about 20 minutes
     python benchmarks/cpu_overlap.py --quick     # a smoke run
     python benchmarks/cpu_overlap.py --two       # two real ranks, by the time of day: on two cores that are free
 
