@@ -2,9 +2,7 @@
 longer of the two in place of their sum."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -18,8 +16,8 @@ from tests.lab.pool import run_ranks
 from tests.lab.wire import Wire, new_wire, virtual_seconds
 from weft.cluster.hierarchy import register_backend
 from weft.comm import collectives
-from weft.comm.chunks import Costs, Line, Receive, Send, cut_rows, fewest_chunks
-from weft.comm.collectives import Pending, Recorder
+from weft.comm.chunks import Costs, Line, Receive, Send, Trade, cut_rows, fewest_chunks
+from weft.comm.collectives import Recorder
 from weft.comm.overlap import (
     Overlap,
     can_overlap,
@@ -438,9 +436,8 @@ def test_what_a_direction_does_not_send_takes_no_time(form: str, direction: str)
 
 
 def predicted(rank: int, ranks: int) -> None:
-    """The model of both orders says what the wire does, message by message."""
+    """The model of each order says what the wire does, message by message."""
     wire, alpha, rate = new_wire(), 40.0, 3.0
-    send = Send(torch.empty, lambda rows, products: Pending(None, products, products))
     for chunks in (1, 2, 4, 8):
         taken = times(wire, "gathered", "forward", chunks, rate, alpha)
         message = Line(alpha, (taken.on_the_wire - chunks * alpha))
@@ -448,38 +445,17 @@ def predicted(rank: int, ranks: int) -> None:
         assert Receive.predict(costs, chunks) == pytest.approx(taken.total)
         taken = times(wire, "scattered", "forward", chunks, rate, alpha)
         message = Line(alpha, taken.on_the_wire - chunks * alpha)
-        costs = Costs(Line(0, 0), message, {chunks: taken.computed / chunks})
-        assert send._replace(under_way=2).predict(costs, chunks) == pytest.approx(taken.total)
+        costs = Costs(Line(0, 0), message, {chunks: taken.computed / 2 / chunks}, own=taken.computed / 2)
+        assert Trade.predict(costs, chunks) == pytest.approx(taken.total)
         taken = times(wire, "gathered", "backward", chunks, rate, alpha)
         both = (taken.on_the_wire - (chunks + 1) * alpha) / 2
         products = taken.computed / 2
         costs = Costs(Line(0, 0), Line(alpha, both), {chunks: products / chunks}, ahead=alpha + both, last=products)
-        assert send.predict(costs, chunks) == pytest.approx(taken.total)
+        assert Send.predict(costs, chunks) == pytest.approx(taken.total)
 
 
 def test_the_model_says_what_the_wire_does() -> None:
     run_ranks(2, predicted)
-
-
-def test_only_some_products_are_on_their_way() -> None:
-    alive: WeakSet[Tensor] = WeakSet()
-    most, kept = [], []
-
-    def make(rows: slice) -> Tensor:
-        products = torch.empty(1)
-        alive.add(products)
-        most.append(len(alive))
-        return products
-
-    work = SimpleNamespace(wait=lambda: None)
-    form = Send(make, lambda rows, products: Pending(work, products, products), lambda rows, _: kept.append(rows))
-    chunks = cut_rows(8, 8)
-    form._replace(under_way=2).run(chunks)
-    assert max(most) == 3
-    assert kept == chunks
-    form.run(chunks)
-    assert max(most) == 8
-    assert kept == chunks * 2
 
 
 def test_chunks_differ_by_one_row() -> None:

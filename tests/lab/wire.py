@@ -203,7 +203,18 @@ class Wire(SharedMemoryGroup):
 
         return self._send("reduce_scatter", input, prepare)
 
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    @_observed
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> dist.Work:
+        def prepare() -> Parts:
+            outgoing, incoming = list(input.split(input_splits)), list(output.split(output_splits))
+            incoming[self.place].copy_(outgoing[self.place])
+            return Parts(outgoing, incoming, lambda found: None, is_placed=True)
+
+        return self._send("all_to_all", input, prepare)
+
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
     def _send(self, operation: str, full: Tensor, prepare: Callable[[], Parts]) -> Arrival:
         self._observe(operation, full.numel(), full.dtype)
@@ -250,9 +261,9 @@ class Mirror(Wire):
 
     def receive(self, peer: int, parts: Parts, ends: list[Tensor]) -> list[dist.Work]:
         if parts.is_placed:
-            parts.incoming[peer].copy_(parts.outgoing[self.place])
+            parts.incoming[peer].copy_(parts.outgoing[peer])
         else:  # not a byte more through the caches than must be
-            parts.incoming[peer] = parts.outgoing[self.place]
+            parts.incoming[peer] = parts.outgoing[peer]
         return []
 
     def barrier(self, opts: Any = None) -> dist.Work:

@@ -1,4 +1,4 @@
-"""Chunks of messages beside chunks of products: the two orders in which they run, and what each number of chunks costs.
+"""Chunks of messages beside chunks of products: the three orders in which they run, and what each number of chunks costs.
 
     Receive      wire     | 0 | 1 | 2 | 3 |                  the rows of other ranks are used as they come; first of all,
                  products | own rows    | 0 | 1 | 2 | 3 |    the rows that need no message
@@ -6,12 +6,14 @@
     Send         wire     | ahead | 0 | 1 | 2 | 3 |          each chunk is sent when it is made; what none of them waits
                  products | 0 | 1 | 2 | 3 | last    |        for comes last
 
-A number of chunks is chosen by a model of these two pictures: a message takes alpha + bytes / bandwidth, the wire carries one
+    Trade        wire         | 0 | 1 | 2 | 3 |              what other ranks want is made and sent first; behind the last
+                 products | 0 | 1 | 2 | 3 | late | early |   messages, own rows: first those that wait for what comes late
+
+A number of chunks is chosen by a model of these pictures: a message takes alpha + bytes / bandwidth, the wire carries one
 at a time, and products take what they take with so many rows, as few rows are less efficient. All of it is measured once for
 each shape, on the tensors of its first use, and all ranks of the group choose by the largest of what they predict.
 """
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -49,7 +51,9 @@ class Costs(NamedTuple):
     chunk: dict[int, float]
     """Products of one chunk, by number of chunks."""
     own: float = 0.0
-    """Receive: products that need no message."""
+    """Receive, Trade: products that need no message."""
+    added: float = 0.0
+    """Trade: to add all that has come to what is there."""
     ahead: float = 0.0
     """Send: the message in front of all others."""
     last: float = 0.0
@@ -121,24 +125,14 @@ class Send(NamedTuple):
     """Ask for what `last` needs."""
     last: Callable[[Tensor | None], None] = lambda brought: None
     """Do what none of the messages waits for, given what `ahead` has brought."""
-    under_way: int | None = None
-    """Messages that may be under way while the next chunk is made; None: all, as `ahead` delays them. With two the wire always
-    has one to carry, and memory of products that have left is used again."""
 
     def run(self, chunks: list[slice]) -> None:
         """All of it."""
         asked = self.ahead() if self.ahead else None
-        pending: deque[tuple[slice, Pending]] = deque()
-        for rows in chunks:
-            if self.under_way is not None and len(pending) > self.under_way:
-                self._end(*pending.popleft())
-            pending.append((rows, self.start(rows, self.make(rows))))
+        pending = [self.start(rows, self.make(rows)) for rows in chunks]
         self.last(asked.wait() if asked else None)
-        while pending:
-            self._end(*pending.popleft())
-
-    def _end(self, rows: slice, message: Pending) -> None:
-        self.keep(rows, message.wait())
+        for rows, message in zip(chunks, pending, strict=True):
+            self.keep(rows, message.wait())
 
     def measure(self, chunks: dict[int, list[slice]], watch: "Stopwatch") -> Costs:
         """Time each part alone; arguments as of `Receive`."""
@@ -157,17 +151,81 @@ class Send(NamedTuple):
         chunk = {count: seconds / count for count, seconds in makes.items()}
         return Costs(*fit(messages), chunk, ahead=ahead, last=last[0])
 
-    def predict(self, costs: Costs, count: int) -> float:
+    @staticmethod
+    def predict(costs: Costs, count: int) -> float:
         """Seconds with a number of chunks."""
         issue, message = costs.issue.seconds(count), costs.message.seconds(count)
-        clock, arrivals = 0.0, [costs.ahead]
-        for number in range(count):
-            if self.under_way is not None and number > self.under_way:
-                clock = max(clock, arrivals[-self.under_way - 1])
+        clock, free = 0.0, costs.ahead
+        for _ in range(count):
             clock += costs.chunk[count] + issue
-            arrivals.append(max(clock, arrivals[-1]) + message)
+            free = max(clock, free) + message
         clock = max(clock, costs.ahead) + costs.last
-        return max(clock, arrivals[-1])
+        return max(clock, free)
+
+
+class Trade(NamedTuple):
+    """Send other ranks what is theirs, and add what they send to own rows.
+
+    Own rows need no message out, so that they come last, and hide the last ones. What comes early is there by then: the
+    product of those rows is added to it as it is made, which costs nothing. What comes late is added by itself.
+    """
+
+    make: Callable[[slice], Tensor]
+    """Of a chunk of every other rank's rows."""
+    start: Callable[[Tensor], Pending]
+    """Send what `make` has made."""
+    place: Callable[[slice, Tensor], None]
+    """Put what has come for a chunk of own rows where they will be."""
+    own: Callable[[slice, bool], None]
+    """Make own rows; added to what is there, or as the first."""
+    add: Callable[[slice, Tensor], None]
+    """Add what has come to own rows."""
+
+    def run(self, chunks: list[slice]) -> None:
+        """All of it."""
+        pending = [self.start(self.make(rows)) for rows in chunks]
+        early, end = len(chunks) // 2, chunks[-1].stop
+        middle = chunks[early].start
+        self.own(slice(middle, end), False)
+        for rows, message in zip(chunks[:early], pending[:early], strict=True):
+            self.place(rows, message.wait())
+        if middle:
+            self.own(slice(0, middle), True)
+        for rows, message in zip(chunks[early:], pending[early:], strict=True):
+            self.add(rows, message.wait())
+
+    def measure(self, chunks: dict[int, list[slice]], watch: "Stopwatch") -> Costs:
+        """Time each part alone; arguments as of `Receive`."""
+
+        def make_all(rows: list[slice]) -> None:
+            for chunk in rows:
+                self.make(chunk)
+
+        [everything] = chunks[1]
+        messages = {count: watch.message(partial(self.start, self.make(rows[0]))) for count, rows in ends(chunks)}
+        brought = self.start(self.make(everything)).wait()
+        makes = watch.work({count: partial(make_all, rows) for count, rows in chunks.items()})
+        own = watch.work({0: partial(self.own, everything, False), 1: partial(self.add, everything, brought)})
+        chunk = {count: seconds / count for count, seconds in makes.items()}
+        return Costs(*fit(messages), chunk, own=own[0], added=own[1])
+
+    @staticmethod
+    def predict(costs: Costs, count: int) -> float:
+        """Seconds with a number of chunks."""
+        issue, message = costs.issue.seconds(count), costs.message.seconds(count)
+        clock = free = 0.0
+        arrivals = []
+        for _ in range(count):
+            clock += costs.chunk[count] + issue
+            free = max(clock, free) + message
+            arrivals.append(free)
+        early = count // 2
+        clock += costs.own * (count - early) / count
+        if early:
+            clock = max(clock, arrivals[early - 1]) + costs.own * early / count
+        for arrival in arrivals[early:]:
+            clock = max(clock, arrival) + costs.added / count
+        return clock
 
 
 def cut_rows(rows: int, count: int) -> list[slice]:
@@ -176,7 +234,7 @@ def cut_rows(rows: int, count: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
-def choose_count(form: Receive | Send, rows: int, group: dist.ProcessGroup, watch: "Stopwatch") -> int:
+def choose_count(form: Receive | Send | Trade, rows: int, group: dist.ProcessGroup, watch: "Stopwatch") -> int:
     """The number of chunks that is predicted to be fastest; the same on all ranks of the group, which call this together.
 
     Args:

@@ -289,6 +289,13 @@ def start_reduce_scatter(parts: torch.Tensor, out: torch.Tensor, group: dist.Pro
     return Pending(reduce_scatter_single(out, parts.flatten(0, 1), group=group, async_op=True), out, parts)
 
 
+def start_trade(parts: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin to give every other rank what is its, and to take what they have for this one: [ranks - 1, *] both, contiguous,
+    in the order of ranks."""
+    result, splits = torch.empty_like(parts), [int(rank != group.rank()) for rank in range(group.size())]
+    return Pending(dist.all_to_all_single(result, parts, splits, splits, group, async_op=True), result, parts)
+
+
 def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Begin to add up a contiguous tensor over ranks, in place."""
     return Pending(dist.all_reduce(x, group=group, async_op=True), x, x)

@@ -3,14 +3,15 @@
     form                                 forward                                    backward
     gathered(x) @ matrices, a fan        gather x: own rows first, then chunks      gather x again, behind dX; dX is
                                          of other ranks' rows as they come          reduce-scattered behind dW
-    reduce_scatter(x @ matrix)           each chunk is reduced behind the next      gather dY: own rows first, dX and dW of
-                                                                                    other ranks' rows as they come
+    reduce_scatter(x @ matrix)           rows of other ranks first, each chunk      gather dY: own rows first, dX and dW of
+                                         sent behind the next; own rows last        other ranks' rows as they come
     x @ matrices, a fan, x on all ranks  nothing to send                            dX is all-reduced behind dW
     all_reduce(x @ matrix)               each chunk is reduced behind the next      nothing to send
 
 A fan is several matrices that share one input: queries, keys and values; gate and up. The first form keeps this rank's part of
 the input alone. Chunks are cut along the rows that a rank has; products go straight into slices of their result, so that rows
-stay in order. Sums over ranks are the group's own; the gradient of a matrix adds up in float32 over chunks of shorter formats.
+stay in order. Sums over ranks are the group's own, but those of the second form; the gradient of a matrix adds up in float32
+over chunks of shorter formats.
 """
 
 import math
@@ -26,12 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.comm.chunks import Receive, Send, Stopwatch, choose_count, cut_rows
-from weft.comm.collectives import Pending, start_all_reduce, start_gather, start_reduce_scatter
+from weft.comm.chunks import Receive, Send, Stopwatch, Trade, choose_count, cut_rows
+from weft.comm.collectives import Pending, start_all_reduce, start_gather, start_reduce_scatter, start_trade
 from weft.comm.symmetric import Fused
 from weft.errors import PlanError
 
-UNDER_WAY = 2  # messages beside the products of the next chunk, where nothing else delays them
 Later = Callable[[Tensor, Tensor], None]
 """Keeps the two sides of a gradient of a matrix, [tokens, rows] and [tokens, columns], to be multiplied later."""
 
@@ -59,7 +59,7 @@ class Overlap:
         self.counts: dict[Hashable, int] = {}
         """What was chosen, by form and shapes."""
 
-    def cut(self, name: str, form: Receive | Send, rows: int, *tensors: Tensor) -> list[slice]:
+    def cut(self, name: str, form: Receive | Send | Trade, rows: int, *tensors: Tensor) -> list[slice]:
         """The chunks of some rows.
 
         Args:
@@ -297,16 +297,28 @@ class _MultiplyScattered(torch.autograd.Function):
         _, outer, part, _ = whole.shape
         out = x.new_empty(outer, part, len(matrix))
 
-        staged = _Ring(out, UNDER_WAY + 1)
-
         def make(rows: slice) -> Tensor:
-            count = rows.stop - rows.start
-            allocate = staged.next if count < part else out.new_empty
-            products = allocate(overlap.ranks, outer, count, len(matrix))
-            _multiply(whole[:, :, rows], matrix, bias, products)
+            products = out.new_empty(len(overlap.others), outer, rows.stop - rows.start, len(matrix))
+            for rank, place in zip(overlap.others, products, strict=True):
+                _multiply(whole[rank][:, rows], matrix, bias, place)
             return products
 
-        form = Send(make, *_scatter_into(out, overlap.group), under_way=UNDER_WAY)
+        def own(rows: slice, add: bool) -> None:
+            mine, place = whole[overlap.rank][:, rows], out[:, rows]
+            if not add:
+                _multiply(mine, matrix, bias, place)
+                return
+            if bias is not None:
+                place += bias
+            _multiply_back(mine, matrix.T, place, add=True)
+
+        def place(rows: slice, theirs: Tensor) -> None:
+            torch.sum(theirs, 0, out=out[:, rows])
+
+        def add(rows: slice, theirs: Tensor) -> None:
+            out[:, rows] += theirs.sum(0) if len(theirs) > 1 else theirs[0]
+
+        form = Trade(make, lambda products: start_trade(products, overlap.group), place, own, add)
         form.run(overlap.cut("scattered, forward", form, part, whole, matrix))
         return out.view(*shape, -1)
 
@@ -442,21 +454,6 @@ class _FanBackward:
         for side, later in zip(self.sides, self.later, strict=True):
             if later is not None:
                 later(self.wrap(side), self.x)
-
-
-class _Ring:
-    """Memory for some tensors, which are used in turn: fresh memory costs a CPU as much as a tenth of the products in it."""
-
-    def __init__(self, like: Tensor, slots: int):
-        self.like, self.slots, self.number = like, [like.new_empty(0)] * slots, 0
-
-    def next(self, *shape: int) -> Tensor:
-        """The next one, in place of the oldest."""
-        numbers, slot = math.prod(shape), self.number % len(self.slots)
-        if len(self.slots[slot]) < numbers:
-            self.slots[slot] = self.like.new_empty(numbers)
-        self.number += 1
-        return self.slots[slot][:numbers].view(shape)
 
 
 class _Sum:
