@@ -1,6 +1,7 @@
 """What formats cost in the end: the same training in each, and the held-out loss it comes to.
 
-    python benchmarks/convergence.py [--steps 150]
+    python benchmarks/convergence.py [--steps 150]       # three quarters of an hour on one core
+    python benchmarks/convergence.py --only 0 1 2 6      # some rows: the first is what the others are compared with
 
 The model of `weft train` (a Qwen3-MoE of 4 million parameters on the source code of Python's standard library), one rank, the
 same tokens in the same order, three orders of them (seeds): mean held-out loss, and its distance from that of fp32, mean and
@@ -75,13 +76,14 @@ def merge(tables: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--only", nargs="+", type=int, choices=range(len(FORMATS)), default=list(range(len(FORMATS))))
     chosen = parser.parse_args()
     table = Table(title=f"{chosen.steps} steps, seeds {', '.join(map(str, SEEDS))}")
     for column in ("", "held-out loss", "from fp32", "skipped steps"):
         table.add_column(column, justify="left" if not column else "right")
     prepared = prepare(Job.parse(RECIPE).data, model_folder=None, say=print)
     reference: list[float] = []
-    for name, precision in FORMATS.items():
+    for name, precision in (list(FORMATS.items())[number] for number in chosen.only):
         runs = [run(prepared, precision, chosen.steps, seed) for seed in SEEDS]
         losses = [loss for loss, _ in runs]
         reference = reference or losses
