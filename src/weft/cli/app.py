@@ -12,6 +12,7 @@ from weft.cli.report import report
 from weft.cli.schema import schema
 from weft.cli.topology import topology
 from weft.cli.train import train
+from weft.cli.validate import validate
 
 app = typer.Typer(
     name="weft",
@@ -21,6 +22,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, compare, dryrun, memory, topology, export, report, anatomy, schema):
+for command in (train, compare, dryrun, memory, topology, export, report, anatomy, schema, validate):
     app.command()(command)
 app.add_typer(checkpoint, name="checkpoint")

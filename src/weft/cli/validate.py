@@ -1,0 +1,15 @@
+"""weft validate"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def validate(
+    file: Annotated[Path, typer.Argument(help="Published runs as CSV, one metric a line.")],
+) -> None:
+    """Predict runs that others have measured, and show how far off the planner is, source by source."""
+    from weft.planner.validate import print_scores, read_runs
+
+    print_scores(*read_runs(file))

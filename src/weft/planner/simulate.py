@@ -1,0 +1,614 @@
+"""Step time and peak memory of a layout on a cluster, by formula, in about a millisecond: to rank candidates by.
+
+A micro-batch's forward and backward through each stage are added up from kernels (`roofline.py`) and the messages beside them
+(`network.py`); the schedule turns them into a step; then come gradients and the optimizer. Each term is kept, so that a plan
+can be explained. Memory is that of the fullest stage: states, activations in flight, what lives for a moment, and the library.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from weft.errors import PlanError
+from weft.plan import Plan
+from weft.planner import network, roofline
+from weft.planner.hardware import Cluster
+from weft.planner.network import exposed
+from weft.planner.shape import Recompute, Shape, activation_bytes, state_bytes
+from weft.planner.stacks import Stack
+
+Schedule = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-2p"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is trained, as far as time and memory depend on it."""
+
+    seq: int
+    global_batch: int
+    """Sequences."""
+    micro_batch: int = 1
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    vpp: int = 1
+    """Chunks of a rank."""
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    zero: int = 1
+    shard: int = 0
+    """Data ranks that share states; 0: all."""
+    recompute: Recompute = "none"
+    recompute_share: float = 1.0
+    """Of layers, those that full recomputation computes again; the others drop what norms and activation functions make."""
+    offload: bool = False
+    """Whether activations wait on the host between forward and backward, and computation for them."""
+    adapters: bool = False
+    """Whether the weights are frozen and only small adapters (LoRA) are trained."""
+    expert_tp: int = 0
+    """Ranks that share each expert's matrices; 0: those of tp where there is no ep, and else 1."""
+    number: str = "bf16"
+    """Format of the products of layers."""
+    schedule: Schedule = "1f1b"
+    fused_loss: bool = False
+    """Whether logits are never whole in float32."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on each data rank."""
+        return max(1, round(self.global_batch / (self.dp * self.micro_batch)))
+
+    @property
+    def num_devices(self) -> int:
+        """Product of the degrees."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on one rank of cp."""
+        return self.micro_batch * self.seq // self.cp
+
+    @property
+    def etp(self) -> int:
+        """Ranks that share each expert's matrices."""
+        return self.expert_tp or (self.tp if self.ep == 1 else 1)
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same part of the experts."""
+        return max(1, self.dp * self.cp * self.tp // (self.ep * self.etp))
+
+
+class Two(NamedTuple):
+    """Seconds of forward and of backward."""
+
+    forward: float
+    backward: float
+
+    def plus(self, other: "Two") -> "Two":
+        """Both sums."""
+        return Two(self.forward + other.forward, self.backward + other.backward)
+
+    def times(self, forward: float, backward: float | None = None) -> "Two":
+        """Both products."""
+        return Two(self.forward * forward, self.backward * (forward if backward is None else backward))
+
+    @property
+    def sum(self) -> float:
+        """Of both."""
+        return self.forward + self.backward
+
+
+NOTHING = Two(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and what they consist of on the busiest rank."""
+
+    compute: float
+    """Products, attention, element-wise work of all micro-batches."""
+    tp: float
+    cp: float
+    ep: float
+    zero: float
+    """Of weights that are gathered for each layer, as far as computation does not hide them."""
+    pipeline: float
+    """Bubble, uneven stages and messages between stages."""
+    gradients: float
+    """Reduced, and weights gathered, as far as nothing hides them."""
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest stage."""
+
+    stage: int
+    states: float
+    activations: float
+    """In flight."""
+    transient: float
+    """The largest of what lives for a moment: logits, gathered layers, one layer computed again."""
+    reserve: float
+    """What the allocator has reserved and nobody uses."""
+    framework: float
+    """Outside the allocator."""
+
+    @property
+    def allocated(self) -> float:
+        """As an allocator counts at its fullest moment."""
+        return self.states + self.activations + self.transient
+
+    @property
+    def reserved(self) -> float:
+        """With what the allocator holds in vain."""
+        return self.allocated + self.reserve
+
+    @property
+    def total(self) -> float:
+        """As the driver counts; what must fit on the device."""
+        return self.reserved + self.framework
+
+
+def check(shape: Shape, layout: Layout) -> None:
+    """Refuse what no library can run.
+
+    Raises:
+        PlanError: a degree does not divide what it splits.
+    """
+    rules = (
+        (
+            layout.pp * layout.vpp > shape.layers,
+            f"{layout.pp} x {layout.vpp} stages of {shape.layers} layers",
+            "a stage has a layer",
+        ),
+        (shape.heads % layout.tp > 0, f"tp {layout.tp} does not divide {shape.heads} heads", "ranks of tp share heads"),
+        (
+            bool(shape.experts) and shape.experts % layout.ep > 0,
+            f"ep {layout.ep} of {shape.experts} experts",
+            "ranks share experts",
+        ),
+        (
+            layout.seq % (2 * layout.cp) > 0 and layout.cp > 1,
+            f"cp {layout.cp} of {layout.seq} tokens",
+            "ranks of cp share tokens",
+        ),
+    )
+    for broken, what, rule in rules:
+        if broken:
+            raise PlanError(what, where="layout", rule=rule, fix="choose a degree that divides it")
+
+
+# Time
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of the mean layer, for one micro-batch on one rank."""
+
+    compute: Two
+    tp: Two
+    cp: Two
+    ep: Two
+    weights: float
+    """Of compute.backward, for gradients of weights."""
+
+
+def product(cluster: Cluster, m: float, n: float, k: float, number: str, experts: float = 0) -> Two:
+    """Seconds of [m, k] x [k, n] and of its two gradients; with experts, m rows spread over them."""
+    d = cluster.device
+    if experts:
+        rows = max(1.0, m / experts)
+        forward = roofline.grouped(d, m, experts, n, k, number)
+        return Two(
+            forward, roofline.grouped(d, m, experts, k, n, number) + roofline.matmul(d, k, n, rows, number, experts)
+        )
+    forward = roofline.matmul(d, m, n, k, number)
+    return Two(forward, roofline.matmul(d, m, k, n, number) + roofline.matmul(d, k, n, m, number))
+
+
+def attention_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> tuple[Two, Two]:
+    """Seconds of the matrices of attention, and of attention itself."""
+    tokens, tp, h, number = layout.tokens, layout.tp, shape.hidden, layout.number
+    if shape.kv_lora:
+        low = product(cluster, tokens, shape.q_lora + shape.kv_lora + shape.rope_dim, h, number)
+        queries = product(cluster, tokens, shape.q_width / tp, shape.q_lora or h, number)
+        keys = product(cluster, tokens, (shape.heads * shape.head_dim + shape.v_width) / tp, shape.kv_lora, number)
+        into = low.plus(queries).plus(keys)
+    else:
+        into = product(cluster, tokens, (shape.q_width + 2 * max(shape.kv_width, tp * shape.head_dim)) / tp, h, number)
+    matrices = into.plus(product(cluster, tokens, h, shape.v_width / tp, number))
+    device, heads = cluster.device, shape.heads / tp
+    if stack.flash:
+        flops = tokens * shape.attention_flops(layout.seq) / tp
+        core = roofline.flash_attention(device, flops, shape.head_dim, layout.seq / layout.cp, stack.portable)
+        return matrices, Two(core, core * 2.5 * 1.15)  # five products for two, at a lower rate
+    forward = roofline.plain_attention(device, tokens, layout.seq, heads, shape.head_dim, False, stack.dropout)
+    backward = roofline.plain_attention(device, tokens, layout.seq, heads, shape.head_dim, True, stack.dropout)
+    return matrices, Two(forward, backward)
+
+
+def mlp_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> Two:
+    """Seconds of the mean layer's feed-forward parts, dense and of experts."""
+    tokens, tp, h, number = layout.tokens, layout.tp, shape.hidden, layout.number
+    wide = shape.matrices - 1
+    total = NOTHING
+    if shape.num_mlp > shape.num_moe:
+        dense = product(cluster, tokens, wide * shape.ffn / tp, h, number).plus(
+            product(cluster, tokens, h, shape.ffn / tp, number)
+        )
+        total = total.plus(dense.times((shape.num_mlp - shape.num_moe) / shape.layers))
+    if shape.num_moe:
+        routed, experts, width = tokens / (tp // layout.etp) * shape.top_k, shape.experts / layout.ep, shape.latent or h
+        moe = product(cluster, routed, wide * shape.expert_ffn / layout.etp, width, number, experts)
+        moe = moe.plus(product(cluster, routed, width, shape.expert_ffn / layout.etp, number, experts))
+        if shape.shared_ffn:
+            moe = moe.plus(product(cluster, tokens, wide * shape.shared_ffn / tp, h, number))
+            moe = moe.plus(product(cluster, tokens, h, shape.shared_ffn / tp, number))
+        if shape.latent:
+            moe = moe.plus(product(cluster, tokens / tp, shape.latent, h, "bf16").times(2))
+        moe = moe.plus(product(cluster, tokens / tp, shape.experts, h, "bf16"))
+        # Rows are put in the experts' order and back; router in float32.
+        moved = routed * (stack.rows * width + 6 * shape.expert_ffn / layout.etp) + tokens / tp * shape.experts * 24
+        if shape.expert_biases:  # no kernel has them: added, and activated, apart
+            moved += routed * (8 * width + 24 * shape.expert_ffn / layout.etp)
+        spread = roofline.stream(cluster.device, moved * stack.passes)
+        moe = moe.plus(Two(spread, 1.5 * spread)).plus(Two(12 * cluster.device.launch, 16 * cluster.device.launch))
+        total = total.plus(moe.times(shape.num_moe / shape.layers))
+    return total
+
+
+def stream_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> Two:
+    """Seconds of norms, residuals, positions, activation functions and casts of the mean layer."""
+    tokens, tp, h = layout.tokens, layout.tp, shape.hidden
+    outside = tokens / (tp if layout.sp else 1) * h * (22 if stack.dropout else 20)
+    dense = (shape.num_mlp - shape.num_moe) / shape.layers * shape.ffn + shape.num_moe / shape.layers * shape.shared_ffn
+    attended = shape.num_attention / shape.layers
+    inside = (attended * 6 * (shape.q_width + shape.kv_width) + (6 if shape.gated else 5) * dense) * tokens / tp
+    if shape.mamba_layers:
+        inside += shape.mamba_layers / shape.layers * 120 * shape.mamba_inner * tokens / tp
+    cast = 0.0
+    if layout.number != "bf16":  # read once, written in both orders
+        cast = 4 * tokens * (2 * h / (tp if layout.sp else 1) + (shape.v_width * attended + dense) / tp)
+        cast += 4 * tokens / tp * shape.top_k * (h + shape.expert_ffn) * shape.num_moe / shape.layers
+    forward = roofline.stream(cluster.device, (outside + inside) * stack.passes + cast)
+    return Two(forward, 1.7 * forward)
+
+
+def layer_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> LayerTime:
+    """Seconds of the mean layer, with what is computed again in backward."""
+    matrices, core = attention_time(shape, layout, cluster, stack)
+    share = shape.num_attention / shape.layers
+    matrices, core = matrices.times(share), core.times(share)
+    mamba = NOTHING
+    if shape.mamba_layers:
+        inner = shape.mamba_inner / layout.tp
+        mamba = product(cluster, layout.tokens, 2.5 * inner, shape.hidden, layout.number)
+        mamba = mamba.plus(product(cluster, layout.tokens, shape.hidden, inner, layout.number)).times(
+            shape.mamba_layers / shape.layers
+        )
+    products = matrices.plus(mlp_time(shape, layout, cluster, stack)).plus(mamba)
+    compute = products.plus(core).plus(stream_time(shape, layout, cluster, stack))
+    weights = products.backward / 2
+    again = 0.0
+    if layout.recompute == "full":
+        again = compute.forward * layout.recompute_share
+    elif layout.recompute == "selective":
+        again = compute.forward / 2 if stack.halves else core.forward
+    elif layout.recompute == "light":
+        again = stream_time(shape, layout, cluster, stack).forward / 2
+    own = sum(local_parameters(shape, layout, 0)) - shape.embedding_parameters / layout.tp
+    collect = roofline.stream(cluster.device, 2 * stack.gradients * own / layers_of_ranks(shape, layout)[0])
+    if layout.adapters:
+        weights, collect = 0.0, -products.backward / 2
+    compute = Two(compute.forward, compute.backward + again + collect)
+    if layout.offload:
+        away = layer_bytes(shape, layout, stack, layout.recompute) / cluster.device.host_bandwidth
+        compute = compute.plus(Two(away, away))
+    tp, cp, ep = message_times(shape, layout, cluster, stack, core)
+    if layout.recompute == "full":  # messages too, but the last one of a layer
+        part = layout.recompute_share
+        tp = Two(tp.forward, tp.backward + 0.75 * part * tp.forward)
+        cp, ep = (Two(two.forward, two.backward + part * two.forward) for two in (cp, ep))
+    moe = shape.num_moe / shape.layers
+    floor = stack.host * (1 - moe) + max(stack.host, stack.host_experts) * moe
+    if layout.pp > 1:
+        floor += stack.host_staged * layout.tp
+    forward = max(compute.forward, floor - tp.forward - ep.forward)
+    backward = max(compute.backward, floor * (2 if layout.recompute == "full" else 1.2) - tp.backward - ep.backward)
+    return LayerTime(Two(forward, backward), tp, cp, ep, weights)
+
+
+def message_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, core: Two) -> tuple[Two, Two, Two]:
+    """Seconds of messages of tp, cp and ep of the mean layer that nothing hides."""
+    tokens, h = layout.tokens, shape.hidden
+    size = 2.0 * tokens * h
+    ranks = network.group(cluster, layout.tp, 1)
+    # A mixer and a dense part gather and reduce once each; experts get the tokens that a rank has, and shared experts gather.
+    parts = (
+        shape.num_attention + shape.mamba_layers + shape.num_mlp - shape.num_moe * (not shape.shared_ffn)
+    ) / shape.layers
+    if layout.ep == 1 and shape.num_moe:
+        parts = (shape.num_attention + shape.mamba_layers + shape.num_mlp) / shape.layers
+    half = network.all_gather(ranks, size) / stack.wire
+    forward, backward = 2 * half, (3 if layout.sp else 2) * half
+    tp = Two(parts * forward * (1 - stack.tp_overlap), parts * backward * (1 - stack.tp_backward))
+    ring = network.group(cluster, layout.cp, layout.tp)
+    keys = (
+        network.all_gather(ring, 4.0 * tokens * layout.cp * (shape.kv_width or shape.kv_lora) / layout.tp) / stack.wire
+    )
+    share = shape.num_attention / shape.layers
+    cp = Two(
+        share * exposed(keys, core.forward, stack.slowdown), share * exposed(2 * keys, core.backward, stack.slowdown)
+    )
+    ep = NOTHING
+    if shape.num_moe and layout.ep > 1:
+        experts = network.group(cluster, layout.ep, 1)
+        hosts = experts.hosts
+        once = hosts * (1 - (1 - 1 / hosts) ** shape.top_k) / shape.top_k if stack.once_a_host else 1.0
+        routed = 2.0 * tokens / layout.tp * shape.top_k * (shape.latent or h)
+        way = network.all_to_all(experts, routed, once, stack.ep_near, stack.ep_wire) * shape.num_moe / shape.layers
+        ep = Two(2 * way, 2 * way).times(1 - stack.ep_overlap)
+    return tp, cp, ep
+
+
+def layers_of_ranks(shape: Shape, layout: Layout) -> list[int]:
+    """Layers of each rank of pp; where stages are not equal, the first and the last have fewer."""
+    chunks = layout.pp * layout.vpp
+    each, left = divmod(shape.layers, chunks)
+    order = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), chunk == chunks - 1, chunk))
+    counts = [each] * chunks
+    for chunk in order[:left]:
+        counts[chunk] += 1
+    return [sum(counts[rank :: layout.pp]) for rank in range(layout.pp)]
+
+
+def expert_layers_of_ranks(shape: Shape, layout: Layout) -> list[float]:
+    """Layers with experts of each rank of pp: the first layers of some models have none."""
+    counts = layers_of_ranks(shape, layout)
+    dense = shape.dense_layers if shape.num_mlp == shape.layers else 0
+    first = min(counts[0], dense)  # as good as always they are fewer than the first rank has
+    rest = shape.num_moe / max(1, shape.layers - dense)
+    return [rest * (count - first * (rank == 0)) for rank, count in enumerate(counts)]
+
+
+def head_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> Two:
+    """Seconds of head and loss for one micro-batch."""
+    wide = shape.vocab / layout.tp
+    logits = roofline.stream(
+        cluster.device, layout.tokens * wide * (6 if layout.fused_loss else 14) * max(1.0, stack.passes)
+    )
+    both = product(cluster, layout.tokens, wide, shape.hidden, "bf16").plus(Two(logits, logits))
+    return both.times(1 + shape.predict_ahead)
+
+
+def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> StepTime:
+    """Seconds of a step.
+
+    Args:
+        cluster: where it runs; it may have more devices than the layout needs.
+    """
+    layer = layer_time(shape, layout, cluster, stack)
+    head = head_time(shape, layout, cluster, stack)
+    whole = layer.compute.plus(layer.tp).plus(layer.cp).plus(layer.ep)
+    gather = zero_times(shape, layout, cluster, stack, whole)
+    m, counts = layout.micro_batches, layers_of_ranks(shape, layout)
+    ranks = [whole.plus(gather).times(float(count)) for count in counts]
+    ranks[-1] = ranks[-1].plus(head)
+    busiest = max(range(layout.pp), key=lambda rank: ranks[rank].sum)
+    most, at_head = counts[busiest], head.sum if busiest == layout.pp - 1 else 0.0
+    pipeline = pipeline_time(shape, layout, cluster, stack, ranks, layer.weights * most)
+    return StepTime(
+        compute=m * (layer.compute.sum * most + at_head),
+        tp=m * layer.tp.sum * most,
+        cp=m * layer.cp.sum * most,
+        ep=m * layer.ep.sum * most,
+        zero=m * gather.sum * most,
+        pipeline=pipeline,
+        gradients=gradient_time(shape, layout, cluster, stack, ranks[busiest]),
+        optimizer=optimizer_time(shape, layout, cluster, stack),
+    )
+
+
+def pipeline_time(
+    shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, ranks: list[Two], weights: float
+) -> float:
+    """Seconds that a step takes longer than the busiest rank's own work.
+
+    Of 1F1B each other rank's forward and backward of one micro-batch, of v chunks the v-th part; of zero-bubble schedules
+    without the gradients of weights, which fill the gaps (Qi et al. 2023, table 2).
+    """
+    if layout.pp == 1:
+        return 0.0
+    total, longest = sum(rank.sum for rank in ranks), max(rank.sum for rank in ranks)
+    bubble = (total - longest) / layout.vpp
+    if layout.schedule == "zb-h1":
+        bubble = max(0.0, bubble - 2 * weights * (layout.pp - 1) / layout.vpp)
+    elif layout.schedule in ("zb-h2", "zb-2p"):
+        bubble = max(0.0, bubble - 3 * weights * (layout.pp - 1) / layout.vpp)
+    ends = network.group(cluster, layout.pp, layout.num_devices // layout.pp)
+    size = 2.0 * layout.tokens * shape.hidden
+    one = network.point_to_point(ends, size / layout.tp) / stack.wire
+    if layout.tp > 1 and not layout.sp:
+        one += network.all_gather(network.group(cluster, layout.tp, 1), size)
+    steady = 2 * layout.micro_batches * layout.vpp * one * (1 - stack.p2p_overlap)
+    return bubble + 2 * (layout.pp - 1) * one + steady
+
+
+def local_parameters(shape: Shape, layout: Layout, rank: int) -> tuple[float, float]:
+    """Parameters of a rank of pp, unsharded by data ranks: those that every token meets, and those of experts."""
+    share = layers_of_ranks(shape, layout)[rank] / shape.layers
+    shared = share * shape.shared_parameters / layout.tp
+    if rank == 0:
+        shared += shape.embedding_parameters / layout.tp
+    if rank == layout.pp - 1 and not (shape.tied and layout.pp == 1):
+        shared += shape.vocab * shape.hidden / layout.tp
+    layers = expert_layers_of_ranks(shape, layout)[rank]
+    experts = layers * shape.expert_parameters / (layout.ep * layout.etp)
+    return shared, experts
+
+
+def zero_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, layer: Two) -> Two:
+    """Seconds that ZeRO 3 adds to the mean layer of each micro-batch."""
+    if layout.zero < 3 or layout.dp * layout.cp == 1 or layout.pp > 1:  # stages keep their weights gathered over a step
+        return NOTHING
+    shared, experts = (size / layers_of_ranks(shape, layout)[0] for size in local_parameters(shape, layout, 0))
+    shared -= shape.embedding_parameters / layout.tp / layers_of_ranks(shape, layout)[0]
+    ranks = network.group(cluster, layout.shard or layout.dp * layout.cp, layout.tp)
+    among = network.group(cluster, layout.edp, layout.ep * layout.etp)
+
+    def time(num_bytes: float) -> float:
+        one = network.all_gather(ranks, shared * num_bytes / stack.messages)
+        return (stack.messages * one + network.all_gather(among, experts * num_bytes)) / stack.wire
+
+    weights, gradients = time(2.0), time(stack.reduce)
+    if layout.shard and layout.shard < layout.dp:
+        copies = network.group(cluster, layout.dp // layout.shard, layout.tp * layout.shard)
+        gradients += network.all_reduce(copies, shared * stack.reduce / layout.shard) / stack.wire
+    beside = layer if stack.prefetch else NOTHING
+    forward = exposed(weights, beside.forward, stack.slowdown)
+    return Two(forward, exposed(weights + gradients, beside.backward, stack.slowdown))
+
+
+def gradient_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, rank: Two) -> float:
+    """Seconds of reducing gradients and gathering updated weights that one micro-batch's work does not hide."""
+    if (layout.zero >= 3 and layout.pp == 1) or layout.dp * layout.cp == 1:
+        return 0.0
+    shared, experts = local_parameters(shape, layout, 0)
+    ranks = network.group(cluster, layout.dp * layout.cp, layout.tp)
+    among = network.group(cluster, layout.edp, layout.ep * layout.etp)
+
+    def time(num_bytes: float) -> float:
+        return (
+            network.all_gather(ranks, shared * num_bytes) + network.all_gather(among, experts * num_bytes)
+        ) / stack.wire
+
+    second = time(2.0) if layout.zero else time(stack.reduce)
+    reduce = time(stack.reduce)
+    if not layout.zero:
+        return exposed(reduce + second, stack.dp_overlap * rank.backward, stack.slowdown)
+    hidden = rank.forward if stack.gather_overlap else 0.0
+    return exposed(reduce, stack.dp_overlap * rank.backward, stack.slowdown) + exposed(second, hidden, stack.slowdown)
+
+
+def optimizer_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> float:
+    """Seconds of clipping and Adam: each state of a parameter that the rank updates is read and written."""
+    shared, experts = local_parameters(shape, layout, 0)
+    mine = shared / (layout.dp * layout.cp) + experts / layout.edp if layout.zero else shared + experts
+    return roofline.stream(cluster.device, 2 * (stack.optimizer + stack.gradients + stack.weights) * mine) + 2e-3
+
+
+# Memory
+
+
+def peak_memory(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> Memory:
+    """Bytes of the fullest rank of pp."""
+    return max((stage_memory(shape, layout, stack, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
+
+
+def in_flight(layout: Layout, rank: int) -> float:
+    """Micro-batches whose activations a rank of pp holds at most, in those of all its layers."""
+    p, m = layout.pp, layout.micro_batches
+    if p == 1:
+        return 1.0
+    held = {"gpipe": float(m), "zb-h1": float(p), "zb-h2": 2.0 * p - 1, "zb-2p": 2.0 * p}.get(
+        layout.schedule, float(p - rank)
+    )
+    if layout.vpp > 1:
+        held = p - rank + (p - 1 - rank) / layout.vpp
+    return min(float(m), held)
+
+
+def layer_bytes(shape: Shape, layout: Layout, stack: Stack, recompute: Recompute) -> float:
+    """Activations that the mean layer keeps of a micro-batch."""
+    tokens, h = layout.tokens, shape.hidden
+    if recompute == "selective" and stack.halves:
+        return (layer_bytes(shape, layout, stack, "none") + layer_bytes(shape, layout, stack, "full")) / 2
+    width = (shape.num_mlp - shape.num_moe) * shape.ffn + shape.num_moe * shape.shared_ffn
+    dense = replace(shape, ffn=width // max(1, shape.num_mlp))
+    local = layout.seq // layout.cp
+    kept = activation_bytes(dense, local, layout.micro_batch, layout.tp, layout.sp, recompute, stack.flash)
+    if not stack.dropout and not shape.gated and recompute != "full":
+        kept -= 2 * tokens * h / (layout.tp if layout.sp else 1)
+    if not stack.dropout and not stack.flash and recompute in ("none", "light"):  # no mask, no second copy
+        kept -= 3 * shape.heads * local * tokens / layout.tp
+    if layout.sp and not stack.gathers_again and recompute != "full":
+        kept += 2 * tokens * h * (1 - 1 / layout.tp)
+    if shape.kv_lora and recompute != "full":
+        kept += tokens * 2 * (shape.q_lora + shape.kv_lora)
+    if shape.num_moe and recompute != "full":
+        routed = tokens / (layout.tp // layout.etp) * shape.top_k
+        row = 4 * (shape.latent or h) + 2 * (shape.matrices) * shape.expert_ffn / layout.etp
+        if recompute == "light":
+            row = 2 * (shape.latent or h) + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp
+        kept += shape.num_moe / shape.layers * (routed * row + 8 * tokens / layout.tp * shape.experts)
+    if layout.number != "bf16" and recompute != "full":  # inputs of products are kept in 8 bits
+        kept -= tokens * (2 * h / (layout.tp if layout.sp else 1) + dense.ffn / layout.tp) * (recompute != "light")
+    return kept
+
+
+def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int) -> Memory:
+    """Bytes of one rank of pp."""
+    shared, experts = local_parameters(shape, layout, rank)
+    sizes = (stack.weights, stack.gradients, stack.optimizer)
+    states = state_bytes(shared, layout.zero, layout.shard or layout.dp * layout.cp, *sizes)
+    states += state_bytes(experts, layout.zero, layout.edp, *sizes)
+    if layout.adapters:
+        states = stack.weights * (shared + experts)
+    if layout.zero >= 3 and layout.pp > 1:  # gathered, and gradients whole, until the last micro-batch
+        states += (2 + stack.reduce) * (shared + experts)
+    if layout.zero <= 1 and layout.dp * layout.cp > 1 and (layout.zero == 1 or stack.zero == 0):
+        states += stack.update_buffer * (shared + experts)
+    count, flight = layers_of_ranks(shape, layout)[rank], in_flight(layout, rank)
+    each = layer_bytes(shape, layout, stack, layout.recompute)
+    if layout.recompute == "full" and layout.recompute_share < 1:
+        each = layout.recompute_share * each + (1 - layout.recompute_share) * layer_bytes(shape, layout, stack, "light")
+    activations = 2 * each if layout.offload else flight * count * each
+    transient = 0.0
+    if layout.recompute == "full":
+        transient = layer_bytes(shape, layout, stack, "none")
+    if rank == layout.pp - 1:
+        logits = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logits)
+        transient = max(transient, logits) + 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
+    if layout.zero >= 3:
+        transient += 2 * 2 * (shared + experts) / max(1, count)
+    reserve = (stack.reserve - 1) * (states + activations + transient)
+    return Memory(rank, states, activations, transient, reserve, stack.framework)
+
+
+# From a plan
+
+
+def layout_of(plan: Plan, seq: int, global_batch: int) -> Layout:
+    """The layout of a resolved plan.
+
+    Args:
+        seq: tokens of a sequence.
+        global_batch: sequences of a step.
+    """
+    p = plan.parallel
+    recompute: Recompute = "none"
+    if plan.memory.recompute:
+        kinds = set(plan.memory.recompute)
+        recompute = "full" if kinds & {"block", "mlp"} else "selective" if "attention" in kinds else "light"
+    return Layout(
+        seq=seq,
+        global_batch=global_batch,
+        tp=p.tp,
+        sp=p.sp and p.tp > 1,
+        pp=p.pp,
+        vpp=plan.pipeline.virtual_stages,
+        cp=p.cp,
+        ep=p.ep,
+        dp=p.data_ranks,
+        zero=p.zero,
+        shard=p.dp_shard if p.dp_replicate > 1 else 0,
+        recompute=recompute,
+        recompute_share=1 / plan.memory.recompute_every,
+    )

@@ -1,0 +1,304 @@
+"""What is known of the software that a run uses: which kernels it has, what it overlaps, what it keeps.
+
+These are priors, from the code and the papers of each stack and from what its published runs have in common; none follows one
+run. What remains is one scalar a machine and stack (`validate.py`). The last stack is Weft itself.
+"""
+
+import difflib
+from dataclasses import dataclass
+
+from weft.errors import PlanError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A training library."""
+
+    name: str
+    flash: bool = True
+    """Fused attention."""
+    passes: float = 1.0
+    """Bytes that element-wise kernels move, of those of the fused kernels of Megatron-Core."""
+    portable: bool = False
+    """Fused attention that is not written for the newest devices (FlashAttention 2, Triton)."""
+    host: float = 0.25e-3
+    """Seconds that the host needs to launch the forward of a layer; the device waits for it where it is quicker."""
+    host_experts: float = 4e-3
+    """The same of a layer with experts: routing, permutations and a message each way are some hundred launches."""
+    host_staged: float = 0.0
+    """Seconds that the host adds to the forward of a layer for each rank of tp, where stages of a pipeline make it wait."""
+    tp_overlap: float = 0.0
+    """Share of the messages of tensor parallelism that is hidden behind products."""
+    tp_backward: float = 0.3
+    """The same in backward, where the reduction of inputs' gradients runs beside the product for weights'."""
+    dp_overlap: float = 0.0
+    """Share of the last backward that hides gradients."""
+    gather_overlap: bool = False
+    """Whether updated weights are gathered beside the next forward (ZeRO 1)."""
+    prefetch: bool = True
+    """Whether ZeRO 3 gathers a layer ahead."""
+    messages: int = 1
+    """In which ZeRO 3 gathers the weights of a layer."""
+    rows: float = 16.0
+    """Bytes that move for each number of a row that is sorted to its expert and back; 8 where that is part of the dispatch."""
+    ep_overlap: float = 0.0
+    """Share of dispatch and combine that other work hides."""
+    ep_wire: float = 0.7
+    """Share of the links' bandwidth that dispatch reaches."""
+    ep_near: float = 0.45
+    """The same inside a host, where a token is sent to each of its experts."""
+    once_a_host: bool = False
+    """Whether a token goes once to each host that has experts for it."""
+    p2p_overlap: float = 0.0
+    """Share of stages' messages that is hidden."""
+    slowdown: float = 1.1
+    """Of computation while messages run beside it."""
+    wire: float = 0.8
+    """Share of measured bandwidth that collectives reach in training (vTrain: 30 % slower there)."""
+    weights: float = 2.0
+    """Bytes of a weight that is computed with."""
+    gradients: float = 4.0
+    """Bytes of an accumulated gradient."""
+    optimizer: float = 12.0
+    """Bytes of master copy and moments."""
+    update_buffer: float = 0.0
+    """Bytes a parameter of a buffer beside them, where several ranks reduce gradients."""
+    reduce: float = 4.0
+    """Bytes a gradient takes on the wire."""
+    logits: float = 10.0
+    """Bytes that a logit holds at the loss: 16 bits, float32, gradient."""
+    sp: bool = True
+    """Whether a table that does not mention sequence parallelism means it, where there is tp."""
+    gathers_again: bool = True
+    """Whether backward gathers inputs of matrices over tp again, under sequence parallelism, and does not keep them whole."""
+    dropout: bool = False
+    framework: float = 1.5 * GIB
+    """Bytes outside the allocator, of context and communicators."""
+    reserve: float = 1.08
+    """Reserved by the allocator, of what is allocated."""
+    halves: bool = False
+    """Whether selective recomputation drops every second product (FSDP stacks), and not the scores alone (Megatron)."""
+    zero: int = 1
+    """Stage of a run that does not say it."""
+
+
+STACKS: dict[str, Stack] = {
+    stack.name: stack
+    for stack in (
+        Stack(
+            "megatron-2021",
+            flash=False,
+            passes=1.15,
+            tp_backward=0.0,
+            gradients=2,
+            reduce=2,
+            dropout=True,
+            logits=14,
+            zero=0,
+            sp=False,
+        ),
+        Stack("megatron-2022", flash=False, tp_backward=0.4, gradients=4, reduce=2, dropout=True, zero=0),
+        Stack(
+            "megatron-deepspeed",
+            flash=False,
+            passes=1.3,
+            tp_backward=0.0,
+            gradients=2,
+            optimizer=16,
+            reduce=2,
+            dropout=True,
+            wire=0.6,
+            reserve=1.15,
+            framework=3 * GIB,
+            sp=False,
+        ),
+        Stack(
+            "deepspeed",
+            flash=False,
+            passes=1.15,
+            gradients=2,
+            reduce=2,
+            messages=12,
+            prefetch=False,
+            wire=0.4,
+            dropout=True,
+            sp=False,
+        ),
+        Stack("megatron-core", tp_overlap=0.1, dp_overlap=0.8, gather_overlap=True, p2p_overlap=0.5, host=1.2e-3),
+        Stack(
+            "research",
+            passes=1.25,
+            host=0.8e-3,
+            gradients=2,
+            reduce=2,
+            reserve=1.12,
+            framework=3 * GIB,
+            tp_backward=0.0,
+        ),
+        Stack(
+            "megatron-bridge",
+            passes=1.15,
+            tp_overlap=0.7,
+            tp_backward=0.8,
+            dp_overlap=0.9,
+            gather_overlap=True,
+            p2p_overlap=0.7,
+            once_a_host=True,
+            ep_near=0.8,
+            rows=8,
+            host=0.4e-3,
+        ),
+        Stack(
+            "megatron-bridge-26.06",
+            passes=1.15,
+            tp_overlap=0.7,
+            tp_backward=0.8,
+            dp_overlap=0.9,
+            gather_overlap=True,
+            p2p_overlap=0.7,
+            once_a_host=True,
+            ep_near=0.8,
+            ep_overlap=0.4,
+            rows=6,
+            host=0.3e-3,
+            host_experts=1.5e-3,
+        ),
+        Stack("megatron-fsdp", tp_overlap=0.1, dp_overlap=0.8, host=1.2e-3, reduce=2, zero=3),
+        Stack(
+            "fsdp",
+            passes=1.4,
+            portable=True,
+            dp_overlap=0.8,
+            optimizer=8,
+            weights=4,
+            wire=0.75,
+            halves=True,
+            zero=3,
+            logits=6,
+        ),
+        Stack(
+            "torchtitan",
+            passes=1.0,
+            portable=True,
+            dp_overlap=0.8,
+            optimizer=8,
+            weights=4,
+            halves=True,
+            zero=3,
+            ep_near=0.7,
+            rows=10,
+        ),
+        Stack("fms", portable=True, dp_overlap=0.8, optimizer=8, weights=4, reduce=2, halves=True, zero=3),
+        Stack(
+            "nanotron",
+            gathers_again=False,
+            passes=1.3,
+            portable=True,
+            host=2e-3,
+            host_staged=1.5e-3,
+            tp_backward=0.0,
+            dp_overlap=0.3,
+            gradients=6,
+            update_buffer=2,
+            logits=16,
+            reserve=1.12,
+            wire=0.6,
+            framework=2.5 * GIB,
+        ),
+        Stack(
+            "mindspeed",
+            passes=1.9,
+            tp_overlap=0.6,
+            tp_backward=0.6,
+            dp_overlap=0.5,
+            host=0.5e-3,
+            host_experts=6e-3,
+            rows=32,
+        ),
+        Stack(
+            "plain-torch",
+            passes=2.2,
+            host=3e-3,
+            host_experts=10e-3,
+            weights=2,
+            gradients=2,
+            optimizer=4,
+            update_buffer=4,
+            wire=0.5,
+            zero=0,
+        ),
+        Stack("weft", passes=1.3, portable=True, dp_overlap=0.7, optimizer=8, weights=4),
+    )
+}
+
+# Of tables of published runs, by the letters before the first dash of a run's id: the stack it used.
+SOURCES: dict[str, str] = {
+    "sc21": "megatron-2021",
+    "mlm2020": "megatron-2021",
+    "kort": "megatron-2022",
+    "mtnlg": "megatron-deepspeed",
+    "bloom": "megatron-deepspeed",
+    "glm": "megatron-deepspeed",
+    "neox": "megatron-deepspeed",
+    "opt": "fsdp",
+    "dsazure": "deepspeed",
+    "zb": "megatron-2022",
+    "mcoreh100": "megatron-core",
+    "megascale": "megatron-core",
+    "llama3": "megatron-core",
+    "nem": "megatron-core",
+    "folding": "megatron-core",
+    "mcoremoe": "megatron-bridge",
+    "moezoo": "megatron-bridge",
+    "bridge": "megatron-bridge",
+    "nebius": "megatron-core",
+    "simumax": "megatron-core",
+    "isamb": "megatron-bridge",
+    "hag": "research",
+    "foundry": "fsdp",
+    "fms": "fms",
+    "titan": "torchtitan",
+    "tune": "torchtitan",
+    "smollm": "torchtitan",
+    "primerl": "torchtitan",
+    "moonlight": "torchtitan",
+    "nano": "nanotron",
+    "picotron": "nanotron",
+    "ms": "mindspeed",
+    "pangu": "mindspeed",
+    "ttnpu": "torchtitan",
+    "scaletorch": "plain-torch",
+}
+
+
+def find_stack(name: str) -> Stack:
+    """A stack by its name.
+
+    Raises:
+        PlanError: none is known by it; the nearest is named.
+    """
+    if name in STACKS:
+        return STACKS[name]
+    near = difflib.get_close_matches(name, STACKS, 1, 0.3)
+    raise PlanError(
+        f"no stack is called {name!r}",
+        rule=f"known are {', '.join(STACKS)}",
+        fix=f"write {near[0]!r}" if near else "choose one of them",
+    )
+
+
+def source_family(prefix: str) -> str:
+    """The family of sources that a run's prefix belongs to: the longest known beginning, or it without last digits."""
+    found = [family for family in SOURCES if prefix.startswith(family)]
+    return max(found, key=len) if found else prefix.rstrip("0123456789")
+
+
+def stack_of(prefix: str, zero: int) -> Stack:
+    """The stack of a source; of an unknown one that of ZeRO 3 or of Megatron-Core."""
+    family = source_family(prefix)
+    if family == "sc21" and zero == 3:  # its comparison with DeepSpeed
+        return STACKS["deepspeed"]
+    name = SOURCES.get(family, "fsdp" if zero == 3 else "megatron-core")
+    return STACKS["megatron-fsdp" if name == "megatron-core" and zero == 3 else name]

@@ -1,0 +1,188 @@
+"""Runs of a table are read, predicted, calibrated on one of them and scored."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.cli import main
+from weft.errors import DataError
+from weft.planner.simulate import peak_memory
+from weft.planner.validate import (
+    Fit,
+    judge,
+    judge_fit,
+    measured_seconds,
+    memory_errors,
+    predicted_seconds,
+    read_runs,
+    score,
+    spearman,
+)
+
+COLUMNS = [
+    "id",
+    "source",
+    "hardware",
+    "num_devices",
+    "model",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "experts",
+    "topk",
+    "seq",
+    "global_batch",
+    "micro_batch",
+    "tp",
+    "sp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "dp",
+    "zero",
+    "recompute",
+    "precision",
+    "metric",
+    "value",
+    "notes",
+]
+RUN = {
+    "hardware": "H100-80GB SXM (8x400Gb IB/node)", "num_devices": "64", "model": "Llama-7B", "layers": "32", "hidden": "4096",
+    "heads": "32", "kv_heads": "32", "ffn": "11008", "vocab": "32000", "seq": "4096", "global_batch": "256", "micro_batch": "1",
+    "sp": "1", "vpp": "1", "cp": "1", "ep": "1", "zero": "1", "recompute": "none", "precision": "bf16",
+}  # fmt: skip
+LAYOUTS = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4)]
+
+
+def line(name: str, metric: str, value: float, **changes: object) -> dict[str, str]:
+    row = {**dict.fromkeys(COLUMNS, ""), **RUN, **{key: str(entry) for key, entry in changes.items()}}
+    return row | {"id": f"{name}.{metric}", "metric": metric, "value": str(value)}
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def sweep(path: Path, factor: float) -> Path:
+    """A sweep whose machine is `factor` slower than predicted."""
+    rows = [
+        line(f"made-{i}", "iter_time_s", 1.0, tp=tp, pp=pp, dp=64 // tp // pp) for i, (tp, pp) in enumerate(LAYOUTS)
+    ]
+    runs, _ = read_runs(write(path, rows))
+    for row, run in zip(rows, runs, strict=True):
+        row["value"] = str(factor * predicted_seconds(run))
+    rows.append(line("made-0", "predicted_seconds_by_somebody", 1e9, tp=1, pp=1, dp=64))
+    return write(path, rows)
+
+
+def test_a_machine_that_is_as_predicted_has_no_error(tmp_path: Path) -> None:
+    runs, refused = read_runs(sweep(tmp_path / "runs.csv", 1.0))
+    assert (len(runs), refused) == (10, {})
+    outcomes, calibrations = judge(runs)
+    assert len(outcomes) == 9, "the run that calibrates is not scored"
+    assert [found.scalar for found in calibrations.values()] == [pytest.approx(1.0)]
+    found, constant = score(outcomes), score(outcomes, baseline=True)
+    assert found.mape == pytest.approx(0, abs=1e-9)
+    assert (found.groups, found.spearman, found.regret) == (1, pytest.approx(1.0), pytest.approx(0.0))
+    assert constant.mape > 0.05
+    assert constant.spearman == 0
+
+
+def test_one_run_takes_most_of_what_a_machine_is_slower(tmp_path: Path) -> None:
+    outcomes, calibrations = judge(read_runs(sweep(tmp_path / "runs.csv", 1.5))[0])
+    (found,) = calibrations.values()
+    assert found.scalar == pytest.approx(1.5**0.5)
+    assert score(outcomes).bias == pytest.approx(1.5**-0.5 - 1)
+
+
+def test_all_ways_to_say_a_step_time_agree(tmp_path: Path) -> None:
+    tokens, flops = 256 * 4096, read_runs(sweep(tmp_path / "a.csv", 1.0))[0][0].shape.flops(4096, causal=False)
+    metrics = {
+        "iter_time_s": 2.0,
+        "iter_time_ms": 2000.0,
+        "tokens_per_s": tokens / 2,
+        "tokens_per_s_per_dev": tokens / 128,
+        "samples_per_s": 128,
+        "samples_per_s_per_dev": 2,
+        "tflops_per_dev_model": tokens * flops / 128e12,
+        "mfu_pct": tokens * flops / 128e12 / 989 * 100,
+    }
+    rows = [line(f"one-{i}", name, value, tp=1, pp=1, dp=64) for i, (name, value) in enumerate(metrics.items())]
+    runs, _ = read_runs(write(tmp_path / "b.csv", rows))
+    assert [measured_seconds(run) for run in runs] == [pytest.approx(2.0)] * len(metrics)
+    (run,), _ = read_runs(write(tmp_path / "c.csv", [line("one-1", "search_minutes", 3, tp=1, pp=1, dp=64)]))
+    assert measured_seconds(run) is None
+
+
+def test_memory_and_fit(tmp_path: Path) -> None:
+    small = {"tp": 1, "pp": 1, "dp": 64, "layers": 8}
+    huge = {"tp": 1, "pp": 1, "dp": 64, "layers": 80, "zero": 0}
+    rows = [line("m-1", "fits", 1, **small), line("m-2", "fits", 0, **huge), line("m-3", "fits", 1, **huge)]
+    rows += [line("m-4", "fits", 0, **small), line("m-1", "mem_gib_alloc", 10, **small)]
+    runs, _ = read_runs(write(tmp_path / "runs.csv", rows))
+    assert judge_fit(runs) == Fit(right=2, false_fits=1, false_refusals=1)
+    assert judge_fit(runs).runs == 4
+    memory = peak_memory(runs[0].shape, runs[0].layout, runs[0].cluster, runs[0].stack)
+    assert memory_errors(runs[0], memory) == {"mem_gib_alloc": memory.allocated / (10 * 2**30) - 1}
+
+
+def test_what_lines_do_not_say_is_completed_or_refused(tmp_path: Path) -> None:
+    rows = [
+        line("a-1", "iter_time_s", 1, tp=1, pp=1, dp=64, layers=8, recompute="", micro_batch=""),
+        line("b-1", "iter_time_s", 1, tp=1, pp=1, dp=32),
+        line("c-1", "iter_time_s", 1, tp="", pp=1, dp=64),
+        line("d-1", "iter_time_s", 1, tp=1, pp=1, dp=64, hardware="abacus"),
+        line("e-1", "iter_time_s", 1, tp=1, pp=1, dp=64, model="Qwen3-30B-A3B", layers="", ffn="", experts=128),
+        line("mcore-1", "iter_time_s", 1, tp=1, pp=4, dp=16, vpp=""),
+    ]
+    runs, refused = read_runs(write(tmp_path / "runs.csv", rows))
+    assert list(refused) == ["b-1", "c-1", "d-1"]
+    assert "tp is ''" in refused["c-1"]
+    chosen, experts, stages = runs
+    assert (chosen.guessed, chosen.layout.micro_batch, chosen.layout.recompute) == (True, 4, "none")
+    assert experts.shape.experts == 128
+    assert stages.layout.vpp == 8
+
+
+def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read"):
+        read_runs(tmp_path / "missing.csv")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match="no column id"):
+        read_runs(tmp_path / "other.csv")
+    _, refused = read_runs(
+        write(tmp_path / "bad.csv", [line("x-1", "iter_time_s", 1, tp=1, pp=1, dp=64) | {"value": "fast"}])
+    )
+    assert refused == {"x-1": "value is 'fast'"}
+
+
+def test_ranks_are_correlated() -> None:
+    assert spearman([1, 2, 3], [10, 20, 30]) == 1
+    assert spearman([1, 2, 3], [30, 20, 10]) == -1
+    assert spearman([1, 1, 1], [1, 2, 3]) == 0
+    assert spearman([1, 2, 2, 3], [1, 2, 2, 3]) == 1
+
+
+def test_the_command_prints_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = sweep(tmp_path / "runs.csv", 1.2)
+    monkeypatch.setattr(sys, "argv", ["weft", "validate", str(path)])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    assert "made" in text
+    assert "tuned" in text
+    assert "10 runs read, 0 left out" in text
