@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.lab import pool
 from tests.lab.live import LiveBytes
-from tests.lab.pool import Pool, RankError, run_ranks
+from tests.lab.pool import Pool, RankError, close_pools, run_ranks
 
 
 def total(rank: int, world_size: int, x: torch.Tensor) -> torch.Tensor:
@@ -105,6 +106,33 @@ def test_failure_names_the_rank_and_the_next_task_runs(task, rank: int, text: st
     assert caught.value.rank == rank
     assert caught.value.args[0].startswith(f"rank {rank}: ")
     assert not set(run_ranks(2, pid)) & set(before)
+
+
+def test_a_rank_that_dies_between_tasks_is_named() -> None:
+    pids = run_ranks(3, pid)
+    os.kill(pids[1], signal.SIGKILL)
+    os.waitid(os.P_PID, pids[1], os.WEXITED | os.WNOWAIT)
+    with pytest.raises(RankError, match="rank 1: killed by SIGKILL"):
+        run_ranks(3, pid)
+    assert run_ranks(3, total, torch.ones(1)) == [6.0] * 3
+
+
+def test_a_pool_that_does_not_start_is_forked_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of three ranks one dies, once, before it joins the group."""
+
+    def serve(rank: int, *others: object) -> None:
+        if rank == 1 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        alive(rank, *others)
+
+    alive = pool._serve
+    monkeypatch.setattr(pool, "_serve", serve)
+    monkeypatch.setattr(pool, "_pools", {})
+    with pytest.warns(UserWarning, match="forked anew: rank 1: killed by SIGKILL"):
+        results = run_ranks(3, total, torch.ones(1))
+    assert results == [6.0] * 3
+    close_pools()
 
 
 def collect(rank: int, world_size: int) -> int:

@@ -20,7 +20,9 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,6 +36,7 @@ import torch.distributed as dist
 SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 GRACE_SECONDS = 0.5
 TASKS_OF_A_POOL = 50  # then ranks are forked anew: every process group that a test made leaves threads of gloo behind
+START_SECONDS = 60
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 
@@ -60,6 +63,11 @@ class Pool:
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
+        try:
+            self._answers(START_SECONDS)
+        except BaseException:
+            self.kill()
+            raise
 
     def run(self, task: bytes, timeout: float) -> list[Any]:
         """Run a pickled (function, arguments) on every rank.
@@ -69,7 +77,12 @@ class Pool:
         """
         self.num_tasks += 1
         for connection in self.connections:
-            connection.send_bytes(task)
+            with suppress(BrokenPipeError):  # a rank that died since its last answer: found, and named, below
+                connection.send_bytes(task)
+        return self._answers(timeout)
+
+    def _answers(self, timeout: float) -> list[Any]:
+        """One answer of every rank, by rank."""
         results: dict[int, Any] = {}
         failures: list[tuple[int, str]] = []  # in the order in which they were seen
         pending = set(range(len(self.processes)))
@@ -109,7 +122,7 @@ class Pool:
     def _receive(self, rank: int) -> tuple[bool, Any]:
         try:
             return pickle.loads(self.connections[rank].recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return False, self._death(rank)
 
     def _death(self, rank: int) -> str:
@@ -139,16 +152,24 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         RankError: a rank raised, died, or did not answer within `timeout` seconds. The next call gets fresh ranks.
     """
     task = pickle.dumps((fn, args))
-    if world_size not in _pools:
-        _pools[world_size] = Pool(world_size)
-    elif _pools[world_size].num_tasks == TASKS_OF_A_POOL:
+    if world_size in _pools and _pools[world_size].num_tasks == TASKS_OF_A_POOL:
         _pools.pop(world_size).kill()
-        _pools[world_size] = Pool(world_size)
+    if world_size not in _pools:
+        _pools[world_size] = _fork_pool(world_size)
     try:
         return _pools[world_size].run(task, timeout)
     except BaseException:  # also an interrupt: ranks in the middle of a task cannot take another one
         _pools.pop(world_size).kill()
         raise
+
+
+def _fork_pool(world_size: int) -> Pool:
+    """Ranks that are ready. A fork of a process with threads dies once in tens of thousands, before any task: again."""
+    try:
+        return Pool(world_size)
+    except RankError as error:
+        warnings.warn(f"a pool of {world_size} ranks did not start and is forked anew: {error}", stacklevel=3)
+        return Pool(world_size)
 
 
 def close_pools() -> None:
@@ -167,6 +188,7 @@ def _serve(rank: int, world_size: int, connection: Connection, folder: Path, par
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+        connection.send_bytes(pickle.dumps((True, None)))  # ready
         while True:
             while not connection.poll(1):
                 if os.getppid() != parent:  # the test process was killed
