@@ -8,15 +8,14 @@ import pytest
 
 from weft.cli import main
 from weft.errors import DataError
-from weft.planner.simulate import peak_memory
+from weft.planner.peak_memory import peak_memory
+from weft.planner.published import measured_seconds, read_runs
 from weft.planner.validate import (
     Fit,
     judge,
     judge_fit,
-    measured_seconds,
     memory_errors,
     predicted_seconds,
-    read_runs,
     score,
     spearman,
 )
@@ -132,7 +131,7 @@ def test_memory_and_fit(tmp_path: Path) -> None:
     runs, _ = read_runs(write(tmp_path / "runs.csv", rows))
     assert judge_fit(runs) == Fit(right=2, false_fits=1, false_refusals=1)
     assert judge_fit(runs).runs == 4
-    memory = peak_memory(runs[0].shape, runs[0].layout, runs[0].cluster, runs[0].stack)
+    memory = peak_memory(runs[0].shape, runs[0].layout, runs[0].stack)
     assert memory_errors(runs[0], memory) == {"mem_gib_alloc": memory.allocated / (10 * 2**30) - 1}
 
 
@@ -178,7 +177,6 @@ def test_the_command_prints_a_table(
 ) -> None:
     path = sweep(tmp_path / "runs.csv", 1.2)
     monkeypatch.setattr(sys, "argv", ["weft", "validate", str(path)])
-    monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code

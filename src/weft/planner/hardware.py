@@ -142,7 +142,7 @@ DEVICES: dict[str, Device] = {
         _hopper("H100", 80, 3350, 370),
         _hopper("H200", 141, 4800, 370),
         _hopper("GH200", 95, 4000, 370),
-        replace(_hopper("H800", 80, 3350, 160), per_host=8),
+        _hopper("H800", 80, 3350, 160),
         _blackwell("B200", 180, 8, 9000, 1000),
         _blackwell("GB200", 186, 72, 10000, 1200),
         _blackwell("B300", 275, 8, 13500, 1100),

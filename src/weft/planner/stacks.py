@@ -8,8 +8,7 @@ import difflib
 from dataclasses import dataclass
 
 from weft.errors import PlanError
-
-GIB = 2**30
+from weft.planner.hardware import GIB
 
 
 @dataclass(frozen=True)

@@ -8,59 +8,24 @@ it is not scored. A second predictor, calibrated on the same run, says that ever
 time: what the planner is worth is what it does better.
 """
 
-import csv
-import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from weft.errors import DataError, WeftError
-from weft.planner import shape as shapes
-from weft.planner.hardware import GB, GIB, MIB, Cluster, read_hardware
-from weft.planner.shape import Recompute, Shape, known_shape
-from weft.planner.simulate import Layout, Memory, Schedule, check, peak_memory, step_time
-from weft.planner.stacks import STACKS, Stack, source_family, stack_of
+from weft.planner.hardware import GB, GIB, MIB
+from weft.planner.peak_memory import Memory, peak_memory
+from weft.planner.published import USABLE, Run, measured_seconds
+from weft.planner.step_time import step_time
 
 # Sources that vary a configuration on purpose, bad ones included; the others show what somebody had tuned.
 SWEEPS = ("bloom", "hag", "nano", "nebius", "foundry", "scaletorch", "simumax", "zb")
-CAUSAL = ("bridge", "folding", "moezoo", "mcoremoe", "llama3", "nebius")  # whose model FLOP/s count half of the scores
+WIDTH = 150  # letters of a line
 TRUST = 0.5  # of the logarithm of a measurement, against a prior of 1: both are off by some 0.15
-USABLE = 0.97  # of a device's memory: drivers and page tables have the rest
-COLUMNS = ("id", "hardware", "num_devices", "model", "metric", "value")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One published run."""
-
-    id: str
-    family: str
-    hardware: str
-    model: str
-    shape: Shape
-    layout: Layout
-    cluster: Cluster
-    stack: Stack
-    metrics: dict[str, float]
-    num_devices: int
-    guessed: bool
-    """Whether what it recomputes is not said, and was taken to be the least that fits."""
-
-    @property
-    def group(self) -> tuple[str, str]:
-        """What shares a scalar."""
-        return f"{self.family}: {self.stack.name.removesuffix('-26.06')}", self.cluster.device.name
-
-    @property
-    def model_flops(self) -> float:
-        """Of a step."""
-        return self.layout.global_batch * self.layout.seq * self.shape.flops(self.layout.seq)
 
 
 class Score(NamedTuple):
@@ -74,276 +39,6 @@ class Score(NamedTuple):
     groups: int
     regret: float | None
     """How much slower, on average, the layout that is predicted to be the fastest is than the fastest."""
-
-
-# Reading
-
-
-def read_runs(path: Path) -> tuple[list[Run], dict[str, str]]:
-    """Runs of a file, and the ids of those that cannot be predicted, with the reason.
-
-    Raises:
-        DataError: the file is missing or no table of runs.
-    """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}", where=str(path), fix="name a CSV file of runs"
-        ) from None
-    missing = [name for name in COLUMNS if rows and name not in rows[0]]
-    if missing or not rows:
-        raise DataError(
-            f"no column {', '.join(missing)}" if missing else "the file has no rows",
-            where=str(path),
-            rule="a table of runs has one metric a line, with the columns of docs/planner.md",
-            fix="add what is missing",
-        )
-    lines: dict[str, list[Mapping[str, str]]] = defaultdict(list)
-    for row in rows:
-        if not row["metric"].startswith("predicted_"):
-            lines[row["id"].split(".")[0]].append(row)
-    runs, refused = [], {}
-    for name, same in lines.items():
-        try:
-            runs.append(read_run(name, same))
-        except WeftError as error:
-            refused[name] = error.what
-    return runs, refused
-
-
-def read_run(name: str, rows: Sequence[Mapping[str, str]]) -> Run:
-    """One run from its lines.
-
-    Raises:
-        WeftError: the device is not known, or what a prediction needs is not in the lines.
-    """
-    row, prefix = rows[0], name.split("-")[0]
-    stack = stack_of_row(row, prefix)
-    num_devices = _whole(row, "num_devices")
-    shape, layout = shape_of_row(row), layout_of_row(row, stack)
-    check(shape, layout)
-    if (
-        layout.num_devices * layout.ep == num_devices and layout.ep > 1
-    ):  # an axis of its own: the same tokens, other experts
-        layout = replace(layout, expert_tp=layout.tp)
-    elif layout.num_devices != num_devices:
-        raise DataError(
-            f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} on {num_devices} devices",
-            where=name,
-            rule="the product of the degrees is the number of devices",
-            fix="correct the line, or leave it out",
-        )
-    cluster = read_hardware(row["hardware"], num_devices)
-    layout = complete(row, shape, layout, cluster, stack)
-    metrics = {line["metric"]: _number(line, "value") for line in rows}
-    family, guessed = source_family(prefix), not row.get("recompute")
-    return Run(
-        name, family, row["hardware"], row["model"], shape, layout, cluster, stack, metrics, num_devices, guessed
-    )
-
-
-def complete(row: Mapping[str, str], shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> Layout:
-    """A layout with what its line leaves out, as somebody would choose who has tuned it.
-
-    Stages are interleaved as far as layers allow; what is recomputed is the least that fits; of a run without a pipeline the
-    micro-batch is the largest that fits.
-    """
-
-    def fits(candidate: Layout) -> bool:
-        return peak_memory(shape, candidate, cluster, stack).total <= USABLE * cluster.device.memory
-
-    if not row.get("vpp") and layout.pp > 1 and stack.gather_overlap:
-        even = [v for v in range(1, 9) if 0 in (shape.layers % (layout.pp * v), (shape.layers + 2) % (layout.pp * v))]
-        layout = replace(layout, vpp=max(even, default=1))
-    sizes = [layout.micro_batch]
-    if not row.get("micro_batch") and layout.pp == 1:
-        sizes = [size for size in (16, 8, 4, 2, 1) if layout.micro_batches % size == 0]
-    kinds: tuple[tuple[Recompute, float], ...] = ((layout.recompute, layout.recompute_share),)
-    if not row.get("recompute"):
-        kinds = ("none", 1.0), ("light", 1.0), *(("full", share / 8) for share in range(1, 9))
-    candidates = [
-        replace(layout, micro_batch=size, recompute=kind, recompute_share=share)
-        for kind, share in kinds
-        for size in sizes
-    ]
-    return next((candidate for candidate in candidates if fits(candidate)), candidates[-1])
-
-
-def stack_of_row(row: Mapping[str, str], prefix: str) -> Stack:
-    """The stack of a source, with what a run's notes and format say of it."""
-    stack = stack_of(prefix, int((row.get("zero") or "0")[0]))
-    notes = row.get("notes", "").lower()
-    release = re.search(r"release (\d\d\.\d\d)", notes)
-    recent = "hybridep" in notes or (release is not None and float(release[1]) >= 26.06)
-    if stack.name == "megatron-bridge" and recent and re.search(r"\bGB\d00", row["hardware"]):
-        stack = STACKS["megatron-bridge-26.06"]
-    elif stack.name == "megatron-bridge" and re.search(r"\bGB\d00", row["hardware"]):
-        stack = replace(stack, host_experts=2e-3)  # graphs of kernels, launched at once
-    if stack.name == "megatron-deepspeed" and "bf16" in row.get("precision", ""):
-        stack = replace(stack, gradients=6, optimizer=12, reduce=4)  # 16 bits, and their float32 sum on every rank
-    if re.search(r"unfused attention|attention kernel:? (torch|megatron)|(torch|megatron) attention", notes):
-        stack = replace(stack, flash=False)
-    if "alltoall" in notes or "dispatcher a2a" in notes:
-        stack = replace(stack, once_a_host=False, ep_near=0.45, rows=16)
-    if re.search(r"(?<!no )ep overlap|overlap on", notes):
-        stack = replace(stack, ep_overlap=0.7)
-    if "async tp" in notes or "asynctp" in notes:
-        stack = replace(stack, tp_overlap=0.6, tp_backward=0.6)
-    return stack
-
-
-def shape_of_row(row: Mapping[str, str]) -> Shape:
-    """The shape that a line describes, with what is published of the model where the line is silent.
-
-    Raises:
-        DataError: layers or hidden size are in neither.
-    """
-    known, name = known_shape(row["model"]), row["model"].lower()
-    layers = int(row.get("layers") or 0)
-    if known and (row.get("experts") or not row.get("ffn") or not layers):
-        cut: dict[str, Any] = (
-            {} if layers in (0, known.layers) or known.mamba_layers else {"layers": layers, "predict_ahead": 0}
-        )
-        if cut and known.dense_layers:
-            cut["dense_layers"] = min(known.dense_layers, 1)
-        return replace(known, **cut)
-    hidden, heads = _whole(row, "hidden"), int(row.get("heads") or 0)
-    if not layers:
-        _whole(row, "layers")
-    heads = heads or hidden // 128
-    plain = any(part in name for part in ("gpt", "mpt", "opt-", "nemotron-4", "bloom", "falcon", "gopher"))
-    small = name.startswith("qwen3") and hidden <= 2560
-    return Shape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=int(row.get("kv_heads") or heads),
-        head_dim=128 if name.startswith("qwen3") else hidden // heads,
-        ffn=int(row.get("ffn") or 4 * hidden),
-        vocab=int(row.get("vocab") or (51200 if plain else 32000)),
-        gated=not plain,
-        tied=plain or small or "tied embeddings=true" in row.get("notes", "").lower(),
-        positions=int(row["seq"]) if plain and row.get("seq") else 0,
-        biases=plain,
-        experts=int(row.get("experts") or 0),
-        top_k=int(row.get("topk") or 0),
-        expert_ffn=int(row.get("ffn") or 0) if row.get("experts") else 0,
-    )
-
-
-def layout_of_row(row: Mapping[str, str], stack: Stack) -> Layout:
-    """The layout that a line describes; degrees that it leaves out are unknown, and refused.
-
-    Raises:
-        DataError: a degree, the length or the batch is missing.
-    """
-    seq, dp, pp = _whole(row, "seq"), _whole(row, "dp"), _whole(row, "pp")
-    batch = _whole(row, "global_batch")
-    batch = batch // seq if batch > 100 * seq else batch  # some tables count tokens
-    micro = int(row.get("micro_batch") or 1)
-    notes, zero = row.get("notes", ""), row.get("zero") or str(stack.zero)
-    vpp = int(row["vpp"]) if (row.get("vpp") or "").isdigit() else 1
-    recompute = _recompute(row.get("recompute") or "none")
-    return Layout(
-        seq=seq,
-        global_batch=batch,
-        micro_batch=min(micro, max(1, batch // dp)),
-        tp=_whole(row, "tp"),
-        sp=row.get("sp") == "1" or (row.get("sp") == "" and int(row["tp"]) > 1 and stack.sp),
-        pp=pp,
-        vpp=vpp,
-        cp=int(row.get("cp") or 1),
-        ep=int(row.get("ep") or 1),
-        dp=dp,
-        zero=int(zero[0]),
-        shard=8 if "HSDP" in zero and dp > 8 else 0,
-        recompute=recompute,
-        recompute_share=0.7 if "moe" in (row.get("recompute") or "") else 1.0,  # experts are most of a layer
-        number=_format(row.get("precision") or "bf16"),
-        schedule=_schedule(notes),
-        fused_loss="fused cross entropy" in notes,
-        offload="activation cpu offload" in notes.lower(),
-        adapters="lora" in row["model"].lower(),
-        expert_tp=_expert_tp(row, stack),
-    )
-
-
-def _recompute(text: str) -> Recompute:
-    """Of what tables say."""
-    if text.startswith("full") or "moe" in text:
-        return "full"
-    if "norm" in text:
-        return "light"
-    return "selective" if text.startswith(("select", "core_attn", "mlp", "attention")) else "none"
-
-
-def _expert_tp(row: Mapping[str, str], stack: Stack) -> int:
-    """Ranks that share an expert's matrices: as noted; else those of tp, as Megatron does if not told otherwise."""
-    found = re.search(r"ETP=?(\d+)", row.get("notes", ""))
-    if found:
-        return int(found[1])
-    return 1 if stack.once_a_host and int(row.get("ep") or 1) > 1 else int(row["tp"])
-
-
-def _format(text: str) -> str:
-    plain = text.lower()
-    if "rowwise" in plain:  # a scale a row: what the format gains, scaling loses
-        return "bf16"
-    return "fp4" if "fp4" in plain else "fp8" if "fp8" in plain else "bf16"
-
-
-def _schedule(notes: str) -> Schedule:
-    found = re.search(r"schedule (ZB-H1|ZB-1p|ZB-2p|ZB-H2)", notes, re.IGNORECASE)
-    names: dict[str, Schedule] = {"zb-h1": "zb-h1", "zb-1p": "zb-h1", "zb-h2": "zb-h2", "zb-2p": "zb-2p"}
-    return names[found[1].lower()] if found else "1f1b"
-
-
-def _whole(row: Mapping[str, str], name: str) -> int:
-    text = row.get(name) or ""
-    if not text.isdigit() or int(text) < 1:
-        raise DataError(
-            f"{name} is {text!r}",
-            where=row["id"],
-            rule="it is a whole number of 1 or more",
-            fix="give it, or leave the run out",
-        )
-    return int(text)
-
-
-def _number(row: Mapping[str, str], name: str) -> float:
-    try:
-        return float(row[name])
-    except ValueError:
-        raise DataError(f"{name} is {row[name]!r}", where=row["id"], rule="it is a number") from None
-
-
-# Measured
-
-
-def measured_seconds(run: Run) -> float | None:
-    """Of a step, from the metric that says it most directly; None where no metric does."""
-    found, layout = run.metrics, run.layout
-    tokens, devices = layout.global_batch * layout.seq, run.num_devices
-    causal = run.family.startswith(CAUSAL)
-    flops = layout.global_batch * layout.seq * run.shape.flops(layout.seq, causal)
-    hardware = shapes.megatron_hardware_flops(run.shape, layout.global_batch, layout.seq)
-    peak = run.cluster.device.peak["bf16"]
-    readings = (
-        ("iter_time_s", lambda value: value),
-        ("iter_time_ms", lambda value: value / 1e3),
-        ("tokens_per_s_per_dev", lambda value: tokens / devices / value),
-        ("tokens_per_s", lambda value: tokens / value),
-        ("samples_per_s_per_dev", lambda value: layout.global_batch / devices / value),
-        ("samples_per_s", lambda value: layout.global_batch / value),
-        ("tflops_per_dev_model", lambda value: flops / devices / value / 1e12),
-        ("tflops_per_dev_hw", lambda value: hardware / devices / value / 1e12),
-        ("mfu_pct", lambda value: flops / devices / peak / value * 100),
-    )
-    if run.family == "isamb":  # a broken fabric, say its authors: for memory only
-        return None
-    return next((to_seconds(found[name]) for name, to_seconds in readings if found.get(name)), None)
 
 
 def predicted_seconds(run: Run) -> float:
@@ -369,9 +64,6 @@ def memory_errors(run: Run, memory: Memory) -> dict[str, float]:
         for name, (part, unit) in MEMORY_METRICS.items()
         if run.metrics.get(name)
     }
-
-
-# Scores
 
 
 class Outcome(NamedTuple):
@@ -475,7 +167,7 @@ def judge_fit(runs: Iterable[Run]) -> Fit:
         fitted = run.metrics.get("fits", 1.0) > 0
         if run.guessed or ("fits" not in run.metrics and measured_seconds(run) is None):
             continue
-        fits = peak_memory(run.shape, run.layout, run.cluster, run.stack).total <= USABLE * run.cluster.device.memory
+        fits = peak_memory(run.shape, run.layout, run.stack).total <= USABLE * run.cluster.device.memory
         right += fits == fitted
         false_fits += fits and not fitted
         refusals += fitted and not fits
@@ -488,6 +180,7 @@ def judge_fit(runs: Iterable[Run]) -> Fit:
 def print_scores(runs: list[Run], refused: dict[str, str]) -> None:
     """Print a line a source, and what they come to together."""
     console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, WIDTH)  # rather wrapped than cut
     outcomes, calibrations = judge(runs)
     names = (
         "runs",
@@ -529,7 +222,7 @@ def memory_scores(runs: Iterable[Run]) -> list[tuple[str, str, list[float]]]:
     """Errors by source and metric."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for run in runs:
-        for metric, error in memory_errors(run, peak_memory(run.shape, run.layout, run.cluster, run.stack)).items():
+        for metric, error in memory_errors(run, peak_memory(run.shape, run.layout, run.stack)).items():
             found[run.family, metric].append(error)
     return [(*key, errors) for key, errors in found.items()]
 

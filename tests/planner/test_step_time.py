@@ -8,21 +8,12 @@ from weft.errors import PlanError
 from weft.plan import Memory as MemorySettings
 from weft.plan import Parallel, Plan
 from weft.planner.hardware import cluster_of, find_device
+from weft.planner.layout import Layout, check, layers_of_ranks, layout_of, local_parameters
+from weft.planner.peak_memory import in_flight, peak_memory
 from weft.planner.roofline import fill, flash_attention, grouped, matmul
 from weft.planner.shape import KNOWN, Shape
-from weft.planner.simulate import (
-    Layout,
-    Two,
-    check,
-    in_flight,
-    layers_of_ranks,
-    layout_of,
-    local_parameters,
-    peak_memory,
-    pipeline_time,
-    step_time,
-)
 from weft.planner.stacks import STACKS, find_stack, source_family, stack_of
+from weft.planner.step_time import Two, pipeline_time, step_time
 
 LLAMA = KNOWN["llama270b"]
 EXPERTS = KNOWN["qwen330b"]
@@ -102,19 +93,18 @@ def test_parameters_of_all_ranks_are_those_of_the_model() -> None:
 
 
 def test_memory_falls_with_every_way_to_hold_less() -> None:
-    cluster = cluster_of(H100, 128)
-    base = peak_memory(LLAMA, BASE, cluster, CORE)
+    base = peak_memory(LLAMA, BASE, CORE)
     assert base.total == base.states + base.activations + base.transient + base.reserve + base.framework
     assert base.allocated < base.reserved < base.total
     for recompute in ("light", "full"):
-        assert peak_memory(LLAMA, replace(BASE, recompute=recompute), cluster, CORE).activations < base.activations
+        assert peak_memory(LLAMA, replace(BASE, recompute=recompute), CORE).activations < base.activations
     half = replace(BASE, recompute="full", recompute_share=0.5)
     full = replace(BASE, recompute="full")
-    assert peak_memory(LLAMA, full, cluster, CORE).total < peak_memory(LLAMA, half, cluster, CORE).total
-    assert peak_memory(LLAMA, replace(BASE, zero=0), cluster, CORE).states > base.states
-    assert peak_memory(LLAMA, replace(BASE, sp=False), cluster, CORE).total > base.total
-    assert peak_memory(LLAMA, replace(BASE, adapters=True), cluster, CORE).states < base.states
-    assert peak_memory(LLAMA, BASE, cluster, replace(CORE, flash=False)).activations > base.activations
+    assert peak_memory(LLAMA, full, CORE).total < peak_memory(LLAMA, half, CORE).total
+    assert peak_memory(LLAMA, replace(BASE, zero=0), CORE).states > base.states
+    assert peak_memory(LLAMA, replace(BASE, sp=False), CORE).total > base.total
+    assert peak_memory(LLAMA, replace(BASE, adapters=True), CORE).states < base.states
+    assert peak_memory(LLAMA, BASE, replace(CORE, flash=False)).activations > base.activations
 
 
 def test_micro_batches_in_flight() -> None:

@@ -1,82 +1,20 @@
-"""Step time and peak memory of a layout on a cluster, by formula, in about a millisecond: to rank candidates by.
+"""Step time of a layout on a cluster, by formula, in about a millisecond: to rank candidates by.
 
 A micro-batch's forward and backward through each stage are added up from kernels (`roofline.py`) and the messages beside them
 (`network.py`); the schedule turns them into a step; then come gradients and the optimizer. Each term is kept, so that a plan
-can be explained. Memory is that of the fullest stage: states, activations in flight, what lives for a moment, and the library.
+can be explained.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from weft.errors import PlanError
-from weft.plan import Plan
 from weft.planner import network, roofline
 from weft.planner.hardware import Cluster
+from weft.planner.layout import Layout, layers_of_ranks, local_parameters
 from weft.planner.network import exposed
-from weft.planner.shape import Recompute, Shape, activation_bytes, state_bytes
+from weft.planner.peak_memory import layer_bytes
+from weft.planner.shape import Shape
 from weft.planner.stacks import Stack
-
-Schedule = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-2p"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a model is trained, as far as time and memory depend on it."""
-
-    seq: int
-    global_batch: int
-    """Sequences."""
-    micro_batch: int = 1
-    tp: int = 1
-    sp: bool = False
-    pp: int = 1
-    vpp: int = 1
-    """Chunks of a rank."""
-    cp: int = 1
-    ep: int = 1
-    dp: int = 1
-    zero: int = 1
-    shard: int = 0
-    """Data ranks that share states; 0: all."""
-    recompute: Recompute = "none"
-    recompute_share: float = 1.0
-    """Of layers, those that full recomputation computes again; the others drop what norms and activation functions make."""
-    offload: bool = False
-    """Whether activations wait on the host between forward and backward, and computation for them."""
-    adapters: bool = False
-    """Whether the weights are frozen and only small adapters (LoRA) are trained."""
-    expert_tp: int = 0
-    """Ranks that share each expert's matrices; 0: those of tp where there is no ep, and else 1."""
-    number: str = "bf16"
-    """Format of the products of layers."""
-    schedule: Schedule = "1f1b"
-    fused_loss: bool = False
-    """Whether logits are never whole in float32."""
-
-    @property
-    def micro_batches(self) -> int:
-        """Of a step, on each data rank."""
-        return max(1, round(self.global_batch / (self.dp * self.micro_batch)))
-
-    @property
-    def num_devices(self) -> int:
-        """Product of the degrees."""
-        return self.tp * self.pp * self.cp * self.dp
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch on one rank of cp."""
-        return self.micro_batch * self.seq // self.cp
-
-    @property
-    def etp(self) -> int:
-        """Ranks that share each expert's matrices."""
-        return self.expert_tp or (self.tp if self.ep == 1 else 1)
-
-    @property
-    def edp(self) -> int:
-        """Ranks that hold the same part of the experts."""
-        return max(1, self.dp * self.cp * self.tp // (self.ep * self.etp))
 
 
 class Two(NamedTuple):
@@ -123,69 +61,6 @@ class StepTime:
     def seconds(self) -> float:
         """Of the whole step."""
         return sum(vars(self).values())
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of the fullest stage."""
-
-    stage: int
-    states: float
-    activations: float
-    """In flight."""
-    transient: float
-    """The largest of what lives for a moment: logits, gathered layers, one layer computed again."""
-    reserve: float
-    """What the allocator has reserved and nobody uses."""
-    framework: float
-    """Outside the allocator."""
-
-    @property
-    def allocated(self) -> float:
-        """As an allocator counts at its fullest moment."""
-        return self.states + self.activations + self.transient
-
-    @property
-    def reserved(self) -> float:
-        """With what the allocator holds in vain."""
-        return self.allocated + self.reserve
-
-    @property
-    def total(self) -> float:
-        """As the driver counts; what must fit on the device."""
-        return self.reserved + self.framework
-
-
-def check(shape: Shape, layout: Layout) -> None:
-    """Refuse what no library can run.
-
-    Raises:
-        PlanError: a degree does not divide what it splits.
-    """
-    rules = (
-        (
-            layout.pp * layout.vpp > shape.layers,
-            f"{layout.pp} x {layout.vpp} stages of {shape.layers} layers",
-            "a stage has a layer",
-        ),
-        (shape.heads % layout.tp > 0, f"tp {layout.tp} does not divide {shape.heads} heads", "ranks of tp share heads"),
-        (
-            bool(shape.experts) and shape.experts % layout.ep > 0,
-            f"ep {layout.ep} of {shape.experts} experts",
-            "ranks share experts",
-        ),
-        (
-            layout.seq % (2 * layout.cp) > 0 and layout.cp > 1,
-            f"cp {layout.cp} of {layout.seq} tokens",
-            "ranks of cp share tokens",
-        ),
-    )
-    for broken, what, rule in rules:
-        if broken:
-            raise PlanError(what, where="layout", rule=rule, fix="choose a degree that divides it")
-
-
-# Time
 
 
 @dataclass(frozen=True)
@@ -358,26 +233,6 @@ def message_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, 
     return tp, cp, ep
 
 
-def layers_of_ranks(shape: Shape, layout: Layout) -> list[int]:
-    """Layers of each rank of pp; where stages are not equal, the first and the last have fewer."""
-    chunks = layout.pp * layout.vpp
-    each, left = divmod(shape.layers, chunks)
-    order = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), chunk == chunks - 1, chunk))
-    counts = [each] * chunks
-    for chunk in order[:left]:
-        counts[chunk] += 1
-    return [sum(counts[rank :: layout.pp]) for rank in range(layout.pp)]
-
-
-def expert_layers_of_ranks(shape: Shape, layout: Layout) -> list[float]:
-    """Layers with experts of each rank of pp: the first layers of some models have none."""
-    counts = layers_of_ranks(shape, layout)
-    dense = shape.dense_layers if shape.num_mlp == shape.layers else 0
-    first = min(counts[0], dense)  # as good as always they are fewer than the first rank has
-    rest = shape.num_moe / max(1, shape.layers - dense)
-    return [rest * (count - first * (rank == 0)) for rank, count in enumerate(counts)]
-
-
 def head_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> Two:
     """Seconds of head and loss for one micro-batch."""
     wide = shape.vocab / layout.tp
@@ -441,19 +296,6 @@ def pipeline_time(
     return bubble + 2 * (layout.pp - 1) * one + steady
 
 
-def local_parameters(shape: Shape, layout: Layout, rank: int) -> tuple[float, float]:
-    """Parameters of a rank of pp, unsharded by data ranks: those that every token meets, and those of experts."""
-    share = layers_of_ranks(shape, layout)[rank] / shape.layers
-    shared = share * shape.shared_parameters / layout.tp
-    if rank == 0:
-        shared += shape.embedding_parameters / layout.tp
-    if rank == layout.pp - 1 and not (shape.tied and layout.pp == 1):
-        shared += shape.vocab * shape.hidden / layout.tp
-    layers = expert_layers_of_ranks(shape, layout)[rank]
-    experts = layers * shape.expert_parameters / (layout.ep * layout.etp)
-    return shared, experts
-
-
 def zero_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, layer: Two) -> Two:
     """Seconds that ZeRO 3 adds to the mean layer of each micro-batch."""
     if layout.zero < 3 or layout.dp * layout.cp == 1 or layout.pp > 1:  # stages keep their weights gathered over a step
@@ -502,113 +344,3 @@ def optimizer_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack)
     shared, experts = local_parameters(shape, layout, 0)
     mine = shared / (layout.dp * layout.cp) + experts / layout.edp if layout.zero else shared + experts
     return roofline.stream(cluster.device, 2 * (stack.optimizer + stack.gradients + stack.weights) * mine) + 2e-3
-
-
-# Memory
-
-
-def peak_memory(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> Memory:
-    """Bytes of the fullest rank of pp."""
-    return max((stage_memory(shape, layout, stack, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
-
-
-def in_flight(layout: Layout, rank: int) -> float:
-    """Micro-batches whose activations a rank of pp holds at most, in those of all its layers."""
-    p, m = layout.pp, layout.micro_batches
-    if p == 1:
-        return 1.0
-    held = {"gpipe": float(m), "zb-h1": float(p), "zb-h2": 2.0 * p - 1, "zb-2p": 2.0 * p}.get(
-        layout.schedule, float(p - rank)
-    )
-    if layout.vpp > 1:
-        held = p - rank + (p - 1 - rank) / layout.vpp
-    return min(float(m), held)
-
-
-def layer_bytes(shape: Shape, layout: Layout, stack: Stack, recompute: Recompute) -> float:
-    """Activations that the mean layer keeps of a micro-batch."""
-    tokens, h = layout.tokens, shape.hidden
-    if recompute == "selective" and stack.halves:
-        return (layer_bytes(shape, layout, stack, "none") + layer_bytes(shape, layout, stack, "full")) / 2
-    width = (shape.num_mlp - shape.num_moe) * shape.ffn + shape.num_moe * shape.shared_ffn
-    dense = replace(shape, ffn=width // max(1, shape.num_mlp))
-    local = layout.seq // layout.cp
-    kept = activation_bytes(dense, local, layout.micro_batch, layout.tp, layout.sp, recompute, stack.flash)
-    if not stack.dropout and not shape.gated and recompute != "full":
-        kept -= 2 * tokens * h / (layout.tp if layout.sp else 1)
-    if not stack.dropout and not stack.flash and recompute in ("none", "light"):  # no mask, no second copy
-        kept -= 3 * shape.heads * local * tokens / layout.tp
-    if layout.sp and not stack.gathers_again and recompute != "full":
-        kept += 2 * tokens * h * (1 - 1 / layout.tp)
-    if shape.kv_lora and recompute != "full":
-        kept += tokens * 2 * (shape.q_lora + shape.kv_lora)
-    if shape.num_moe and recompute != "full":
-        routed = tokens / (layout.tp // layout.etp) * shape.top_k
-        row = 4 * (shape.latent or h) + 2 * (shape.matrices) * shape.expert_ffn / layout.etp
-        if recompute == "light":
-            row = 2 * (shape.latent or h) + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp
-        kept += shape.num_moe / shape.layers * (routed * row + 8 * tokens / layout.tp * shape.experts)
-    if layout.number != "bf16" and recompute != "full":  # inputs of products are kept in 8 bits
-        kept -= tokens * (2 * h / (layout.tp if layout.sp else 1) + dense.ffn / layout.tp) * (recompute != "light")
-    return kept
-
-
-def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int) -> Memory:
-    """Bytes of one rank of pp."""
-    shared, experts = local_parameters(shape, layout, rank)
-    sizes = (stack.weights, stack.gradients, stack.optimizer)
-    states = state_bytes(shared, layout.zero, layout.shard or layout.dp * layout.cp, *sizes)
-    states += state_bytes(experts, layout.zero, layout.edp, *sizes)
-    if layout.adapters:
-        states = stack.weights * (shared + experts)
-    if layout.zero >= 3 and layout.pp > 1:  # gathered, and gradients whole, until the last micro-batch
-        states += (2 + stack.reduce) * (shared + experts)
-    if layout.zero <= 1 and layout.dp * layout.cp > 1 and (layout.zero == 1 or stack.zero == 0):
-        states += stack.update_buffer * (shared + experts)
-    count, flight = layers_of_ranks(shape, layout)[rank], in_flight(layout, rank)
-    each = layer_bytes(shape, layout, stack, layout.recompute)
-    if layout.recompute == "full" and layout.recompute_share < 1:
-        each = layout.recompute_share * each + (1 - layout.recompute_share) * layer_bytes(shape, layout, stack, "light")
-    activations = 2 * each if layout.offload else flight * count * each
-    transient = 0.0
-    if layout.recompute == "full":
-        transient = layer_bytes(shape, layout, stack, "none")
-    if rank == layout.pp - 1:
-        logits = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logits)
-        transient = max(transient, logits) + 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
-    if layout.zero >= 3:
-        transient += 2 * 2 * (shared + experts) / max(1, count)
-    reserve = (stack.reserve - 1) * (states + activations + transient)
-    return Memory(rank, states, activations, transient, reserve, stack.framework)
-
-
-# From a plan
-
-
-def layout_of(plan: Plan, seq: int, global_batch: int) -> Layout:
-    """The layout of a resolved plan.
-
-    Args:
-        seq: tokens of a sequence.
-        global_batch: sequences of a step.
-    """
-    p = plan.parallel
-    recompute: Recompute = "none"
-    if plan.memory.recompute:
-        kinds = set(plan.memory.recompute)
-        recompute = "full" if kinds & {"block", "mlp"} else "selective" if "attention" in kinds else "light"
-    return Layout(
-        seq=seq,
-        global_batch=global_batch,
-        tp=p.tp,
-        sp=p.sp and p.tp > 1,
-        pp=p.pp,
-        vpp=plan.pipeline.virtual_stages,
-        cp=p.cp,
-        ep=p.ep,
-        dp=p.data_ranks,
-        zero=p.zero,
-        shard=p.dp_shard if p.dp_replicate > 1 else 0,
-        recompute=recompute,
-        recompute_share=1 / plan.memory.recompute_every,
-    )

@@ -1,0 +1,161 @@
+"""A layout: how a model is trained, as far as step time and memory depend on it, and what each rank of it holds."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.errors import PlanError
+from weft.plan import Plan
+from weft.planner.shape import Recompute, Shape
+
+Schedule = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-2p"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is trained, as far as time and memory depend on it."""
+
+    seq: int
+    global_batch: int
+    """Sequences."""
+    micro_batch: int = 1
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    vpp: int = 1
+    """Chunks of a rank."""
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    zero: int = 1
+    shard: int = 0
+    """Data ranks that share states; 0: all."""
+    recompute: Recompute = "none"
+    recompute_share: float = 1.0
+    """Of layers, those that full recomputation computes again; the others drop what norms and activation functions make."""
+    offload: bool = False
+    """Whether activations wait on the host between forward and backward, and computation for them."""
+    adapters: bool = False
+    """Whether the weights are frozen and only small adapters (LoRA) are trained."""
+    expert_tp: int = 0
+    """Ranks that share each expert's matrices; 0: those of tp where there is no ep, and else 1."""
+    number: str = "bf16"
+    """Format of the products of layers."""
+    schedule: Schedule = "1f1b"
+    fused_loss: bool = False
+    """Whether logits are never whole in float32."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on each data rank."""
+        return max(1, round(self.global_batch / (self.dp * self.micro_batch)))
+
+    @property
+    def num_devices(self) -> int:
+        """Product of the degrees."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on one rank of cp."""
+        return self.micro_batch * self.seq // self.cp
+
+    @property
+    def etp(self) -> int:
+        """Ranks that share each expert's matrices."""
+        return self.expert_tp or (self.tp if self.ep == 1 else 1)
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same part of the experts."""
+        return max(1, self.dp * self.cp * self.tp // (self.ep * self.etp))
+
+
+def check(shape: Shape, layout: Layout) -> None:
+    """Refuse what no library can run.
+
+    Raises:
+        PlanError: a degree does not divide what it splits.
+    """
+    rules = (
+        (
+            layout.pp * layout.vpp > shape.layers,
+            f"{layout.pp} x {layout.vpp} stages of {shape.layers} layers",
+            "a stage has a layer",
+        ),
+        (shape.heads % layout.tp > 0, f"tp {layout.tp} does not divide {shape.heads} heads", "ranks of tp share heads"),
+        (
+            bool(shape.experts) and shape.experts % layout.ep > 0,
+            f"ep {layout.ep} of {shape.experts} experts",
+            "ranks share experts",
+        ),
+        (
+            layout.seq % (2 * layout.cp) > 0 and layout.cp > 1,
+            f"cp {layout.cp} of {layout.seq} tokens",
+            "ranks of cp share tokens",
+        ),
+    )
+    for broken, what, rule in rules:
+        if broken:
+            raise PlanError(what, where="layout", rule=rule, fix="choose a degree that divides it")
+
+
+def layers_of_ranks(shape: Shape, layout: Layout) -> list[int]:
+    """Layers of each rank of pp; where stages are not equal, the first and the last have fewer."""
+    chunks = layout.pp * layout.vpp
+    each, left = divmod(shape.layers, chunks)
+    order = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), chunk == chunks - 1, chunk))
+    counts = [each] * chunks
+    for chunk in order[:left]:
+        counts[chunk] += 1
+    return [sum(counts[rank :: layout.pp]) for rank in range(layout.pp)]
+
+
+def expert_layers_of_ranks(shape: Shape, layout: Layout) -> list[float]:
+    """Layers with experts of each rank of pp: the first layers of some models have none."""
+    counts = layers_of_ranks(shape, layout)
+    dense = shape.dense_layers if shape.num_mlp == shape.layers else 0
+    first = min(counts[0], dense)  # as good as always they are fewer than the first rank has
+    rest = shape.num_moe / max(1, shape.layers - dense)
+    return [rest * (count - first * (rank == 0)) for rank, count in enumerate(counts)]
+
+
+def local_parameters(shape: Shape, layout: Layout, rank: int) -> tuple[float, float]:
+    """Parameters of a rank of pp, unsharded by data ranks: those that every token meets, and those of experts."""
+    share = layers_of_ranks(shape, layout)[rank] / shape.layers
+    shared = share * shape.shared_parameters / layout.tp
+    if rank == 0:
+        shared += shape.embedding_parameters / layout.tp
+    if rank == layout.pp - 1 and not (shape.tied and layout.pp == 1):
+        shared += shape.vocab * shape.hidden / layout.tp
+    layers = expert_layers_of_ranks(shape, layout)[rank]
+    experts = layers * shape.expert_parameters / (layout.ep * layout.etp)
+    return shared, experts
+
+
+def layout_of(plan: Plan, seq: int, global_batch: int) -> Layout:
+    """The layout of a resolved plan.
+
+    Args:
+        seq: tokens of a sequence.
+        global_batch: sequences of a step.
+    """
+    p = plan.parallel
+    recompute: Recompute = "none"
+    if plan.memory.recompute:
+        kinds = set(plan.memory.recompute)
+        recompute = "full" if kinds & {"block", "mlp"} else "selective" if "attention" in kinds else "light"
+    return Layout(
+        seq=seq,
+        global_batch=global_batch,
+        tp=p.tp,
+        sp=p.sp and p.tp > 1,
+        pp=p.pp,
+        vpp=plan.pipeline.virtual_stages,
+        cp=p.cp,
+        ep=p.ep,
+        dp=p.data_ranks,
+        zero=p.zero,
+        shard=p.dp_shard if p.dp_replicate > 1 else 0,
+        recompute=recompute,
+        recompute_share=1 / plan.memory.recompute_every,
+    )

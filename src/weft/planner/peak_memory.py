@@ -1,0 +1,113 @@
+"""Peak memory of a layout, by formula: of the fullest stage, by term."""
+
+from dataclasses import dataclass, replace
+
+from weft.planner.layout import Layout, layers_of_ranks, local_parameters
+from weft.planner.shape import Recompute, Shape, activation_bytes, state_bytes
+from weft.planner.stacks import Stack
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest stage."""
+
+    stage: int
+    states: float
+    activations: float
+    """In flight."""
+    transient: float
+    """The largest of what lives for a moment: logits, gathered layers, one layer computed again."""
+    reserve: float
+    """What the allocator has reserved and nobody uses."""
+    framework: float
+    """Outside the allocator."""
+
+    @property
+    def allocated(self) -> float:
+        """As an allocator counts at its fullest moment."""
+        return self.states + self.activations + self.transient
+
+    @property
+    def reserved(self) -> float:
+        """With what the allocator holds in vain."""
+        return self.allocated + self.reserve
+
+    @property
+    def total(self) -> float:
+        """As the driver counts; what must fit on the device."""
+        return self.reserved + self.framework
+
+
+def peak_memory(shape: Shape, layout: Layout, stack: Stack) -> Memory:
+    """Bytes of the fullest rank of pp."""
+    return max((stage_memory(shape, layout, stack, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
+
+
+def in_flight(layout: Layout, rank: int) -> float:
+    """Micro-batches whose activations a rank of pp holds at most, in those of all its layers."""
+    p, m = layout.pp, layout.micro_batches
+    if p == 1:
+        return 1.0
+    held = {"gpipe": float(m), "zb-h1": float(p), "zb-h2": 2.0 * p - 1, "zb-2p": 2.0 * p}.get(
+        layout.schedule, float(p - rank)
+    )
+    if layout.vpp > 1:
+        held = p - rank + (p - 1 - rank) / layout.vpp
+    return min(float(m), held)
+
+
+def layer_bytes(shape: Shape, layout: Layout, stack: Stack, recompute: Recompute) -> float:
+    """Activations that the mean layer keeps of a micro-batch."""
+    tokens, h = layout.tokens, shape.hidden
+    if recompute == "selective" and stack.halves:
+        return (layer_bytes(shape, layout, stack, "none") + layer_bytes(shape, layout, stack, "full")) / 2
+    width = (shape.num_mlp - shape.num_moe) * shape.ffn + shape.num_moe * shape.shared_ffn
+    dense = replace(shape, ffn=width // max(1, shape.num_mlp))
+    local = layout.seq // layout.cp
+    kept = activation_bytes(dense, local, layout.micro_batch, layout.tp, layout.sp, recompute, stack.flash)
+    if not stack.dropout and not shape.gated and recompute != "full":
+        kept -= 2 * tokens * h / (layout.tp if layout.sp else 1)
+    if not stack.dropout and not stack.flash and recompute in ("none", "light"):  # no mask, no second copy
+        kept -= 3 * shape.heads * local * tokens / layout.tp
+    if layout.sp and not stack.gathers_again and recompute != "full":
+        kept += 2 * tokens * h * (1 - 1 / layout.tp)
+    if shape.kv_lora and recompute != "full":
+        kept += tokens * 2 * (shape.q_lora + shape.kv_lora)
+    if shape.num_moe and recompute != "full":
+        routed = tokens / (layout.tp // layout.etp) * shape.top_k
+        row = 4 * (shape.latent or h) + 2 * (shape.matrices) * shape.expert_ffn / layout.etp
+        if recompute == "light":
+            row = 2 * (shape.latent or h) + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp
+        kept += shape.num_moe / shape.layers * (routed * row + 8 * tokens / layout.tp * shape.experts)
+    if layout.number != "bf16" and recompute != "full":  # inputs of products are kept in 8 bits
+        kept -= tokens * (2 * h / (layout.tp if layout.sp else 1) + dense.ffn / layout.tp) * (recompute != "light")
+    return kept
+
+
+def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int) -> Memory:
+    """Bytes of one rank of pp."""
+    shared, experts = local_parameters(shape, layout, rank)
+    sizes = (stack.weights, stack.gradients, stack.optimizer)
+    states = state_bytes(shared, layout.zero, layout.shard or layout.dp * layout.cp, *sizes)
+    states += state_bytes(experts, layout.zero, layout.edp, *sizes)
+    if layout.adapters:
+        states = stack.weights * (shared + experts)
+    if layout.zero >= 3 and layout.pp > 1:  # gathered, and gradients whole, until the last micro-batch
+        states += (2 + stack.reduce) * (shared + experts)
+    if layout.zero <= 1 and layout.dp * layout.cp > 1 and (layout.zero == 1 or stack.zero == 0):
+        states += stack.update_buffer * (shared + experts)
+    count, flight = layers_of_ranks(shape, layout)[rank], in_flight(layout, rank)
+    each = layer_bytes(shape, layout, stack, layout.recompute)
+    if layout.recompute == "full" and layout.recompute_share < 1:
+        each = layout.recompute_share * each + (1 - layout.recompute_share) * layer_bytes(shape, layout, stack, "light")
+    activations = 2 * each if layout.offload else flight * count * each
+    transient = 0.0
+    if layout.recompute == "full":
+        transient = layer_bytes(shape, layout, stack, "none")
+    if rank == layout.pp - 1:
+        logits = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logits)
+        transient = max(transient, logits) + 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
+    if layout.zero >= 3:
+        transient += 2 * 2 * (shared + experts) / max(1, count)
+    reserve = (stack.reserve - 1) * (states + activations + transient)
+    return Memory(rank, states, activations, transient, reserve, stack.framework)
