@@ -75,8 +75,8 @@ def test_a_pipeline_of_equal_stages_is_its_closed_form() -> None:
 
 
 def test_layers_of_unequal_stages_are_fewer_at_the_ends() -> None:
-    assert layers_of_ranks(replace(LLAMA, layers=78), replace(BASE, pp=8)) == [9, 10, 10, 10, 10, 10, 10, 9]
-    assert layers_of_ranks(LLAMA, replace(BASE, pp=8, vpp=5)) == [10] * 8
+    assert layers_of_ranks(replace(LLAMA, layers=78), replace(BASE, pp=8)) == (9, 10, 10, 10, 10, 10, 10, 9)
+    assert layers_of_ranks(LLAMA, replace(BASE, pp=8, vpp=5)) == (10,) * 8
     assert sum(layers_of_ranks(replace(LLAMA, layers=126), replace(BASE, pp=16, vpp=8))) == 126
 
 

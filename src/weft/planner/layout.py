@@ -1,13 +1,14 @@
 """A layout: how a model is trained, as far as step time and memory depend on it, and what each rank of it holds."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.planner.shape import Recompute, Shape
 
-Schedule = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-2p"]
+Schedule = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-2p", "zbv"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Layout:
     schedule: Schedule = "1f1b"
     fused_loss: bool = False
     """Whether logits are never whole in float32."""
+    optimizer_on_host: bool = False
+    """Whether master weights and moments wait on the host between updates."""
+    compression: float = 1.0
+    """Bytes of gradients on their way between data ranks, of those that are not compressed."""
 
     @property
     def micro_batches(self) -> int:
@@ -99,15 +104,20 @@ def check(shape: Shape, layout: Layout) -> None:
             raise PlanError(what, where="layout", rule=rule, fix="choose a degree that divides it")
 
 
-def layers_of_ranks(shape: Shape, layout: Layout) -> list[int]:
+def layers_of_ranks(shape: Shape, layout: Layout) -> tuple[int, ...]:
     """Layers of each rank of pp; where stages are not equal, the first and the last have fewer."""
-    chunks = layout.pp * layout.vpp
-    each, left = divmod(shape.layers, chunks)
+    return _split(shape.layers, layout.pp, layout.vpp)
+
+
+@cache
+def _split(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
+    chunks = pp * vpp
+    each, left = divmod(layers, chunks)
     order = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), chunk == chunks - 1, chunk))
     counts = [each] * chunks
     for chunk in order[:left]:
         counts[chunk] += 1
-    return [sum(counts[rank :: layout.pp]) for rank in range(layout.pp)]
+    return tuple(sum(counts[rank::pp]) for rank in range(pp))
 
 
 def expert_layers_of_ranks(shape: Shape, layout: Layout) -> list[float]:

@@ -40,7 +40,10 @@ class Memory:
 
 def peak_memory(shape: Shape, layout: Layout, stack: Stack) -> Memory:
     """Bytes of the fullest rank of pp."""
-    return max((stage_memory(shape, layout, stack, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
+    counts = layers_of_ranks(shape, layout)
+    # Of ranks with as many layers the first holds most micro-batches; the first two may have layers without experts.
+    ranks = {0, min(1, layout.pp - 1), layout.pp - 1, *(counts.index(count, 1) for count in set(counts[1:]))}
+    return max((stage_memory(shape, layout, stack, rank) for rank in sorted(ranks)), key=lambda memory: memory.total)
 
 
 def in_flight(layout: Layout, rank: int) -> float:
@@ -48,10 +51,10 @@ def in_flight(layout: Layout, rank: int) -> float:
     p, m = layout.pp, layout.micro_batches
     if p == 1:
         return 1.0
-    held = {"gpipe": float(m), "zb-h1": float(p), "zb-h2": 2.0 * p - 1, "zb-2p": 2.0 * p}.get(
+    held = {"gpipe": float(m), "zb-h1": float(p), "zb-h2": 2.0 * p - 1, "zb-2p": 2.0 * p, "zbv": float(p)}.get(
         layout.schedule, float(p - rank)
     )
-    if layout.vpp > 1:
+    if layout.vpp > 1 and layout.schedule != "zbv":
         held = p - rank + (p - 1 - rank) / layout.vpp
     return min(float(m), held)
 
@@ -87,7 +90,7 @@ def layer_bytes(shape: Shape, layout: Layout, stack: Stack, recompute: Recompute
 def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int) -> Memory:
     """Bytes of one rank of pp."""
     shared, experts = local_parameters(shape, layout, rank)
-    sizes = (stack.weights, stack.gradients, stack.optimizer)
+    sizes = (stack.weights, stack.gradients, 0.0 if layout.optimizer_on_host else stack.optimizer)
     states = state_bytes(shared, layout.zero, layout.shard or layout.dp * layout.cp, *sizes)
     states += state_bytes(experts, layout.zero, layout.edp, *sizes)
     if layout.adapters:

@@ -243,13 +243,16 @@ def head_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> T
     return both.times(1 + shape.predict_ahead)
 
 
-def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> StepTime:
+def step_time(
+    shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, layer: LayerTime | None = None
+) -> StepTime:
     """Seconds of a step.
 
     Args:
         cluster: where it runs; it may have more devices than the layout needs.
+        layer: what `layer_time` gives, where it is known already: many layouts share it.
     """
-    layer = layer_time(shape, layout, cluster, stack)
+    layer = layer or layer_time(shape, layout, cluster, stack)
     head = head_time(shape, layout, cluster, stack)
     whole = layer.compute.plus(layer.tp).plus(layer.cp).plus(layer.ep)
     gather = zero_times(shape, layout, cluster, stack, whole)
@@ -285,7 +288,7 @@ def pipeline_time(
     bubble = (total - longest) / layout.vpp
     if layout.schedule == "zb-h1":
         bubble = max(0.0, bubble - 2 * weights * (layout.pp - 1) / layout.vpp)
-    elif layout.schedule in ("zb-h2", "zb-2p"):
+    elif layout.schedule in ("zb-h2", "zb-2p", "zbv"):
         bubble = max(0.0, bubble - 3 * weights * (layout.pp - 1) / layout.vpp)
     ends = network.group(cluster, layout.pp, layout.num_devices // layout.pp)
     size = 2.0 * layout.tokens * shape.hidden
@@ -309,10 +312,11 @@ def zero_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, lay
         one = network.all_gather(ranks, shared * num_bytes / stack.messages)
         return (stack.messages * one + network.all_gather(among, experts * num_bytes)) / stack.wire
 
-    weights, gradients = time(2.0), time(stack.reduce)
+    weights, gradients = time(2.0), time(stack.reduce * layout.compression)
     if layout.shard and layout.shard < layout.dp:
         copies = network.group(cluster, layout.dp // layout.shard, layout.tp * layout.shard)
-        gradients += network.all_reduce(copies, shared * stack.reduce / layout.shard) / stack.wire
+        size = shared * stack.reduce * layout.compression / layout.shard
+        gradients += network.all_reduce(copies, size) / stack.wire
     beside = layer if stack.prefetch else NOTHING
     forward = exposed(weights, beside.forward, stack.slowdown)
     return Two(forward, exposed(weights + gradients, beside.backward, stack.slowdown))
@@ -331,8 +335,8 @@ def gradient_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, 
             network.all_gather(ranks, shared * num_bytes) + network.all_gather(among, experts * num_bytes)
         ) / stack.wire
 
-    second = time(2.0) if layout.zero else time(stack.reduce)
-    reduce = time(stack.reduce)
+    reduce = time(stack.reduce * layout.compression)
+    second = time(2.0) if layout.zero else reduce
     if not layout.zero:
         return exposed(reduce + second, stack.dp_overlap * rank.backward, stack.slowdown)
     hidden = rank.forward if stack.gather_overlap else 0.0
@@ -343,4 +347,7 @@ def optimizer_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack)
     """Seconds of clipping and Adam: each state of a parameter that the rank updates is read and written."""
     shared, experts = local_parameters(shape, layout, 0)
     mine = shared / (layout.dp * layout.cp) + experts / layout.edp if layout.zero else shared + experts
-    return roofline.stream(cluster.device, 2 * (stack.optimizer + stack.gradients + stack.weights) * mine) + 2e-3
+    update = roofline.stream(cluster.device, 2 * (stack.optimizer + stack.gradients + stack.weights) * mine) + 2e-3
+    if layout.optimizer_on_host:  # there and back, beside the update
+        return max(update, 2 * stack.optimizer * mine / cluster.device.host_bandwidth)
+    return update
