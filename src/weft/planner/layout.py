@@ -106,11 +106,12 @@ def check(shape: Shape, layout: Layout) -> None:
 
 def layers_of_ranks(shape: Shape, layout: Layout) -> tuple[int, ...]:
     """Layers of each rank of pp; where stages are not equal, the first and the last have fewer."""
-    return _split(shape.layers, layout.pp, layout.vpp)
+    return split_layers(shape.layers, layout.pp, layout.vpp)
 
 
 @cache
-def _split(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
+def split_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
+    """Layers of each rank of pp, of vpp chunks each."""
     chunks = pp * vpp
     each, left = divmod(layers, chunks)
     order = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), chunk == chunks - 1, chunk))

@@ -243,9 +243,7 @@ def head_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> T
     return both.times(1 + shape.predict_ahead)
 
 
-def step_time(
-    shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, layer: LayerTime | None = None
-) -> StepTime:
+def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, layer: LayerTime | None = None) -> StepTime:
     """Seconds of a step.
 
     Args:

@@ -1,0 +1,446 @@
+"""The search for the fastest layout that fits: every combination of degrees, schedules and ways to hold less, by formula.
+
+Exhaustive, and quick because most of the space is never looked at: a layout cannot be faster than its layers and a bubble
+alone, and layers are known for all layouts of one tp, cp, ep and micro-batch at once. Candidates are visited in the order of
+that bound, and a list of the best is complete when the next bound is above its last (branch and bound). A second pass finds
+the best layout with each value near a chosen one, so that what was not chosen has its reason.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from weft.planner.hardware import GIB, Cluster
+from weft.planner.layout import Layout, Schedule, local_parameters, split_layers
+from weft.planner.peak_memory import Memory, peak_memory
+from weft.planner.shape import Recompute, Shape, state_bytes
+from weft.planner.stacks import Stack
+from weft.planner.step_time import LayerTime, StepTime, head_time, layer_time, step_time
+
+MARGIN = 0.92  # of a device's memory that a plan may fill: fragments and what formulas do not know have the rest
+LARGEST_MICRO_BATCH = 64
+INTERLEAVED = (2, 3, 4, 5, 6, 8)  # stages of a rank
+
+
+Value = int | tuple[str, int]
+Setting = tuple[str, Value]
+"""A name and a value; of schedules also the stages of a rank."""
+
+
+class Skeleton(NamedTuple):
+    """A layout without its ways to hold less."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    ep: int
+    zero: int
+    shard: int
+    micro_batch: int
+    schedule: Schedule
+    vpp: int
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """What is compared with other values."""
+        order: Value = (self.schedule, self.vpp)
+        return (
+            ("tp", self.tp),
+            ("cp", self.cp),
+            ("pp", self.pp),
+            ("ep", self.ep),
+            ("zero", self.zero),
+            ("micro_batch", self.micro_batch),
+            ("schedule", order),
+            ("shard", self.shard),
+        )
+
+
+class Lean(NamedTuple):
+    """Ways to hold less."""
+
+    recompute: Recompute
+    offload: bool
+    optimizer_on_host: bool
+
+    def dominates(self, other: "Lean") -> bool:
+        """Whether it is surely as fast: `other` does all that it does, and more. What is recomputed need not be offloaded."""
+        order = ("none", "light", "full")
+        if self.offload:
+            less = self.recompute == other.recompute and other.offload
+        else:
+            less = order.index(self.recompute) <= order.index(other.recompute)
+        return less and self.optimizer_on_host <= other.optimizer_on_host
+
+
+LEAN = [
+    Lean(recompute, offload, on_host)
+    for on_host in (False, True)
+    for offload in (False, True)
+    for recompute in ("none", "light", "full")
+]
+
+
+class Choice(NamedTuple):
+    """A layout with its predicted cost."""
+
+    layout: Layout
+    time: StepTime
+    memory: Memory
+
+
+class Direction(NamedTuple):
+    """One other value of one setting, and the best layout with it; without one where nothing fits."""
+
+    setting: str
+    value: Value
+    choice: Choice | None
+    least_memory: float
+    """Bytes that the leanest layout with it needs, where nothing fits; 0: not even looked at, as states alone are too large."""
+
+
+@dataclass
+class Found:
+    """What a search comes to."""
+
+    best: list[Choice]
+    """The fastest first."""
+    size: int
+    """Layouts in the space."""
+    timed: int
+    """Of which the time was worked out in full."""
+    least_memory: float
+    """Bytes of the leanest layout that was looked at, where nothing fits."""
+
+
+@dataclass
+class Space:
+    """All layouts of a model on a cluster, and what they share."""
+
+    shape: Shape
+    seq: int
+    global_batch: int
+    """Sequences."""
+    cluster: Cluster
+    stack: Stack
+    margin: float = MARGIN
+    lean: list[Lean] = field(default_factory=lambda: LEAN)
+    compression: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._layers: dict[Layout, LayerTime] = {}
+        self._states: dict[tuple[int, ...], float] = {}
+
+    @property
+    def budget(self) -> float:
+        """Bytes of a device that a layout may fill."""
+        return self.margin * self.cluster.device.memory
+
+    def skeletons(self) -> Iterator[Skeleton]:
+        """Every one that divides what it splits."""
+        shape, devices = self.shape, self.cluster.num_devices
+        for pp in divisors(devices):
+            if pp > shape.layers:
+                break
+            for tp in divisors(devices // pp):
+                if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
+                    continue
+                for cp in divisors(devices // pp // tp):
+                    dp = devices // pp // tp // cp
+                    if self.seq % (2 * cp * tp) or self.global_batch % dp:
+                        continue
+                    yield from self._of_degrees(tp, cp, pp, dp)
+
+    def _of_degrees(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Skeleton]:
+        rows = self.global_batch // dp
+        shards = [0] + [self.cluster.per_host // (tp * cp)] * (tp * cp < self.cluster.per_host < tp * cp * dp)
+        states = [(zero, 0) for zero in ((0, 1, 2) if dp * cp > 1 else (0,))]
+        states += [(3, shard) for shard in shards if dp * cp > 1]
+        for micro in (size for size in divisors(rows) if size <= LARGEST_MICRO_BATCH):
+            for schedule, vpp in self._schedules(pp, rows // micro):
+                for zero, shard in states:
+                    sharing = (shard or dp) * cp * tp
+                    for ep in divisors(math.gcd(self.shape.experts or 1, sharing)):
+                        yield Skeleton(tp, cp, pp, dp, ep, zero, shard, micro, schedule, vpp)
+
+    def _schedules(self, pp: int, micro_batches: int) -> Iterator[tuple[Schedule, int]]:
+        yield "1f1b", 1
+        if pp == 1:
+            return
+        yield "zb-h1", 1
+        if 2 * pp <= self.shape.layers:
+            yield "zbv", 2
+        for vpp in INTERLEAVED:
+            if pp * vpp <= self.shape.layers and micro_batches >= pp:
+                yield "interleaved", vpp
+
+    def layout(self, skeleton: Skeleton, lean: Lean) -> Layout:
+        """The whole of it."""
+        tp, cp, pp, dp, ep, zero, shard, micro_batch, schedule, vpp = skeleton
+        return Layout(
+            seq=self.seq,
+            global_batch=self.global_batch,
+            micro_batch=micro_batch,
+            tp=tp,
+            sp=tp > 1,
+            pp=pp,
+            vpp=vpp,
+            cp=cp,
+            ep=ep,
+            dp=dp,
+            zero=zero,
+            shard=shard,
+            recompute=lean.recompute,
+            offload=lean.offload,
+            schedule=schedule,
+            optimizer_on_host=lean.optimizer_on_host,
+            compression=self.compression,
+        )
+
+    def layer(self, layout: Layout) -> LayerTime:
+        """Seconds of its mean layer: one for all layouts that differ in nothing that a layer sees."""
+        same = Layout(
+            layout.seq,
+            layout.seq,
+            layout.micro_batch,
+            layout.tp,
+            layout.sp,
+            2 if layout.pp > 1 else 1,
+            cp=layout.cp,
+            ep=layout.ep,
+            recompute=layout.recompute,
+            offload=layout.offload,
+        )
+        if same not in self._layers:
+            self._layers[same] = layer_time(self.shape, same, self.cluster, self.stack)
+        return self._layers[same]
+
+    def time(self, layout: Layout) -> StepTime:
+        """Predicted seconds of a step."""
+        return step_time(self.shape, layout, self.cluster, self.stack, self.layer(layout))
+
+    @cached_property
+    def bounds(self) -> list[tuple[float, Skeleton]]:
+        """Seconds that a step of each skeleton takes at least, the lowest first: all but gradients, ZeRO and the update.
+
+        Seconds of its mean layer and of the head, put on its busiest rank, with the bubble that they leave.
+        """
+        known: dict[tuple[int, ...], tuple[float, float, float]] = {}
+        found = []
+        for skeleton in self.skeletons():
+            tp, cp, pp, dp, ep, _, _, micro, schedule, vpp = skeleton
+            key = tp, cp, ep, micro, min(pp, 2)
+            if key not in known:
+                layout = self.layout(skeleton, LEAN[0])
+                layer, head = self.layer(layout), head_time(self.shape, layout, self.cluster, self.stack)
+                whole = layer.compute.plus(layer.tp).plus(layer.cp).plus(layer.ep)
+                known[key] = whole.sum, head.sum, layer.weights
+            whole_sum, head_sum, weights = known[key]
+            counts = split_layers(self.shape.layers, pp, vpp)
+            busiest = max(max(counts) * whole_sum, counts[-1] * whole_sum + head_sum)
+            bubble = (self.shape.layers * whole_sum + head_sum - busiest) / vpp
+            if schedule not in ("1f1b", "interleaved"):
+                saved = 2 if schedule == "zb-h1" else 3
+                bubble = max(0.0, bubble - saved * weights * max(counts) * (pp - 1) / vpp)
+            found.append((self.global_batch // (dp * micro) * busiest + bubble, skeleton))
+        return sorted(found)
+
+    def least_states(self, skeleton: Skeleton) -> float:
+        """Bytes of states of the first rank at least, however lean it is."""
+        tp, cp, pp, dp, ep, zero, shard, *_, vpp = skeleton
+        key = tp, cp, pp, dp, ep, zero, shard, vpp
+        if key not in self._states:
+            layout = self.layout(skeleton, LEAN[0])
+            shared, experts = local_parameters(self.shape, layout, 0)
+            sizes = (
+                self.stack.weights,
+                self.stack.gradients,
+                0.0 if self.lean[-1].optimizer_on_host else self.stack.optimizer,
+            )
+            among = state_bytes(shared, zero, shard or dp * cp, *sizes)
+            self._states[key] = among + state_bytes(experts, zero, layout.edp, *sizes)
+        return self._states[key]
+
+    def fastest(self, skeleton: Skeleton, limit: float) -> tuple[Choice | None, float]:
+        """The fastest way to hold as little as there is room for.
+
+        Args:
+            skeleton: the rest of the layout.
+            limit: seconds; a slower layout is of no interest.
+
+        Returns:
+            None where nothing fits or is fast enough; and the bytes of the leanest, 0 where they were not counted.
+        """
+        if self.least_states(skeleton) + self.stack.framework > self.budget:
+            return None, 0.0
+        if self.time(self.layout(skeleton, self.lean[0])).seconds >= limit:
+            return None, 0.0
+        leanest = peak_memory(self.shape, self.layout(skeleton, self.lean[-1]), self.stack).total
+        if leanest > self.budget:
+            return None, leanest
+        fitting: list[Lean] = []
+        choices = []
+        for lean in self.lean:
+            if any(other.dominates(lean) for other in fitting):
+                continue
+            layout = self.layout(skeleton, lean)
+            memory = peak_memory(self.shape, layout, self.stack)
+            if memory.total <= self.budget:
+                fitting.append(lean)
+                choices.append(Choice(layout, self.time(layout), memory))
+        best = min(choices, key=lambda choice: choice.time.seconds)
+        return (best if best.time.seconds < limit else None), leanest
+
+
+def search(space: Space, count: int = 5) -> Found:
+    """The fastest layouts that fit.
+
+    Args:
+        space: where to look.
+        count: layouts to find.
+    """
+    best: list[Choice] = []
+    timed, least = 0, math.inf
+    for bound, skeleton in space.bounds:
+        if len(best) == count and bound >= best[-1].time.seconds:
+            break
+        choice, leanest = space.fastest(skeleton, best[-1].time.seconds if len(best) == count else math.inf)
+        least, timed = min(least, leanest), timed + (choice is not None)
+        if choice is not None:
+            best = sorted([*best, choice], key=lambda found: found.time.seconds)[:count]
+    return Found(best, len(space.bounds) * len(space.lean), timed, least if math.isfinite(least) else 0.0)
+
+
+def look_around(space: Space, best: Choice) -> list[Direction]:
+    """The best layouts with other values of each setting: the two below and the two above the chosen one's."""
+    chosen = dict(skeleton_of(best.layout).settings)
+    values: dict[str, set[Value]] = defaultdict(set)
+    for _, skeleton in space.bounds:
+        for name, value in skeleton.settings:
+            values[name].add(value)
+    found: dict[Setting, Choice | None] = {
+        (name, value): None for name in chosen for value in _near(values[name], chosen[name])
+    }
+    needs: dict[Setting, float] = {}
+    for bound, skeleton in space.bounds:
+        settings = [setting for setting in skeleton.settings if setting in found]
+        limits = {
+            setting: math.inf if (known := found[setting]) is None else known.time.seconds for setting in settings
+        }
+        if not limits or bound >= max(limits.values()):
+            continue
+        choice, leanest = space.fastest(skeleton, max(limits.values()))
+        for setting, limit in limits.items():
+            if choice is None and leanest:
+                needs[setting] = min(needs.get(setting, math.inf), leanest)
+            elif choice is not None and choice.time.seconds < limit:
+                found[setting] = choice
+    return [
+        Direction(name, value, choice, 0.0 if choice else needs.get((name, value), 0.0))
+        for (name, value), choice in found.items()
+    ]
+
+
+def _near(values: set[Value], chosen: Value) -> list[Value]:
+    """Numbers near the chosen one; of schedules all others."""
+    ordered = sorted(values, key=str if isinstance(chosen, tuple) else None)
+    place = ordered.index(chosen)
+    if isinstance(chosen, tuple):
+        return ordered[:place] + ordered[place + 1 :]
+    return ordered[max(0, place - 2) : place] + ordered[place + 1 : place + 3]
+
+
+def skeleton_of(layout: Layout) -> Skeleton:
+    """Of a layout."""
+    return Skeleton(
+        layout.tp,
+        layout.cp,
+        layout.pp,
+        layout.dp,
+        layout.ep,
+        layout.zero,
+        layout.shard,
+        layout.micro_batch,
+        layout.schedule,
+        layout.vpp,
+    )
+
+
+def fewest_devices(space: Space) -> tuple[Cluster, Choice] | None:
+    """The smallest cluster of the same hosts, by halves and doubles, on which a layout fits, and its fastest layout."""
+    cluster, found = space.cluster, None
+    sizes = [cluster.num_devices]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    for size in sizes:
+        smaller = replace(space, cluster=shrink(cluster, size))
+        choices = search(smaller, 1).best
+        if not choices:
+            break
+        found = smaller.cluster, choices[0]
+    size = cluster.num_devices
+    while found is None and size < 64 * cluster.num_devices and space.global_batch * space.seq > size:
+        size *= 2
+        larger = replace(space, cluster=shrink(cluster, size))
+        choices = search(larger, 1).best
+        found = (larger.cluster, choices[0]) if choices else None
+    return found
+
+
+def shrink(cluster: Cluster, num_devices: int) -> Cluster:
+    """As many devices on hosts of the same kind."""
+    per_host = min(cluster.per_host, num_devices)
+    return Cluster(cluster.device, -(-num_devices // per_host), per_host)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, the smallest first."""
+    low = [factor for factor in range(1, math.isqrt(number) + 1) if number % factor == 0]
+    return low + [number // factor for factor in reversed(low) if factor * factor != number]
+
+
+def reason(direction: Direction, best: Choice, cluster: Cluster) -> str:
+    """Why another value was not chosen, in one line: how much slower, and by what, or what does not fit."""
+    name = _in_words(direction.setting, direction.value)
+    if direction.choice is None:
+        if direction.least_memory:
+            have = cluster.device.memory / GIB
+            return f"{name}: does not fit, needs {direction.least_memory / GIB:,.0f} GiB at least of {have:,.0f}"
+        return f"{name}: does not fit, model states alone are too large"
+    other, mine = direction.choice.time, best.time
+    slower = other.seconds / mine.seconds - 1
+    terms = {term: getattr(other, term) - getattr(mine, term) for term in vars(mine)}
+    worst = max(terms, key=lambda term: terms[term])
+    if terms[worst] <= 0:
+        return f"{name}: {slower:+.1%}"
+    return f"{name}: {slower:+.1%}, {TERMS[worst]} {terms[worst]:+.3g} s{_crossing(worst, direction.choice.layout, cluster)}"
+
+
+def _in_words(setting: str, value: Value) -> str:
+    if isinstance(value, tuple):
+        return f"schedule {value[0]}" + (f", {value[1]} stages a rank" if value[1] > 1 else "")
+    if setting == "shard":
+        return f"states shared by {value} ranks" if value else "states shared by all data ranks"
+    return f"{setting} {value}"
+
+
+TERMS = {
+    "compute": "computation",
+    "tp": "messages of tp",
+    "cp": "messages of cp",
+    "ep": "messages of ep",
+    "zero": "gathered weights",
+    "pipeline": "bubble and messages of pp",
+    "gradients": "gradients",
+    "optimizer": "update",
+}
+
+
+def _crossing(term: str, layout: Layout, cluster: Cluster) -> str:
+    """That the ranks of a term are on several hosts."""
+    reach = {"tp": layout.tp, "cp": layout.tp * layout.cp, "ep": layout.ep}.get(term, 0)
+    return f", as it crosses hosts of {cluster.per_host}" if reach > cluster.per_host else ""

@@ -1,0 +1,91 @@
+"""The search finds what looking at everything finds."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from weft.planner.hardware import GIB, Cluster, find_device
+from weft.planner.layout import Layout
+from weft.planner.peak_memory import peak_memory
+from weft.planner.search import LEAN, Choice, Lean, Space, divisors, fewest_devices, look_around, reason, search
+from weft.planner.shape import Shape
+from weft.planner.stacks import STACKS
+from weft.planner.step_time import step_time
+
+DENSE = Shape(12, 1024, 16, 4, 64, 4096, 32000)
+MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
+WEFT = STACKS["weft"]
+
+
+def space(shape: Shape, gib: float, hosts: int = 2, per_host: int = 2) -> Space:
+    device = replace(find_device("A100-80"), memory=gib * GIB)
+    return Space(shape, 2048, 16, Cluster(device, hosts, per_host), WEFT)
+
+
+def everything(where: Space) -> list[Choice]:
+    """All layouts that fit, without bounds, caches and orders."""
+    found = []
+    for skeleton, lean in product(where.skeletons(), LEAN):
+        layout = where.layout(skeleton, lean)
+        memory = peak_memory(where.shape, layout, WEFT)
+        if memory.total <= where.budget:
+            found.append(Choice(layout, step_time(where.shape, layout, where.cluster, WEFT), memory))
+    return sorted(found, key=lambda choice: choice.time.seconds)
+
+
+@pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 6), (DENSE, 5), (MOE, 80), (MOE, 4.5)])
+def test_the_best_of_all(shape: Shape, gib: float) -> None:
+    where = space(shape, gib)
+    every = everything(where)
+    fastest: dict[tuple[object, ...], float] = {}  # of layouts that differ in nothing but how they hold less
+    for choice in every:
+        layout = replace(choice.layout, recompute="none", offload=False, optimizer_on_host=False)
+        fastest.setdefault((layout,), choice.time.seconds)
+    found = search(where, 5)
+    assert [choice.time.seconds for choice in found.best] == pytest.approx(list(fastest.values())[:5], rel=1e-12)
+    assert found.size == sum(1 for _ in where.skeletons()) * len(LEAN)
+    for direction in look_around(where, found.best[0]):
+        same = [c.time.seconds for c in every if (direction.setting, direction.value) in settings(c.layout)]
+        assert (direction.choice is None) == (not same)
+        if direction.choice:
+            assert direction.choice.time.seconds == pytest.approx(same[0], rel=1e-12)
+        assert reason(direction, found.best[0], where.cluster)
+
+
+def settings(layout: Layout) -> set[tuple[str, object]]:
+    names = "tp", "cp", "pp", "ep", "zero", "micro_batch", "shard"
+    return {*((name, getattr(layout, name)) for name in names), ("schedule", (layout.schedule, layout.vpp))}
+
+
+def test_less_memory_is_slower_and_too_little_fits_nothing() -> None:
+    seconds = [search(space(DENSE, gib), 1).best[0].time.seconds for gib in (80, 6, 4)]
+    assert seconds == sorted(seconds)
+    nothing = search(space(DENSE, 1), 1)
+    assert not nothing.best
+
+
+def test_fewest_devices() -> None:
+    cluster, choice = fewest_devices(space(DENSE, 80)) or pytest.fail("nothing")
+    assert cluster.num_devices == 1
+    assert choice.layout.num_devices == 1
+    small = replace(space(DENSE, 3.5), cluster=Cluster(replace(find_device("A100-80"), memory=3.5 * GIB), 1, 1))
+    assert not search(small, 1).best
+    larger, choice = fewest_devices(small) or pytest.fail("nothing")
+    assert larger.num_devices > 1
+    assert choice.memory.total <= small.budget
+    assert fewest_devices(space(DENSE, 0.5)) is None
+
+
+def test_ways_to_hold_less_dominate() -> None:
+    assert Lean("none", False, False).dominates(Lean("full", True, True))
+    assert not Lean("none", True, False).dominates(Lean("full", True, False))  # which has less to send
+    assert not Lean("light", False, False).dominates(Lean("none", True, True))
+    assert all(lean.dominates(lean) for lean in LEAN)
+
+
+def test_divisors() -> None:
+    for number in (1, 2, 12, 36, 97, 1024):
+        assert divisors(number) == [size for size in range(1, number + 1) if number % size == 0]
+    assert math.prod(divisors(6)) == 36
