@@ -142,6 +142,23 @@ class Comm(Table):
     """Whether what a message leaves out is added to the next one."""
 
 
+class Prediction(Table):
+    """What `weft plan` expected of a plan. `weft train` puts what it measures beside it."""
+
+    cluster: str
+    """Hosts and devices it is for, in words."""
+    step_seconds: float
+    terms: dict[str, float]
+    """Seconds that the step consists of, on the busiest rank."""
+    tokens_per_second: float
+    memory_bytes: int
+    """At the fullest moment of the fullest rank."""
+    memory: dict[str, int]
+    """What they consist of."""
+    sent_bytes: dict[str, int] = {}
+    """What the first rank sends in a step, by axis; empty where no dry run has counted it."""
+
+
 class Plan(Table):
     """How a model runs on a cluster. Frozen; read by the runtime, the planner, checkpoints and the report alike."""
 
@@ -150,6 +167,8 @@ class Plan(Table):
     precision: Precision = Precision()
     memory: Memory = Memory()
     comm: Comm = Comm()
+    prediction: Prediction | None = None
+    """What the planner expects of it; written by `weft plan`."""
 
     def resolve(self, world_size: int) -> "Plan":
         """Check every rule and replace -1 by a number.

@@ -8,6 +8,7 @@ from weft.cli.compare import compare
 from weft.cli.dryrun import dryrun
 from weft.cli.export import export
 from weft.cli.memory import memory
+from weft.cli.plan import plan
 from weft.cli.report import report
 from weft.cli.schema import schema
 from weft.cli.topology import topology
@@ -22,6 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, compare, dryrun, memory, topology, export, report, anatomy, schema, validate):
+for command in (train, plan, compare, dryrun, memory, topology, export, report, anatomy, schema, validate):
     app.command()(command)
 app.add_typer(checkpoint, name="checkpoint")

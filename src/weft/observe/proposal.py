@@ -1,0 +1,86 @@
+"""What `weft plan` found, on the terminal and as a plan that runs."""
+
+import math
+from pathlib import Path
+
+import tomli_w
+from rich.console import Console
+from rich.table import Column, Table
+
+from weft.planner.hardware import GIB
+from weft.planner.propose import Proposal, describe
+from weft.planner.search import TERMS, reason
+from weft.planner.strategy import in_words, predict
+
+WIDTH = 150  # letters of a line, at least: rather wrapped than cut
+
+
+def print_proposal(found: Proposal) -> None:
+    """Print the best layouts, where time and memory of the first go, what was not chosen and why, and what it costs."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, WIDTH)
+    first, cost = found.best[0], found.costs[0]
+    console.print(f"{in_words(found.space.cluster)}, {found.space.shape.parameters / 1e9:,.1f} billion parameters")
+    table = Table("layout", *(Column(name, justify="right") for name in ("step", "tokens/s", "MFU", "GiB", "slower")))
+    for choice, its in zip(found.best, found.costs, strict=True):
+        slower = choice.time.seconds / first.time.seconds - 1
+        table.add_row(
+            describe(choice),
+            f"{choice.time.seconds * found.scalar:.3g} s",
+            f"{its.tokens_per_second:,.0f}",
+            f"{its.mfu:.1%}",
+            f"{choice.memory.total / GIB:,.1f}",
+            f"{slower:.1%}" if slower else "",
+        )
+    console.print(table)
+    console.print(terms_table(found))
+    for choice, why in found.refused:
+        console.print(f"refused: {describe(choice)}: {why}", markup=False)
+    console.print("Why not another value, with the best of all others beside it:")
+    for direction in found.directions:
+        console.print(f"  {reason(direction, first, found.space.cluster)}", markup=False)
+    for choice in found.leaner:
+        slower = choice.time.seconds / first.time.seconds - 1
+        console.print(f"within {choice.memory.total / GIB:,.1f} GiB: {describe(choice)}, {slower:+.1%}", markup=False)
+    if found.fewest:
+        cluster, choice = found.fewest
+        console.print(
+            f"fewest devices: {cluster.num_devices}, {choice.time.seconds * found.scalar:.3g} s a step: {describe(choice)}"
+        )
+    parts = [f"{cost.dollars_per_trillion_tokens:,.0f} dollars a trillion tokens"] * bool(
+        cost.dollars_per_trillion_tokens
+    )
+    parts += [f"{cost.dollars_per_month:,.0f} dollars a month"] * bool(cost.dollars_per_month)
+    parts += [f"{cost.joules_per_token:.3g} J a token"] * bool(cost.joules_per_token)
+    if math.isfinite(cost.checkpoint_seconds):
+        parts.append(
+            f"{cost.goodput:.1%} of the time makes progress, with a checkpoint every {cost.checkpoint_seconds:,.0f} s"
+        )
+    if parts:
+        console.print("; ".join(parts))
+
+
+def terms_table(found: Proposal) -> Table:
+    """Where the seconds and the bytes of the first layout go."""
+    first = found.best[0]
+    table = Table("of the first", Column("s", justify="right"), "", Column("GiB", justify="right"))
+    times = [(name, value * found.scalar) for term, name in TERMS.items() if (value := getattr(first.time, term))]
+    parts = ("states", "activations", "transient", "reserve", "framework")
+    bytes_ = [(name, getattr(first.memory, name)) for name in parts]
+    if found.traces:
+        fullest = max(found.traces, key=lambda trace: trace.count.peak)
+        bytes_ = [(f"{name}, counted on rank {fullest.rank}", size) for name, size in fullest.count.peak_bytes.items()]
+    for number in range(max(len(times), len(bytes_))):
+        time = (times[number][0], f"{times[number][1]:.3g}") if number < len(times) else ("", "")
+        size = (bytes_[number][0], f"{bytes_[number][1] / GIB:,.2f}") if number < len(bytes_) else ("", "")
+        table.add_row(*time, *size)
+    return table
+
+
+def write_plan(found: Proposal, path: Path) -> None:
+    """Write the plan of the first layout with its prediction: `plan = "PATH"` in the job, with its micro-batch, runs it."""
+    first = found.best[0]
+    job = found.planned(first)
+    plan = job.plan.model_copy(update={"prediction": predict(found.space, first, found.traces, found.scalar)})
+    path.write_text(tomli_w.dumps(plan.model_dump(exclude_none=True)), encoding="utf-8")
+    print(f"{path}: weft train JOB --set plan={path} --set train.micro_batch={first.layout.micro_batch}")

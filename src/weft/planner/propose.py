@@ -1,0 +1,164 @@
+"""What `weft plan` finds for a job on a cluster: the best layouts, confirmed, with what was not chosen and why."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import transformers
+
+from weft.checkpoint.huggingface import read_config
+from weft.errors import PlanError
+from weft.job import Job
+from weft.planner.hardware import GIB, Cluster
+from weft.planner.search import MARGIN, Choice, Direction, Space, fewest_devices, look_around, search
+from weft.planner.shape import Shape, from_config
+from weft.planner.strategy import Cost, cost_of, in_words, plan_of, stack_for
+from weft.planner.timeline import refined
+from weft.planner.trace import Trace, trace
+
+HEADROOMS = (0.75, 0.5, 0.25)  # of a device's memory
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What was found."""
+
+    job: Job
+    space: Space
+    scalar: float
+    best: list[Choice]
+    """The fastest first; with a pipeline, their bubble is of the schedule itself."""
+    costs: list[Cost]
+    traces: list[Trace]
+    """Dry runs of the first of them, if it was confirmed."""
+    refused: list[tuple[Choice, str]]
+    """Faster ones by formula that a dry run, or a rule of the runtime, refused."""
+    directions: list[Direction]
+    leaner: list[Choice]
+    """The fastest within less memory: 3/4, a half, a quarter of the device's."""
+    fewest: tuple[Cluster, Choice] | None
+    size: int
+    """Layouts in the space."""
+
+    def planned(self, choice: Choice) -> Job:
+        """The job with the plan of a choice."""
+        train = self.job.train.model_copy(update={"micro_batch": choice.layout.micro_batch})
+        return self.job.model_copy(update={"plan": plan_of(choice.layout, self.job.plan), "train": train})
+
+
+def propose(
+    job: Job,
+    cluster: Cluster,
+    scalar: float = 1.0,
+    margin: float = MARGIN,
+    count: int = 5,
+    confirm: bool = True,
+    failure_hours: float = 0.0,
+    say: Callable[[str], None] = print,
+) -> Proposal:
+    """Search, refine and confirm.
+
+    Args:
+        job: its model, length, batch and formats are taken; its plan's layout is not.
+        cluster: to run on; all of it is used.
+        scalar: measured over predicted step time of this machine.
+        margin: of a device's memory that a plan may fill.
+        count: layouts to show.
+        confirm: whether the best is run dry, and the next where memory is not enough.
+        failure_hours: mean time between failures of one device; 0: nothing fails.
+        say: takes lines of progress.
+
+    Raises:
+        PlanError: nothing fits, however lean; says the smallest cluster on which something does.
+    """
+    space = space_of(job, cluster, margin)
+    found = search(space, max(count, 3))
+    if not found.best:
+        raise nothing_fits(space, found.least_memory)
+    say(f"{found.size:,} layouts, {found.timed:,} of them timed")
+    best = sorted(
+        (choice._replace(time=refined(space, choice.layout, choice.time)) for choice in found.best),
+        key=lambda choice: choice.time.seconds,
+    )
+    directions = look_around(space, found.best[0])
+    leaner = []
+    for share in HEADROOMS:
+        leaner += search(replace(space, margin=share), 1).best
+    refused: list[tuple[Choice, str]] = []
+    traces: list[Trace] = []
+    empty = Proposal(job, space, scalar, best, [], [], [], directions, leaner, None, found.size)
+    while confirm and best:
+        say(f"dry run of {describe(best[0])}")
+        traces, why = confirmed(empty, best[0])
+        if not why:
+            break
+        refused.append((best.pop(0), why))
+    if not best:
+        raise PlanError(
+            f"none of the {len(refused)} best layouts stands its dry run: {refused[0][1]}",
+            where="weft plan",
+            fix="ask for more layouts with --best, or for a smaller part of the memory with --margin",
+        )
+    costs = [
+        cost_of(space.shape, choice.layout, choice.time.seconds, cluster, failure_hours, scalar) for choice in best
+    ]
+    return replace(empty, best=best, costs=costs, traces=traces, refused=refused, fewest=fewest_devices(space))
+
+
+def space_of(job: Job, cluster: Cluster, margin: float = MARGIN) -> Space:
+    """All layouts of a job on a cluster.
+
+    Raises:
+        ModelError: the model's configuration cannot be read.
+    """
+    shape = shape_of(job)
+    return Space(shape, job.data.seq_len, job.train.global_batch, cluster, stack_for(job.plan.precision), margin)
+
+
+def shape_of(job: Job) -> Shape:
+    """Of the job's model."""
+    config: transformers.PretrainedConfig = read_config(job.model)
+    return from_config(config.get_text_config().to_dict())
+
+
+def confirmed(proposal: Proposal, choice: Choice) -> tuple[list[Trace], str]:
+    """Dry runs of the first and the last rank, and why the layout cannot be, if so."""
+    job, device = proposal.planned(choice), proposal.space.cluster.device
+    kind = "cpu" if device.name == "CPU" else "npu" if device.name.startswith("Ascend") else "cuda"
+    world = choice.layout.num_devices
+    try:
+        traces = trace(job, world, sorted({0, world - 1}), kind)
+    except PlanError as error:
+        return [], error.what
+    peak = max(found.count.peak for found in traces) * proposal.space.stack.reserve + choice.memory.framework
+    if peak > proposal.space.budget:
+        return [], f"{peak / GIB:,.1f} GiB of {proposal.space.budget / GIB:,.1f}, as a dry run counts"
+    return traces, ""
+
+
+def nothing_fits(space: Space, least: float) -> PlanError:
+    """The error that says what would do."""
+    enough = fewest_devices(space)
+    needs = f", the leanest layout needs {least / GIB:,.0f} GiB" if math.isfinite(least) and least else ""
+    return PlanError(
+        f"no layout fits on {in_words(space.cluster)}: {space.budget / GIB:,.0f} GiB a device can be filled{needs}",
+        where="weft plan",
+        rule="states, activations and buffers of a rank fit into its device",
+        fix=f"take {enough[0].num_devices} devices, with {describe(enough[1])}"
+        if enough
+        else "take devices with more memory, a larger global batch, or a smaller model",
+    )
+
+
+def describe(choice: Choice) -> str:
+    """A layout in one line."""
+    layout = choice.layout
+    parts = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "pp", "ep", "dp") if getattr(layout, name) > 1]
+    parts.append(f"zero {layout.zero}" + (f" over {layout.shard}" if layout.shard else ""))
+    parts.append(f"micro-batch {layout.micro_batch}")
+    if layout.pp > 1:
+        parts.append(layout.schedule + (f" x {layout.vpp}" if layout.vpp > 1 else ""))
+    lean = {"light": "recompute activation, norm", "full": "recompute block"}.get(layout.recompute)
+    parts += [lean] if lean else []
+    parts += ["offload block"] * layout.offload + ["optimizer on host"] * layout.optimizer_on_host
+    return ", ".join(parts)

@@ -1,0 +1,60 @@
+"""A step of a layout event by event: the schedule that the runtime runs, with the seconds that formulas give its actions."""
+
+import json
+from pathlib import Path
+
+from weft.parallel.pipeline.cut import split_blocks
+from weft.parallel.pipeline.generate import build_schedule
+from weft.parallel.pipeline.simulate import Costs, Timeline, simulate
+from weft.plan import Pipeline
+from weft.planner import network
+from weft.planner.layout import Layout
+from weft.planner.search import Space
+from weft.planner.step_time import StepTime, head_time
+
+
+def timeline_of(space: Space, layout: Layout) -> Timeline:
+    """One step of the pipeline, stages cut as the runtime cuts them.
+
+    Raises:
+        PlanError: the schedule takes no such numbers of ranks, stages and micro-batches.
+    """
+    layer = space.layer(layout)
+    whole = layer.compute.plus(layer.tp).plus(layer.cp).plus(layer.ep)
+    head = head_time(space.shape, layout, space.cluster, space.stack)
+    stages = layout.pp * layout.vpp
+    blocks = [len(part) for part in split_blocks(space.shape.layers, stages, Pipeline(head_cost=head.sum / whole.sum))]
+    forward = [count * whole.forward for count in blocks]
+    weights = [count * layer.weights for count in blocks]
+    inputs = [count * (whole.backward - layer.weights) for count in blocks]
+    forward[-1] += head.forward
+    inputs[-1] += head.backward
+    ends = network.group(space.cluster, layout.pp, layout.num_devices // layout.pp)
+    sent = network.point_to_point(ends, 2.0 * layout.tokens * space.shape.hidden / layout.tp) / space.stack.wire
+    schedule = build_schedule(layout.schedule, layout.pp, layout.micro_batches, layout.vpp)
+    return simulate(schedule, Costs(forward, inputs, weights, sent))
+
+
+def refined(space: Space, layout: Layout, time: StepTime) -> StepTime:
+    """A step time whose bubble is that of its schedule, event by event, and not of the formula."""
+    if layout.pp == 1:
+        return time
+    busy = time.compute + time.tp + time.cp + time.ep
+    return StepTime(**{**vars(time), "pipeline": max(0.0, timeline_of(space, layout).makespan - busy)})
+
+
+def write_trace(timeline: Timeline, time: StepTime, path: Path) -> None:
+    """A step as a trace for Perfetto or Chrome, in microseconds: a line for each rank of pp, then gradients and update."""
+    bars = [
+        (rank, start, end, str(slot[0]), slot[0].kind)
+        for rank, slots in enumerate(timeline.schedule.slots)
+        for slot, start, end in zip(slots, timeline.start[rank], timeline.end[rank], strict=True)
+    ]
+    end, done = timeline.makespan, timeline.makespan + time.gradients
+    for rank in range(timeline.schedule.num_ranks):
+        bars += [(rank, end, done, "gradients", "gradients"), (rank, done, done + time.optimizer, "update", "update")]
+    events = [
+        {"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": rank, "ts": start * 1e6, "dur": (end - start) * 1e6}
+        for rank, start, end, name, kind in bars
+    ]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
