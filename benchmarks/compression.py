@@ -6,7 +6,8 @@
 
 The recipe of `weft train` (a Qwen3-MoE on the source code of Python's standard library), smaller: 64 wide, two blocks, four
 experts, rows of 64 tokens, eight rows a step. Each seed is another order of the same rows. Held-out loss, and how far it is
-from that without compression, in percent: mean, and range over seeds. 1-bit Adam freezes its second moment after a fifth of
+from that without compression, in percent: mean, and range over seeds. The second row is the first with micro-batches of two
+rows: how far apart runs are that differ in nothing but rounding. At the recipe's own rate, 3e-3, that is a percent. 1-bit Adam freezes its second moment after a fifth of
 the steps; it is another optimizer, so that what its signs cost is its distance from itself without compression.
 """
 
@@ -35,6 +36,7 @@ from weft.train.session import held_out_batches, open_session, train_batches
 from weft.train.step import evaluate, train_step
 
 RANKS = 2
+AGAIN = "none, sums in another order"
 SMALLER: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -47,6 +49,7 @@ SMALLER: dict[str, Any] = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "none": {},
+    AGAIN: {},
     "bf16": {"compression": "bf16"},
     "fp16": {"compression": "fp16"},
     "int8": {"compression": "int8"},
@@ -64,7 +67,8 @@ def job_for(name: str, steps: int, seed: int, zero: int, lr: float) -> Job:
     job["model"]["config"] |= SMALLER
     job["data"] |= {"seq_len": 64}
     job["optimizer"] |= {"lr": lr}
-    job["train"] |= {"steps": steps, "seed": seed, "global_batch": 8, "micro_batch": 4, "evaluate_rows": 512}
+    job["train"] |= {"steps": steps, "seed": seed, "global_batch": 8, "evaluate_rows": 512}
+    job["train"]["micro_batch"] = 2 if name == AGAIN else 4
     job["plan"] = {"parallel": {"zero": zero}, "precision": {"forward": "fp32"}, "comm": CASES[name]}
     if name.startswith("1-bit"):
         job["optimizer"] |= {"name": "onebit-adam", "freeze_steps": steps // 5}
@@ -144,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--zero", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--bandwidth", action="store_true")
