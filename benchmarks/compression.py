@@ -7,8 +7,9 @@
 The recipe of `weft train` (a Qwen3-MoE on the source code of Python's standard library), smaller: 64 wide, two blocks, four
 experts, rows of 64 tokens, eight rows a step. Each seed is another order of the same rows. Held-out loss, and how far it is
 from that without compression, in percent: mean, and range over seeds. The second row is the first with micro-batches of two
-rows: how far apart runs are that differ in nothing but rounding. At the recipe's own rate, 3e-3, that is a percent. 1-bit Adam freezes its second moment after a fifth of
-the steps; it is another optimizer, so that what its signs cost is its distance from itself without compression.
+rows: how far apart runs are that differ in nothing but rounding; at the recipe's own rate, 3e-3, up to a percent. 1-bit Adam
+freezes its second moment after a fifth of the steps; it is another optimizer, so that what its signs cost is its distance
+from itself without compression.
 """
 
 import argparse
