@@ -147,6 +147,8 @@ class Prediction(Table):
 
     cluster: str
     """Hosts and devices it is for, in words."""
+    micro_batch: int
+    """Rows, of train.micro_batch, for which it holds."""
     step_seconds: float
     terms: dict[str, float]
     """Seconds that the step consists of, on the busiest rank."""
@@ -154,7 +156,7 @@ class Prediction(Table):
     memory_bytes: int
     """At the fullest moment of the fullest rank."""
     memory: dict[str, int]
-    """What they consist of."""
+    """What those of the first rank consist of."""
     sent_bytes: dict[str, int] = {}
     """What the first rank sends in a step, by axis; empty where no dry run has counted it."""
 

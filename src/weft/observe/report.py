@@ -14,6 +14,7 @@ from weft.data import count_micro_batches
 from weft.errors import PlanError
 from weft.job import Job
 from weft.observe import figures, page
+from weft.observe.prediction import compare, in_words
 from weft.observe.record import Run, missing, read_run
 from weft.parallel.pipeline.gantt import bars
 from weft.parallel.pipeline.order import plan_timeline
@@ -48,6 +49,7 @@ def write_report(run: Path) -> Path:
             if record.job and record.job.plan.parallel.pp > 1
             else []
         ),
+        *_prediction(record),
         page.section("Sample", _text(record.facts.get("sample"), "No sample text was recorded.")),
         page.section("Plan", _plan_table(record.job)),
         page.group("columns", [page.section("Job", _job_text(record)), _about(record.facts)]),
@@ -203,6 +205,13 @@ def _resource_plots(run: Run) -> str:
             page.plot("plot-peak", figure, "Where the memory of a step goes", words + _pools(rows[-1]), wide=True)
         )
     return page.group("plots", plots)
+
+
+def _prediction(run: Run) -> list[str]:
+    """What the planner had said, beside what was measured."""
+    lines = compare(run)
+    table = page.table(("weft plan", "predicted", "measured", "off by"), in_words(lines))
+    return [page.section("Predicted and measured", table)] if lines else []
 
 
 def _pipeline_plot(job: Job) -> str:

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from weft.observe.prediction import compare, in_words
 from weft.observe.record import read_run
 
 
@@ -26,3 +27,8 @@ def print_summary(folder: Path, report: Path) -> None:
         console.print(sample, markup=False, highlight=False)
         console.rule()
     console.print(table)
+    if lines := compare(run):
+        planned = Table("weft plan", *(Column(name, justify="right") for name in ("predicted", "measured", "")))
+        for row in in_words(lines):
+            planned.add_row(*row)
+        console.print(planned)

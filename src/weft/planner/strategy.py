@@ -142,20 +142,22 @@ def predict(space: Space, choice: Choice, found: list[Trace], scalar: float = 1.
     """
     seconds = choice.time.seconds * scalar
     if found:
-        fullest = max(found, key=lambda trace: trace.count.peak)
-        memory: dict[str, int] = dict(fullest.count.peak_bytes)
+        memory: dict[str, int] = dict(found[0].count.peak_bytes)
+        fullest = max(trace.count.peak for trace in found)
     else:
         parts = ("states", "activations", "transient", "reserve", "framework")
         memory = {name: int(getattr(choice.memory, name)) for name in parts}
+        fullest = int(choice.memory.total)
     sent: dict[str, int] = {}
     for message in found[0].count.messages if found else ():
         sent[message.axis] = sent.get(message.axis, 0) + message.bytes
     return Prediction(
         cluster=in_words(space.cluster),
+        micro_batch=choice.layout.micro_batch,
         step_seconds=seconds,
         terms={name: value * scalar for name, value in vars(choice.time).items() if value},
         tokens_per_second=space.global_batch * space.seq / seconds,
-        memory_bytes=sum(memory.values()),
+        memory_bytes=fullest,
         memory=memory,
         sent_bytes=sent,
     )
