@@ -371,24 +371,32 @@ def skeleton_of(layout: Layout) -> Skeleton:
 
 
 def fewest_devices(space: Space) -> tuple[Cluster, Choice] | None:
-    """The smallest cluster of the same hosts, by halves and doubles, on which a layout fits, and its fastest layout."""
-    cluster, found = space.cluster, None
-    sizes = [cluster.num_devices]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    for size in sizes:
-        smaller = replace(space, cluster=shrink(cluster, size))
-        choices = search(smaller, 1).best
-        if not choices:
-            break
-        found = smaller.cluster, choices[0]
-    size = cluster.num_devices
-    while found is None and size < 64 * cluster.num_devices and space.global_batch * space.seq > size:
-        size *= 2
-        larger = replace(space, cluster=shrink(cluster, size))
-        choices = search(larger, 1).best
-        found = (larger.cluster, choices[0]) if choices else None
-    return found
+    """The smallest cluster of the same hosts, by halves and doubles, on which a layout fits, and its fastest layout there.
+
+    None where 64 times the devices do not do.
+    """
+    size, found = space.cluster.num_devices, None
+    spaces = (replace(space, cluster=shrink(space.cluster, size << power)) for power in range(7))
+    if fits_at_all(space):
+        spaces = (replace(space, cluster=shrink(space.cluster, size >> power)) for power in range(size.bit_length()))
+        for smaller in spaces:
+            if not fits_at_all(smaller):
+                break
+            found = smaller
+    else:
+        found = next((larger for larger in spaces if fits_at_all(larger)), None)
+    return (found.cluster, search(found, 1).best[0]) if found else None
+
+
+def fits_at_all(space: Space) -> bool:
+    """Whether some layout fits, however slow."""
+    lean = space.lean[-1]
+    smallest = sorted((s for s in space.skeletons() if s.micro_batch == 1), key=lambda s: -s.zero)
+    return any(
+        space.least_states(skeleton) + space.stack.framework <= space.budget
+        and peak_memory(space.shape, space.layout(skeleton, lean), space.stack).total <= space.budget
+        for skeleton in smallest
+    )
 
 
 def shrink(cluster: Cluster, num_devices: int) -> Cluster:
