@@ -138,6 +138,15 @@ def confirmed(proposal: Proposal, choice: Choice) -> tuple[list[Trace], str]:
 
 def nothing_fits(space: Space, least: float) -> PlanError:
     """The error that says what would do."""
+    if not space.bounds:
+        shape = space.shape
+        return PlanError(
+            f"no layout fills {in_words(space.cluster)}",
+            where="weft plan",
+            rule=f"degrees divide the devices, a batch of {space.global_batch} rows, {space.seq} tokens, {shape.heads} heads and "
+            f"{shape.layers} layers",
+            fix="take another number of devices, or a global batch that has more divisors",
+        )
     enough = fewest_devices(space)
     needs = f", the leanest layout needs {least / GIB:,.0f} GiB" if math.isfinite(least) and least else ""
     return PlanError(

@@ -1,0 +1,98 @@
+"""`weft plan` from a job to a plan that trains, with its prediction checked, and what it refuses."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lab.jobs import write_job
+from weft.cli import main
+from weft.job import Job, read_toml
+from weft.observe.prediction import compare
+from weft.observe.record import read_run
+
+
+def weft(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_a_plan_is_found_and_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job, plan, page = write_job(tmp_path, train={"steps": 4}), tmp_path / "plan.toml", tmp_path / "page.html"
+    options = ["--device", "CPU", "--per-host", 2, "--out", plan, "--explain", page, "--timeline", tmp_path / "t.json"]
+    assert weft(monkeypatch, "plan", job, *options) == 0
+    text = capsys.readouterr().out
+    assert "counted on rank 0" in text
+    assert "fewest devices: 1" in text
+    assert "plotly" in page.read_text(encoding="utf-8")
+    found = Job.load(job, [f'plan="{plan}"']).plan.prediction
+    assert found is not None
+    assert found.sent_bytes
+    assert sum(found.terms.values()) == pytest.approx(found.step_seconds)
+    settings = ["--set", f"plan={plan}", "--set", f"train.micro_batch={found.micro_batch}", "--ranks", 2]
+    assert weft(monkeypatch, "train", job, *settings) == 0
+    assert "predicted" in capsys.readouterr().out
+    lines = {line.name: line for line in compare(read_run(tmp_path / "run"))}
+    assert lines["step"].measured > 0
+    for name, line in lines.items():  # what is counted is exact
+        assert not name.startswith("sent over") or line.predicted == line.measured
+    assert lines["memory: parameters"].off == 0
+    assert lines["memory"].off == pytest.approx(0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--device", "H10"], ["no device is called 'H10'", "write 'H100'"]),
+        ([], ["no cluster is named"]),
+        (["--device", "H100", "--cluster", "here.toml"], ["named twice"]),
+        (["--cluster", "nowhere.toml"], ["there is no file nowhere.toml"]),
+        (
+            ["--device", "H100", "--set", "train.global_batch=3", "--hosts", "7"],
+            ["no layout fills 7 hosts of 8 H100", "a batch of 3 rows"],
+        ),
+    ],
+)
+def test_what_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    options: list[str],
+    words: list[str],
+) -> None:
+    assert weft(monkeypatch, "plan", write_job(tmp_path), *options, "--out", tmp_path / "plan.toml") == 2
+    text = capsys.readouterr().err
+    assert all(word in text for word in words), text
+    assert not (tmp_path / "plan.toml").exists()
+
+
+def test_a_model_that_fits_nowhere_here_is_told_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = Path(__file__).parents[2] / "examples" / "llama-70b.toml"
+    options = [
+        "--device",
+        "A100-40",
+        "--per-host",
+        2,
+        "--set",
+        "train.global_batch=64",
+        "--out",
+        tmp_path / "plan.toml",
+    ]
+    assert weft(monkeypatch, "plan", job, *options) == 2
+    text = capsys.readouterr().err
+    assert "no layout fits on 2 A100-40" in text
+    assert "take " in text
+
+
+def test_the_plan_is_toml_that_says_what_it_expects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    assert weft(monkeypatch, "plan", write_job(tmp_path), "--device", "A100", "--no-confirm", "--out", plan) == 0
+    tables = read_toml(plan)
+    assert tables["prediction"]["cluster"] == "8 A100-80"
+    assert set(tables["prediction"]["memory"]) == {"states", "activations", "transient", "reserve", "framework"}
