@@ -143,8 +143,8 @@ def nothing_fits(space: Space, least: float) -> PlanError:
         return PlanError(
             f"no layout fills {in_words(space.cluster)}",
             where="weft plan",
-            rule=f"degrees divide the devices, a batch of {space.global_batch} rows, {space.seq} tokens, {shape.heads} heads and "
-            f"{shape.layers} layers",
+            rule="degrees divide the devices, and what they split: "
+            f"a batch of {space.global_batch} rows, {space.seq} tokens, {shape.heads} heads, {shape.layers} layers",
             fix="take another number of devices, or a global batch that has more divisors",
         )
     enough = fewest_devices(space)
