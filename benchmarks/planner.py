@@ -1,0 +1,184 @@
+"""What the planner says of published trainings, how long it searches, and how the best plans scale. Nothing is run on a device.
+
+    python benchmarks/planner.py                 # three tables, some minutes on one core
+    python benchmarks/planner.py --only cases    # or search, scaling
+
+cases: trainings whose layout and speed were published. The step predicted for the published layout, with what is known of the
+library that ran it, beside the published step; and the best layout that a search finds for the same library on the same
+devices. A distance below zero says that the published layout could be left behind, by the planner's own account.
+search: processor seconds of a whole search and of the reasons, by model and number of devices.
+scaling: tokens a second and device of Weft's best plan, where the batch grows with the devices.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.planner.hardware import GIB, Cluster, cluster_of, find_device
+from weft.planner.layout import Layout
+from weft.planner.peak_memory import peak_memory
+from weft.planner.propose import describe
+from weft.planner.search import Choice, Space, look_around, search
+from weft.planner.shape import KNOWN, Shape
+from weft.planner.stacks import STACKS
+from weft.planner.step_time import step_time
+
+LLAMA_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)
+LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
+GPT3 = KNOWN["gpt3"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published training."""
+
+    name: str
+    shape: Shape
+    device: str
+    layout: Layout
+    stack: str
+    published: float
+    """Seconds of a step."""
+    source: str
+
+
+def of_rate(shape: Shape, layout: Layout, flops: float) -> float:
+    """Seconds of a step at so many model operations a second and device."""
+    return layout.global_batch * layout.seq * shape.flops(layout.seq) / flops / layout.num_devices
+
+
+GPT3_LAYOUT = Layout(2048, 1536, 1, tp=8, sp=False, pp=16, vpp=1, dp=8, zero=0, recompute="full")
+LLAMA_LAYOUT = Layout(8192, 2048, 1, tp=8, sp=True, pp=16, vpp=8, dp=128, zero=1)
+DEEPSEEK_LAYOUT = Layout(4096, 15360, 1, pp=16, vpp=2, dp=128, ep=64, zero=1, recompute="light", number="fp8")
+ASCEND_LAYOUT = Layout(2048, 1536, 1, tp=8, sp=True, pp=16, dp=3, zero=1, recompute="none")
+CASES = (
+    Case(
+        "GPT-3 175B, 1,024 A100",
+        GPT3,
+        "A100-80",
+        GPT3_LAYOUT,
+        "megatron-2021",
+        of_rate(GPT3, GPT3_LAYOUT, 140e12 * 3 / 4),  # of operations with recomputation: eight for six
+        "Narayanan et al. 2021, section 5.1: 140 TFLOP/s",
+    ),
+    Case(
+        "Llama 3 405B, 16,384 H100",
+        LLAMA_405B,
+        "H100",
+        LLAMA_LAYOUT,
+        "megatron-core",
+        of_rate(LLAMA_405B, LLAMA_LAYOUT, 400e12),
+        "Llama 3, table 4: 400 TFLOP/s",
+    ),
+    Case(
+        "DeepSeek-V3, 2,048 H800",
+        KNOWN["deepseekv3"],
+        "H800",
+        DEEPSEEK_LAYOUT,
+        "megatron-core",
+        15360 * 4096 / 1e12 * 180e3 * 3600 / 2048,
+        "DeepSeek-V3, section 1: 180,000 hours of a device a trillion tokens",
+    ),
+    Case(
+        "GPT-3 175B, 384 Ascend 910B",
+        GPT3,
+        "Ascend 910B",
+        ASCEND_LAYOUT,
+        "mindspeed",
+        of_rate(GPT3, ASCEND_LAYOUT, 0.533 * 313e12),
+        "MindSpeed, linearity: 53.4 and 53.2 % of 256 and 512 devices",
+    ),
+)
+
+
+def overlapped(case: Case) -> Space:
+    """All layouts for the library of a case; DeepSeek's own hides dispatch behind computation (DualPipe)."""
+    stack = STACKS[case.stack]
+    if case.name.startswith("DeepSeek"):
+        stack = replace(stack, ep_overlap=0.9, once_a_host=True, p2p_overlap=1.0)
+    cluster = cluster_of(find_device(case.device), case.layout.num_devices)
+    return Space(case.shape, case.layout.seq, case.layout.global_batch, cluster, stack)
+
+
+def cases() -> Table:
+    """Published trainings, predicted and improved."""
+    table = Table(title="Published trainings")
+    for name in ("training", "published, s", "predicted, s", "off", "GiB", "best found", "its s", "distance"):
+        table.add_column(name, overflow="fold")
+    for case in CASES:
+        space = overlapped(case)
+        time_ = step_time(case.shape, case.layout, space.cluster, space.stack)
+        memory = peak_memory(case.shape, case.layout, space.stack)
+        best = search(space, 1).best
+        found = [describe(best[0]), f"{best[0].time.seconds:.2f}"] if best else ["nothing fits", ""]
+        table.add_row(
+            f"{case.name} ({case.source}): {describe(Choice(case.layout, time_, memory))}",
+            f"{case.published:.2f}",
+            f"{time_.seconds:.2f}",
+            f"{time_.seconds / case.published - 1:+.1%}",
+            f"{memory.total / GIB:.1f}",
+            *found,
+            f"{best[0].time.seconds / time_.seconds - 1:+.1%}" if best else "",
+        )
+    return table
+
+
+def searches() -> Table:
+    """How long it takes."""
+    table = Table(title="Processor seconds of a search on H100, 4,096 tokens, four rows a device")
+    for name in ("model", "devices", "layouts", "timed", "best five", "reasons", "best"):
+        table.add_column(name, overflow="fold")
+    models = {"Llama 8B": LLAMA_8B, "Qwen3 30B-A3B": KNOWN["qwen330b"], "Qwen3 235B-A22B": KNOWN["qwen3235b"]}
+    for name, shape in (models | {"DeepSeek-V3": KNOWN["deepseekv3"]}).items():
+        for devices in (64, 1024, 16384):
+            space = Space(shape, 4096, 4 * devices, cluster_of(find_device("H100"), devices), STACKS["weft"])
+            begin = time.process_time()
+            found = search(space)
+            middle = time.process_time()
+            if found.best:
+                look_around(space, found.best[0])
+            end = time.process_time()
+            best = describe(found.best[0]) if found.best else "nothing fits"
+            row = (name, f"{devices:,}", f"{found.size:,}", f"{found.timed:,}", f"{middle - begin:.1f}")
+            table.add_row(*row, f"{end - middle:.1f}", best)
+    return table
+
+
+def scaling() -> Table:
+    """The best plan of each size of a cluster."""
+    table = Table(title="Qwen3 30B-A3B, 4,096 tokens, eight rows a device, Weft's best plan")
+    for name in ("device", "devices", "plan", "s a step", "tokens/s/device", "of the smallest"):
+        table.add_column(name, overflow="fold")
+    for device in ("Ascend 910B", "H100"):
+        first = 0.0
+        for devices in (8, 64, 384, 1024, 8192):
+            preset = find_device(device)
+            cluster = Cluster(preset, devices // preset.per_host, preset.per_host)
+            best = search(Space(KNOWN["qwen330b"], 4096, 8 * devices, cluster, STACKS["weft"]), 1).best
+            if not best:
+                table.add_row(device, f"{devices:,}", "nothing fits", "", "", "")
+                continue
+            rate = 8 * 4096 / best[0].time.seconds
+            first = first or rate
+            bar = "#" * round(20 * rate / first)
+            cells = (f"{best[0].time.seconds:.2f}", f"{rate:,.0f}", f"{rate / first:.0%} {bar}")
+            table.add_row(device, f"{devices:,}", describe(best[0]), *cells)
+    return table
+
+
+TABLES = {"cases": cases, "search": searches, "scaling": scaling}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES))
+    console = Console(width=170)
+    for name in parser.parse_args().only:
+        console.print(TABLES[name]())
+
+
+if __name__ == "__main__":
+    main()
