@@ -130,6 +130,8 @@ class Space:
     margin: float = MARGIN
     lean: list[Lean] = field(default_factory=lambda: LEAN)
     compression: float = 1.0
+    splits_model: bool = True
+    """Whether the model can be split over tp, cp and pp, and not only over data ranks."""
 
     def __post_init__(self) -> None:
         self._layers: dict[Layout, LayerTime] = {}
@@ -144,12 +146,14 @@ class Space:
         """Every one that divides what it splits."""
         shape, devices = self.shape, self.cluster.num_devices
         for pp in divisors(devices):
-            if pp > shape.layers:
+            if pp > (shape.layers if self.splits_model else 1):
                 break
             for tp in divisors(devices // pp):
                 if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
                     continue
-                for cp in divisors(devices // pp // tp):
+                if tp > 1 and not self.splits_model:
+                    break
+                for cp in divisors(devices // pp // tp) if self.splits_model else (1,):
                     dp = devices // pp // tp // cp
                     if self.seq % (2 * cp * tp) or self.global_batch % dp:
                         continue

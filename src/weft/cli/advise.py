@@ -1,0 +1,27 @@
+"""weft advise"""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def advise(
+    scenario: Annotated[str, typer.Argument(help="nlp, vision or multimodal.")],
+    device: Annotated[Optional[str], typer.Option(help="A device by name, such as H100; or --cluster.")] = None,  # noqa: UP045
+    hosts: Annotated[int, typer.Option(min=1, help="Hosts of that device.")] = 1,
+    per_host: Annotated[Optional[int], typer.Option(min=1, help="Devices of a host; default as usual.")] = None,  # noqa: UP045
+    cluster: Annotated[Optional[Path], typer.Option(help="A cluster as TOML, instead of --device.")] = None,  # noqa: UP045
+    days: Annotated[float, typer.Option(min=0.01, help="Time there is.")] = 30.0,
+    tokens: Annotated[
+        float, typer.Option(min=0, help="To train on; 0: 20 for each parameter that a token meets.")
+    ] = 0.0,
+) -> None:
+    """Say what can be trained on the devices at hand: models of usual sizes, their best plans, days and dollars."""
+    from weft.observe.scenarios import print_options
+    from weft.planner.cluster_file import choose_cluster
+    from weft.planner.scenarios import find_scenario, options
+
+    kind = find_scenario(scenario)
+    chosen, scalar = choose_cluster(cluster, device, hosts, per_host)
+    print_options(kind, chosen, options(kind, chosen, tokens, scalar), days)
