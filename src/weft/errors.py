@@ -4,6 +4,15 @@ An error of Weft fits one screen and is printed once, whatever the number of ran
 command: 2 for input that is refused before anything runs, 1 for a failure while running.
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The fix of an error about an unknown name: the known one that is most like it."""
+    near = difflib.get_close_matches(name, known, 1, 0.3)
+    return f"write {near[0]!r}" if near else "choose one of them"
+
 
 class WeftError(Exception):
     """Base of all errors of Weft.

@@ -108,6 +108,11 @@ def test_a_config_is_read() -> None:
     gpt2 = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
     gpt2 |= {"activation_function": "gelu_new", "tie_word_embeddings": True}
     assert from_config(gpt2).parameters == pytest.approx(124.4e6, rel=0.002)
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    windows = from_config(config | {"sliding_window": 512, "layer_types": kinds})
+    assert (windows.window, windows.windowed) == (512, pytest.approx(5 / 6))
+    assert windows.attention_flops(4096) < from_config(config).attention_flops(4096) / 2
+    assert from_config(config | {"sliding_window": 512, "use_sliding_window": False}).window == 0
     with pytest.raises(ModelError, match="num_hidden_layers"):
         from_config({"hidden_size": 8, "num_attention_heads": 1})
 

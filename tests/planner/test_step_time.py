@@ -12,7 +12,7 @@ from weft.planner.layout import Layout, check, layers_of_ranks, layout_of, local
 from weft.planner.peak_memory import in_flight, peak_memory
 from weft.planner.roofline import fill, flash_attention, grouped, matmul
 from weft.planner.shape import KNOWN, Shape
-from weft.planner.stacks import STACKS, find_stack, source_family, stack_of
+from weft.planner.stacks import STACKS, find_stack
 from weft.planner.step_time import Two, pipeline_time, step_time
 
 LLAMA = KNOWN["llama270b"]
@@ -80,6 +80,28 @@ def test_layers_of_unequal_stages_are_fewer_at_the_ends() -> None:
     assert sum(layers_of_ranks(replace(LLAMA, layers=126), replace(BASE, pp=16, vpp=8))) == 126
 
 
+def test_a_head_that_counts_takes_layers_from_the_last_stage() -> None:
+    small = replace(LLAMA, layers=16, hidden=2048, heads=32, kv_heads=32, head_dim=64, ffn=8192, vocab=131072)
+    assert layers_of_ranks(small, replace(BASE, pp=4, head_counts=True)) == (4, 5, 5, 2)
+    assert layers_of_ranks(small, replace(BASE, pp=1, head_counts=True)) == (16,)
+
+
+def test_experts_that_many_share_cross_hosts_sooner() -> None:
+    """Experts' groups stand etp apart: eight of two ranks each are on two hosts."""
+    layout = Layout(4096, 128, tp=2, sp=True, ep=8, dp=8, expert_tp=1)
+    near = step_time(EXPERTS, layout, cluster_of(H100, 16), CORE)
+    far = step_time(EXPERTS, replace(layout, expert_tp=2), cluster_of(H100, 16), CORE)
+    assert far.ep > near.ep
+    assert far.tp > near.tp, "and they gather their rows"
+    uneven = step_time(EXPERTS, layout, cluster_of(H100, 16), replace(CORE, imbalance=3.0))
+    assert uneven.seconds > near.seconds
+    limited = replace(DEEPSEEK, top_groups=0)
+    spread = Layout(4096, 128, ep=64, dp=64)
+    once = STACKS["megatron-bridge"]
+    cluster = cluster_of(H100, 64)
+    assert step_time(DEEPSEEK, spread, cluster, once).ep < step_time(limited, spread, cluster, once).ep
+
+
 def test_parameters_of_all_ranks_are_those_of_the_model() -> None:
     for shape, layout in (
         (LLAMA, BASE),
@@ -133,11 +155,8 @@ def test_a_plan_is_a_layout() -> None:
     assert layout_of(Plan(memory=MemorySettings(recompute=("norm",))).resolve(1), 16, 1).recompute == "light"
 
 
-def test_stacks_by_name_and_by_source() -> None:
-    assert find_stack("nanotron") is stack_of("nano", 1) is STACKS["nanotron"]
-    assert stack_of("sc21t2", 3).name == "deepspeed"
-    assert stack_of("unheard-of", 3).name == "fsdp"
-    assert source_family("mcoremoe") == "mcoremoe"
+def test_stacks_by_name() -> None:
+    assert find_stack("nanotron") is STACKS["nanotron"]
     with pytest.raises(PlanError) as found:
         find_stack("megatron-cor")
     assert "'megatron-core'" in (found.value.fix or "")

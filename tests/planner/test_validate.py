@@ -8,10 +8,14 @@ import pytest
 
 from weft.cli import main
 from weft.errors import DataError
+from weft.observe.scatter import write_scatter
 from weft.planner.peak_memory import peak_memory
-from weft.planner.published import measured_seconds, read_runs
+from weft.planner.published import SOURCES, UNKNOWN, measured_seconds, read_runs, source_family, stack_of_row
+from weft.planner.step_time import CALIBRATED
 from weft.planner.validate import (
+    TRUST,
     Fit,
+    interval,
     judge,
     judge_fit,
     memory_errors,
@@ -100,8 +104,8 @@ def test_a_machine_that_is_as_predicted_has_no_error(tmp_path: Path) -> None:
 def test_one_run_takes_most_of_what_a_machine_is_slower(tmp_path: Path) -> None:
     outcomes, calibrations = judge(read_runs(sweep(tmp_path / "runs.csv", 1.5))[0])
     (found,) = calibrations.values()
-    assert found.scalar == pytest.approx(1.5**0.5)
-    assert score(outcomes).bias == pytest.approx(1.5**-0.5 - 1)
+    assert found.scalar == pytest.approx(1.5**TRUST)
+    assert score(outcomes).bias == pytest.approx(1.5 ** (TRUST - 1) - 1)
 
 
 def test_all_ways_to_say_a_step_time_agree(tmp_path: Path) -> None:
@@ -132,7 +136,7 @@ def test_memory_and_fit(tmp_path: Path) -> None:
     assert judge_fit(runs) == Fit(right=2, false_fits=1, false_refusals=1)
     assert judge_fit(runs).runs == 4
     memory = peak_memory(runs[0].shape, runs[0].layout, runs[0].stack)
-    assert memory_errors(runs[0], memory) == {"mem_gib_alloc": memory.allocated / (10 * 2**30) - 1}
+    assert memory_errors(runs[0]) == {"mem_gib_alloc": memory.allocated / (10 * 2**30) - 1}
 
 
 def test_what_lines_do_not_say_is_completed_or_refused(tmp_path: Path) -> None:
@@ -165,6 +169,37 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     assert refused == {"x-1": "value is 'fast'"}
 
 
+def test_sources_name_stacks() -> None:
+    def stack(source: str, **row: str) -> str:
+        return stack_of_row({"hardware": "H100"} | row, SOURCES.get(source_family(source), UNKNOWN)).name
+
+    assert source_family("mcoremoe") == "mcoremoe"
+    assert source_family("heard2") == "heard"
+    assert (stack("nano"), stack("sc21t1"), stack("sc21t2", zero="3")) == ("nanotron", "megatron-2021", "deepspeed")
+    assert (stack("heard"), stack("heard", zero="3")) == ("megatron-core", "fsdp")
+    assert stack("bridge", hardware="GB300", notes="release 26.08") == "megatron-bridge-26.06"
+    even = stack_of_row({"hardware": "H100", "notes": "forced balance"}, UNKNOWN)
+    assert (
+        even.imbalance == 1 < stack_of_row({"hardware": "H100", "notes": "real routing"}, SOURCES["bridge"]).imbalance
+    )
+
+
+def test_the_interval_holds_nine_of_ten(tmp_path: Path) -> None:
+    outcomes, _ = judge(read_runs(sweep(tmp_path / "runs.csv", 1.2))[0])
+    low, high, coverage = interval(outcomes, calibrated=False)
+    assert (low, high, coverage) == (pytest.approx(1.2), pytest.approx(1.2), 1.0)
+    assert interval(outcomes, calibrated=True).high == pytest.approx(1.2 ** (1 - TRUST))
+    assert CALIBRATED[0] < 1 < CALIBRATED[1]
+
+
+def test_the_page_has_every_source(tmp_path: Path) -> None:
+    outcomes, _ = judge(read_runs(sweep(tmp_path / "runs.csv", 1.2))[0])
+    write_scatter(outcomes, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "made-1: Llama-7B on 64 H100" in text
+    assert "http" not in text.split("<main>")[1], "it loads nothing"
+
+
 def test_ranks_are_correlated() -> None:
     assert spearman([1, 2, 3], [10, 20, 30]) == 1
     assert spearman([1, 2, 3], [30, 20, 10]) == -1
@@ -176,7 +211,7 @@ def test_the_command_prints_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = sweep(tmp_path / "runs.csv", 1.2)
-    monkeypatch.setattr(sys, "argv", ["weft", "validate", str(path)])
+    monkeypatch.setattr(sys, "argv", ["weft", "validate", str(path), "--out", str(tmp_path / "page.html")])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
@@ -184,3 +219,4 @@ def test_the_command_prints_a_table(
     assert "made" in text
     assert "tuned" in text
     assert "10 runs read, 0 left out" in text
+    assert (tmp_path / "page.html").exists()

@@ -8,9 +8,18 @@ import typer
 
 def validate(
     file: Annotated[Path, typer.Argument(help="Published runs as CSV, one metric a line.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Page to write, with every prediction against what was measured.")
+    ] = None,
 ) -> None:
     """Predict runs that others have measured, and show how far off the planner is, source by source."""
     from weft.planner.published import read_runs
-    from weft.planner.validate import print_scores
+    from weft.planner.validate import judge, print_scores
 
-    print_scores(*read_runs(file))
+    runs, refused = read_runs(file)
+    print_scores(runs, refused)
+    if out:
+        from weft.observe.scatter import write_scatter
+
+        write_scatter(judge(runs)[0], out)
+        print(out)

@@ -5,11 +5,10 @@ direction, at what a long collective reaches and not at the signalling rate (NVL
 Prices are list prices of large clouds of 2025, in dollars an hour; 0 where none is known.
 """
 
-import difflib
 import re
 from dataclasses import dataclass, field, replace
 
-from weft.errors import DeviceError
+from weft.errors import DeviceError, nearest
 
 GB = 1e9
 GIB = 2**30
@@ -112,7 +111,7 @@ def _hopper(name: str, memory: float, bandwidth: float, link: float) -> Device:
 
 def _blackwell(name: str, memory: float, domain: int, fp4: float, watts: float) -> Device:
     faster = 1.11 if name.startswith("G") else 1.0
-    cooler = 1.12 if "300" in name else 1.0  # more watts a device keep the clock up
+    cooler = 1.2 if "300" in name else 1.0  # more watts a device keep the clock up
     return Device(
         name=name,
         peak={"fp32": 75 * TERA, "bf16": 2250 * faster * TERA, "fp8": 4500 * faster * TERA, "fp4": fp4 * TERA},
@@ -126,7 +125,7 @@ def _blackwell(name: str, memory: float, domain: int, fp4: float, watts: float) 
         depth=512,
         efficiency={"bf16": 0.6 * cooler, "fp8": 0.66 * cooler, "fp4": 0.55 * cooler, "fp32": 0.8},
         attention=0.5,
-        portable=0.4,
+        portable=0.5,  # PyTorch has cuDNN's
         stream=0.7,
         launch=4e-6,
         watts=watts,
@@ -241,13 +240,16 @@ DEVICES: dict[str, Device] = {
         ),
     )
 }
-ALIASES = {
-    "A100": "A100-80",
-    "ASCEND910B": "Ascend 910B",
-    "ASCEND910C": "Ascend 910C",
-    "910B": "Ascend 910B",
-    "910C": "Ascend 910C",
-}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Z0-9]", "", name.upper())
+
+
+ALIASES = {"A100": "A100-80", "910B": "Ascend 910B", "910C": "Ascend 910C", "Ascend": "Ascend 910B"}
+# What devices are called in plain letters, the longest first, so that a GH200 is no H200.
+NAMES = {_plain(name): name for name in DEVICES} | {_plain(name): known for name, known in ALIASES.items()}
+NAMES = dict(sorted(NAMES.items(), key=lambda item: -len(item[0])))
 
 
 def find_device(name: str) -> Device:
@@ -256,20 +258,14 @@ def find_device(name: str) -> Device:
     Raises:
         DeviceError: there is none of that name; the nearest is named.
     """
-    names = {_plain(known): known for known in DEVICES} | {_plain(alias): known for alias, known in ALIASES.items()}
-    if _plain(name) in names:
-        return DEVICES[names[_plain(name)]]
-    near = difflib.get_close_matches(_plain(name), names, 1, 0.4)
+    if _plain(name) in NAMES:
+        return DEVICES[NAMES[_plain(name)]]
     raise DeviceError(
         f"no device is called {name!r}",
         where="device",
         rule=f"known are {', '.join(DEVICES)}",
-        fix=f"write {names[near[0]]!r}" if near else "choose one of them",
+        fix=nearest(name, DEVICES),
     )
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Z0-9]", "", name.upper())
 
 
 @dataclass(frozen=True)
@@ -300,25 +296,11 @@ def cluster_of(device: Device, num_devices: int) -> Cluster:
     return Cluster(device, -(-num_devices // per_host), per_host)
 
 
-# What published tables call their machines: the first that is found decides.
-PATTERNS = (
-    ("GB300", "GB300"),
-    ("GB200", "GB200"),
-    ("GH200", "GH200"),
-    ("B300", "B300"),
-    ("B200", "B200"),
-    ("H200", "H200"),
-    ("H800", "H800"),
-    ("H100", "H100"),
-    ("A100-40GB", "A100-40"),
-    ("A100", "A100-80"),
-    ("V100", "V100"),
-    ("MI300X", "MI300X"),
-    ("L40S", "L40S"),
-    ("910C", "Ascend 910C"),
-    ("910B", "Ascend 910B"),
-    ("Ascend", "Ascend 910B"),
-)
+# Fabrics that are no InfiniBand or RoCE: the share of their bandwidth that collectives reach, and what else they take longer.
+FABRICS: dict[str, tuple[float, dict[str, float]]] = {
+    "EFA": (0.7, {"latency": 100e-6, "ramp": 20 * MIB}),  # SRD, by libfabric
+    "Omni-Path": (0.6, {}),  # through buffers of the host
+}
 
 
 def read_hardware(text: str, num_devices: int) -> Cluster:
@@ -329,8 +311,7 @@ def read_hardware(text: str, num_devices: int) -> Cluster:
     Raises:
         DeviceError: no device known to the planner is in it.
     """
-    name = next((name for pattern, name in PATTERNS if pattern.lower() in text.lower()), None)
-    device = find_device(name or text)
+    device = find_device(next((name for name in NAMES if name in _plain(text)), text))
     if "HBM2e" in text and device.name == "H100":  # 96 GB, 500 W: slower memory and clocks
         device = replace(
             device, memory=95 * GIB, bandwidth=2400 * GB, efficiency={**device.efficiency, "bf16": 0.6, "fp8": 0.54}
@@ -339,7 +320,8 @@ def read_hardware(text: str, num_devices: int) -> Cluster:
     per_host = int(host[1]) if host and device.per_host <= 16 else device.per_host
     each = _gigabits(text, per_host)
     if each:
-        device = replace(device, between=replace(device.between, bandwidth=0.92 * each / 8 * GB))
+        share, slow = next((known for fabric, known in FABRICS.items() if fabric in text), (0.92, {}))
+        device = replace(device, between=replace(device.between, bandwidth=share * each / 8 * GB, **slow))
     per_host = min(per_host, num_devices)
     return Cluster(device, -(-num_devices // per_host), per_host)
 

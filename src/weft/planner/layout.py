@@ -24,6 +24,8 @@ class Layout:
     pp: int = 1
     vpp: int = 1
     """Chunks of a rank."""
+    head_counts: bool = False
+    """Whether stages are cut by cost, so that the last has fewer layers for the head; else by number of layers."""
     cp: int = 1
     ep: int = 1
     dp: int = 1
@@ -105,13 +107,23 @@ def check(shape: Shape, layout: Layout) -> None:
 
 
 def layers_of_ranks(shape: Shape, layout: Layout) -> tuple[int, ...]:
-    """Layers of each rank of pp; where stages are not equal, the first and the last have fewer."""
-    return split_layers(shape.layers, layout.pp, layout.vpp)
+    """Layers of each rank of pp; where stages are not equal, the first and the last have fewer.
+
+    Where the head counts, a layer belongs to the stage in which the cost up to its end falls, of equal parts of the whole cost.
+    """
+    if not layout.head_counts:
+        return split_layers(shape.layers, layout.pp, layout.vpp)
+    chunks = layout.pp * layout.vpp
+    head = shape.vocab * shape.hidden * shape.layers / shape.shared_parameters  # in layers
+    each = (shape.layers + head) / chunks
+    ends = [min(shape.layers, int((chunk + 1) * each)) for chunk in range(chunks - 1)] + [shape.layers]
+    counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return tuple(sum(counts[rank :: layout.pp]) for rank in range(layout.pp))
 
 
 @cache
 def split_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
-    """Layers of each rank of pp, of vpp chunks each."""
+    """Layers of each rank of pp, of vpp equal chunks each."""
     chunks = pp * vpp
     each, left = divmod(layers, chunks)
     order = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), chunk == chunks - 1, chunk))

@@ -30,14 +30,6 @@ class Group:
         return -(-self.size // self.inside)
 
     @property
-    def bandwidth(self) -> float:
-        """Bytes a second of a ring through all: of the slower of its links; all ranks of a host send to others."""
-        if self.hosts == 1:
-            return self.wire.bandwidth
-        out = self.out.bandwidth * self.inside
-        return min(self.wire.bandwidth, out) if self.inside > 1 else out
-
-    @property
     def slowest(self) -> Wire:
         """Of its links."""
         return self.wire if self.hosts == 1 else self.out
@@ -70,7 +62,10 @@ def _gather(ranks: Group, num_bytes: float, tree: bool = False) -> float:
     far = _steps(ranks.hosts) if tree else ranks.hosts - 1.0
     latency = (ranks.inside - 1) * ranks.wire.latency + far * ranks.out.latency
     moved = (ranks.size - 1) / ranks.size * num_bytes
-    return latency + _transfer(ranks.slowest, moved, ranks.bandwidth)
+    inside = _transfer(ranks.wire, moved, ranks.wire.bandwidth) if ranks.inside > 1 else 0.0
+    if ranks.hosts == 1:
+        return latency + inside
+    return latency + max(inside, _transfer(ranks.out, moved, ranks.out.bandwidth * ranks.inside))
 
 
 def _steps(hosts: int) -> float:

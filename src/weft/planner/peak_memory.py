@@ -77,7 +77,7 @@ def layer_bytes(shape: Shape, layout: Layout, stack: Stack, recompute: Recompute
     if shape.kv_lora and recompute != "full":
         kept += tokens * 2 * (shape.q_lora + shape.kv_lora)
     if shape.num_moe and recompute != "full":
-        routed = tokens / (layout.tp // layout.etp) * shape.top_k
+        routed = tokens / (layout.tp // layout.etp) * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
         row = 4 * (shape.latent or h) + 2 * (shape.matrices) * shape.expert_ffn / layout.etp
         if recompute == "light":
             row = 2 * (shape.latent or h) + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp
@@ -99,6 +99,8 @@ def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int) -> Memor
         states += (2 + stack.reduce) * (shared + experts)
     if layout.zero <= 1 and layout.dp * layout.cp > 1 and (layout.zero == 1 or stack.zero == 0):
         states += stack.update_buffer * (shared + experts)
+    if layout.zero == 1:
+        states += stack.reduced * (shared / (layout.dp * layout.cp) + experts / layout.edp)
     count, flight = layers_of_ranks(shape, layout)[rank], in_flight(layout, rank)
     each = layer_bytes(shape, layout, stack, layout.recompute)
     if layout.recompute == "full" and layout.recompute_share < 1:
@@ -107,6 +109,8 @@ def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int) -> Memor
     transient = 0.0
     if layout.recompute == "full":
         transient = layer_bytes(shape, layout, stack, "none")
+    if layout.sp and layout.tp > 1:  # in backward: an input gathered again, the output's gradient, and the input's
+        transient += 6 * layout.tokens * shape.hidden
     if rank == layout.pp - 1:
         logits = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logits)
         transient = max(transient, logits) + 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)

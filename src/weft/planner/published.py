@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.errors import DataError, WeftError
 from weft.planner import shape as shapes
@@ -14,10 +14,77 @@ from weft.planner.hardware import Cluster, read_hardware
 from weft.planner.layout import Layout, Schedule, check
 from weft.planner.peak_memory import peak_memory
 from weft.planner.shape import Recompute, Shape, known_shape
-from weft.planner.stacks import STACKS, Stack, source_family, stack_of
+from weft.planner.stacks import STACKS, Stack
 
-CAUSAL = ("bridge", "folding", "moezoo", "mcoremoe", "llama3", "nebius")  # whose model FLOP/s count half of the scores
 USABLE = 0.97  # of a device's memory: drivers and page tables have the rest
+
+
+class Source(NamedTuple):
+    """What is known of the runs of a source, beside what its lines say."""
+
+    stack: str
+    sharded: str = ""
+    """Stack of its runs with ZeRO 3; empty: the same."""
+    sweep: bool = False
+    """Whether it varies a configuration on purpose, bad ones included; the others show what somebody had tuned."""
+    causal: bool = False
+    """Whether its model FLOP/s count half of the scores."""
+    even: bool = False
+    """Whether each expert gets as many tokens, by force."""
+    timed: bool = True
+    """Whether its step times are of a machine in order; else it is read for memory only."""
+
+
+CORE = ("megatron-core", "megatron-fsdp")
+# By the letters before the first dash of a run's id.
+SOURCES: dict[str, Source] = {
+    "sc21": Source("megatron-2021", sharded="deepspeed"),  # its comparison
+    "mlm2020": Source("megatron-2021"),
+    "kort": Source("megatron-2022"),
+    "zb": Source("megatron-2022", sweep=True),
+    "mtnlg": Source("megatron-deepspeed"),
+    "bloom": Source("megatron-deepspeed", sweep=True),
+    "glm": Source("megatron-deepspeed"),
+    "neox": Source("megatron-deepspeed"),
+    "dsazure": Source("deepspeed"),
+    "mcoreh100": Source(*CORE),
+    "megascale": Source(*CORE),
+    "llama3": Source(*CORE, causal=True),
+    "nem": Source(*CORE),
+    "folding": Source(*CORE, causal=True, even=True),  # tokens above an expert's share are dropped
+    "nebius": Source(*CORE, sweep=True, causal=True),
+    "simumax": Source(*CORE, sweep=True, even=True),
+    "mcoremoe": Source("megatron-bridge", causal=True),
+    "moezoo": Source("megatron-bridge", causal=True),
+    "bridge": Source("megatron-bridge", causal=True),
+    "isamb": Source("megatron-bridge", timed=False),  # a broken fabric, say its authors
+    "hag": Source("research", sweep=True),
+    "opt": Source("fsdp"),
+    "foundry": Source("fsdp", sweep=True),
+    "fms": Source("fms"),
+    "titan": Source("torchtitan"),
+    "tune": Source("torchtitan"),
+    "smollm": Source("torchtitan"),
+    "primerl": Source("torchtitan"),
+    "moonlight": Source("torchtitan"),
+    "ttnpu": Source("torchtitan"),
+    "nano": Source("nanotron", sweep=True),
+    "picotron": Source("nanotron"),
+    "ms": Source("mindspeed"),
+    "pangu": Source("mindspeed"),
+    "scaletorch": Source("plain-torch", sweep=True),
+}
+UNKNOWN = Source("megatron-core", sharded="fsdp")
+# What notes say of the software, and what it changes in a stack.
+NOTES: tuple[tuple[str, dict[str, Any]], ...] = (
+    (r"unfused attention|attention kernel:? (torch|megatron)|(torch|megatron) attention", {"flash": False}),
+    (r"\bbalanced?\b|token drop", {"imbalance": 1.0}),
+    (r"real routing", {"imbalance": Stack.imbalance}),
+    (r"alltoall|dispatcher a2a", {"once_a_host": False, "ep_near": Stack.ep_near, "rows": Stack.rows}),
+    (r"(?<!no )ep overlap|overlap on", {"ep_overlap": 0.7}),
+    (r"mc2 enabled, legacy", {"passes": 2.6}),  # models from before Megatron-Core: fewer fused kernels
+    (r"async ?tp", {"tp_overlap": 0.3, "tp_backward": 0.3}),  # its authors gain 4 to 14 % of a step
+)
 COLUMNS = ("id", "hardware", "num_devices", "model", "metric", "value")
 
 
@@ -37,6 +104,11 @@ class Run:
     num_devices: int
     guessed: bool
     """Whether what it recomputes is not said, and was taken to be the least that fits."""
+
+    @property
+    def source(self) -> Source:
+        """Whose it is."""
+        return SOURCES.get(self.family, UNKNOWN)
 
     @property
     def group(self) -> tuple[str, str]:
@@ -89,8 +161,8 @@ def read_run(name: str, rows: Sequence[Mapping[str, str]]) -> Run:
     Raises:
         WeftError: the device is not known, or what a prediction needs is not in the lines.
     """
-    row, prefix = rows[0], name.split("-")[0]
-    stack = stack_of_row(row, prefix)
+    row, family = rows[0], source_family(name.split("-")[0])
+    stack = stack_of_row(row, SOURCES.get(family, UNKNOWN))
     num_devices = _whole(row, "num_devices")
     shape, layout = shape_of_row(row), layout_of_row(row, stack)
     check(shape, layout)
@@ -108,9 +180,18 @@ def read_run(name: str, rows: Sequence[Mapping[str, str]]) -> Run:
     cluster = read_hardware(row["hardware"], num_devices)
     layout = complete(row, shape, layout, cluster, stack)
     metrics = {line["metric"]: _number(line, "value") for line in rows}
-    family, guessed = source_family(prefix), not row.get("recompute")
     return Run(
-        name, family, row["hardware"], row["model"], shape, layout, cluster, stack, metrics, num_devices, guessed
+        name,
+        family,
+        row["hardware"],
+        row["model"],
+        shape,
+        layout,
+        cluster,
+        stack,
+        metrics,
+        num_devices,
+        guessed=not row.get("recompute"),
     )
 
 
@@ -141,26 +222,29 @@ def complete(row: Mapping[str, str], shape: Shape, layout: Layout, cluster: Clus
     return next((candidate for candidate in candidates if fits(candidate)), candidates[-1])
 
 
-def stack_of_row(row: Mapping[str, str], prefix: str) -> Stack:
-    """The stack of a source, with what a run's notes and format say of it."""
-    stack = stack_of(prefix, int((row.get("zero") or "0")[0]))
+def source_family(prefix: str) -> str:
+    """The family of sources that a run's prefix belongs to: the longest known beginning, or it without last digits."""
+    found = [family for family in SOURCES if prefix.startswith(family)]
+    return max(found, key=len) if found else prefix.rstrip("0123456789")
+
+
+def stack_of_row(row: Mapping[str, str], source: Source) -> Stack:
+    """The stack of a source, with what a run's ZeRO stage, hardware, format and notes say of it."""
+    sharded = (row.get("zero") or "0")[0] == "3"
+    stack = STACKS[source.sharded if sharded and source.sharded else source.stack]
     notes = row.get("notes", "").lower()
-    release = re.search(r"release (\d\d\.\d\d)", notes)
-    recent = "hybridep" in notes or (release is not None and float(release[1]) >= 26.06)
-    if stack.name == "megatron-bridge" and recent and re.search(r"\bGB\d00", row["hardware"]):
-        stack = STACKS["megatron-bridge-26.06"]
-    elif stack.name == "megatron-bridge" and re.search(r"\bGB\d00", row["hardware"]):
-        stack = replace(stack, host_experts=2e-3)  # graphs of kernels, launched at once
+    if stack.name == "megatron-bridge" and re.search(r"\bGB\d00", row["hardware"]):
+        release = re.search(r"release (\d\d\.\d\d)", notes)
+        recent = "hybridep" in notes or (release is not None and float(release[1]) >= 26.06)
+        # Graphs of kernels, launched at once.
+        stack = STACKS["megatron-bridge-26.06"] if recent else replace(stack, host_experts=2e-3)
     if stack.name == "megatron-deepspeed" and "bf16" in row.get("precision", ""):
         stack = replace(stack, gradients=6, optimizer=12, reduce=4)  # 16 bits, and their float32 sum on every rank
-    if re.search(r"unfused attention|attention kernel:? (torch|megatron)|(torch|megatron) attention", notes):
-        stack = replace(stack, flash=False)
-    if "alltoall" in notes or "dispatcher a2a" in notes:
-        stack = replace(stack, once_a_host=False, ep_near=0.45, rows=16)
-    if re.search(r"(?<!no )ep overlap|overlap on", notes):
-        stack = replace(stack, ep_overlap=0.7)
-    if "async tp" in notes or "asynctp" in notes:
-        stack = replace(stack, tp_overlap=0.6, tp_backward=0.6)
+    if source.even:
+        stack = replace(stack, imbalance=1.0)
+    for pattern, changes in NOTES:
+        if re.search(pattern, notes):
+            stack = replace(stack, **changes)
     return stack
 
 
@@ -200,6 +284,8 @@ def shape_of_row(row: Mapping[str, str]) -> Shape:
         experts=int(row.get("experts") or 0),
         top_k=int(row.get("topk") or 0),
         expert_ffn=int(row.get("ffn") or 0) if row.get("experts") else 0,
+        window=known.window if known else 0,
+        windowed=known.windowed if known else 0.5,
     )
 
 
@@ -224,6 +310,7 @@ def layout_of_row(row: Mapping[str, str], stack: Stack) -> Layout:
         sp=row.get("sp") == "1" or (row.get("sp") == "" and int(row["tp"]) > 1 and stack.sp),
         pp=pp,
         vpp=vpp,
+        head_counts=stack.head_counts,
         cp=int(row.get("cp") or 1),
         ep=int(row.get("ep") or 1),
         dp=dp,
@@ -233,7 +320,7 @@ def layout_of_row(row: Mapping[str, str], stack: Stack) -> Layout:
         recompute_share=0.7 if "moe" in (row.get("recompute") or "") else 1.0,  # experts are most of a layer
         number=_format(row.get("precision") or "bf16"),
         schedule=_schedule(notes),
-        fused_loss="fused cross entropy" in notes,
+        fused_loss=stack.fused_loss or "fused cross entropy" in notes,
         offload="activation cpu offload" in notes.lower(),
         adapters="lora" in row["model"].lower(),
         expert_tp=_expert_tp(row, stack),
@@ -293,8 +380,7 @@ def measured_seconds(run: Run) -> float | None:
     """Of a step, from the metric that says it most directly; None where no metric does."""
     found, layout = run.metrics, run.layout
     tokens, devices = layout.global_batch * layout.seq, run.num_devices
-    causal = run.family.startswith(CAUSAL)
-    flops = layout.global_batch * layout.seq * run.shape.flops(layout.seq, causal)
+    flops = layout.global_batch * layout.seq * run.shape.flops(layout.seq, run.source.causal)
     hardware = shapes.megatron_hardware_flops(run.shape, layout.global_batch, layout.seq)
     peak = run.cluster.device.peak["bf16"]
     readings = (
@@ -308,6 +394,6 @@ def measured_seconds(run: Run) -> float | None:
         ("tflops_per_dev_hw", lambda value: hardware / devices / value / 1e12),
         ("mfu_pct", lambda value: flops / devices / peak / value * 100),
     )
-    if run.family == "isamb":  # a broken fabric, say its authors: for memory only
+    if not run.source.timed:
         return None
     return next((to_seconds(found[name]) for name, to_seconds in readings if found.get(name)), None)

@@ -1,8 +1,8 @@
 """How long one kernel takes: the slower of its arithmetic and its bytes, with what small sizes waste, and never under a launch.
 
-A matrix product is cut into tiles, one a unit of the device at a time: few tiles leave units idle (waves), a short inner
-dimension is spent on beginnings and ends of tiles (depth), sizes that are no multiples of 8 or 64 numbers miss what the matrix
-units are made for.
+A matrix product is cut into tiles, one a unit of the device at a time: few tiles leave units idle (half of the last wave, on
+average), a short inner dimension is spent on beginnings and ends of tiles (depth), sizes that are no multiples of 8 or 64
+numbers miss what the matrix units are made for.
 """
 
 import math
@@ -33,7 +33,7 @@ def fill(device: Device, m: float, n: float, k: float, number: str = "bf16", bat
     waves = batch * max(1.0, m / rows) * max(1.0, n / columns) / device.units
     depth = device.depth * 2 / BYTES.get(number, 2.0)
     edge = min(1.0, m / rows) * min(1.0, n / columns)
-    return edge * waves / (waves + 0.4) * k / (k + depth) * aligned(min(n, k))
+    return edge * waves / (waves + 0.5) * k / (k + depth) * aligned(min(n, k))
 
 
 def aligned(size: float) -> float:

@@ -35,6 +35,8 @@ class Shape:
     biases: bool = False
     experts: int = 0
     top_k: int = 0
+    top_groups: int = 0
+    """Groups of experts, laid on hosts, to which those of a token are limited; 0: they are not."""
     expert_ffn: int = 0
     shared_ffn: int = 0
     """Width of all shared experts together."""
@@ -57,7 +59,9 @@ class Shape:
     mlp_layers: int = -1
     """Layers with a feed-forward part or experts; -1: all."""
     window: int = 0
-    """Every second layer attends to so many tokens; 0: none does."""
+    """Some layers attend to so many tokens; 0: none does."""
+    windowed: float = 0.5
+    """Share of layers that do."""
     expert_biases: bool = False
     predict_ahead: int = 0
     """Layers of multi-token prediction, with a head of their own."""
@@ -172,11 +176,11 @@ class Shape:
     def attention_flops(self, seq: int, causal: bool = True) -> float:
         """Forward operations of a token of one layer in scores and their product with values.
 
-        Of a model whose every second layer attends to a window, the mean of two layers.
+        Of a model some of whose layers attend to a window, the mean of its layers.
         """
         seen = seq / 2 if causal else seq
         if self.window and self.window < seq:
-            seen = (seen + self.window) / 2
+            seen = (1 - self.windowed) * seen + self.windowed * self.window
         return 2 * seen * (self.q_width + self.v_width)
 
     def flops(self, seq: int, causal: bool = True) -> float:
@@ -301,6 +305,8 @@ def from_config(config: Mapping[str, Any]) -> Shape:
     experts = find("n_routed_experts", "num_local_experts", "num_experts")
     ffn = find("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
     expert_ffn = (find("moe_intermediate_size") or ffn) if experts else 0
+    kinds = list(config.get("layer_types") or ())
+    sliding = kinds.count("sliding_attention") / len(kinds) if kinds else float(config.get("use_sliding_window", True))
     activation = str(config.get("hidden_act") or config.get("activation_function") or "silu")
     return Shape(
         layers=need("num_hidden_layers", "n_layer"),
@@ -316,6 +322,7 @@ def from_config(config: Mapping[str, Any]) -> Shape:
         biases="n_embd" in config,
         experts=experts,
         top_k=find("num_experts_per_tok", "moe_topk"),
+        top_groups=find("topk_group") if find("n_group") > 1 else 0,
         expert_ffn=expert_ffn,
         shared_ffn=find("n_shared_experts") * expert_ffn or find("shared_expert_intermediate_size"),
         dense_layers=find("first_k_dense_replace"),
@@ -323,13 +330,14 @@ def from_config(config: Mapping[str, Any]) -> Shape:
         kv_lora=find("kv_lora_rank"),
         rope_dim=find("qk_rope_head_dim") if find("kv_lora_rank") else 0,
         value_dim=find("v_head_dim") if find("kv_lora_rank") else 0,
-        window=find("sliding_window") if "layer_types" in config else 0,
+        window=find("sliding_window") if sliding else 0,
+        windowed=sliding,
     )
 
 
 _MLA = Shape(
     61, 7168, 128, 128, 128, 18432, 129280, q_lora=1536, kv_lora=512, rope_dim=64, value_dim=128, experts=256, top_k=8,
-    expert_ffn=2048, shared_ffn=2048, dense_layers=3,
+    top_groups=4, expert_ffn=2048, shared_ffn=2048, dense_layers=3,
 )  # fmt: skip
 _LLAMA2_7B = Shape(32, 4096, 32, 32, 128, 11008, 32000)
 # Published configurations of models that tables name without all sizes; the first name that is part of theirs decides.
@@ -343,6 +351,7 @@ KNOWN: dict[str, Shape] = {
         vocab=102400,
         experts=160,
         top_k=6,
+        top_groups=3,
         expert_ffn=1536,
         shared_ffn=3072,
         dense_layers=1,
@@ -356,11 +365,12 @@ KNOWN: dict[str, Shape] = {
         ffn=4864,
         experts=16,
         top_k=4,
+        top_groups=0,
         expert_ffn=1024,
         shared_ffn=1024,
         dense_layers=1,
     ),
-    "kimik2": replace(_MLA, heads=64, kv_heads=64, vocab=163840, experts=384, dense_layers=1),
+    "kimik2": replace(_MLA, heads=64, kv_heads=64, vocab=163840, experts=384, top_groups=0, dense_layers=1),
     "moonlight": replace(
         _MLA,
         layers=27,
@@ -371,6 +381,7 @@ KNOWN: dict[str, Shape] = {
         vocab=163840,
         experts=64,
         top_k=6,
+        top_groups=0,
         expert_ffn=1408,
         shared_ffn=2816,
         dense_layers=1,
@@ -425,11 +436,12 @@ KNOWN: dict[str, Shape] = {
         mamba_inner=8192,
         attention_layers=8,
         mlp_layers=40,
-        predict_ahead=0,
+        predict_ahead=2,
     ),
     "nemotron415b": Shape(32, 6144, 48, 8, 128, 24576, 256000, gated=False),
     "gpt3": Shape(96, 12288, 96, 96, 128, 49152, 51200, gated=False, positions=2048, biases=True, tied=True),
     "gpt175b": Shape(96, 12288, 96, 96, 128, 49152, 51200, gated=False, positions=2048, biases=True, tied=True),
+    "mistral7b": Shape(32, 4096, 32, 8, 128, 14336, 32000, window=4096, windowed=1.0),
     "llama213b": Shape(40, 5120, 40, 40, 128, 13824, 32000),
     "llama270b": Shape(80, 8192, 64, 8, 128, 28672, 32000),
     "llama27b": _LLAMA2_7B,

@@ -4,10 +4,9 @@ These are priors, from the code and the papers of each stack and from what its p
 run. What remains is one scalar a machine and stack (`validate.py`). The last stack is Weft itself.
 """
 
-import difflib
 from dataclasses import dataclass
 
-from weft.errors import PlanError
+from weft.errors import PlanError, nearest
 from weft.planner.hardware import GIB
 
 
@@ -26,8 +25,12 @@ class Stack:
     """Seconds that the host needs to launch the forward of a layer; the device waits for it where it is quicker."""
     host_experts: float = 4e-3
     """The same of a layer with experts: routing, permutations and a message each way are some hundred launches."""
+    host_mamba: float = 4e-3
+    """The same of a state-space mixer: some dozen Triton kernels, whose launches cost more, and no graph of them."""
     host_staged: float = 0.0
-    """Seconds that the host adds to the forward of a layer for each rank of tp, where stages of a pipeline make it wait."""
+    """Seconds for each rank of tp that the forward of a layer takes at least, where stages of a pipeline make hosts wait."""
+    ring: float = 1.0
+    """How many times as long attention takes over cp: blocks in kernels of their own, whose outputs are merged in float32."""
     tp_overlap: float = 0.0
     """Share of the messages of tensor parallelism that is hidden behind products."""
     tp_backward: float = 0.3
@@ -48,6 +51,9 @@ class Stack:
     """Share of the links' bandwidth that dispatch reaches."""
     ep_near: float = 0.45
     """The same inside a host, where a token is sent to each of its experts."""
+    imbalance: float = 1.35
+    """Rows of the busiest rank's experts, of those of the mean rank; 1 where a benchmark routes evenly or drops the rest.
+    Qwen3-235B on 256 H100 takes 1.21 times as long routed freely as evenly, with half of its time in experts (ModelZoo)."""
     once_a_host: bool = False
     """Whether a token goes once to each host that has experts for it."""
     p2p_overlap: float = 0.0
@@ -64,14 +70,20 @@ class Stack:
     """Bytes of master copy and moments."""
     update_buffer: float = 0.0
     """Bytes a parameter of a buffer beside them, where several ranks reduce gradients."""
+    reduced: float = 0.0
+    """Bytes of a reduced gradient, of the parameters that a rank updates under ZeRO 1, where it is kept beside all others."""
     reduce: float = 4.0
     """Bytes a gradient takes on the wire."""
     logits: float = 10.0
     """Bytes that a logit holds at the loss: 16 bits, float32, gradient."""
+    fused_loss: bool = False
+    """Whether logits are never whole in float32, said or not."""
     sp: bool = True
     """Whether a table that does not mention sequence parallelism means it, where there is tp."""
     gathers_again: bool = True
     """Whether backward gathers inputs of matrices over tp again, under sequence parallelism, and does not keep them whole."""
+    head_counts: bool = False
+    """Whether its stages are cut by cost, the head counted as the layers that it costs as much as."""
     dropout: bool = False
     framework: float = 1.5 * GIB
     """Bytes outside the allocator, of context and communicators."""
@@ -110,7 +122,7 @@ STACKS: dict[str, Stack] = {
             dropout=True,
             wire=0.6,
             reserve=1.15,
-            framework=3 * GIB,
+            framework=4.5 * GIB,  # a communicator of each axis, and of each pair of stages
             sp=False,
         ),
         Stack(
@@ -125,7 +137,7 @@ STACKS: dict[str, Stack] = {
             dropout=True,
             sp=False,
         ),
-        Stack("megatron-core", tp_overlap=0.1, dp_overlap=0.8, gather_overlap=True, p2p_overlap=0.5, host=1.2e-3),
+        Stack("megatron-core", tp_overlap=0.1, dp_overlap=0.8, gather_overlap=True, p2p_overlap=0.5, host=2e-3),
         Stack(
             "research",
             passes=1.25,
@@ -144,6 +156,8 @@ STACKS: dict[str, Stack] = {
             dp_overlap=0.9,
             gather_overlap=True,
             p2p_overlap=0.7,
+            imbalance=1.0,
+            fused_loss=True,
             once_a_host=True,
             ep_near=0.8,
             rows=8,
@@ -157,6 +171,8 @@ STACKS: dict[str, Stack] = {
             dp_overlap=0.9,
             gather_overlap=True,
             p2p_overlap=0.7,
+            imbalance=1.0,
+            fused_loss=True,
             once_a_host=True,
             ep_near=0.8,
             ep_overlap=0.4,
@@ -164,9 +180,10 @@ STACKS: dict[str, Stack] = {
             host=0.3e-3,
             host_experts=1.5e-3,
         ),
-        Stack("megatron-fsdp", tp_overlap=0.1, dp_overlap=0.8, host=1.2e-3, reduce=2, zero=3),
+        Stack("megatron-fsdp", tp_overlap=0.1, dp_overlap=0.8, host=2e-3, zero=3),
         Stack(
             "fsdp",
+            reserve=1.04,  # equal layers and lengths: blocks are used again
             passes=1.4,
             portable=True,
             dp_overlap=0.8,
@@ -181,6 +198,8 @@ STACKS: dict[str, Stack] = {
             "torchtitan",
             passes=1.0,
             portable=True,
+            ring=1.25,
+            logits=14,  # 16 bits, float32, its softmax, and gradient
             dp_overlap=0.8,
             optimizer=8,
             weights=4,
@@ -193,6 +212,7 @@ STACKS: dict[str, Stack] = {
         Stack(
             "nanotron",
             gathers_again=False,
+            head_counts=True,
             passes=1.3,
             portable=True,
             host=2e-3,
@@ -201,9 +221,10 @@ STACKS: dict[str, Stack] = {
             dp_overlap=0.3,
             gradients=6,
             update_buffer=2,
-            logits=16,
-            reserve=1.12,
-            wire=0.6,
+            reduced=4,
+            logits=14,
+            reserve=1.08,
+            wire=0.7,
             framework=2.5 * GIB,
         ),
         Stack(
@@ -214,13 +235,14 @@ STACKS: dict[str, Stack] = {
             dp_overlap=0.5,
             host=0.5e-3,
             host_experts=6e-3,
-            rows=32,
+            rows=48,
         ),
         Stack(
             "plain-torch",
             passes=2.2,
             host=3e-3,
-            host_experts=10e-3,
+            host_experts=14e-3,
+            dp_overlap=0.5,
             weights=2,
             gradients=2,
             optimizer=4,
@@ -228,47 +250,8 @@ STACKS: dict[str, Stack] = {
             wire=0.5,
             zero=0,
         ),
-        Stack("weft", passes=1.3, portable=True, dp_overlap=0.7, optimizer=8, weights=4),
+        Stack("weft", passes=1.3, portable=True, ring=1.25, dp_overlap=0.7, optimizer=8, weights=4),
     )
-}
-
-# Of tables of published runs, by the letters before the first dash of a run's id: the stack it used.
-SOURCES: dict[str, str] = {
-    "sc21": "megatron-2021",
-    "mlm2020": "megatron-2021",
-    "kort": "megatron-2022",
-    "mtnlg": "megatron-deepspeed",
-    "bloom": "megatron-deepspeed",
-    "glm": "megatron-deepspeed",
-    "neox": "megatron-deepspeed",
-    "opt": "fsdp",
-    "dsazure": "deepspeed",
-    "zb": "megatron-2022",
-    "mcoreh100": "megatron-core",
-    "megascale": "megatron-core",
-    "llama3": "megatron-core",
-    "nem": "megatron-core",
-    "folding": "megatron-core",
-    "mcoremoe": "megatron-bridge",
-    "moezoo": "megatron-bridge",
-    "bridge": "megatron-bridge",
-    "nebius": "megatron-core",
-    "simumax": "megatron-core",
-    "isamb": "megatron-bridge",
-    "hag": "research",
-    "foundry": "fsdp",
-    "fms": "fms",
-    "titan": "torchtitan",
-    "tune": "torchtitan",
-    "smollm": "torchtitan",
-    "primerl": "torchtitan",
-    "moonlight": "torchtitan",
-    "nano": "nanotron",
-    "picotron": "nanotron",
-    "ms": "mindspeed",
-    "pangu": "mindspeed",
-    "ttnpu": "torchtitan",
-    "scaletorch": "plain-torch",
 }
 
 
@@ -280,24 +263,8 @@ def find_stack(name: str) -> Stack:
     """
     if name in STACKS:
         return STACKS[name]
-    near = difflib.get_close_matches(name, STACKS, 1, 0.3)
     raise PlanError(
         f"no stack is called {name!r}",
         rule=f"known are {', '.join(STACKS)}",
-        fix=f"write {near[0]!r}" if near else "choose one of them",
+        fix=nearest(name, STACKS),
     )
-
-
-def source_family(prefix: str) -> str:
-    """The family of sources that a run's prefix belongs to: the longest known beginning, or it without last digits."""
-    found = [family for family in SOURCES if prefix.startswith(family)]
-    return max(found, key=len) if found else prefix.rstrip("0123456789")
-
-
-def stack_of(prefix: str, zero: int) -> Stack:
-    """The stack of a source; of an unknown one that of ZeRO 3 or of Megatron-Core."""
-    family = source_family(prefix)
-    if family == "sc21" and zero == 3:  # its comparison with DeepSpeed
-        return STACKS["deepspeed"]
-    name = SOURCES.get(family, "fsdp" if zero == 3 else "megatron-core")
-    return STACKS["megatron-fsdp" if name == "megatron-core" and zero == 3 else name]

@@ -8,6 +8,8 @@ it is not scored. A second predictor, calibrated on the same run, says that ever
 time: what the planner is worth is what it does better.
 """
 
+import bisect
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -18,14 +20,13 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from weft.planner.hardware import GB, GIB, MIB
-from weft.planner.peak_memory import Memory, peak_memory
+from weft.planner.peak_memory import peak_memory, stage_memory
 from weft.planner.published import USABLE, Run, measured_seconds
-from weft.planner.step_time import step_time
+from weft.planner.step_time import CALIBRATED, UNCALIBRATED, step_time
 
-# Sources that vary a configuration on purpose, bad ones included; the others show what somebody had tuned.
-SWEEPS = ("bloom", "hag", "nano", "nebius", "foundry", "scaletorch", "simumax", "zb")
 WIDTH = 150  # letters of a line
-TRUST = 0.5  # of the logarithm of a measurement, against a prior of 1: both are off by some 0.15
+SURPRISE = 1.5  # times as long as predicted, or as short: what is more says more of that run than of the machine
+TRUST = 0.4  # of the logarithm of a measurement against a prior of 1: machines differ by some 0.13, runs of one by 0.16
 
 
 class Score(NamedTuple):
@@ -57,10 +58,11 @@ MEMORY_METRICS: dict[str, tuple[str, float]] = {
 }
 
 
-def memory_errors(run: Run, memory: Memory) -> dict[str, float]:
-    """Relative errors of predicted bytes, by metric whose meaning is known."""
+def memory_errors(run: Run) -> dict[str, float]:
+    """Relative errors of predicted bytes, each of the stage that has most of them, by metric whose meaning is known."""
+    stages = [stage_memory(run.shape, run.layout, run.stack, rank) for rank in range(run.layout.pp)]
     return {
-        name: getattr(memory, part) / (run.metrics[name] * unit) - 1
+        name: max(getattr(memory, part) for memory in stages) / (run.metrics[name] * unit) - 1
         for name, (part, unit) in MEMORY_METRICS.items()
         if run.metrics.get(name)
     }
@@ -71,6 +73,7 @@ class Outcome(NamedTuple):
 
     run: Run
     measured: float
+    uncalibrated: float
     planner: float
     baseline: float
 
@@ -100,10 +103,11 @@ def judge(runs: Iterable[Run]) -> tuple[list[Outcome], dict[tuple[str, str], Cal
         chosen, seconds, predicted = sorted(
             found, key=lambda item: (item[2] * item[0].num_devices / item[0].model_flops, item[0].id)
         )[len(found) // 2]
-        scalar, rate = (seconds / predicted) ** TRUST, seconds * chosen.num_devices / chosen.model_flops
+        scalar = min(max(seconds / predicted, 1 / SURPRISE), SURPRISE) ** TRUST
+        rate = seconds * chosen.num_devices / chosen.model_flops
         calibrations[group] = Calibration(chosen.id, scalar)
         outcomes += [
-            Outcome(run, measured, guess * scalar, rate * run.model_flops / run.num_devices)
+            Outcome(run, measured, guess, guess * scalar, rate * run.model_flops / run.num_devices)
             for run, measured, guess in found
             if run is not chosen
         ]
@@ -174,6 +178,46 @@ def judge_fit(runs: Iterable[Run]) -> Fit:
     return Fit(right, false_fits, refusals)
 
 
+class Interval(NamedTuple):
+    """Between which factors of a prediction nine of ten measured step times lie."""
+
+    low: float
+    high: float
+    coverage: float
+    """Share of runs in the interval that all other sources give."""
+
+
+def interval(outcomes: Sequence[Outcome], calibrated: bool) -> Interval:
+    """From the scatter of outcomes; a source weighs as the root of its runs, so that no long sweep decides alone."""
+    sources: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        sources[outcome.run.family].append(outcome)
+    ratios = {family: _ratios(some, calibrated) for family, some in sources.items()}
+    covered = 0.0
+    for family, found in ratios.items():
+        others = [other for name, other in ratios.items() if name != family]
+        covered += len(found) * _share(_quantiles(others or [found]), found)
+    return Interval(*_quantiles(list(ratios.values())), covered / len(outcomes))
+
+
+def _ratios(outcomes: Iterable[Outcome], calibrated: bool) -> list[float]:
+    """Measured times over predicted ones."""
+    return [one.measured / (one.planner if calibrated else one.uncalibrated) for one in outcomes]
+
+
+def _share(limits: tuple[float, float], ratios: Sequence[float]) -> float:
+    """Of ratios that are within limits."""
+    return sum(limits[0] <= ratio <= limits[1] for ratio in ratios) / len(ratios)
+
+
+def _quantiles(sources: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The ratios below which are 5 % and 95 % of the weight."""
+    weighed = sorted((ratio, len(ratios) ** -0.5) for ratios in sources for ratio in ratios)
+    sums = list(itertools.accumulate(weight for _, weight in weighed))
+    low, high = (bisect.bisect_left(sums, share * sums[-1]) for share in (0.05, 0.95))
+    return weighed[low][0], weighed[high][0]
+
+
 # Printed
 
 
@@ -203,8 +247,8 @@ def print_scores(runs: list[Run], refused: dict[str, str]) -> None:
         table.add_row(family, *cells([outcome for outcome in outcomes if outcome.run.family == family], some))
     table.add_section()
     for name, sweeps in (("tuned", False), ("sweeps", True)):
-        some = [run for run in runs if (run.family in SWEEPS) == sweeps]
-        table.add_row(name, *cells([o for o in outcomes if (o.run.family in SWEEPS) == sweeps], some))
+        some = [run for run in runs if run.source.sweep == sweeps]
+        table.add_row(name, *cells([o for o in outcomes if o.run.source.sweep == sweeps], some))
     console.print(table)
     table = Table("memory", *(Column(name, justify="right") for name in ("runs", "error", "bias")))
     for family, metric, errors in memory_scores(runs):
@@ -215,6 +259,17 @@ def print_scores(runs: list[Run], refused: dict[str, str]) -> None:
     for (family, device), found in calibrations.items():
         table.add_row(f"{family}, {device}", found.run, f"{found.scalar:.3f}")
     console.print(table)
+    if outcomes:
+        heads = ("from", "to", "coverage", "stated", "coverage")
+        table = Table("90 % of measured times", *(Column(name, justify="right") for name in heads))
+        for calibrated, stated in ((True, CALIBRATED), (False, UNCALIBRATED)):
+            low, high, coverage = interval(outcomes, calibrated)
+            table.add_row(
+                "calibrated" if calibrated else "uncalibrated",
+                *(f"x {low:.2f}", f"x {high:.2f}", f"{coverage:.0%}"),
+                *(f"x {stated[0]} to {stated[1]}", f"{_share(stated, _ratios(outcomes, calibrated)):.0%}"),
+            )
+        console.print(table)
     console.print(f"{len(runs)} runs read, {len(refused)} left out for what their lines do not say.")
 
 
@@ -222,7 +277,7 @@ def memory_scores(runs: Iterable[Run]) -> list[tuple[str, str, list[float]]]:
     """Errors by source and metric."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for run in runs:
-        for metric, error in memory_errors(run, peak_memory(run.shape, run.layout, run.stack)).items():
+        for metric, error in memory_errors(run).items():
             found[run.family, metric].append(error)
     return [(*key, errors) for key, errors in found.items()]
 
