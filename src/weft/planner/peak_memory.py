@@ -38,12 +38,23 @@ class Memory:
         return self.reserved + self.framework
 
 
-def peak_memory(shape: Shape, layout: Layout, stack: Stack) -> Memory:
+@dataclass(frozen=True)
+class Traced:
+    """What dry runs of a few layers have counted, in the place of formulas: bytes of activations for a token, whole."""
+
+    layer: dict[Recompute, float]
+    """That a layer keeps, by what it computes again."""
+    ends: float
+    """Of logits and loss at their fullest moment."""
+
+
+def peak_memory(shape: Shape, layout: Layout, stack: Stack, traced: Traced | None = None) -> Memory:
     """Bytes of the fullest rank of pp."""
     counts = layers_of_ranks(shape, layout)
     # Of ranks with as many layers the first holds most micro-batches; the first two may have layers without experts.
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1, *(counts.index(count, 1) for count in set(counts[1:]))}
-    return max((stage_memory(shape, layout, stack, rank) for rank in sorted(ranks)), key=lambda memory: memory.total)
+    stages = (stage_memory(shape, layout, stack, rank, traced) for rank in sorted(ranks))
+    return max(stages, key=lambda memory: memory.total)
 
 
 def in_flight(layout: Layout, rank: int) -> float:
@@ -87,10 +98,17 @@ def layer_bytes(shape: Shape, layout: Layout, stack: Stack, recompute: Recompute
     return kept
 
 
-def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int) -> Memory:
+def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int, traced: Traced | None = None) -> Memory:
     """Bytes of one rank of pp."""
+
+    def kept(recompute: Recompute) -> float:
+        if traced:
+            return traced.layer[recompute] * layout.tokens / layout.tp
+        return layer_bytes(shape, layout, stack, recompute)
+
     shared, experts = local_parameters(shape, layout, rank)
-    sizes = (stack.weights, stack.gradients, 0.0 if layout.optimizer_on_host else stack.optimizer)
+    weights = 0.0 if layout.zero == 3 and not stack.shards_hold_copy else stack.weights
+    sizes = (weights, stack.gradients, 0.0 if layout.optimizer_on_host else stack.optimizer)
     states = state_bytes(shared, layout.zero, layout.shard or layout.dp * layout.cp, *sizes)
     states += state_bytes(experts, layout.zero, layout.edp, *sizes)
     if layout.adapters:
@@ -102,19 +120,25 @@ def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int) -> Memor
     if layout.zero == 1:
         states += stack.reduced * (shared / (layout.dp * layout.cp) + experts / layout.edp)
     count, flight = layers_of_ranks(shape, layout)[rank], in_flight(layout, rank)
-    each = layer_bytes(shape, layout, stack, layout.recompute)
+    each = kept(layout.recompute)
     if layout.recompute == "full" and layout.recompute_share < 1:
-        each = layout.recompute_share * each + (1 - layout.recompute_share) * layer_bytes(shape, layout, stack, "light")
+        each = layout.recompute_share * each + (1 - layout.recompute_share) * kept("light")
     activations = 2 * each if layout.offload else flight * count * each
     transient = 0.0
     if layout.recompute == "full":
-        transient = layer_bytes(shape, layout, stack, "none")
+        transient = kept("none")
     if layout.sp and layout.tp > 1:  # in backward: an input gathered again, the output's gradient, and the input's
         transient += 6 * layout.tokens * shape.hidden
     if rank == layout.pp - 1:
         logits = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logits)
+        logits = traced.ends * layout.tokens / layout.tp if traced else logits
         transient = max(transient, logits) + 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
     if layout.zero >= 3:
         transient += 2 * 2 * (shared + experts) / max(1, count)
+    if (
+        layout.zero >= 2 and stack.units
+    ):  # gradients of an end before they are reduced, of two where weights stay gathered
+        ends = shape.vocab * shape.hidden / layout.tp * (rank in (0, layout.pp - 1))
+        transient += stack.gradients * (2 if layout.zero == 2 else 1) * max(ends, shared / max(1, count))
     reserve = (stack.reserve - 1) * (states + activations + transient)
     return Memory(rank, states, activations, transient, reserve, stack.framework)

@@ -15,6 +15,7 @@ from weft.planner.shape import Shape, from_config
 from weft.planner.strategy import Cost, cost_of, in_words, plan_of, stack_for
 from weft.planner.timeline import refined
 from weft.planner.trace import Trace, trace
+from weft.planner.traced import trace_layers
 
 HEADROOMS = (0.75, 0.5, 0.25)  # of a device's memory
 
@@ -72,6 +73,8 @@ def propose(
         PlanError: nothing fits, however lean; says the smallest cluster on which something does.
     """
     space = space_of(job, cluster, margin)
+    if confirm:
+        space = replace(space, traced=trace_layers(job, type_of(cluster)))
     found = search(space, max(count, 3))
     if not found.best:
         raise nothing_fits(space, found.least_memory)
@@ -121,10 +124,15 @@ def shape_of(job: Job) -> Shape:
     return from_config(config.get_text_config().to_dict())
 
 
+def type_of(cluster: Cluster) -> str:
+    """What torch calls its devices."""
+    name = cluster.device.name
+    return "cpu" if name == "CPU" else "npu" if name.startswith("Ascend") else "cuda"
+
+
 def confirmed(proposal: Proposal, choice: Choice) -> tuple[list[Trace], str]:
     """Dry runs of the first and the last rank, and why the layout cannot be, if so."""
-    job, device = proposal.planned(choice), proposal.space.cluster.device
-    kind = "cpu" if device.name == "CPU" else "npu" if device.name.startswith("Ascend") else "cuda"
+    job, kind = proposal.planned(choice), type_of(proposal.space.cluster)
     world = choice.layout.num_devices
     try:
         traces = trace(job, world, sorted({0, world - 1}), kind)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from weft.planner.hardware import GIB, Cluster
 from weft.planner.layout import Layout, Schedule, local_parameters, split_layers
-from weft.planner.peak_memory import Memory, peak_memory
+from weft.planner.peak_memory import Memory, Traced, peak_memory
 from weft.planner.shape import Recompute, Shape, state_bytes
 from weft.planner.stacks import Stack
 from weft.planner.step_time import LayerTime, StepTime, head_time, layer_time, step_time
@@ -130,6 +130,8 @@ class Space:
     margin: float = MARGIN
     lean: list[Lean] = field(default_factory=lambda: LEAN)
     compression: float = 1.0
+    traced: Traced | None = None
+    """What dry runs of a few layers have counted."""
     splits_model: bool = True
     """Whether the model can be split over tp, cp and pp, and not only over data ranks."""
 
@@ -227,6 +229,10 @@ class Space:
         """Predicted seconds of a step."""
         return step_time(self.shape, layout, self.cluster, self.stack, self.layer(layout))
 
+    def memory(self, layout: Layout) -> Memory:
+        """Predicted bytes of the fullest rank."""
+        return peak_memory(self.shape, layout, self.stack, self.traced)
+
     @cached_property
     def bounds(self) -> list[tuple[float, Skeleton]]:
         """Seconds that a step of each skeleton takes at least, the lowest first: all but gradients, ZeRO and the update.
@@ -283,7 +289,7 @@ class Space:
             return None, 0.0
         if self.time(self.layout(skeleton, self.lean[0])).seconds >= limit:
             return None, 0.0
-        leanest = peak_memory(self.shape, self.layout(skeleton, self.lean[-1]), self.stack).total
+        leanest = self.memory(self.layout(skeleton, self.lean[-1])).total
         if leanest > self.budget:
             return None, leanest
         fitting: list[Lean] = []
@@ -292,7 +298,7 @@ class Space:
             if any(other.dominates(lean) for other in fitting):
                 continue
             layout = self.layout(skeleton, lean)
-            memory = peak_memory(self.shape, layout, self.stack)
+            memory = self.memory(layout)
             if memory.total <= self.budget:
                 fitting.append(lean)
                 choices.append(Choice(layout, self.time(layout), memory))
@@ -398,7 +404,7 @@ def fits_at_all(space: Space) -> bool:
     smallest = sorted((s for s in space.skeletons() if s.micro_batch == 1), key=lambda s: -s.zero)
     return any(
         space.least_states(skeleton) + space.stack.framework <= space.budget
-        and peak_memory(space.shape, space.layout(skeleton, lean), space.stack).total <= space.budget
+        and space.memory(space.layout(skeleton, lean)).total <= space.budget
         for skeleton in smallest
     )
 

@@ -91,6 +91,10 @@ class Stack:
     """Reserved by the allocator, of what is allocated."""
     halves: bool = False
     """Whether selective recomputation drops every second product (FSDP stacks), and not the scores alone (Megatron)."""
+    shards_hold_copy: bool = True
+    """Whether shards of ZeRO 3 keep weights to compute with beside the master weights they are cast from."""
+    units: bool = False
+    """Whether the gradient of an embedding is whole for a moment under ZeRO 2 and 3 (FSDP2's unit of it)."""
     zero: int = 1
     """Stage of a run that does not say it."""
 
@@ -250,7 +254,16 @@ STACKS: dict[str, Stack] = {
             wire=0.5,
             zero=0,
         ),
-        Stack("weft", passes=1.3, portable=True, ring=1.25, dp_overlap=0.7, optimizer=8, weights=4),
+        Stack(
+            "weft",
+            passes=1.3,
+            portable=True,
+            ring=1.25,
+            dp_overlap=0.7,
+            logits=14,
+            shards_hold_copy=False,
+            units=True,
+        ),
     )
 }
 

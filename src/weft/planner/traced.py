@@ -1,0 +1,60 @@
+"""Activations of a model's layers, counted by dry runs of a few of them: what formulas would have to guess.
+
+A model of few layers is run dry at two depths, once for each way to recompute; the difference is that of a layer, the rest
+that of the ends. Layers of the same kind keep as much for every token, so that a whole model and any split of it follow.
+"""
+
+from typing import Any
+
+from weft.checkpoint.huggingface import read_config
+from weft.job import Job
+from weft.plan import Parallel, Plan
+from weft.planner.peak_memory import Traced
+from weft.planner.shape import Recompute
+from weft.planner.strategy import RECOMPUTE
+from weft.planner.trace import trace_all
+
+MORE = 2  # layers of the deeper model
+ROWS = 8  # of a micro-batch: so many that its logits make the fullest moment, when all layers are kept and no gradient is there
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+
+
+def trace_layers(job: Job, device_type: str) -> Traced:
+    """Bytes for a token, of rows as long as the job's.
+
+    Args:
+        job: model, length of rows and formats.
+        device_type: what the ranks run on.
+
+    Raises:
+        ModelError, PlanError: the model cannot be built, or not be run dry.
+    """
+    config = read_config(job.model).to_dict()
+    shallow = int(config.get("first_k_dense_replace") or 0) + 1
+    kinds: list[Recompute] = ["none", "light", "full"]
+    jobs = [_cut(job, config, depth, kind) for kind in kinds for depth in (shallow, shallow + MORE)]
+    traces = trace_all([(cut, 2, 0, device_type) for cut in jobs])
+    kept = [trace.count.peak_bytes["activations"] / (ROWS * job.data.seq_len) for trace in traces]
+    layers = {kind: (kept[2 * place + 1] - kept[2 * place]) / MORE for place, kind in enumerate(kinds)}
+    # Where whole blocks are computed again, the rest is least mixed with them.
+    return Traced(layers, kept[4] - shallow * layers["full"])
+
+
+def _cut(job: Job, config: dict[str, Any], depth: int, recompute: Recompute) -> Job:
+    """The job with a model of few layers, rows of its length and ZeRO 1, which gathers weights apart from activations."""
+    groups = int(config.get("n_group") or 1)
+    few = groups * -(-4 * int(config.get("num_experts_per_tok") or 1) // groups)
+    cut = {name: depth if name in DEPTHS else value for name, value in config.items()}
+    cut |= {name: value[:depth] for name, value in config.items() if isinstance(value, list) and name.endswith("_types")}
+    # A token keeps as much of few experts, and their gradients do not hide it.
+    cut |= {name: min(few, int(value)) for name, value in config.items() if name in EXPERTS and value}
+    memory = job.plan.memory.model_copy(update={"recompute": RECOMPUTE[recompute], "recompute_every": 1, "offload": ()})
+    plan = Plan(parallel=Parallel(zero=1), precision=job.plan.precision, memory=memory)
+    return job.model_copy(
+        update={
+            "model": job.model.model_copy(update={"path": None, "config": cut}),
+            "train": job.train.model_copy(update={"global_batch": 2 * ROWS, "micro_batch": ROWS}),
+            "plan": plan,
+        }
+    )
