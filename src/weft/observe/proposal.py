@@ -10,6 +10,7 @@ from rich.table import Column, Table
 from weft.planner.hardware import GIB
 from weft.planner.propose import Proposal, describe
 from weft.planner.search import TERMS, reason
+from weft.planner.step_time import CALIBRATED, UNCALIBRATED
 from weft.planner.strategy import in_words, predict
 
 WIDTH = 150  # letters of a line, at least: rather wrapped than cut
@@ -33,6 +34,10 @@ def print_proposal(found: Proposal) -> None:
             f"{slower:.1%}" if slower else "",
         )
     console.print(table)
+    calibrated = found.scalar != 1
+    low, high = (first.time.seconds * found.scalar * factor for factor in (CALIBRATED if calibrated else UNCALIBRATED))
+    how = "calibrated" if calibrated else "not calibrated on this machine"
+    console.print(f"Nine of ten such predictions, {how}, are met within {low:.3g} to {high:.3g} s.")
     console.print(terms_table(found))
     for choice, why in found.refused:
         console.print(f"refused: {describe(choice)}: {why}", markup=False)

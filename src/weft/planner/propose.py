@@ -13,7 +13,7 @@ from weft.planner.hardware import GIB, Cluster
 from weft.planner.search import MARGIN, Choice, Direction, Space, fewest_devices, look_around, search
 from weft.planner.shape import Shape, from_config
 from weft.planner.strategy import Cost, cost_of, in_words, plan_of, stack_for
-from weft.planner.timeline import refined
+from weft.planner.timeline import head_cost, refined
 from weft.planner.trace import Trace, trace
 from weft.planner.traced import trace_layers
 
@@ -44,7 +44,8 @@ class Proposal:
     def planned(self, choice: Choice) -> Job:
         """The job with the plan of a choice."""
         train = self.job.train.model_copy(update={"micro_batch": choice.layout.micro_batch})
-        return self.job.model_copy(update={"plan": plan_of(choice.layout, self.job.plan), "train": train})
+        plan = plan_of(choice.layout, self.job.plan, head_cost(self.space, choice.layout))
+        return self.job.model_copy(update={"plan": plan, "train": train})
 
 
 def propose(

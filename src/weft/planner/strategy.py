@@ -30,12 +30,13 @@ def stack_for(precision: Precision) -> Stack:
     )
 
 
-def plan_of(layout: Layout, base: Plan) -> Plan:
+def plan_of(layout: Layout, base: Plan, head_cost: float = 0.0) -> Plan:
     """The plan that runs a layout.
 
     Args:
         layout: as the search found it.
         base: what the layout does not say, formats above all.
+        head_cost: of head and loss, in blocks: by it stages are cut.
     """
     shard = layout.shard or layout.dp
     parallel = base.parallel.model_copy(
@@ -51,7 +52,8 @@ def plan_of(layout: Layout, base: Plan) -> Plan:
             "pp": layout.pp,
         }
     )
-    pipeline = base.pipeline.model_copy(update={"schedule": layout.schedule, "virtual_stages": layout.vpp})
+    order = {"schedule": layout.schedule, "virtual_stages": layout.vpp, "stage_blocks": (), "block_costs": ()}
+    pipeline = base.pipeline.model_copy(update={**order, "head_cost": head_cost if layout.pp > 1 else 0.0})
     memory = base.memory.model_copy(
         update={
             "recompute": RECOMPUTE[layout.recompute],

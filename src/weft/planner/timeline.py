@@ -13,6 +13,13 @@ from weft.planner.search import Space
 from weft.planner.step_time import StepTime, head_time
 
 
+def head_cost(space: Space, layout: Layout) -> float:
+    """Time of head and loss in that of a block: what stages are cut by, so that the last one has fewer blocks."""
+    layer = space.layer(layout)
+    whole = layer.compute.plus(layer.tp).plus(layer.cp).plus(layer.ep)
+    return round(head_time(space.shape, layout, space.cluster, space.stack).sum / whole.sum, 2)
+
+
 def timeline_of(space: Space, layout: Layout) -> Timeline:
     """One step of the pipeline, stages cut as the runtime cuts them.
 
@@ -23,7 +30,8 @@ def timeline_of(space: Space, layout: Layout) -> Timeline:
     whole = layer.compute.plus(layer.tp).plus(layer.cp).plus(layer.ep)
     head = head_time(space.shape, layout, space.cluster, space.stack)
     stages = layout.pp * layout.vpp
-    blocks = [len(part) for part in split_blocks(space.shape.layers, stages, Pipeline(head_cost=head.sum / whole.sum))]
+    cut = split_blocks(space.shape.layers, stages, Pipeline(head_cost=head_cost(space, layout)))
+    blocks = [len(part) for part in cut]
     forward = [count * whole.forward for count in blocks]
     weights = [count * layer.weights for count in blocks]
     inputs = [count * (whole.backward - layer.weights) for count in blocks]

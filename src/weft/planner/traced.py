@@ -46,7 +46,9 @@ def _cut(job: Job, config: dict[str, Any], depth: int, recompute: Recompute) -> 
     groups = int(config.get("n_group") or 1)
     few = groups * -(-4 * int(config.get("num_experts_per_tok") or 1) // groups)
     cut = {name: depth if name in DEPTHS else value for name, value in config.items()}
-    cut |= {name: value[:depth] for name, value in config.items() if isinstance(value, list) and name.endswith("_types")}
+    cut |= {
+        name: value[:depth] for name, value in config.items() if isinstance(value, list) and name.endswith("_types")
+    }
     # A token keeps as much of few experts, and their gradients do not hide it.
     cut |= {name: min(few, int(value)) for name, value in config.items() if name in EXPERTS and value}
     memory = job.plan.memory.model_copy(update={"recompute": RECOMPUTE[recompute], "recompute_every": 1, "offload": ()})
