@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from weft.planner.hardware import GIB
-from weft.planner.propose import Proposal, describe
+from weft.planner.propose import Proposal, describe, planned
 from weft.planner.search import TERMS, reason
 from weft.planner.step_time import CALIBRATED, UNCALIBRATED
 from weft.planner.strategy import in_words, predict
@@ -85,7 +85,7 @@ def terms_table(found: Proposal) -> Table:
 def write_plan(found: Proposal, path: Path) -> None:
     """Write the plan of the first layout with its prediction: `plan = "PATH"` in the job, with its micro-batch, runs it."""
     first = found.best[0]
-    job = found.planned(first)
+    job = planned(found.job, found.space, first.layout)
     plan = job.plan.model_copy(update={"prediction": predict(found.space, first, found.traces, found.scalar)})
     path.write_text(tomli_w.dumps(plan.model_dump(exclude_none=True)), encoding="utf-8")
     print(f"{path}: weft train JOB --set plan={path} --set train.micro_batch={first.layout.micro_batch}")

@@ -10,6 +10,7 @@ from weft.checkpoint.huggingface import read_config
 from weft.errors import PlanError
 from weft.job import Job
 from weft.planner.hardware import GIB, Cluster
+from weft.planner.layout import Layout
 from weft.planner.search import MARGIN, Choice, Direction, Space, fewest_devices, look_around, search
 from weft.planner.shape import Shape, from_config
 from weft.planner.strategy import Cost, cost_of, in_words, plan_of, stack_for
@@ -41,11 +42,11 @@ class Proposal:
     size: int
     """Layouts in the space."""
 
-    def planned(self, choice: Choice) -> Job:
-        """The job with the plan of a choice."""
-        train = self.job.train.model_copy(update={"micro_batch": choice.layout.micro_batch})
-        plan = plan_of(choice.layout, self.job.plan, head_cost(self.space, choice.layout))
-        return self.job.model_copy(update={"plan": plan, "train": train})
+
+def planned(job: Job, space: Space, layout: Layout) -> Job:
+    """The job with the plan of a layout."""
+    train = job.train.model_copy(update={"micro_batch": layout.micro_batch})
+    return job.model_copy(update={"plan": plan_of(layout, job.plan, head_cost(space, layout)), "train": train})
 
 
 def propose(
@@ -74,6 +75,8 @@ def propose(
         PlanError: nothing fits, however lean; says the smallest cluster on which something does.
     """
     space = space_of(job, cluster, margin)
+    if not space.bounds:
+        raise nothing_fits(space, 0.0)
     if confirm:
         space = replace(space, traced=trace_layers(job, type_of(cluster)))
     found = search(space, max(count, 3))
@@ -84,16 +87,11 @@ def propose(
         (choice._replace(time=refined(space, choice.layout, choice.time)) for choice in found.best),
         key=lambda choice: choice.time.seconds,
     )
-    directions = look_around(space, found.best[0])
-    leaner = []
-    for share in HEADROOMS:
-        leaner += search(replace(space, margin=share), 1).best
     refused: list[tuple[Choice, str]] = []
     traces: list[Trace] = []
-    empty = Proposal(job, space, scalar, best, [], [], [], directions, leaner, None, found.size)
     while confirm and best:
         say(f"dry run of {describe(best[0])}")
-        traces, why = confirmed(empty, best[0])
+        traces, why = dry_run(job, space, best[0])
         if not why:
             break
         refused.append((best.pop(0), why))
@@ -103,10 +101,19 @@ def propose(
             where="weft plan",
             fix="ask for more layouts with --best, or for a smaller part of the memory with --margin",
         )
-    costs = [
-        cost_of(space.shape, choice.layout, choice.time.seconds, cluster, failure_hours, scalar) for choice in best
-    ]
-    return replace(empty, best=best, costs=costs, traces=traces, refused=refused, fewest=fewest_devices(space))
+    return Proposal(
+        job,
+        space,
+        scalar,
+        best,
+        [cost_of(space.shape, choice.layout, choice.time.seconds, cluster, failure_hours, scalar) for choice in best],
+        traces,
+        refused,
+        directions=look_around(space, best[0]),
+        leaner=[found for share in HEADROOMS for found in search(replace(space, margin=share), 1).best],
+        fewest=fewest_devices(space),
+        size=found.size,
+    )
 
 
 def space_of(job: Job, cluster: Cluster, margin: float = MARGIN) -> Space:
@@ -131,17 +138,16 @@ def type_of(cluster: Cluster) -> str:
     return "cpu" if name == "CPU" else "npu" if name.startswith("Ascend") else "cuda"
 
 
-def confirmed(proposal: Proposal, choice: Choice) -> tuple[list[Trace], str]:
+def dry_run(job: Job, space: Space, choice: Choice) -> tuple[list[Trace], str]:
     """Dry runs of the first and the last rank, and why the layout cannot be, if so."""
-    job, kind = proposal.planned(choice), type_of(proposal.space.cluster)
     world = choice.layout.num_devices
     try:
-        traces = trace(job, world, sorted({0, world - 1}), kind)
+        traces = trace(planned(job, space, choice.layout), world, sorted({0, world - 1}), type_of(space.cluster))
     except PlanError as error:
         return [], error.what
-    peak = max(found.count.peak for found in traces) * proposal.space.stack.reserve + choice.memory.framework
-    if peak > proposal.space.budget:
-        return [], f"{peak / GIB:,.1f} GiB of {proposal.space.budget / GIB:,.1f}, as a dry run counts"
+    peak = max(found.count.peak for found in traces) * space.stack.reserve + choice.memory.framework
+    if peak > space.budget:
+        return [], f"{peak / GIB:,.1f} GiB of {space.budget / GIB:,.1f}, as a dry run counts"
     return traces, ""
 
 

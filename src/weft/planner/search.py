@@ -18,7 +18,7 @@ from weft.planner.layout import Layout, Schedule, local_parameters, split_layers
 from weft.planner.peak_memory import Memory, Traced, peak_memory
 from weft.planner.shape import Recompute, Shape, state_bytes
 from weft.planner.stacks import Stack
-from weft.planner.step_time import LayerTime, StepTime, head_time, layer_time, step_time
+from weft.planner.step_time import LayerTime, StepTime, fillers, head_time, layer_time, step_time
 
 MARGIN = 0.92  # of a device's memory that a plan may fill: fragments and what formulas do not know have the rest
 LARGEST_MICRO_BATCH = 64
@@ -252,11 +252,10 @@ class Space:
             whole_sum, head_sum, weights = known[key]
             counts = split_layers(self.shape.layers, pp, vpp)
             busiest = max(max(counts) * whole_sum, counts[-1] * whole_sum + head_sum)
+            num_micro_batches = self.global_batch // (dp * micro)
             bubble = (self.shape.layers * whole_sum + head_sum - busiest) / vpp
-            if schedule not in ("1f1b", "interleaved"):
-                saved = 2 if schedule == "zb-h1" else 3
-                bubble = max(0.0, bubble - saved * weights * max(counts) * (pp - 1) / vpp)
-            found.append((self.global_batch // (dp * micro) * busiest + bubble, skeleton))
+            bubble -= fillers(schedule, pp, num_micro_batches) * weights * max(counts) / vpp
+            found.append((num_micro_batches * busiest + max(0.0, bubble), skeleton))
         return sorted(found)
 
     def least_states(self, skeleton: Skeleton) -> float:
@@ -401,11 +400,12 @@ def fewest_devices(space: Space) -> tuple[Cluster, Choice] | None:
 def fits_at_all(space: Space) -> bool:
     """Whether some layout fits, however slow."""
     lean = space.lean[-1]
-    smallest = sorted((s for s in space.skeletons() if s.micro_batch == 1), key=lambda s: -s.zero)
+    # No schedule holds less than 1F1B.
+    smallest = [s for s in space.skeletons() if s.micro_batch == 1 and s.schedule == "1f1b"]
     return any(
         space.least_states(skeleton) + space.stack.framework <= space.budget
         and space.memory(space.layout(skeleton, lean)).total <= space.budget
-        for skeleton in smallest
+        for skeleton in sorted(smallest, key=lambda s: -s.zero)
     )
 
 

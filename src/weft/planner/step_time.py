@@ -283,22 +283,28 @@ def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, laye
     )
 
 
+def fillers(schedule: str, pp: int, micro_batches: int) -> int:
+    """Gradients of weights, of one micro-batch on one rank each, that fill the bubble (Qi et al. 2023, table 2).
+
+    One for each other rank, and one or two more; of these, few micro-batches have fewer (appendix H).
+    """
+    more = {"zb-h1": 1, "zb-h2": 2, "zb-2p": 2, "zbv": 2}.get(schedule, -1)
+    return (pp - 1) + more * (min(micro_batches, pp) - 1) if more > 0 else 0
+
+
 def pipeline_time(
     shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, ranks: list[Two], weights: float
 ) -> float:
     """Seconds that a step takes longer than the busiest rank's own work.
 
     Of 1F1B each other rank's forward and backward of one micro-batch, of v chunks the v-th part; of zero-bubble schedules
-    without the gradients of weights, which fill the gaps (Qi et al. 2023, table 2).
+    without the gradients of weights, which fill the gaps.
     """
     if layout.pp == 1:
         return 0.0
     total, longest = sum(rank.sum for rank in ranks), max(rank.sum for rank in ranks)
     bubble = (total - longest) / layout.vpp
-    if layout.schedule == "zb-h1":
-        bubble = max(0.0, bubble - 2 * weights * (layout.pp - 1) / layout.vpp)
-    elif layout.schedule in ("zb-h2", "zb-2p", "zbv"):
-        bubble = max(0.0, bubble - 3 * weights * (layout.pp - 1) / layout.vpp)
+    bubble = max(0.0, bubble - fillers(layout.schedule, layout.pp, layout.micro_batches) * weights / layout.vpp)
     ends = network.group(cluster, layout.pp, layout.num_devices // layout.pp)
     size = 2.0 * layout.tokens * shape.hidden
     one = network.point_to_point(ends, size / layout.tp) / stack.wire
