@@ -237,6 +237,7 @@ def _plan_table(job: Job | None) -> str:
     rows = [
         (f"{name}.{key}", str(getattr(getattr(job.plan, name), key)), field.description or "")
         for name in Plan.model_fields
+        if name != "prediction"  # which has a section of its own
         for key, field in type(getattr(job.plan, name)).model_fields.items()
     ]
     return page.table(["Setting", "Value", "Meaning"], rows)
