@@ -93,7 +93,7 @@ def layer_bytes(shape: Shape, layout: Layout, stack: Stack, recompute: Recompute
         if recompute == "light":
             row = 2 * (shape.latent or h) + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp
         kept += shape.num_moe / shape.layers * (routed * row + 8 * tokens / layout.tp * shape.experts)
-    if layout.number != "bf16" and recompute != "full":  # inputs of products are kept in 8 bits
+    if layout.number in ("fp8", "fp4") and recompute != "full":  # inputs of products are kept in 8 bits
         kept -= tokens * (2 * h / (layout.tp if layout.sp else 1) + dense.ffn / layout.tp) * (recompute != "light")
     return kept
 

@@ -122,8 +122,10 @@ def space_of(job: Job, cluster: Cluster, margin: float = MARGIN) -> Space:
     Raises:
         ModelError: the model's configuration cannot be read.
     """
-    shape = shape_of(job)
-    return Space(shape, job.data.seq_len, job.train.global_batch, cluster, stack_for(job.plan.precision), margin)
+    precision = job.plan.precision
+    number = "bf16" if precision.forward in ("bf16", "fp16") else "fp32"
+    stack = stack_for(precision)
+    return Space(shape_of(job), job.data.seq_len, job.train.global_batch, cluster, stack, margin, number=number)
 
 
 def shape_of(job: Job) -> Shape:

@@ -130,6 +130,8 @@ class Space:
     margin: float = MARGIN
     lean: list[Lean] = field(default_factory=lambda: LEAN)
     compression: float = 1.0
+    number: str = "bf16"
+    """Format of the products of layers, as a device's peak names it."""
     traced: Traced | None = None
     """What dry runs of a few layers have counted."""
     splits_model: bool = True
@@ -205,6 +207,7 @@ class Space:
             schedule=schedule,
             optimizer_on_host=lean.optimizer_on_host,
             compression=self.compression,
+            number=self.number,
         )
 
     def layer(self, layout: Layout) -> LayerTime:
@@ -220,6 +223,7 @@ class Space:
             ep=layout.ep,
             recompute=layout.recompute,
             offload=layout.offload,
+            number=layout.number,
         )
         if same not in self._layers:
             self._layers[same] = layer_time(self.shape, same, self.cluster, self.stack)

@@ -155,7 +155,7 @@ def stream_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
     if shape.mamba_layers:
         inside += shape.mamba_layers / shape.layers * 120 * shape.mamba_inner * tokens / tp
     cast = 0.0
-    if layout.number != "bf16":  # read once, written in both orders
+    if layout.number in ("fp8", "fp4"):  # read once, written in both orders
         cast = 4 * tokens * (2 * h / (tp if layout.sp else 1) + (shape.v_width * attended + dense) / tp)
         cast += 4 * tokens / tp * shape.top_k * ((shape.latent or h) + shape.expert_ffn) * shape.num_moe / shape.layers
     forward = roofline.stream(cluster.device, (outside + inside) * stack.passes + cast)
