@@ -54,6 +54,20 @@ def test_the_best_of_all(shape: Shape, gib: float) -> None:
         assert reason(direction, found.best[0], where.cluster)
 
 
+def test_every_budget() -> None:
+    """What fits is found, up to the last byte: also where layers are so few that holding less holds more."""
+    shallow = Shape(4, 1024, 16, 4, 64, 4096, 8000)
+    roomy = space(shallow, 1000)
+    every = everything(roomy)
+    totals = sorted(choice.memory.total for choice in every)
+    for total in totals[:40:8] + totals[40 :: len(totals) // 12]:
+        gib = total / GIB / roomy.margin * (1 + 1e-9)
+        fitting = [choice.time.seconds for choice in every if choice.memory.total <= total]
+        found = search(space(shallow, gib), 1)
+        assert found.best[0].time.seconds == pytest.approx(fitting[0], rel=1e-12)
+    assert not search(space(shallow, totals[0] / GIB / roomy.margin * 0.999), 1).best
+
+
 def settings(layout: Layout) -> set[tuple[str, object]]:
     names = "tp", "cp", "pp", "ep", "zero", "micro_batch", "shard"
     return {*((name, getattr(layout, name)) for name in names), ("schedule", (layout.schedule, layout.vpp))}

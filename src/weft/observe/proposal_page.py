@@ -8,7 +8,7 @@ from weft.observe import figures, page
 from weft.parallel.pipeline.gantt import bars
 from weft.planner.hardware import GIB
 from weft.planner.propose import Proposal, describe
-from weft.planner.search import TERMS, reason
+from weft.planner.search import TERMS, reason, setting_in_words
 from weft.planner.strategy import in_words
 from weft.planner.timeline import timeline_of
 
@@ -33,7 +33,11 @@ def write_page(found: Proposal, path: Path) -> None:
         ),
     ]
     rows = [
-        (f"{d.setting} {d.value}", describe(d.choice) if d.choice else "–", reason(d, first, found.space.cluster))
+        (
+            setting_in_words(d.setting, d.value),
+            describe(d.choice) if d.choice else "–",
+            reason(d, first, found.space.cluster),
+        )
         for d in found.directions
     ]
     content = [

@@ -22,6 +22,7 @@ from weft.planner.step_time import LayerTime, StepTime, fillers, head_time, laye
 
 MARGIN = 0.92  # of a device's memory that a plan may fill: fragments and what formulas do not know have the rest
 LARGEST_MICRO_BATCH = 64
+FEW = 4  # layers in flight on a rank: what is offloaded, or computed again, is one or two of them at any moment
 INTERLEAVED = (2, 3, 4, 5, 6, 8)  # stages of a rank
 
 
@@ -269,14 +270,18 @@ class Space:
         if key not in self._states:
             layout = self.layout(skeleton, LEAN[0])
             shared, experts = local_parameters(self.shape, layout, 0)
-            sizes = (
-                self.stack.weights,
-                self.stack.gradients,
-                0.0 if self.lean[-1].optimizer_on_host else self.stack.optimizer,
-            )
+            weights = 0.0 if zero == 3 and not self.stack.shards_hold_copy else self.stack.weights
+            sizes = weights, self.stack.gradients, 0.0 if self.lean[-1].optimizer_on_host else self.stack.optimizer
             among = state_bytes(shared, zero, shard or dp * cp, *sizes)
             self._states[key] = among + state_bytes(experts, zero, layout.edp, *sizes)
         return self._states[key]
+
+    def leanest(self, skeleton: Skeleton) -> float:
+        """Bytes of the fullest rank with all ways to hold less; with few layers in flight, of the best of them."""
+        num_micro_batches = self.global_batch // (skeleton.dp * skeleton.micro_batch)
+        held = -(-self.shape.layers // skeleton.pp) * min(num_micro_batches, skeleton.pp)
+        ways = [lean for lean in self.lean if lean.optimizer_on_host == self.lean[-1].optimizer_on_host]
+        return min(self.memory(self.layout(skeleton, lean)).total for lean in (ways if held <= FEW else ways[-1:]))
 
     def fastest(self, skeleton: Skeleton, limit: float) -> tuple[Choice | None, float]:
         """The fastest way to hold as little as there is room for.
@@ -292,7 +297,7 @@ class Space:
             return None, 0.0
         if self.time(self.layout(skeleton, self.lean[0])).seconds >= limit:
             return None, 0.0
-        leanest = self.memory(self.layout(skeleton, self.lean[-1])).total
+        leanest = self.leanest(skeleton)
         if leanest > self.budget:
             return None, leanest
         fitting: list[Lean] = []
@@ -322,7 +327,7 @@ def search(space: Space, count: int = 5) -> Found:
         if len(best) == count and bound >= best[-1].time.seconds:
             break
         choice, leanest = space.fastest(skeleton, best[-1].time.seconds if len(best) == count else math.inf)
-        least, timed = min(least, leanest), timed + (choice is not None)
+        least, timed = min(least, leanest or math.inf), timed + (choice is not None)
         if choice is not None:
             best = sorted([*best, choice], key=lambda found: found.time.seconds)[:count]
     return Found(best, len(space.bounds) * len(space.lean), timed, least if math.isfinite(least) else 0.0)
@@ -403,12 +408,10 @@ def fewest_devices(space: Space) -> tuple[Cluster, Choice] | None:
 
 def fits_at_all(space: Space) -> bool:
     """Whether some layout fits, however slow."""
-    lean = space.lean[-1]
     # No schedule holds less than 1F1B.
     smallest = [s for s in space.skeletons() if s.micro_batch == 1 and s.schedule == "1f1b"]
     return any(
-        space.least_states(skeleton) + space.stack.framework <= space.budget
-        and space.memory(space.layout(skeleton, lean)).total <= space.budget
+        space.least_states(skeleton) + space.stack.framework <= space.budget and space.leanest(skeleton) <= space.budget
         for skeleton in sorted(smallest, key=lambda s: -s.zero)
     )
 
@@ -427,7 +430,7 @@ def divisors(number: int) -> list[int]:
 
 def reason(direction: Direction, best: Choice, cluster: Cluster) -> str:
     """Why another value was not chosen, in one line: how much slower, and by what, or what does not fit."""
-    name = _in_words(direction.setting, direction.value)
+    name = setting_in_words(direction.setting, direction.value)
     if direction.choice is None:
         if direction.least_memory:
             have = cluster.device.memory / GIB
@@ -442,7 +445,8 @@ def reason(direction: Direction, best: Choice, cluster: Cluster) -> str:
     return f"{name}: {slower:+.1%}, {TERMS[worst]} {terms[worst]:+.3g} s{_crossing(worst, direction.choice.layout, cluster)}"
 
 
-def _in_words(setting: str, value: Value) -> str:
+def setting_in_words(setting: str, value: Value) -> str:
+    """As a user knows it."""
     if isinstance(value, tuple):
         return f"schedule {value[0]}" + (f", {value[1]} stages a rank" if value[1] > 1 else "")
     if setting == "shard":
