@@ -9,6 +9,7 @@ from weft.job import Job
 from weft.observe.prediction import Compared, compare, in_words
 from weft.observe.record import read_run
 from weft.observe.report import write_report
+from weft.observe.summary import print_summary
 from weft.plan import Prediction
 
 
@@ -37,8 +38,11 @@ def test_what_is_measured_stands_beside_it(tmp_path: Path) -> None:
     assert "Predicted and measured" in write_report(run).read_text(encoding="utf-8")
 
 
-def test_another_micro_batch_is_another_prediction(tmp_path: Path) -> None:
-    assert compare(read_run(write_run(tmp_path / "other", job=job_with(1.0, JOB.train.micro_batch + 1)))) == []
+def test_another_micro_batch_is_another_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = write_run(tmp_path / "other", job=job_with(1.0, JOB.train.micro_batch + 1))
+    assert compare(read_run(other)) == []
+    print_summary(other, tmp_path / "report.html")
+    assert f"for train.micro_batch = {JOB.train.micro_batch + 1}" in capsys.readouterr().out
     assert compare(read_run(write_run(tmp_path / "none"))) == []
 
 

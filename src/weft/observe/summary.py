@@ -32,3 +32,7 @@ def print_summary(folder: Path, report: Path) -> None:
         for row in in_words(lines):
             planned.add_row(*row)
         console.print(planned)
+    elif run.job and (found := run.job.plan.prediction) and found.micro_batch != run.job.train.micro_batch:
+        console.print(
+            f"The plan's prediction is for train.micro_batch = {found.micro_batch}; this run had {run.job.train.micro_batch}."
+        )
