@@ -11,7 +11,7 @@ from weft.parallel.pipeline.generate import build_schedule
 from weft.plan import Plan, Precision
 from weft.planner.hardware import Cluster, find_device
 from weft.planner.layout import layout_of
-from weft.planner.search import Space, search
+from weft.planner.search import LEAN, Space, search
 from weft.planner.shape import Shape
 from weft.planner.stacks import STACKS
 from weft.planner.strategy import cost_of, goodput, plan_of, stack_for
@@ -23,7 +23,7 @@ LAYOUTS = [
     SPACE.layout(skeleton, lean)
     for number, skeleton in enumerate(SPACE.skeletons())
     if number % 7 == 0
-    for lean in SPACE.lean
+    for lean in LEAN
 ]
 
 
@@ -89,7 +89,7 @@ def test_a_bubble_event_by_event_is_near_its_formula() -> None:
     wide = replace(SPACE, shape=replace(MOE, layers=32, vocab=1000))
     seen = set()
     for skeleton in wide.skeletons():
-        layout = wide.layout(skeleton, wide.lean[0])
+        layout = wide.layout(skeleton, LEAN[0])
         if layout.pp == 1 or layout.micro_batches < 2 * layout.pp or layout.micro_batch > 2:
             continue
         time = wide.time(layout)

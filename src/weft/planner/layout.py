@@ -48,8 +48,6 @@ class Layout:
     """Whether logits are never whole in float32."""
     optimizer_on_host: bool = False
     """Whether master weights and moments wait on the host between updates."""
-    compression: float = 1.0
-    """Bytes of gradients on their way between data ranks, of those that are not compressed."""
 
     @property
     def micro_batches(self) -> int:

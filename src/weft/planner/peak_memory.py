@@ -98,14 +98,8 @@ def layer_bytes(shape: Shape, layout: Layout, stack: Stack, recompute: Recompute
     return kept
 
 
-def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int, traced: Traced | None = None) -> Memory:
-    """Bytes of one rank of pp."""
-
-    def kept(recompute: Recompute) -> float:
-        if traced:
-            return traced.layer[recompute] * layout.tokens / layout.tp
-        return layer_bytes(shape, layout, stack, recompute)
-
+def rank_states(shape: Shape, layout: Layout, stack: Stack, rank: int) -> float:
+    """Bytes of weights, gradients and optimizer of one rank of pp."""
     shared, experts = local_parameters(shape, layout, rank)
     weights = 0.0 if layout.zero == 3 and not stack.shards_hold_copy else stack.weights
     sizes = (weights, stack.gradients, 0.0 if layout.optimizer_on_host else stack.optimizer)
@@ -119,6 +113,19 @@ def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int, traced: 
         states += stack.update_buffer * (shared + experts)
     if layout.zero == 1:
         states += stack.reduced * (shared / (layout.dp * layout.cp) + experts / layout.edp)
+    return states
+
+
+def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int, traced: Traced | None = None) -> Memory:
+    """Bytes of one rank of pp."""
+
+    def kept(recompute: Recompute) -> float:
+        if traced:
+            return traced.layer[recompute] * layout.tokens / layout.tp
+        return layer_bytes(shape, layout, stack, recompute)
+
+    shared, experts = local_parameters(shape, layout, rank)
+    states = rank_states(shape, layout, stack, rank)
     count, flight = layers_of_ranks(shape, layout)[rank], in_flight(layout, rank)
     each = kept(layout.recompute)
     if layout.recompute == "full" and layout.recompute_share < 1:
@@ -135,9 +142,8 @@ def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int, traced: 
         transient = max(transient, logits) + 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
     if layout.zero >= 3:
         transient += 2 * 2 * (shared + experts) / max(1, count)
-    if (
-        layout.zero >= 2 and stack.units
-    ):  # gradients of an end before they are reduced, of two where weights stay gathered
+    if layout.zero >= 2 and stack.units:
+        # Gradients of an end before they are reduced, of two where weights stay gathered.
         ends = shape.vocab * shape.hidden / layout.tp * (rank in (0, layout.pp - 1))
         transient += stack.gradients * (2 if layout.zero == 2 else 1) * max(ends, shared / max(1, count))
     reserve = (stack.reserve - 1) * (states + activations + transient)

@@ -9,14 +9,14 @@ the best layout with each value near a chosen one, so that what was not chosen h
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from weft.planner.hardware import GIB, Cluster
-from weft.planner.layout import Layout, Schedule, local_parameters, split_layers
-from weft.planner.peak_memory import Memory, Traced, peak_memory
-from weft.planner.shape import Recompute, Shape, state_bytes
+from weft.planner.layout import Layout, Schedule, split_layers
+from weft.planner.peak_memory import Memory, Traced, peak_memory, rank_states
+from weft.planner.shape import Recompute, Shape
 from weft.planner.stacks import Stack
 from weft.planner.step_time import LayerTime, StepTime, fillers, head_time, layer_time, step_time
 
@@ -129,8 +129,6 @@ class Space:
     cluster: Cluster
     stack: Stack
     margin: float = MARGIN
-    lean: list[Lean] = field(default_factory=lambda: LEAN)
-    compression: float = 1.0
     number: str = "bf16"
     """Format of the products of layers, as a device's peak names it."""
     traced: Traced | None = None
@@ -207,7 +205,6 @@ class Space:
             offload=lean.offload,
             schedule=schedule,
             optimizer_on_host=lean.optimizer_on_host,
-            compression=self.compression,
             number=self.number,
         )
 
@@ -252,8 +249,7 @@ class Space:
             if key not in known:
                 layout = self.layout(skeleton, LEAN[0])
                 layer, head = self.layer(layout), head_time(self.shape, layout, self.cluster, self.stack)
-                whole = layer.compute.plus(layer.tp).plus(layer.cp).plus(layer.ep)
-                known[key] = whole.sum, head.sum, layer.weights
+                known[key] = layer.whole.sum, head.sum, layer.weights
             whole_sum, head_sum, weights = known[key]
             counts = split_layers(self.shape.layers, pp, vpp)
             busiest = max(max(counts) * whole_sum, counts[-1] * whole_sum + head_sum)
@@ -268,19 +264,14 @@ class Space:
         tp, cp, pp, dp, ep, zero, shard, *_, vpp = skeleton
         key = tp, cp, pp, dp, ep, zero, shard, vpp
         if key not in self._states:
-            layout = self.layout(skeleton, LEAN[0])
-            shared, experts = local_parameters(self.shape, layout, 0)
-            weights = 0.0 if zero == 3 and not self.stack.shards_hold_copy else self.stack.weights
-            sizes = weights, self.stack.gradients, 0.0 if self.lean[-1].optimizer_on_host else self.stack.optimizer
-            among = state_bytes(shared, zero, shard or dp * cp, *sizes)
-            self._states[key] = among + state_bytes(experts, zero, layout.edp, *sizes)
+            self._states[key] = rank_states(self.shape, self.layout(skeleton, LEAN[-1]), self.stack, 0)
         return self._states[key]
 
     def leanest(self, skeleton: Skeleton) -> float:
         """Bytes of the fullest rank with all ways to hold less; with few layers in flight, of the best of them."""
         num_micro_batches = self.global_batch // (skeleton.dp * skeleton.micro_batch)
         held = -(-self.shape.layers // skeleton.pp) * min(num_micro_batches, skeleton.pp)
-        ways = [lean for lean in self.lean if lean.optimizer_on_host == self.lean[-1].optimizer_on_host]
+        ways = [lean for lean in LEAN if lean.optimizer_on_host]
         return min(self.memory(self.layout(skeleton, lean)).total for lean in (ways if held <= FEW else ways[-1:]))
 
     def fastest(self, skeleton: Skeleton, limit: float) -> tuple[Choice | None, float]:
@@ -295,14 +286,14 @@ class Space:
         """
         if self.least_states(skeleton) + self.stack.framework > self.budget:
             return None, 0.0
-        if self.time(self.layout(skeleton, self.lean[0])).seconds >= limit:
+        if self.time(self.layout(skeleton, LEAN[0])).seconds >= limit:
             return None, 0.0
         leanest = self.leanest(skeleton)
         if leanest > self.budget:
             return None, leanest
         fitting: list[Lean] = []
         choices = []
-        for lean in self.lean:
+        for lean in LEAN:
             if any(other.dominates(lean) for other in fitting):
                 continue
             layout = self.layout(skeleton, lean)
@@ -330,7 +321,7 @@ def search(space: Space, count: int = 5) -> Found:
         least, timed = min(least, leanest or math.inf), timed + (choice is not None)
         if choice is not None:
             best = sorted([*best, choice], key=lambda found: found.time.seconds)[:count]
-    return Found(best, len(space.bounds) * len(space.lean), timed, least if math.isfinite(least) else 0.0)
+    return Found(best, len(space.bounds) * len(LEAN), timed, least if math.isfinite(least) else 0.0)
 
 
 def look_around(space: Space, best: Choice) -> list[Direction]:

@@ -78,6 +78,11 @@ class LayerTime:
     weights: float
     """Of compute.backward, for gradients of weights."""
 
+    @property
+    def whole(self) -> Two:
+        """With its messages."""
+        return self.compute.plus(self.tp).plus(self.cp).plus(self.ep)
+
 
 def product(cluster: Cluster, m: float, n: float, k: float, number: str, experts: float = 0) -> Two:
     """Seconds of [m, k] x [k, n] and of its two gradients; with experts, m rows spread over them."""
@@ -262,7 +267,7 @@ def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, laye
     """
     layer = layer or layer_time(shape, layout, cluster, stack)
     head = head_time(shape, layout, cluster, stack)
-    whole = layer.compute.plus(layer.tp).plus(layer.cp).plus(layer.ep)
+    whole = layer.whole
     gather = zero_times(shape, layout, cluster, stack, whole)
     m, counts = layout.micro_batches, layers_of_ranks(shape, layout)
     ranks = [whole.plus(gather).times(float(count)) for count in counts]
@@ -327,10 +332,10 @@ def zero_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, lay
         one = network.all_gather(ranks, shared * num_bytes / stack.messages)
         return (stack.messages * one + network.all_gather(among, experts * num_bytes)) / stack.wire
 
-    weights, gradients = time(2.0), time(stack.reduce * layout.compression)
+    weights, gradients = time(2.0), time(stack.reduce)
     if layout.shard and layout.shard < layout.dp:
         copies = network.group(cluster, layout.dp // layout.shard, layout.tp * layout.shard)
-        size = shared * stack.reduce * layout.compression / layout.shard
+        size = shared * stack.reduce / layout.shard
         gradients += network.all_reduce(copies, size) / stack.wire
     beside = layer if stack.prefetch else NOTHING
     forward = exposed(weights, beside.forward, stack.slowdown)
@@ -350,7 +355,7 @@ def gradient_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, 
             network.all_gather(ranks, shared * num_bytes) + network.all_gather(among, experts * num_bytes)
         ) / stack.wire
 
-    reduce = time(stack.reduce * layout.compression)
+    reduce = time(stack.reduce)
     second = time(2.0) if layout.zero else reduce
     if not layout.zero:
         return exposed(reduce + second, stack.dp_overlap * rank.backward, stack.slowdown)

@@ -15,9 +15,8 @@ from weft.planner.step_time import StepTime, head_time
 
 def head_cost(space: Space, layout: Layout) -> float:
     """Time of head and loss in that of a block: what stages are cut by, so that the last one has fewer blocks."""
-    layer = space.layer(layout)
-    whole = layer.compute.plus(layer.tp).plus(layer.cp).plus(layer.ep)
-    return round(head_time(space.shape, layout, space.cluster, space.stack).sum / whole.sum, 2)
+    head = head_time(space.shape, layout, space.cluster, space.stack)
+    return round(head.sum / space.layer(layout).whole.sum, 2)
 
 
 def timeline_of(space: Space, layout: Layout) -> Timeline:
@@ -27,7 +26,7 @@ def timeline_of(space: Space, layout: Layout) -> Timeline:
         PlanError: the schedule takes no such numbers of ranks, stages and micro-batches.
     """
     layer = space.layer(layout)
-    whole = layer.compute.plus(layer.tp).plus(layer.cp).plus(layer.ep)
+    whole = layer.whole
     head = head_time(space.shape, layout, space.cluster, space.stack)
     stages = layout.pp * layout.vpp
     cut = split_blocks(space.shape.layers, stages, Pipeline(head_cost=head_cost(space, layout)))
