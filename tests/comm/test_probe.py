@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.lab.hosts import Host, hosts
+from tests.lab.hosts import Host, hosts, limit_rate
 from tests.lab.pool import RankError, run_ranks
 from weft.cluster.device import Cpu
 from weft.cluster.measurement import LOOPBACK, MEMORY, Measurement, find_slow, to_topology
@@ -152,8 +152,7 @@ def measure_between(made: list[Host], ranks: int, folder: Path) -> Measurement:
 def slow_down(host: Host, rate: int) -> None:
     """Limit an emulated host's link, in both directions, to so many bits per second."""
     for namespace, interface in ((host.namespace, host.interface), (host.bridge, host.port)):
-        limit = ("tbf", "rate", f"{rate}bit", "burst", "32768b", "latency", "200ms")
-        subprocess.run(["tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", *limit], check=True)
+        limit_rate(namespace, interface, rate)
 
 
 def check_two_by_two(measured: Measurement, bits_per_second: int, least_together: float) -> None:
