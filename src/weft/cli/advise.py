@@ -23,5 +23,5 @@ def advise(
     from weft.planner.scenarios import find_scenario, options
 
     kind = find_scenario(scenario)
-    chosen, scalar = choose_cluster(cluster, device, hosts, per_host)
-    print_options(kind, chosen, options(kind, chosen, tokens, scalar), days)
+    machine = choose_cluster(cluster, device, hosts, per_host)
+    print_options(kind, machine.cluster, options(kind, machine.cluster, tokens, machine.scalar), days)

@@ -4,6 +4,7 @@ import typer
 
 from weft.cli.advise import advise
 from weft.cli.anatomy import anatomy
+from weft.cli.calibrate import calibrate
 from weft.cli.checkpoint import checkpoint
 from weft.cli.compare import compare
 from weft.cli.dryrun import dryrun
@@ -24,6 +25,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, plan, advise, compare, dryrun, memory, topology, export, report, anatomy, schema, validate):
+for command in (
+    train,
+    plan,
+    advise,
+    compare,
+    dryrun,
+    memory,
+    topology,
+    calibrate,
+    export,
+    report,
+    anatomy,
+    schema,
+    validate,
+):
     app.command()(command)
 app.add_typer(checkpoint, name="checkpoint")

@@ -19,6 +19,9 @@ def plan(
     margin: Annotated[float, typer.Option(min=0.1, max=1.0, help="Of a device's memory that a plan may fill.")] = 0.92,
     failure_hours: Annotated[float, typer.Option(min=0, help="Mean hours between failures of a device; 0: none.")] = 0,
     confirm: Annotated[bool, typer.Option(help="Run the best dry: exact memory and messages.")] = True,
+    measure: Annotated[
+        bool, typer.Option(help="Time the operators of the best layouts on the device at hand, of the cluster's kind.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="File for the plan, as TOML, with its prediction.")] = Path("plan.toml"),
     explain: Annotated[Optional[Path], typer.Option(help="Page with the comparison as charts.")] = None,  # noqa: UP045
     timeline: Annotated[Optional[Path], typer.Option(help="A step as a trace for Perfetto or Chrome.")] = None,  # noqa: UP045
@@ -34,8 +37,17 @@ def plan(
     from weft.planner.timeline import timeline_of, write_trace
 
     transformers.logging.set_verbosity_error()
-    chosen, scalar = choose_cluster(cluster, device, hosts, per_host)
-    found = propose(Job.load(job, set_), chosen, scalar, margin, best, confirm, failure_hours)
+    machine = choose_cluster(cluster, device, hosts, per_host)
+    found = propose(
+        Job.load(job, set_),
+        machine.cluster,
+        machine.scalar,
+        margin,
+        best,
+        confirm,
+        failure_hours,
+        by_operators=machine.operators_scalar if measure else None,
+    )
     print_proposal(found)
     write_plan(found, out)
     if explain:

@@ -22,8 +22,10 @@ def print_proposal(found: Proposal) -> None:
     console.width = max(console.width, WIDTH)
     first, cost = found.best[0], found.costs[0]
     console.print(f"{in_words(found.space.cluster)}, {found.space.shape.parameters / 1e9:,.1f} billion parameters")
-    table = Table("layout", *(Column(name, justify="right") for name in ("step", "tokens/s", "MFU", "GiB", "slower")))
-    for choice, its in zip(found.best, found.costs, strict=True):
+    timed = ["by operators"] * bool(found.by_operators)
+    columns = ("step", "tokens/s", "MFU", "GiB", "slower", *timed)
+    table = Table("layout", *(Column(name, justify="right") for name in columns))
+    for number, (choice, its) in enumerate(zip(found.best, found.costs, strict=True)):
         slower = choice.time.seconds / first.time.seconds - 1
         table.add_row(
             describe(choice),
@@ -32,6 +34,7 @@ def print_proposal(found: Proposal) -> None:
             f"{its.mfu:.1%}",
             f"{choice.memory.total / GIB:,.1f}",
             f"{slower:.1%}" if slower else "",
+            *(f"{found.by_operators[number].seconds:.3g} s" for _ in timed),
         )
     console.print(table)
     calibrated = found.scalar != 1
@@ -86,6 +89,9 @@ def write_plan(found: Proposal, path: Path) -> None:
     """Write the plan of the first layout with its prediction: `plan = "PATH"` in the job, with its micro-batch, runs it."""
     first = found.best[0]
     job = planned(found.job, found.space, first.layout)
-    plan = job.plan.model_copy(update={"prediction": predict(found.space, first, found.traces, found.scalar)})
+    scalar = found.scalar
+    if found.by_operators:  # they are nearer than formulas
+        first, scalar = first._replace(time=found.by_operators[0]), 1.0
+    plan = job.plan.model_copy(update={"prediction": predict(found.space, first, found.traces, scalar)})
     path.write_text(tomli_w.dumps(plan.model_dump(exclude_none=True)), encoding="utf-8")
     print(f"{path}: weft train JOB --set plan={path} --set train.micro_batch={first.layout.micro_batch}")

@@ -6,6 +6,7 @@
     dollars_per_hour = 2.4         # of one device; may be left out
     watts = 700                    # of one device, with its share of the host; may be left out
     scalar = 1.08                  # measured over predicted step time on this machine, of one run; may be left out
+    operators_scalar = 1.05        # the same of a step whose operators were timed (--measure); may be left out
 
     [figures]                      # may be left out, as a whole or in parts: what differs from the preset
     bf16_tflops = 989.0            # dense, as on the data sheet
@@ -25,8 +26,9 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import tomli_w
 from pydantic import Field, ValidationError
 
 from weft.errors import DeviceError
@@ -67,6 +69,10 @@ class Figures(Table):
     stream_efficiency: Share | None = None
     launch_seconds: Positive | None = None
     """What a kernel takes at least."""
+    call_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """What the host takes for a call of an operator, beside the operator itself."""
+    cores: Annotated[int, Field(ge=1)] | None = None
+    """That the ranks of a host share, where ranks are processes."""
     units: Annotated[int, Field(ge=1)] | None = None
     """Parts that compute a tile of a product each."""
     tile: tuple[int, int] | None = None
@@ -82,6 +88,7 @@ class ClusterFile(Table):
     dollars_per_hour: Annotated[float, Field(ge=0)] | None = None
     watts: Annotated[float, Field(ge=0)] | None = None
     scalar: Positive = 1.0
+    operators_scalar: Positive = 1.0
     figures: Figures = Figures()
     inside: LinkFigures | None = None
     between: LinkFigures | None = None
@@ -95,6 +102,10 @@ class ClusterFile(Table):
         device = self._device(find_device(self.device))
         per_host = self.devices_per_host or device.per_host
         return Cluster(replace(device, per_host=per_host), self.hosts, per_host)
+
+    def to_toml(self) -> str:
+        """As the file has it, without what is not known."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
     def _device(self, preset: Device) -> Device:
         found = self.figures
@@ -110,6 +121,8 @@ class ClusterFile(Table):
             "portable": found.attention_efficiency,
             "stream": found.stream_efficiency,
             "launch": found.launch_seconds,
+            "call": found.call_seconds,
+            "cores": found.cores,
             "units": found.units,
             "tile": found.tile,
             "depth": found.depth,
@@ -121,8 +134,18 @@ class ClusterFile(Table):
         return replace(preset, **{name: value for name, value in changes.items() if value is not None})
 
 
-def read_cluster(path: Path) -> tuple[Cluster, float]:
-    """A cluster from its file, and the scalar of its machine.
+class Machine(NamedTuple):
+    """A cluster, and what one measured run of it says of predictions."""
+
+    cluster: Cluster
+    scalar: float = 1.0
+    """Measured over predicted step time, by formula."""
+    operators_scalar: float = 1.0
+    """The same of a step whose operators were timed."""
+
+
+def read_cluster(path: Path) -> Machine:
+    """A cluster from its file.
 
     Raises:
         JobError: the file is missing or no TOML.
@@ -135,11 +158,11 @@ def read_cluster(path: Path) -> tuple[Cluster, float]:
         raise DeviceError(
             "\n".join(lines), where=str(path), rule="a cluster has the keys of docs/planner.md", fix="correct the file"
         ) from None
-    return found.cluster(), found.scalar
+    return Machine(found.cluster(), found.scalar, found.operators_scalar)
 
 
-def choose_cluster(path: Path | None, name: str | None, hosts: int, per_host: int | None) -> tuple[Cluster, float]:
-    """A cluster from a file, or of so many hosts of a preset, and the scalar of its machine.
+def choose_cluster(path: Path | None, name: str | None, hosts: int, per_host: int | None) -> Machine:
+    """A cluster from a file, or of so many hosts of a preset.
 
     Raises:
         DeviceError: neither or both are given, or they are wrong.
@@ -154,4 +177,4 @@ def choose_cluster(path: Path | None, name: str | None, hosts: int, per_host: in
         return read_cluster(path)
     device = find_device(str(name))
     each = per_host or device.per_host
-    return Cluster(replace(device, per_host=each), hosts, each), 1.0
+    return Machine(Cluster(replace(device, per_host=each), hosts, each))

@@ -15,6 +15,7 @@ from weft.anatomy.roles import Anatomy
 from weft.comm.collectives import Message, Recorder
 from weft.data import MicroBatch
 from weft.memory.live_bytes import LiveBytes
+from weft.planner.operators import Operation, OperatorLog, in_phases
 
 
 class Traffic(NamedTuple):
@@ -44,6 +45,8 @@ class Count:
     """In the order in which they are issued."""
     flops: int
     """Of matrix products and attention, in forward and backward, recomputation included; causal attention counts whole."""
+    operations: Counter[Operation]
+    """Every call of an operator that computes something, and how often."""
 
     @property
     def peak(self) -> int:
@@ -82,31 +85,35 @@ def count_step(
     """
     some = list(batches) if most is None or len(batches) <= most else [*batches[: most - 1], batches[-1]]
     skipped = len(batches) - len(some)
-    begins: list[tuple[int, int]] = []  # messages and operations when each forward begins
+    begins: list[tuple[int, int, int]] = []  # messages, floating-point operations and calls when each forward begins
     gc.collect()  # what dies later dies by itself, at the same moment in every run
     gc.disable()
     try:
-        with LiveBytes() as live, FlopCounter() as flops, Recorder() as recorder:
+        with LiveBytes() as live, FlopCounter() as flops, Recorder() as recorder, OperatorLog() as log:
             live.track_training(model, optimizer)
             live.watch_roles(model, anatomy)
             state = live.current.copy()
             live.track("activations", (tensor for batch in batches for tensor in vars(batch).values()))
             recorder.messages.clear()
             flops.total = 0
+            log.operations.clear()
             hook = model.register_forward_pre_hook(
-                lambda *_: begins.append((len(recorder.messages), flops.total)), prepend=True
+                lambda *_: begins.append((len(recorder.messages), flops.total, len(log.operations))), prepend=True
             )
             step(some)
             hook.remove()
     finally:
         gc.enable()
-    messages, operations = recorder.messages, flops.total
+    messages, total, calls = recorder.messages, flops.total, log.operations
+    operations = Counter(in_phases(calls))
     if skipped:
-        (begin, before), (end, after) = begins[len(some) - 2 : len(some)]
+        (begin, before, first), (end, after, last) = begins[len(some) - 2 : len(some)]
         messages = messages[:end] + messages[begin:end] * skipped + messages[end:]
-        operations += (after - before) * skipped
+        total += (after - before) * skipped
+        for operation in calls[first:last]:
+            operations[operation] += skipped
     peak, roles = _by_kind(live.at_peak), _by_kind(live.roles_at_peak)
-    return Count(_by_kind(state), peak, roles, live.made_peak, messages, operations)
+    return Count(_by_kind(state), peak, roles, live.made_peak, messages, total, operations)
 
 
 def _by_kind(kinds: Counter[Any]) -> dict[str, int]:

@@ -62,8 +62,12 @@ class Device:
     """Share of the memory bandwidth that element-wise kernels reach."""
     launch: float = 4e-6
     """Seconds that a kernel takes at least."""
+    call: float = 0.0
+    """Seconds that the host takes for a call of an operator, beside the operator, where that is measured."""
     host_bandwidth: float = 25 * GB
     """Bytes a second to the memory of its host and back, of tensors of any size."""
+    cores: int = 0
+    """That the ranks of a host share, where ranks are processes; 0: each has a device of its own."""
     watts: float = 0.0
     dollars_per_hour: float = 0.0
 

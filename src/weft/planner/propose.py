@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 import transformers
 
 from weft.checkpoint.huggingface import read_config
-from weft.errors import PlanError
+from weft.cluster.device import detect
+from weft.errors import DeviceError, PlanError
 from weft.job import Job
 from weft.planner.hardware import GIB, Cluster
 from weft.planner.layout import Layout
+from weft.planner.measured import time_step
 from weft.planner.search import MARGIN, Choice, Direction, Space, fewest_devices, look_around, search
 from weft.planner.shape import Shape, from_config
+from weft.planner.step_time import StepTime
 from weft.planner.strategy import Cost, cost_of, in_words, plan_of, stack_for
 from weft.planner.timeline import head_cost, refined
 from weft.planner.trace import Trace, trace
@@ -41,6 +44,8 @@ class Proposal:
     fewest: tuple[Cluster, Choice] | None
     size: int
     """Layouts in the space."""
+    by_operators: list[StepTime]
+    """Seconds of the best ones, in their order, by operators that were timed; empty where none were."""
 
 
 def planned(job: Job, space: Space, layout: Layout) -> Job:
@@ -58,6 +63,7 @@ def propose(
     confirm: bool = True,
     failure_hours: float = 0.0,
     say: Callable[[str], None] = print,
+    by_operators: float | None = None,
 ) -> Proposal:
     """Search, refine and confirm.
 
@@ -70,11 +76,16 @@ def propose(
         confirm: whether the best is run dry, and the next where memory is not enough.
         failure_hours: mean time between failures of one device; 0: nothing fails.
         say: takes lines of progress.
+        by_operators: time the operators of the best layouts on the device at hand, and order them by that; measured over
+            predicted step time by that account.
 
     Raises:
+        DeviceError: operators are to be timed for devices of another kind than are here.
         PlanError: nothing fits, however lean; says the smallest cluster on which something does.
     """
     space = space_of(job, cluster, margin)
+    if by_operators is not None:
+        check_here(type_of(cluster), in_words(cluster))
     if not space.bounds:
         raise nothing_fits(space, 0.0)
     if confirm:
@@ -89,12 +100,16 @@ def propose(
     )
     refused: list[tuple[Choice, str]] = []
     traces: list[Trace] = []
+    times: list[StepTime] = []
+    if by_operators is not None:
+        best, times, refused = time_operators(job, space, best, by_operators, say)
     while confirm and best:
         say(f"dry run of {describe(best[0])}")
         traces, why = dry_run(job, space, best[0])
         if not why:
             break
         refused.append((best.pop(0), why))
+        times = times[1:]
     if not best:
         raise PlanError(
             f"none of the {len(refused)} best layouts stands its dry run: {refused[0][1]}",
@@ -113,7 +128,44 @@ def propose(
         leaner=[found for share in HEADROOMS for found in search(replace(space, margin=share), 1).best],
         fewest=fewest_devices(space),
         size=found.size,
+        by_operators=times,
     )
+
+
+def time_operators(
+    job: Job, space: Space, best: list[Choice], scalar: float, say: Callable[[str], None]
+) -> tuple[list[Choice], list[StepTime], list[tuple[Choice, str]]]:
+    """Layouts in the order of their seconds by operators that are timed here, these seconds, and layouts that were refused."""
+    timed: list[tuple[Choice, StepTime]] = []
+    refused: list[tuple[Choice, str]] = []
+    for choice in best:
+        say(f"operators of {describe(choice)}")
+        world, stages, run = choice.layout.num_devices, choice.layout.pp, planned(job, space, choice.layout)
+        try:
+            traces = trace(run, world, [stage * world // stages for stage in range(stages)], type_of(space.cluster))
+        except PlanError as error:
+            refused.append((choice, error.what))
+            continue
+        time = time_step(run, traces, space.cluster, choice.time)
+        timed.append((choice, StepTime(**{name: value * scalar for name, value in vars(time).items()})))
+    timed.sort(key=lambda pair: pair[1].seconds)
+    return [choice for choice, _ in timed], [time for _, time in timed], refused
+
+
+def check_here(device_type: str, cluster: str) -> None:
+    """Refuse to time operators for devices of another kind than this machine has.
+
+    Raises:
+        DeviceError: it has.
+    """
+    here = detect().type
+    if here != device_type:
+        raise DeviceError(
+            f"operators cannot be timed for {cluster}",
+            where="weft plan --measure",
+            rule=f"they are timed on the device at hand, and this machine computes on {here}",
+            fix="run it where one such device is, or leave --measure out",
+        )
 
 
 def space_of(job: Job, cluster: Cluster, margin: float = MARGIN) -> Space:

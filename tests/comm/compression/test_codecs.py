@@ -23,7 +23,7 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "2:4": structured_reference,
     "1-bit": one_bit_reference,
 }
-BITS = {"bf16": 16, "fp16": 16 + 32 / 4096, "int8": 8 + 32 / 256, "2:4": 9, "1-bit": 1 + 32 / 256}
+BITS = {"bf16": 16, "fp16": 16 + 32 / 4096, "int8": 8 + 32 / 256, "2:4": 9, "1-bit": 1 + 16 / 64}
 # Of a block, the largest error relative to the largest magnitude of it.
 BOUNDS = {"bf16": 2**-8, "fp16": 2**-11, "int8": 0.5 / 127 + 1e-6}
 
@@ -55,8 +55,8 @@ def test_beside_the_reference(codec: Codec, length: int, seed: int, exponent: in
     numbers = random_numbers(length, seed, spread) * 2.0**exponent
     numbers[torch.rand(length, generator=torch.Generator().manual_seed(seed)) < 0.2] = 0
     found, expected = there_and_back(codec, numbers), REFERENCES[codec.name](numbers)
-    if codec.name == "1-bit":  # a mean, added up in another order
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-42)
+    if codec.name == "1-bit":  # a mean, added up in another order, may be rounded to the next bfloat16
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-40)
     else:
         assert torch.equal(found, expected)
     if codec.name in BOUNDS:

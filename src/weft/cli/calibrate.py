@@ -1,0 +1,27 @@
+"""weft calibrate"""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def calibrate(
+    ranks: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Ranks of this host; default one an accelerator, two on CPU."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="File for what was measured, as a cluster.")] = Path("cluster.toml"),
+) -> None:
+    """Measure this machine for the planner: products, attention, memory, links, and how far predictions are off."""
+    import transformers
+
+    from weft.cluster.device import detect
+    from weft.cluster.launch import default_ranks
+    from weft.planner.calibrate import calibrate as measure
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    found, missed = measure(ranks or default_ranks(detect()))
+    out.write_text(found.to_toml(), encoding="utf-8")
+    print(f"{out}: products as its formula has them within {missed:.0%} in the mean; weft plan JOB --cluster {out}")

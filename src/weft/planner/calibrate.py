@@ -1,0 +1,210 @@
+"""Measures what the planner has to know of this machine, in a minute or two: rates of products by size, attention, memory,
+links between ranks, what the host takes for a call, and, by one short training, how far predictions are off.
+
+    found = calibrate(ranks=2)
+    found.to_toml()                # a cluster file for `weft plan --cluster`
+
+Rates are those of a rank while the others compute too, as far as cores are there.
+"""
+
+import itertools
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from weft.cluster.device import detect
+from weft.job import Job
+from weft.planner.cluster_file import ClusterFile, Figures, LinkFigures
+from weft.planner.hardware import GB, GIB, MIB, TERA, Cluster, Device, find_device
+from weft.planner.layout import layout_of
+from weft.planner.links import measure_links
+from weft.planner.measured import time_step
+from weft.planner.operators import Like, Named, Operation, time_operations
+from weft.planner.propose import space_of
+from weft.planner.roofline import fill
+from weft.planner.step_time import StepTime, step_time
+from weft.planner.trace import Trace, trace
+from weft.train.metrics import read_metrics
+from weft.train.run import train
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SIZES = (32, 128, 512, 2048)  # of products; three of them make 64
+SEQ, HEADS, HEAD_DIM = 1024, 8, 64  # of attention
+ATTENTION_FLOPS = 2 * SEQ * SEQ * HEADS * HEAD_DIM  # forward, causal
+TILES, DEPTHS = (8, 16, 32, 64, 128, 256), (4, 16, 64, 128, 256, 512)
+STREAM_BYTES = 2**26
+WARM_UP = 2  # steps that are not counted
+MODEL = {"model_type": "llama", "vocab_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 2}
+TRAIN = {"steps": 10, "evaluate_every": 0, "evaluate_rows": 4}
+JOB: dict[str, Any] = {
+    "model": {"config": {**MODEL, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4}},
+    "data": {"source": "python", "vocab_size": 2048, "seq_len": 256},
+    "train": {**TRAIN, "micro_batch": 4},
+    "plan": {"precision": {"forward": "fp32"}},
+}
+SMALL_JOB: dict[str, Any] = {
+    **JOB,
+    "model": {"config": {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8}},
+    "data": {**JOB["data"], "seq_len": 32},
+    "train": {**TRAIN, "micro_batch": 1},
+}
+
+
+def product(m: int, n: int, k: int, dtype: torch.dtype) -> Operation:
+    """[m, k] x [k, n]."""
+    return Operation("aten.mm.default", ((Like((m, k), (k, 1), dtype), Like((k, n), (n, 1), dtype)), Named(())))
+
+
+def element_wise(numbers: int) -> Operation:
+    """A sum of two vectors in float32: 12 bytes a number."""
+    vector = Like((numbers,), (1,), torch.float32)
+    return Operation("aten.add.Tensor", ((vector, vector), Named(())))
+
+
+def attention() -> Operation:
+    """Causal, of one row."""
+    strides = (HEADS * SEQ * HEAD_DIM, SEQ * HEAD_DIM, HEAD_DIM, 1)
+    x = Like((1, HEADS, SEQ, HEAD_DIM), strides, torch.bfloat16)
+    return Operation("aten.scaled_dot_product_attention.default", ((x, x, x, None, 0.0, True), Named(())))
+
+
+def calibrate(ranks: int, say: Callable[[str], None] = print) -> tuple[ClusterFile, float]:
+    """Measure.
+
+    Args:
+        ranks: on this host.
+        say: takes lines of progress.
+
+    Returns:
+        What a cluster file says of this machine, and by how much the products that were measured miss its formula, in the
+        mean.
+
+    Raises:
+        DeviceError: the planner does not know the devices of this machine.
+        WeftError: a rank failed.
+    """
+    detected = detect()
+    on_cpu = detected.type == "cpu"
+    cores = len(os.sched_getaffinity(0)) if on_cpu else 0
+    memory = detected.total_memory_bytes // (ranks if on_cpu else 1)
+    preset = find_device("CPU" if on_cpu else detected.name)
+    say("products, attention and memory")
+    device, missed = measure_figures(preset, detected.type, min(ranks, cores) if on_cpu else 1)
+    device = replace(device, per_host=ranks, cores=cores, memory=float(memory))
+    if ranks > 1:
+        say(f"links between {ranks} ranks")
+        device = replace(device, inside=measure_links(ranks))
+    say("what the host takes for a call: a small training on one rank")
+    device = replace(device, call=seconds_of_call(Cluster(device, 1, 1)))
+    say(f"how far predictions are off: a training on {ranks} ranks")
+    cluster = Cluster(device, 1, ranks)
+    seconds, job, traces = measured_run(JOB, ranks)
+    by_operators = seconds / time_step(job, traces, cluster).seconds
+    by_formula = seconds / formula(job, ranks, cluster).seconds
+    return file_of(cluster, by_formula, by_operators), missed
+
+
+def measure_figures(preset: Device, device_type: str, processes: int) -> tuple[Device, float]:
+    """A preset with measured rates, and the mean error of the formula for products of all sizes, of one."""
+    formats = {name: FORMATS[name] for name in preset.peak if name in FORMATS}
+    products = {
+        (name, m, n, k): product(m, n, k, dtype)
+        for name, dtype in formats.items()
+        for m, n, k in itertools.product(SIZES, repeat=3)
+    }
+    vector, one, attended = element_wise(STREAM_BYTES // 4), element_wise(1), attention()
+    seconds = time_operations([*products.values(), vector, one, attended], processes, device_type)
+    rates = {
+        (name, m, n, k): 2.0 * m * n * k / (seconds[operation] or math.inf)
+        for (name, m, n, k), operation in products.items()
+    }
+    peak = {name: max(rate for key, rate in rates.items() if key[0] == name) for name in formats}
+    device = replace(preset, peak={**preset.peak, **peak}, efficiency=dict.fromkeys(preset.peak, 1.0))
+    device, missed = fit_products(replace(device, launch=seconds[one] or preset.launch), rates)
+    bandwidth = 3.0 * STREAM_BYTES / (seconds[vector] or math.inf)
+    taken = seconds[attended]
+    share = ATTENTION_FLOPS / taken / device.peak["bf16"] * (512 + SEQ) / SEQ if taken else preset.attention
+    return replace(device, bandwidth=bandwidth, stream=1.0, attention=share, portable=share), missed
+
+
+def fit_products(device: Device, rates: dict[tuple[Any, ...], float]) -> tuple[Device, float]:
+    """Tile, depth and share of the peak with which the formula misses the rates by the least, in the mean of logarithms.
+
+    Args:
+        device: its units stay, but that of a CPU, whose rank has one core.
+        rates: FLOP/s by format and m, n, k.
+    """
+    units = 1 if device.cores or device.name == "CPU" else device.units
+    best, least = device, math.inf
+    for rows, columns, depth in itertools.product(TILES, TILES, DEPTHS):
+        tried = replace(device, units=units, tile=(rows, columns), depth=depth)
+        off = [
+            math.log(rate / (device.peak[number] * fill(tried, m, n, k, number)))
+            for (number, m, n, k), rate in rates.items()
+            if 2.0 * m * n * k / rate > 2 * device.launch
+        ]
+        middle = statistics.median(off)
+        missed = statistics.mean(abs(value - middle) for value in off)
+        if missed < least:
+            best, least = replace(tried, efficiency=dict.fromkeys(device.peak, math.exp(middle))), missed
+    return best, math.expm1(least)
+
+
+def measured_run(table: dict[str, Any], ranks: int) -> tuple[float, Job, list[Trace]]:
+    """Median seconds of a step of a short training here, its job, and the dry run of its first rank."""
+    with tempfile.TemporaryDirectory(prefix="weft-calibrate-") as name:
+        rows = {"global_batch": ranks * table["train"]["micro_batch"] * 2}
+        job = Job.parse({**table, "out": f"{name}/run", "train": {**table["train"], **rows}})
+        traces = trace(job, ranks, [0], detect().type)
+        out = train(job, ranks=ranks, say=lambda line: None)
+        steps = read_metrics(out / "metrics.jsonl")[WARM_UP:]
+    return statistics.median(step.step_seconds for step in steps), job, traces
+
+
+def seconds_of_call(cluster: Cluster) -> float:
+    """What the host takes for a call of an operator, beside the operator: of a training so small that there is little else."""
+    seconds, job, traces = measured_run(SMALL_JOB, 1)
+    alone = time_step(job, traces, cluster).seconds
+    return max(0.0, seconds - alone) / sum(traces[0].count.operations.values())
+
+
+def formula(job: Job, ranks: int, cluster: Cluster) -> StepTime:
+    """The step of the job's plan by formula."""
+    space = space_of(job, cluster)
+    layout = layout_of(job.plan.resolve(ranks), job.data.seq_len, job.train.global_batch)
+    layout = replace(layout, micro_batch=job.train.micro_batch, number=space.number)
+    return step_time(space.shape, layout, cluster, space.stack)
+
+
+def file_of(cluster: Cluster, by_formula: float, by_operators: float) -> ClusterFile:
+    """The cluster as its file has it."""
+    device, wire = cluster.device, cluster.device.inside
+    return ClusterFile(
+        device=device.name,
+        hosts=1,
+        devices_per_host=cluster.per_host,
+        scalar=by_formula,
+        operators_scalar=by_operators,
+        figures=Figures(
+            bf16_tflops=device.peak["bf16"] / TERA,
+            fp32_tflops=device.peak["fp32"] / TERA,
+            memory_gib=device.memory / GIB,
+            memory_gb_per_second=device.bandwidth / GB,
+            efficiency=min(1.0, device.efficiency["bf16"]),
+            attention_efficiency=min(1.0, device.attention),
+            stream_efficiency=device.stream,
+            launch_seconds=device.launch,
+            call_seconds=device.call,
+            units=device.units,
+            tile=device.tile,
+            depth=device.depth,
+            cores=device.cores or None,
+        ),
+        inside=LinkFigures(latency_seconds=wire.latency, gb_per_second=wire.bandwidth / GB, ramp_mib=wire.ramp / MIB),
+    )

@@ -1,0 +1,99 @@
+"""Measures what collectives take among ranks of this host, as training makes them; each rank is `python -m weft.planner.links`.
+
+    wire = measure_links(ranks=2)
+
+The figures are those of `weft.planner.network`: seconds = latency + (bytes + sqrt(bytes x ramp)) / bandwidth.
+"""
+
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from weft.cluster.device import detect
+from weft.cluster.hierarchy import all_gather_single, reduce_scatter_single
+from weft.cluster.launch import connect, launch, rank_main
+from weft.cluster.mesh import build_mesh
+from weft.plan import Parallel, Plan
+from weft.planner.hardware import Wire
+
+RESULT = "seconds.json"
+SIZES = tuple(2**power for power in range(10, 26, 3))  # bytes of the gathered tensor
+SECONDS, LEAST_CALLS, MOST_CALLS = 0.5, 9, 200  # of each measurement, whose median counts
+
+
+def measure_links(ranks: int) -> Wire:
+    """The link between so many ranks of this host, as collectives find it.
+
+    Raises:
+        WeftError: a rank failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="weft-links-") as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "weft.planner.links", str(folder)]
+        launch(command, ranks=ranks, log_dir=folder / "logs", warm=detect().bears_forks)
+        return fit([tuple(row) for row in json.loads((folder / RESULT).read_text(encoding="utf-8"))], ranks)
+
+
+def fit(rows: list[tuple[float, float]], ranks: int) -> Wire:
+    """Latency, bandwidth and ramp by least squares of relative errors.
+
+    Args:
+        rows: (bytes that a rank sends, seconds), the smallest first.
+        ranks: in the ring.
+    """
+    sizes, seconds = np.array(rows, dtype=float).T
+    latency = seconds[sizes == sizes.min()].mean()
+    left = seconds - latency
+    keep = left > 0.2 * latency  # below, nothing but latency is seen
+    terms = np.stack([sizes, np.sqrt(sizes)], 1)[keep] / seconds[keep, None]
+    (slope, root), *_ = np.linalg.lstsq(terms, left[keep] / seconds[keep], rcond=None)
+    if root < 0 or slope <= 0:
+        root, slope = 0.0, float(np.median(left[keep] / sizes[keep]))
+    return Wire(float(latency) / max(1, ranks - 1), float(1 / slope), float((root / slope) ** 2))
+
+
+def time_collectives() -> list[tuple[float, float]]:
+    """(Bytes that a rank sends, seconds) of all-gathers and reduce-scatters of some sizes. Every rank calls it."""
+    device = detect()
+    _, world_size, local_rank = connect(device)
+    place = device.torch_device(local_rank)
+    plan = Plan(parallel=Parallel(tp=world_size, dp_shard=1))
+    group = build_mesh(plan, place.type, world_size).get_group("tp")
+    rows = []
+    for size in SIZES:
+        numbers = math.ceil(size / 4 / world_size)
+        part = torch.ones(numbers, device=place)
+        whole = torch.ones(numbers * world_size, device=place)
+        times: list[float] = []
+        while len(times) < LEAST_CALLS or (sum(times) < SECONDS and len(times) < MOST_CALLS):
+            begin = time.perf_counter()
+            all_gather_single(whole, part, group)
+            reduce_scatter_single(part, whole, dist.ReduceOp.SUM, group)
+            device.synchronize()
+            slowest = torch.tensor([(time.perf_counter() - begin) / 2], dtype=torch.float64, device=place)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times.append(float(slowest))
+        taken = statistics.median(times)
+        rows.append((whole.nbytes * (world_size - 1) / world_size, taken))
+    return rows
+
+
+def main() -> None:
+    """Of a rank: measure, and leave the result in the folder."""
+    rows = time_collectives()
+    if int(os.environ.get("RANK", "0")) == 0:
+        (Path(sys.argv[1]) / RESULT).write_text(json.dumps(rows), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    rank_main(main)

@@ -1,0 +1,155 @@
+"""The step of a plan from its dry runs, whose operators were timed on the device at hand and whose messages take what the
+cluster's links say.
+
+The step is computation, messages and update one after the other, as on ranks whose own cores move the messages; stages of a
+pipeline are put in the order of their schedule, event by event. Ranks that share the cores of a host take all of their work
+divided by the cores, at least.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from weft.cluster.device import detect
+from weft.comm.collectives import Message
+from weft.job import Job
+from weft.parallel.pipeline.generate import build_schedule
+from weft.parallel.pipeline.simulate import Costs, simulate
+from weft.plan import Plan
+from weft.planner import network
+from weft.planner.hardware import Cluster
+from weft.planner.operators import Operation, time_operations
+from weft.planner.step_time import StepTime
+from weft.planner.trace import Trace
+
+
+class Work(NamedTuple):
+    """Seconds of one rank in one step."""
+
+    forward: float
+    backward: float
+    update: float
+    messages: dict[str, float]
+    """By term of a step: "tp", "cp", "ep" or "gradients"."""
+    sent: float
+    """Of one message to the next stage."""
+
+    @property
+    def on_core(self) -> float:
+        """In which it computes."""
+        return self.forward + self.backward + self.update
+
+
+def work_of(trace: Trace, seconds: Mapping[Operation, float | None], cluster: Cluster) -> Work:
+    """Add up what a rank does.
+
+    Args:
+        trace: its dry run.
+        seconds: of each operation, without its phase; those without any count nothing.
+        cluster: whose links carry the messages.
+    """
+    phases = dict.fromkeys(("forward", "backward", "update"), 0.0)
+    calls = phases.copy()
+    for operation, times in trace.count.operations.items():
+        phases[operation.phase] += times * (seconds[operation._replace(phase="")] or 0.0)
+        calls[operation.phase] += times * cluster.device.call
+    for phase, host in calls.items():  # a core calls and computes; an accelerator computes while the host calls
+        phases[phase] = phases[phase] + host if cluster.device.cores else max(phases[phase], host)
+    messages: dict[str, float] = defaultdict(float)
+    between: list[float] = []
+    for message in trace.count.messages:
+        taken = message_seconds(message, trace.plan, trace.world_size, cluster)
+        if message.axis == "pp" and message.operation in ("send", "recv"):
+            between.append(taken)
+        else:
+            messages[term_of(message.axis)] += taken
+    sent = sum(between) / len(between) if between else 0.0
+    return Work(phases["forward"], phases["backward"], phases["update"], dict(messages), sent)
+
+
+def term_of(axis: str) -> str:
+    """The part of a step to which messages of an axis belong."""
+    return "cp" if axis.startswith("cp") else axis if axis in ("tp", "ep") else "gradients"
+
+
+def message_seconds(message: Message, plan: Plan, world_size: int, cluster: Cluster) -> float:
+    """What one message takes that nothing hides; its bytes are those of a ring."""
+    size, stride = _group(message.axis, plan, world_size)
+    ranks = network.group(cluster, size, stride)
+    if message.operation in ("send", "recv"):
+        return network.point_to_point(ranks, message.bytes)
+    whole = message.bytes * size / max(1, size - 1)
+    return network.all_to_all(ranks, whole) if message.operation == "all_to_all" else network.all_gather(ranks, whole)
+
+
+def _group(axis: str, plan: Plan, world_size: int) -> tuple[int, int]:
+    """Ranks of an axis, and how far apart they are."""
+    p = plan.parallel
+    if axis == "tp":
+        return p.tp, 1
+    if axis == "ep":
+        return p.ep, 1
+    if axis.startswith("cp"):
+        return p.cp, p.tp
+    if axis.startswith("edp"):
+        return max(2, p.data_ranks * p.cp * p.tp // p.ep), p.ep
+    if axis.startswith("dp"):
+        return max(2, p.data_ranks * (p.cp if "cp" in axis else 1)), p.tp * p.cp
+    if axis == "pp":
+        return p.pp, world_size // p.pp
+    return world_size, 1
+
+
+def measured_step(
+    traces: Sequence[Trace], seconds: Mapping[Operation, float | None], cluster: Cluster, micro_batches: int
+) -> StepTime:
+    """Seconds of a step.
+
+    Args:
+        traces: dry runs of one rank of each stage, in their order.
+        seconds: of each operation, without its phase.
+        cluster: with its links, and the cores that ranks share.
+        micro_batches: of a step, on each data rank.
+    """
+    works = [work_of(trace, seconds, cluster) for trace in traces]
+    plan, world = traces[0].plan, traces[0].world_size
+    inside = [sum(value for term, value in work.messages.items() if term != "gradients") for work in works]
+    busiest = max(range(len(works)), key=lambda rank: works[rank].on_core + inside[rank])
+    most = works[busiest]
+    pipeline = 0.0
+    if len(works) > 1:
+        schedule = build_schedule(plan.pipeline.schedule, len(works), micro_batches, plan.pipeline.virtual_stages)
+        owners, per_rank = schedule.rank_of_stage, schedule.num_stages // len(works)
+        share = 1 / (micro_batches * per_rank)
+        forward = [(works[rank].forward + inside[rank] / 3) * share for rank in owners]
+        backward = [(works[rank].backward + inside[rank] * 2 / 3) * share / 2 for rank in owners]
+        makespan = simulate(schedule, Costs(forward, backward, backward, most.sent)).makespan
+        pipeline = max(0.0, makespan - most.forward - most.backward - inside[busiest])
+    compute = most.forward + most.backward
+    known = {term: most.messages.get(term, 0.0) for term in ("tp", "cp", "ep", "gradients")}
+    time = StepTime(compute, zero=0.0, pipeline=pipeline, optimizer=most.update, **known)
+    if cluster.device.cores:
+        together = world / len(works) * sum(work.on_core for work in works) / cluster.device.cores
+        compute += max(0.0, together - time.seconds)
+    return StepTime(compute, zero=0.0, pipeline=pipeline, optimizer=most.update, **known)
+
+
+def time_step(job: Job, traces: list[Trace], cluster: Cluster, formula: StepTime | None = None) -> StepTime:
+    """The step of a plan by its operators, timed now on the device at hand.
+
+    Args:
+        job: of the dry runs.
+        traces: of one rank of each stage of a pipeline.
+        cluster: of devices as this machine has.
+        formula: the same step by formula. Accelerators send beside computation: what stays of that is taken from it.
+    """
+    device = cluster.device
+    calls = {operation for found in traces for operation in found.count.operations}
+    processes = min(cluster.per_host, device.cores) if device.cores else 1
+    seconds = time_operations(calls, processes, detect().type)
+    micro_batches = job.train.global_batch // (job.train.micro_batch * traces[0].plan.parallel.data_ranks)
+    time = measured_step(traces, seconds, cluster, micro_batches)
+    if formula is None or device.cores:
+        return time
+    return replace(formula, compute=time.compute, optimizer=time.optimizer)
