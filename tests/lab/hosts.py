@@ -26,9 +26,7 @@ import pytest
 
 PREFIX = "weft"
 INTERFACE = "eth0"
-BURST_SECONDS = (
-    0.004  # what a limited link saves up while the kernel sleeps: at 1 ms a gigabit carries 15 % less than its rate
-)
+BURST_SECONDS = 0.004  # what a limited link saves up while the kernel sleeps; at 1 ms a gigabit carries 15 % too little
 HEADER_BYTES = 66  # of Ethernet, IP and TCP with time stamps around each packet
 
 

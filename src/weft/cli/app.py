@@ -25,20 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (
-    train,
-    plan,
-    advise,
-    compare,
-    dryrun,
-    memory,
-    topology,
-    calibrate,
-    export,
-    report,
-    anatomy,
-    schema,
-    validate,
-):
+PLANNING = (plan, advise, calibrate, validate, compare, dryrun, memory, topology)
+for command in (train, *PLANNING, export, report, anatomy, schema):
     app.command()(command)
 app.add_typer(checkpoint, name="checkpoint")

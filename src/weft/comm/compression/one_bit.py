@@ -19,7 +19,9 @@ GATHER = sum(1 << (56 - 7 * bit) for bit in range(8))
 
 def one_bit_reference(numbers: Tensor) -> Tensor:
     """What numbers, float32 of one dim, are after their way."""
-    return torch.cat([torch.where(block < 0, -1.0, 1.0) * block.abs().mean().bfloat16() for block in numbers.split(BLOCK)])
+    return torch.cat(
+        [torch.where(block < 0, -1.0, 1.0) * block.abs().mean().bfloat16() for block in numbers.split(BLOCK)]
+    )
 
 
 def _encode(numbers: Tensor) -> Tensor:
