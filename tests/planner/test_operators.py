@@ -233,3 +233,16 @@ def test_operators_of_another_kind_of_device_are_refused() -> None:
     check_here("cpu", "1 CPU")
     with pytest.raises(DeviceError, match="operators cannot be timed for 8 H100"):
         check_here("cuda", "8 H100")
+
+
+def test_ranks_wait_for_the_slowest_when_they_meet() -> None:
+    sent = [Message("all_gather", axis, 0, torch.float32, "") for axis in ("tp", "tp", "tp", "dp_shard")]
+    found, seconds = made(Plan(parallel=Parallel(tp=2, dp_shard=2)), 4, PHASES, sent)
+    still = measured_step([found], seconds, cluster(4, 4), 1)
+    shaken = cluster(4, 4)
+    shaken = replace(shaken, device=replace(shaken.device, jitter=0.1))
+    time = measured_step([found], seconds, shaken, 1)
+    waited = 0.1 * (still.seconds * 4) ** 0.5
+    assert time.seconds == pytest.approx(still.seconds + waited)
+    assert time.tp - still.tp == pytest.approx(waited * 3 / 4)
+    assert time.compute == still.compute

@@ -105,9 +105,13 @@ def calibrate(ranks: int, say: Callable[[str], None] = print) -> tuple[ClusterFi
     say(f"how far predictions are off: a training on {ranks} ranks")
     cluster = Cluster(device, 1, ranks)
     seconds, job, traces = measured_run(JOB, ranks)
-    by_operators = seconds / time_step(job, traces, cluster).seconds
-    by_formula = seconds / formula(job, ranks, cluster).seconds
-    return file_of(cluster, by_formula, by_operators), missed
+    found, by_operators = time_step(job, traces, cluster), 1.0
+    if ranks > 1 and on_cpu:
+        jitter = max(0.0, seconds - found.seconds) / math.sqrt(found.seconds * len(traces[0].count.messages))
+        cluster = replace(cluster, device=replace(device, jitter=jitter))
+    else:
+        by_operators = seconds / found.seconds
+    return file_of(cluster, seconds / formula(job, ranks, cluster).seconds, by_operators), missed
 
 
 def measure_figures(preset: Device, device_type: str, processes: int) -> tuple[Device, float]:
@@ -204,6 +208,7 @@ def file_of(cluster: Cluster, by_formula: float, by_operators: float) -> Cluster
             units=device.units,
             tile=device.tile,
             depth=device.depth,
+            jitter=device.jitter,
             cores=device.cores or None,
         ),
         inside=LinkFigures(latency_seconds=wire.latency, gb_per_second=wire.bandwidth / GB, ramp_mib=wire.ramp / MIB),

@@ -27,6 +27,8 @@ class Layout:
     head_counts: bool = False
     """Whether stages are cut by cost, so that the last has fewer layers for the head; else by number of layers."""
     cp: int = 1
+    ulysses: int = 1
+    """Of cp, ranks that share heads; the others are a ring."""
     ep: int = 1
     dp: int = 1
     zero: int = 1
@@ -63,6 +65,11 @@ class Layout:
     def tokens(self) -> int:
         """Of a micro-batch on one rank of cp."""
         return self.micro_batch * self.seq // self.cp
+
+    @property
+    def ring(self) -> int:
+        """Ranks of cp that pass keys and values around."""
+        return self.cp // self.ulysses
 
     @property
     def etp(self) -> int:
@@ -173,6 +180,7 @@ def layout_of(plan: Plan, seq: int, global_batch: int) -> Layout:
         pp=p.pp,
         vpp=plan.pipeline.virtual_stages,
         cp=p.cp,
+        ulysses=p.cp_ulysses,
         ep=p.ep,
         dp=p.data_ranks,
         zero=p.zero,

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from weft.cluster.device import detect
 
 MOST_VALUES = 2**16  # of a tensor of whole numbers that steers: they decide how long an operator takes
-SECONDS, MOST_CALLS = 10e-3, 100  # of a measurement: the mean counts, with what the machine takes away in between
+SECONDS, MOST_CALLS, BATCHES = 3e-3, 50, 5  # of a batch of calls; the median of the batches counts
 COLD_BYTES, MOST_COPIES = 2**26, 32  # of the tensors that take turns
 QUIET = ("prim", "c10d", "profiler")  # namespaces of what computes nothing; messages are counted apart
 
@@ -141,7 +142,7 @@ def seconds_of(operation: Operation, place: torch.device) -> float | None:
     except (RuntimeError, TypeError, IndexError, ValueError):
         return None
     number = max(1, min(MOST_CALLS, int(SECONDS / once)))
-    return _batch(func, copies[1:] or copies, number, place) / number
+    return median(_batch(func, copies[1:] or copies, number, place) for _ in range(BATCHES)) / number
 
 
 def _arguments(operation: Operation, place: torch.device) -> Arguments:

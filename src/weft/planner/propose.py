@@ -232,6 +232,8 @@ def describe(choice: Choice) -> str:
     """A layout in one line."""
     layout = choice.layout
     parts = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "pp", "ep", "dp") if getattr(layout, name) > 1]
+    if layout.ulysses > 1:
+        parts.append(f"heads over {layout.ulysses} of cp")
     parts.append(f"zero {layout.zero}" + (f" over {layout.shard}" if layout.shard else ""))
     parts.append(f"micro-batch {layout.micro_batch}")
     if layout.pp > 1:

@@ -139,6 +139,7 @@ class Space:
     def __post_init__(self) -> None:
         self._layers: dict[Layout, LayerTime] = {}
         self._states: dict[tuple[int, ...], float] = {}
+        self._ulysses: dict[tuple[int, int, int], int] = {}
 
     @property
     def budget(self) -> float:
@@ -197,6 +198,7 @@ class Space:
             pp=pp,
             vpp=vpp,
             cp=cp,
+            ulysses=self.ulysses(tp, cp, micro_batch),
             ep=ep,
             dp=dp,
             zero=zero,
@@ -208,6 +210,20 @@ class Space:
             number=self.number,
         )
 
+    def ulysses(self, tp: int, cp: int, micro_batch: int) -> int:
+        """How many ranks of cp best share heads, where the others are a ring: nothing but the layer's time depends on it."""
+        key = tp, cp, micro_batch
+        if key not in self._ulysses:
+            heads, kv_heads = self.shape.heads // tp, max(1, self.shape.kv_heads // tp)
+            grids = [
+                Layout(self.seq, self.seq, micro_batch, tp, tp > 1, cp=cp, ulysses=size, number=self.number)
+                for size in divisors(cp)
+                if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+            ]
+            usable = grids[:1] if self.shape.kv_lora else grids
+            self._ulysses[key] = min(usable, key=lambda grid: self.layer(grid).whole.sum).ulysses
+        return self._ulysses[key]
+
     def layer(self, layout: Layout) -> LayerTime:
         """Seconds of its mean layer: one for all layouts that differ in nothing that a layer sees."""
         same = Layout(
@@ -218,6 +234,7 @@ class Space:
             layout.sp,
             2 if layout.pp > 1 else 1,
             cp=layout.cp,
+            ulysses=layout.ulysses,
             ep=layout.ep,
             recompute=layout.recompute,
             offload=layout.offload,

@@ -111,8 +111,8 @@ def attention_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack)
     device, heads = cluster.device, shape.heads / tp
     if stack.flash:
         flops = tokens * shape.attention_flops(layout.seq) / tp
-        core = roofline.flash_attention(device, flops, shape.head_dim, layout.seq / layout.cp, stack.portable)
-        core *= stack.ring if layout.cp > 1 else 1.0
+        core = roofline.flash_attention(device, flops, shape.head_dim, layout.seq / layout.ring, stack.portable)
+        core *= stack.ring if layout.ring > 1 else 1.0
         return matrices, Two(core, core * 2.5 * 1.15)  # five products for two, at a lower rate
     forward = roofline.plain_attention(device, tokens, layout.seq, heads, shape.head_dim, False, stack.dropout)
     backward = roofline.plain_attention(device, tokens, layout.seq, heads, shape.head_dim, True, stack.dropout)
@@ -225,14 +225,16 @@ def message_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, 
     half = network.all_gather(ranks, size) / stack.wire
     forward, backward = 2 * half, (3 if layout.sp and stack.gathers_again else 2) * half
     tp = Two(parts * forward * (1 - stack.tp_overlap), parts * backward * (1 - stack.tp_backward))
-    ring = network.group(cluster, layout.cp, layout.tp)
-    keys = (
-        network.all_gather(ring, 4.0 * tokens * layout.cp * (shape.kv_width or shape.kv_lora) / layout.tp) / stack.wire
-    )
-    share = shape.num_attention / shape.layers
+    ring = network.group(cluster, layout.ring, layout.tp * layout.ulysses)
+    kept = 4.0 * tokens * layout.cp * (shape.kv_width or shape.kv_lora) / (layout.tp * layout.ulysses)
+    keys = network.all_gather(ring, kept) / stack.wire
+    # Queries, keys and values to the ranks of their heads, and what they come to back: the longer of both hides nothing.
+    sharing = network.group(cluster, layout.ulysses, layout.tp)
+    there = 4.0 * tokens * (shape.q_width + shape.kv_width) / layout.tp
+    heads = network.all_to_all(sharing, there) / stack.wire
     cp = Two(
-        share * exposed(keys, core.forward, stack.slowdown), share * exposed(2 * keys, core.backward, stack.slowdown)
-    )
+        heads + exposed(keys, core.forward, stack.slowdown), heads + exposed(2 * keys, core.backward, stack.slowdown)
+    ).times(shape.num_attention / shape.layers)
     ep = NOTHING
     if shape.num_moe and layout.ep > 1:
         experts = network.group(cluster, layout.ep, layout.etp)

@@ -47,7 +47,7 @@ def plan_of(layout: Layout, base: Plan, head_cost: float = 0.0) -> Plan:
             "tp": layout.tp,
             "sp": layout.sp or layout.tp == 1,
             "cp": layout.cp,
-            "cp_ulysses": 1,
+            "cp_ulysses": layout.ulysses,
             "ep": layout.ep,
             "pp": layout.pp,
         }
