@@ -28,10 +28,12 @@ def everything(where: Space) -> list[Choice]:
     """All layouts that fit, without bounds, caches and orders."""
     found = []
     for skeleton, lean in product(where.skeletons(), LEAN):
-        layout = where.layout(skeleton, lean)
-        memory = peak_memory(where.shape, layout, WEFT)
+        some = where.layout(skeleton, lean)
+        memory = peak_memory(where.shape, some, WEFT)
         if memory.total <= where.budget:
-            found.append(Choice(layout, step_time(where.shape, layout, where.cluster, WEFT), memory))
+            sizes = [size for size in divisors(some.cp) if where.shape.heads // some.tp % size == 0]
+            grids = [replace(some, ulysses=size) for size in sizes]
+            found += [Choice(grid, step_time(where.shape, grid, where.cluster, WEFT), memory) for grid in grids]
     return sorted(found, key=lambda choice: choice.time.seconds)
 
 
@@ -41,7 +43,7 @@ def test_the_best_of_all(shape: Shape, gib: float) -> None:
     every = everything(where)
     fastest: dict[tuple[object, ...], float] = {}  # of layouts that differ in nothing but how they hold less
     for choice in every:
-        layout = replace(choice.layout, recompute="none", offload=False, optimizer_on_host=False)
+        layout = replace(choice.layout, recompute="none", offload=False, optimizer_on_host=False, ulysses=1)
         fastest.setdefault((layout,), choice.time.seconds)
     found = search(where, 5)
     assert [choice.time.seconds for choice in found.best] == pytest.approx(list(fastest.values())[:5], rel=1e-12)

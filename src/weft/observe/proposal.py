@@ -13,6 +13,7 @@ from weft.planner.search import TERMS, reason
 from weft.planner.step_time import CALIBRATED, UNCALIBRATED
 from weft.planner.strategy import in_words, predict
 
+WORTH = 0.005  # less than that is not said
 WIDTH = 150  # letters of a line, at least: rather wrapped than cut
 
 
@@ -47,6 +48,9 @@ def print_proposal(found: Proposal) -> None:
     console.print("Why not another value, with the best of all others beside it:")
     for direction in found.directions:
         console.print(f"  {reason(direction, first, found.space.cluster)}", markup=False)
+    for name, seconds in found.compressed.items():
+        if (gained := seconds / first.time.seconds - 1) < -WORTH:
+            console.print(f"gradients compressed, {name}: {gained:+.1%}", markup=False)
     for choice in found.leaner:
         slower = choice.time.seconds / first.time.seconds - 1
         console.print(f"within {choice.memory.total / GIB:,.1f} GiB: {describe(choice)}, {slower:+.1%}", markup=False)

@@ -17,7 +17,7 @@ Weights of stages 1 and 2 are gathered once a step, kept until the last backward
 also hold the gradient of one unit of communication, whole, until the next one is reduced.
 
 Compressed reductions keep what their messages leave out, twice, as a step may be skipped: 8 P (16 P where they reduce
-momenta), or 8 P / i with i ranks of a host that share it before they compress.
+momenta, and 8 P / d of their mean, with zero 0 8 P), or an i-th of it with i ranks of a host that share it before they compress.
 """
 
 from functools import partial
@@ -261,9 +261,11 @@ def _feedback_bytes(plan: Plan) -> float:
     comm, p = plan.comm, plan.parallel
     if comm.compression == "none" or p.gradient_ranks == 1:
         return 0.0
-    kept = 8.0 * (comm.error_feedback + (comm.compression == "1-bit"))
-    between = 8.0 * comm.error_feedback / (p.dp_shard * p.cp) if p.zero and p.dp_replicate > 1 else 0.0
-    return kept * (p.zero == 0 or p.dp_shard * p.cp > 1) + between
+    shards, takes_momentum = (p.dp_shard * p.cp if p.zero else 1), comm.compression == "1-bit"
+    kept = 8.0 * (comm.error_feedback + takes_momentum)
+    mean = 8.0 * (comm.error_feedback and takes_momentum) / shards
+    between = 8.0 * comm.error_feedback / shards if p.zero and p.dp_replicate > 1 else 0.0
+    return (kept + mean) * (p.zero == 0 or shards > 1) + between
 
 
 def count_split(model: nn.Module) -> tuple[int, int]:

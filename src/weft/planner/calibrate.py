@@ -46,7 +46,7 @@ JOB: dict[str, Any] = {
     "model": {"config": {**MODEL, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4}},
     "data": {"source": "python", "vocab_size": 2048, "seq_len": 256},
     "train": {**TRAIN, "micro_batch": 4},
-    "plan": {"precision": {"forward": "fp32"}},
+    "plan": {"precision": {"forward": "fp32"}, "parallel": {"zero": 1}},
 }
 SMALL_JOB: dict[str, Any] = {
     **JOB,
@@ -105,13 +105,9 @@ def calibrate(ranks: int, say: Callable[[str], None] = print) -> tuple[ClusterFi
     say(f"how far predictions are off: a training on {ranks} ranks")
     cluster = Cluster(device, 1, ranks)
     seconds, job, traces = measured_run(JOB, ranks)
-    found, by_operators = time_step(job, traces, cluster), 1.0
-    if ranks > 1 and on_cpu:
-        jitter = max(0.0, seconds - found.seconds) / math.sqrt(found.seconds * len(traces[0].count.messages))
-        cluster = replace(cluster, device=replace(device, jitter=jitter))
-    else:
-        by_operators = seconds / found.seconds
-    return file_of(cluster, seconds / formula(job, ranks, cluster).seconds, by_operators), missed
+    by_operators = seconds / time_step(job, traces, cluster).seconds
+    by_formula = seconds / formula(job, ranks, cluster).seconds
+    return file_of(cluster, by_formula, by_operators), missed
 
 
 def measure_figures(preset: Device, device_type: str, processes: int) -> tuple[Device, float]:
@@ -128,35 +124,34 @@ def measure_figures(preset: Device, device_type: str, processes: int) -> tuple[D
         (name, m, n, k): 2.0 * m * n * k / (seconds[operation] or math.inf)
         for (name, m, n, k), operation in products.items()
     }
-    peak = {name: max(rate for key, rate in rates.items() if key[0] == name) for name in formats}
-    device = replace(preset, peak={**preset.peak, **peak}, efficiency=dict.fromkeys(preset.peak, 1.0))
-    device, missed = fit_products(replace(device, launch=seconds[one] or preset.launch), rates)
+    device, missed = fit_products(replace(preset, launch=seconds[one] or preset.launch), rates)
     bandwidth = 3.0 * STREAM_BYTES / (seconds[vector] or math.inf)
     taken = seconds[attended]
     share = ATTENTION_FLOPS / taken / device.peak["bf16"] * (512 + SEQ) / SEQ if taken else preset.attention
     return replace(device, bandwidth=bandwidth, stream=1.0, attention=share, portable=share), missed
 
 
-def fit_products(device: Device, rates: dict[tuple[Any, ...], float]) -> tuple[Device, float]:
-    """Tile, depth and share of the peak with which the formula misses the rates by the least, in the mean of logarithms.
+def fit_products(device: Device, rates: dict[tuple[str, int, int, int], float]) -> tuple[Device, float]:
+    """Tile, depth and rates of long products with which the formula misses the measured rates by the least, in the mean of
+    logarithms. Products that take no longer than two launches say nothing.
 
     Args:
         device: its units stay, but that of a CPU, whose rank has one core.
         rates: FLOP/s by format and m, n, k.
     """
-    units = 1 if device.cores or device.name == "CPU" else device.units
+    units = 1 if device.name == "CPU" else device.units
+    telling = {key: rate for key, rate in rates.items() if 2.0 * math.prod(key[1:]) / rate > 2 * device.launch}
     best, least = device, math.inf
     for rows, columns, depth in itertools.product(TILES, TILES, DEPTHS):
         tried = replace(device, units=units, tile=(rows, columns), depth=depth)
-        off = [
-            math.log(rate / (device.peak[number] * fill(tried, m, n, k, number)))
-            for (number, m, n, k), rate in rates.items()
-            if 2.0 * m * n * k / rate > 2 * device.launch
-        ]
-        middle = statistics.median(off)
-        missed = statistics.mean(abs(value - middle) for value in off)
+        long: dict[str, list[float]] = {}  # rates of products without end, as each product has it
+        for (number, m, n, k), rate in telling.items():
+            long.setdefault(number, []).append(math.log(rate / fill(tried, m, n, k, number)))
+        middle = {number: statistics.median(logs) for number, logs in long.items()}
+        missed = statistics.mean(abs(value - middle[number]) for number, logs in long.items() for value in logs)
         if missed < least:
-            best, least = replace(tried, efficiency=dict.fromkeys(device.peak, math.exp(middle))), missed
+            peak = device.peak | {number: math.exp(value) for number, value in middle.items()}
+            best, least = replace(tried, peak=peak, efficiency=dict.fromkeys(peak, 1.0)), missed
     return best, math.expm1(least)
 
 
@@ -200,7 +195,7 @@ def file_of(cluster: Cluster, by_formula: float, by_operators: float) -> Cluster
             fp32_tflops=device.peak["fp32"] / TERA,
             memory_gib=device.memory / GIB,
             memory_gb_per_second=device.bandwidth / GB,
-            efficiency=min(1.0, device.efficiency["bf16"]),
+            efficiency=device.efficiency["bf16"],
             attention_efficiency=min(1.0, device.attention),
             stream_efficiency=device.stream,
             launch_seconds=device.launch,
@@ -208,7 +203,6 @@ def file_of(cluster: Cluster, by_formula: float, by_operators: float) -> Cluster
             units=device.units,
             tile=device.tile,
             depth=device.depth,
-            jitter=device.jitter,
             cores=device.cores or None,
         ),
         inside=LinkFigures(latency_seconds=wire.latency, gb_per_second=wire.bandwidth / GB, ramp_mib=wire.ramp / MIB),

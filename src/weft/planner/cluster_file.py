@@ -71,8 +71,6 @@ class Figures(Table):
     """What a kernel takes at least."""
     call_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """What the host takes for a call of an operator, beside the operator itself."""
-    jitter: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Root of seconds: over the root of seconds and messages of a step, what ranks wait for the slowest of them."""
     cores: Annotated[int, Field(ge=1)] | None = None
     """That the ranks of a host share, where ranks are processes."""
     units: Annotated[int, Field(ge=1)] | None = None
@@ -124,7 +122,6 @@ class ClusterFile(Table):
             "stream": found.stream_efficiency,
             "launch": found.launch_seconds,
             "call": found.call_seconds,
-            "jitter": found.jitter,
             "cores": found.cores,
             "units": found.units,
             "tile": found.tile,

@@ -66,9 +66,6 @@ class Device:
     """Seconds that the host takes for a call of an operator, beside the operator, where that is measured."""
     host_bandwidth: float = 25 * GB
     """Bytes a second to the memory of its host and back, of tensors of any size."""
-    jitter: float = 0.0
-    """Root of seconds: ranks that meet M times in T seconds wait jitter x sqrt(T M) for the slowest of them in all. Each is
-    interrupted at random, so that what it takes for its T / M seconds between two meetings varies by their root."""
     cores: int = 0
     """That the ranks of a host share, where ranks are processes; 0: each has a device of its own."""
     watts: float = 0.0

@@ -6,8 +6,7 @@ pipeline are put in the order of their schedule, event by event. Ranks that shar
 divided by the cores, at least.
 """
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -33,8 +32,6 @@ class Work(NamedTuple):
     update: float
     messages: dict[str, float]
     """By term of a step: "tp", "cp", "ep" or "gradients"."""
-    meetings: Counter[str]
-    """Messages, by the same terms and "pipeline"."""
     sent: float
     """Of one message to the next stage."""
 
@@ -60,18 +57,15 @@ def work_of(trace: Trace, seconds: Mapping[Operation, float | None], cluster: Cl
     for phase, host in calls.items():  # a core calls and computes; an accelerator computes while the host calls
         phases[phase] = phases[phase] + host if cluster.device.cores else max(phases[phase], host)
     messages: dict[str, float] = defaultdict(float)
-    meetings: Counter[str] = Counter()
     between: list[float] = []
     for message in trace.count.messages:
         taken = message_seconds(message, trace.plan, trace.world_size, cluster)
         if message.axis == "pp" and message.operation in ("send", "recv"):
             between.append(taken)
-            meetings["pipeline"] += 1
         else:
             messages[term_of(message.axis)] += taken
-            meetings[term_of(message.axis)] += 1
     sent = sum(between) / len(between) if between else 0.0
-    return Work(phases["forward"], phases["backward"], phases["update"], dict(messages), meetings, sent)
+    return Work(phases["forward"], phases["backward"], phases["update"], dict(messages), sent)
 
 
 def term_of(axis: str) -> str:
@@ -138,20 +132,7 @@ def measured_step(
     if cluster.device.cores:
         together = world / len(works) * sum(work.on_core for work in works) / cluster.device.cores
         time = replace(time, compute=compute + max(0.0, together - time.seconds))
-    return add_waiting(time, most.meetings, cluster.device.jitter)
-
-
-def add_waiting(time: StepTime, meetings: Counter[str], jitter: float) -> StepTime:
-    """A step in which ranks wait for the slowest of them whenever they meet (`Device.jitter`).
-
-    Args:
-        time: as if none was ever interrupted.
-        meetings: messages by term of the step.
-        jitter: root of seconds.
-    """
-    total = meetings.total()
-    waited = jitter * math.sqrt(time.seconds * total)
-    return replace(time, **{term: getattr(time, term) + waited * count / total for term, count in meetings.items()})
+    return time
 
 
 def time_step(job: Job, traces: list[Trace], cluster: Cluster, formula: StepTime | None = None) -> StepTime:

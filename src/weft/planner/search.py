@@ -118,6 +118,24 @@ class Found:
     """Bytes of the leanest layout that was looked at, where nothing fits."""
 
 
+def _as_a_layer_sees(layout: Layout) -> Layout:
+    """What one micro-batch of one layer depends on."""
+    return Layout(
+        layout.seq,
+        layout.seq,
+        layout.micro_batch,
+        layout.tp,
+        layout.sp,
+        2 if layout.pp > 1 else 1,
+        cp=layout.cp,
+        ulysses=layout.ulysses,
+        ep=layout.ep,
+        recompute=layout.recompute,
+        offload=layout.offload,
+        number=layout.number,
+    )
+
+
 @dataclass
 class Space:
     """All layouts of a model on a cluster, and what they share."""
@@ -139,7 +157,7 @@ class Space:
     def __post_init__(self) -> None:
         self._layers: dict[Layout, LayerTime] = {}
         self._states: dict[tuple[int, ...], float] = {}
-        self._ulysses: dict[tuple[int, int, int], int] = {}
+        self._grids: dict[Layout, int] = {}
 
     @property
     def budget(self) -> float:
@@ -189,7 +207,7 @@ class Space:
     def layout(self, skeleton: Skeleton, lean: Lean) -> Layout:
         """The whole of it."""
         tp, cp, pp, dp, ep, zero, shard, micro_batch, schedule, vpp = skeleton
-        return Layout(
+        layout = Layout(
             seq=self.seq,
             global_batch=self.global_batch,
             micro_batch=micro_batch,
@@ -198,7 +216,6 @@ class Space:
             pp=pp,
             vpp=vpp,
             cp=cp,
-            ulysses=self.ulysses(tp, cp, micro_batch),
             ep=ep,
             dp=dp,
             zero=zero,
@@ -209,40 +226,25 @@ class Space:
             optimizer_on_host=lean.optimizer_on_host,
             number=self.number,
         )
+        return self._with_grid(layout)
 
-    def ulysses(self, tp: int, cp: int, micro_batch: int) -> int:
-        """How many ranks of cp best share heads, where the others are a ring: nothing but the layer's time depends on it."""
-        key = tp, cp, micro_batch
-        if key not in self._ulysses:
-            heads, kv_heads = self.shape.heads // tp, max(1, self.shape.kv_heads // tp)
-            grids = [
-                Layout(self.seq, self.seq, micro_batch, tp, tp > 1, cp=cp, ulysses=size, number=self.number)
-                for size in divisors(cp)
-                if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-            ]
-            usable = grids[:1] if self.shape.kv_lora else grids
-            self._ulysses[key] = min(usable, key=lambda grid: self.layer(grid).whole.sum).ulysses
-        return self._ulysses[key]
+    def _with_grid(self, layout: Layout) -> Layout:
+        """The layout with as many ranks of cp that share heads as are best for its layers: nothing else depends on it."""
+        if layout.cp == 1 or self.shape.kv_lora:
+            return layout
+        alike = _as_a_layer_sees(layout)
+        if alike not in self._grids:
+            heads = self.shape.heads // layout.tp
+            sizes = [size for size in divisors(layout.cp) if heads % size == 0]
+            self._grids[alike] = min(sizes, key=lambda size: self.layer(replace(layout, ulysses=size)).whole.sum)
+        return replace(layout, ulysses=self._grids[alike])
 
     def layer(self, layout: Layout) -> LayerTime:
         """Seconds of its mean layer: one for all layouts that differ in nothing that a layer sees."""
-        same = Layout(
-            layout.seq,
-            layout.seq,
-            layout.micro_batch,
-            layout.tp,
-            layout.sp,
-            2 if layout.pp > 1 else 1,
-            cp=layout.cp,
-            ulysses=layout.ulysses,
-            ep=layout.ep,
-            recompute=layout.recompute,
-            offload=layout.offload,
-            number=layout.number,
-        )
-        if same not in self._layers:
-            self._layers[same] = layer_time(self.shape, same, self.cluster, self.stack)
-        return self._layers[same]
+        alike = _as_a_layer_sees(layout)
+        if alike not in self._layers:
+            self._layers[alike] = layer_time(self.shape, alike, self.cluster, self.stack)
+        return self._layers[alike]
 
     def time(self, layout: Layout) -> StepTime:
         """Predicted seconds of a step."""

@@ -205,3 +205,26 @@ def test_gradients_in_16_bits() -> None:
     found = run_ranks(2, half_precision)
     assert torch.equal(*found)
     torch.testing.assert_close(found[0].float(), expected, rtol=0.05, atol=0.05)
+
+
+def slow_momentum(rank: int, world_size: int) -> float:
+    """How far a mean of momenta, as signs, is from the true one, after gradients that are alike in part."""
+    feedback, levels, true = (
+        Feedback(CODECS["1-bit"], takes_momentum=True),
+        Levels(None, dist.group.WORLD),
+        torch.zeros(4096),
+    )
+    for step in range(60):
+        feedback.begin(decay=0.9)
+        flat = gradient(rank, 0, 4096) + gradient(rank, step + 1, 4096)
+        mean = flat.clone()
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        true = 0.9 * true + 0.1 * mean
+        AllReduce("all", flat, levels, feedback, momentum=True).wait()
+        feedback.commit()
+    return float((flat - true).norm() / true.norm())
+
+
+def test_what_is_left_out_of_a_momentum_is_a_part_of_its_change() -> None:
+    """As messages say by how much a momentum has changed; of momenta sent whole, more was left out than there was."""
+    assert max(run_ranks(2, slow_momentum)) < 0.4

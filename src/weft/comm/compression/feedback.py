@@ -5,6 +5,10 @@ what a message did not say is added to the next one, so that after T steps all t
 for the last error. Both sides do it: a worker for what it sends to the owners of the other parts, and the owner of a part for
 the mean that it sends back.
 
+Of momenta, which change slowly, messages say by how much they have changed, and all who receive them add that up (Richtárik et
+al., EF21, 2021; Fatkhullin et al., Momentum Provably Improves Error Feedback, 2023): what is left out is a part of the change,
+not of the momentum.
+
 What a step changes is pending until `commit`: a step that is skipped leaves everything as it was.
 """
 
@@ -62,7 +66,7 @@ class Feedback:
         self.loss_scale = 1.0
         self.decay: float | None = None
         self.carried: dict[str, Carried] = {}
-        """By "error/NAME" and "momentum/NAME", for the name of each reduction."""
+        """By "error/NAME", "momentum/NAME" and "mean/NAME", for the name of each reduction."""
         self.found: dict[str, Tensor] = {}
         """Of a checkpoint, until the reduction asks for it."""
 
@@ -93,7 +97,8 @@ class Feedback:
             carried.commit(factor if self.decay is not None else 1.0)
 
     def add_to(self, name: str, gradient: Tensor, *, momentum: bool) -> Tensor:
-        """What a reduction has to send: this gradient, or the change of the momentum by it, and what was left out before.
+        """What a reduction has to send: this gradient, or what it makes of the momentum, and what was left out before. With error
+        feedback momenta are sent as their change, for `add_change`.
 
         Args:
             name: of the reduction.
@@ -114,10 +119,25 @@ class Feedback:
             velocity = carried.open()
             share *= 1 - self.decay
             if is_first:  # of the step's micro-batches, where each is reduced
+                total.add_(velocity, alpha=self.decay - 1 if self.keeps_errors else self.decay)
                 velocity.mul_(self.decay)
-                total.add_(velocity)
             velocity.add_(gradient, alpha=share)
         return total.add_(gradient, alpha=share)
+
+    def add_change(self, name: str, mean: Tensor, *, momentum: bool) -> Tensor:
+        """The mean momentum, of a mean change of momenta, in place; what is no momentum, or whole, stays as it is.
+
+        Args:
+            name: of the reduction.
+            mean: [length] float32, of what `add_to` has made, without loss scale.
+            momentum: as for `add_to`.
+        """
+        if not (momentum and self.decay is not None and self.keeps_errors):
+            return mean
+        carried = self._carry(f"mean/{name}", tuple(mean.shape), mean.device)
+        is_first = not carried.is_open
+        known = carried.open().add_(mean)
+        return mean.copy_(known) if is_first else mean  # micro-batches after the first are added to what it came to
 
     def add_up(self, name: str, gradient: Tensor) -> None:
         """Let a gradient that no message compresses become momentum, in place, for the optimizer to see one kind of thing.

@@ -105,6 +105,7 @@ class AllReduce:
 
     def __init__(self, name: str, flat: Tensor, levels: Levels, feedback: Feedback, *, momentum: bool = False):
         assert levels.outer is not None
+        self.name, self.momentum = name, momentum
         self.flat, self.levels, self.feedback = flat, levels, feedback
         self.group, self.own = levels.outer, levels.outer.rank()
         parts = levels.inner_size * levels.outer_size
@@ -139,7 +140,8 @@ class AllReduce:
         assert self.gathered is not None
         self.work.wait()
         mean = decode(self.feedback.owner_codec, self.gathered, self.length).flatten()
-        mean.mul_(self.feedback.loss_scale / self.levels.outer_size)
+        mean = self.feedback.add_change(self.name, mean.div_(self.levels.outer_size), momentum=self.momentum)
+        mean.mul_(self.feedback.loss_scale)
         if self.levels.inner is not None and self.levels.inner.size() > 1:
             host, mean = mean, mean.new_empty(self.levels.inner_size * len(mean))
             all_gather_single(mean, host, group=self.levels.inner)
@@ -207,7 +209,8 @@ def reduce_scatter(
     received, work = _send_parts(left, segments, feedback, levels.outer)
     total = _add_up_parts(left, segments, received, work, feedback, levels.outer)
     left[levels.outer.rank()] = 0
-    output.copy_(total.mul_(feedback.loss_scale / levels.outer_size))
+    mean = feedback.add_change(name, total.div_(levels.outer_size), momentum=True)
+    output.copy_(mean.mul_(feedback.loss_scale))
 
 
 def _send_parts(

@@ -1,0 +1,37 @@
+"""What `weft plan` says beside the layouts themselves."""
+
+from dataclasses import replace
+
+from weft.planner.hardware import GB, Cluster, Wire, find_device
+from weft.planner.layout import Layout
+from weft.planner.propose import compressed_steps, describe
+from weft.planner.search import Choice, Space
+from weft.planner.shape import Shape
+from weft.planner.stacks import STACKS
+
+DENSE = Shape(16, 2048, 16, 16, 128, 8192, 32000)
+
+
+def space(bandwidth: float) -> Space:
+    device = replace(find_device("A100-80"), between=Wire(1e-5, bandwidth, 0.0))
+    return Space(DENSE, 4096, 16, Cluster(device, 2, 8), STACKS["weft"])
+
+
+def test_compressed_gradients_pay_on_slow_links_alone() -> None:
+    layout = Layout(4096, 16, 1, dp=16, zero=1)
+    slow, quick = space(0.1 * GB), space(1000 * GB)
+    steps, plain = compressed_steps(slow, layout), slow.time(layout).seconds
+    assert list(steps) == ["bf16", "fp16", "int8", "2:4"]
+    assert steps["int8"] < steps["2:4"] < steps["bf16"] < plain
+    assert min(compressed_steps(quick, layout).values()) > quick.time(layout).seconds  # encoding takes longer
+
+
+def test_nothing_is_compressed_without_data_ranks() -> None:
+    assert compressed_steps(space(GB), Layout(4096, 16, 1, tp=16, sp=True)) == {}
+
+
+def test_heads_over_ranks_of_a_sequence_are_named() -> None:
+    there = space(50 * GB)
+    layout = Layout(4096, 16, 1, tp=2, sp=True, cp=8, ulysses=4)
+    choice = Choice(layout, there.time(layout), there.memory(layout))
+    assert describe(choice).startswith("tp 2, cp 8, heads over 4 of cp")
