@@ -1,7 +1,8 @@
 """What each way to hold less would save, and what it would cost: dry runs of a job with one switch more each."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def print_rungs(rungs: list[Rung]) -> None:
 
 
 def write_rungs(rungs: list[Rung], path: Path) -> None:
-    """Write all figures but messages, as JSON."""
+    """Write all figures but messages and operations, as JSON."""
     table = [
         {"switch": rung.name, "refused": rung.refused, **(_to_dict(rung.found) if rung.found else {})} for rung in rungs
     ]
@@ -132,8 +133,8 @@ def write_rungs(rungs: list[Rung], path: Path) -> None:
 
 
 def _to_dict(found: Trace) -> dict[str, Any]:
-    count = asdict(found.count)
-    del count["messages"]
+    count = asdict(replace(found.count, messages=[], operations=Counter()))
+    del count["messages"], count["operations"]
     return {
         "rank": found.rank,
         "parameters": found.parameters,

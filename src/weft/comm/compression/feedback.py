@@ -97,8 +97,9 @@ class Feedback:
             carried.commit(factor if self.decay is not None else 1.0)
 
     def add_to(self, name: str, gradient: Tensor, *, momentum: bool) -> Tensor:
-        """What a reduction has to send: this gradient, or what it makes of the momentum, and what was left out before. With error
-        feedback momenta are sent as their change, for `add_change`.
+        """What a reduction has to send: this gradient, or what it makes of the momentum, and what was left out before.
+
+        With error feedback a momentum is sent as its change, for `add_change`.
 
         Args:
             name: of the reduction.
