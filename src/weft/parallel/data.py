@@ -16,8 +16,8 @@ experts have a d of their own: the ranks that hold the same ones.
 Weights of stages 1 and 2 are gathered once a step, kept until the last backward, and freed before the update. Stages 2 and 3
 also hold the gradient of one unit of communication, whole, until the next one is reduced.
 
-Compressed reductions keep what their messages leave out, twice, as a step may be skipped: 8 P. Where they reduce momenta, 8 P of
-them too, and of their mean 8 P / d (8 P with zero 0). With i ranks of a host that share it before they compress, an i-th of all.
+Compressed reductions keep what their messages leave out, twice, as a step may be skipped: 8 P. Where they reduce momenta, 8 P
+of them too, and of their mean 8 P / d (8 P with zero 0). With i ranks of a host that share it before they compress, an i-th.
 """
 
 from functools import partial

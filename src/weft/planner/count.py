@@ -89,7 +89,7 @@ def count_step(
     gc.collect()  # what dies later dies by itself, at the same moment in every run
     gc.disable()
     try:
-        with LiveBytes() as live, FlopCounter() as flops, Recorder() as recorder, OperatorLog() as log:
+        with LiveBytes() as live, FlopCounter() as flops, OperatorLog() as log, Recorder() as recorder:
             live.track_training(model, optimizer)
             live.watch_roles(model, anatomy)
             state = live.current.copy()
