@@ -5,30 +5,36 @@
 
 A plan is a model (Llama or Qwen3-MoE of random sizes), rows, degrees, ZeRO stage, schedule, formats and recompute at random,
 as far as Weft takes them. This machine is calibrated once for each number of ranks, as `weft calibrate` does. The
-operators of a plan are timed, and then it is trained; the median of its steps counts, the first two left out.
+operators of a plan are timed, and then it is trained; the median of its steps counts, the first two left out (and the
+quickest and slowest of them, in brackets). Memory and bytes: measured over predicted, less one; the largest of all axes.
 """
 
 import argparse
 import random
+import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Column, Table
 
 from weft.errors import WeftError
 from weft.job import Job
-from weft.observe.prediction import compare
+from weft.observe.prediction import WARM_UP, compare
 from weft.observe.record import read_run
 from weft.plan import Prediction
 from weft.planner.calibrate import calibrate, formula
 from weft.planner.measured import time_step
 from weft.planner.step_time import StepTime
 from weft.planner.trace import Trace, trace
+from weft.planner.validate import spearman
 from weft.train.run import train
 
 STEPS = 8
+COLUMNS = ("by formula, s", "by operators, s", "measured, s", "memory", "sent")
 
 
 def random_job(chance: random.Random, ranks: int) -> dict[str, Any]:
@@ -135,24 +141,39 @@ def main() -> None:
     for ranks in range(1, min(4, chosen.plans) + 1):
         machines[ranks], missed = calibrate(ranks)
         print(f"{ranks} ranks, products within {missed:.0%}:\n{machines[ranks].to_toml()}", flush=True)
-    rows = []
+    table = Table("ranks", "plan", *(Column(name, justify="right") for name in COLUMNS))
+    outcomes: list[tuple[float, float, float, float]] = []  # by operators, by formula, measured, memory off
     with tempfile.TemporaryDirectory() as name:
         for ranks, job, traces in jobs(chosen.seed, chosen.plans, Path(name)):
-            time = time_step(job, traces, machines[ranks].cluster())
-            scalar = machines[ranks].operators_scalar
-            out = train(with_prediction(job, traces, time, scalar), ranks=ranks, say=lambda line: None)
-            lines = compare(read_run(out))
-            rows.append((ranks, job, time, lines))
-            step = lines[0]
-            others = {line.name: round(100 * line.off, 1) for line in lines[1:] if abs(line.off) > 0.001}
-            print(f"{ranks}: {in_short(job, ranks)}: {step.predicted:.3f} s, {step.measured:.3f} s", others, flush=True)
-            alone = formula(job, ranks, machines[ranks].cluster()).seconds * machines[ranks].scalar
-            print(
-                "  ",
-                f"by formula {alone:.3f}",
-                {key: round(value, 3) for key, value in vars(time).items() if value},
-                flush=True,
+            machine = machines[ranks]
+            time = time_step(job, traces, machine.cluster())
+            alone = formula(job, ranks, machine.cluster()).seconds * machine.scalar
+            out = train(
+                with_prediction(job, traces, time, machine.operators_scalar), ranks=ranks, say=lambda line: None
             )
+            run = read_run(out)
+            steps = [row.step_seconds for row in run.rows[WARM_UP:]]
+            lines = {line.name: line for line in compare(run)}
+            step, memory = lines["step"], lines["memory"]
+            sent = max((abs(line.off) for line in lines.values() if line.kind == "bytes"), default=0.0)
+            outcomes.append((step.predicted, alone, step.measured, memory.off))
+            cells = (
+                f"{alone:.2f}",
+                f"{step.predicted:.2f}",
+                f"{step.measured:.2f} ({min(steps):.2f}-{max(steps):.2f})",
+            )
+            cells += (f"{memory.off:+.1%}", f"{sent:.1%}")
+            table.add_row(str(ranks), in_short(job, ranks), *cells)
+            print(ranks, in_short(job, ranks), *cells, flush=True)
+    console = Console(width=190)
+    console.print(table)
+    measured = [outcome[2] for outcome in outcomes]
+    for name, place in (("operators", 0), ("formula", 1)):
+        predicted = [outcome[place] for outcome in outcomes]
+        off = statistics.mean(abs(mine / theirs - 1) for mine, theirs in zip(predicted, measured, strict=True))
+        console.print(f"by {name}: {off:.1%} off in the mean, correlation of ranks {spearman(predicted, measured):.3f}")
+    worst = sorted((abs(outcome[3]) for outcome in outcomes), reverse=True)
+    console.print(f"memory: {sum(off <= 0.05 for off in worst)} of {len(worst)} within 5 %, {worst[0]:.1%} at most")
 
 
 if __name__ == "__main__":
