@@ -59,7 +59,7 @@ class Optimizer(Table):
 
     name: Literal["adamw", "onebit-adam"] = "adamw"
     """The update rule: AdamW (Loshchilov and Hutter, 2019), fused; or 1-bit Adam (Tang et al., 2021), which is AdamW until its
-    second moment is frozen, and then sends momenta as signs, with plan.comm.compression = "1-bit"."""
+    second moment is frozen, and then sends changes of momenta as signs, with plan.comm.compression = "1-bit"."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate, reached at the end of warm-up."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
