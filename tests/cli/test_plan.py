@@ -44,9 +44,24 @@ def test_a_plan_is_found_and_trains(
     assert lines["memory"].off == pytest.approx(0, abs=0.1)
 
 
+def test_operators_are_timed_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job, plan, cluster = write_job(tmp_path), tmp_path / "plan.toml", tmp_path / "here.toml"
+    cluster.write_text(
+        'device = "CPU"\ndevices_per_host = 2\noperators_scalar = 2.0\n[figures]\ncores = 2\n', encoding="utf-8"
+    )
+    assert weft(monkeypatch, "plan", job, "--cluster", cluster, "--measure", "--best", 1, "--out", plan) == 0
+    assert "by operators" in capsys.readouterr().out
+    found = Job.load(job, [f'plan="{plan}"']).plan.prediction
+    assert found is not None
+    assert 0 < found.terms["optimizer"] < found.terms["compute"] < found.step_seconds
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--device", "H100", "--measure"], ["operators cannot be timed for 8 H100", "computes on cpu"]),
         (["--device", "H10"], ["no device is called 'H10'", "write 'H100'"]),
         ([], ["no cluster is named"]),
         (["--device", "H100", "--cluster", "here.toml"], ["named twice"]),
