@@ -173,13 +173,13 @@ class _Wire:
                 dist.recv(self.payload[:size], peer, group)
             dist.send(self.head, peer, group)
 
-    def exchange(self, to: int, source: int, size: int) -> float:
-        """Send to one peer and receive from another at once; the seconds that takes."""
+    def exchange(self, to: int, source: int, size: int, size_there: int) -> float:
+        """Send so many bytes to one peer and receive so many from another at once; the seconds that takes."""
         sent, received = self.payload[: LAST_BYTES // 2], self.payload[LAST_BYTES // 2 :]
         begin = time.perf_counter()
         operations = [
             dist.P2POp(dist.isend, sent[:size], to),
-            dist.P2POp(dist.irecv, received[:size], source),
+            dist.P2POp(dist.irecv, received[:size_there], source),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -261,27 +261,30 @@ def _measure_together(
 ) -> list[float | None]:
     """Bytes/s of each host when every rank sends to the rank of its number on the next host.
 
-    What passes from one host to the next may be held up on either side: the better of both neighbours counts.
+    What passes from one host to the next may be held up on either side: the better of both neighbours counts. Messages are as
+    long as their link is fast, so that all are under way all the time, and what a limited link lets pass at once is little.
     """
     rank = dist.get_rank()
     numbers = [number for number, (_, ranks) in enumerate(hosts) for _ in range(ranks)]
     starts = [0, *accumulate(ranks for _, ranks in hosts)]
-    rates = [
-        rate
-        for one, row in enumerate(gathered)
-        for other, (_, rate) in row.items()
-        if numbers[one] != numbers[int(other)]
-    ]
-    size = int(min(max(2 * counts * median(rates), FIRST_BYTES), LAST_BYTES // 2)) if rates else FIRST_BYTES
     common = min(ranks for _, ranks in hosts)
+
+    def size_from(host: int) -> int:
+        """Bytes of each rank's message from a host to the next."""
+        one, other = starts[host], starts[(host + 1) % len(hosts)]
+        _, rate = gathered[one].get(str(other), (0.0, 0.0))
+        return int(min(max(4 * counts * rate / common, FIRST_BYTES), LAST_BYTES // 2))
+
     number, local = numbers[rank], rank - starts[numbers[rank]]
     to, source = (starts[(number + step) % len(hosts)] + local for step in (1, -1))
+    sizes = [size_from(host - 1 if host else len(hosts) - 1) for host in range(len(hosts))]  # that arrive there
     best = [0.0] * len(hosts)  # what arrives there
     for _ in range(REPEATS):
-        taken = wire.exchange(to, source, size) if local < common else 0.0
+        following = sizes[(number + 1) % len(hosts)]
+        taken = wire.exchange(to, source, following, sizes[number]) if local < common else 0.0
         times = all_gather_json(taken)
         slowest = [max(times[starts[n] : starts[n + 1]]) for n in range(len(hosts))]
-        best = [max(rate, common * size / seconds) for rate, seconds in zip(best, slowest, strict=True)]
+        best = [max(known, common * size / took) for known, size, took in zip(best, sizes, slowest, strict=True)]
     return [max(best[n], best[(n + 1) % len(hosts)]) for n in range(len(hosts))]
 
 
