@@ -39,7 +39,7 @@ def compare(run: Run) -> list[Compared]:
         return []
     lines = [Compared("step", "time", found.step_seconds, statistics.median(row.step_seconds for row in rows))]
     watched = next((row for row in run.rows if row.peak), None)
-    if watched is not None and watched.peak and found.sent_bytes:  # counted by a dry run, of the same rank
+    if watched is not None and watched.peak and "parameters" in found.memory:  # counted by a dry run, of the same rank
         measured: dict[str, int] = {}
         for name, size in watched.peak.items():
             kind = name.partition(":")[0]
