@@ -29,7 +29,7 @@ from weft.plan import Prediction
 from weft.planner.calibrate import calibrate, formula
 from weft.planner.measured import time_step
 from weft.planner.step_time import StepTime
-from weft.planner.trace import Trace, trace
+from weft.planner.trace import Trace, trace_stages
 from weft.planner.validate import spearman
 from weft.train.run import train
 
@@ -89,8 +89,7 @@ def jobs(seed: int, count: int, folder: Path) -> Iterator[tuple[int, Job, list[T
         ranks = 1 + found % 4
         try:
             job = Job.parse(random_job(chance, ranks) | {"out": str(folder / f"run-{found}")})
-            stages = job.plan.resolve(ranks).parallel.pp
-            traces = trace(job, ranks, [stage * ranks // stages for stage in range(stages)])
+            traces = trace_stages(job, ranks)
         except WeftError:
             continue
         found += 1

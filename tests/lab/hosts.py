@@ -26,7 +26,9 @@ import pytest
 
 PREFIX = "weft"
 INTERFACE = "eth0"
-BURST_SECONDS = 0.004  # what a limited link saves up while the kernel sleeps; at 1 ms a gigabit carries 15 % too little
+BURST_SECONDS = (
+    0.004  # what a limited link saves up while the kernel sleeps; at 1 ms a gigabit carries a tenth too little
+)
 HEADER_BYTES = 66  # of Ethernet, IP and TCP with time stamps around each packet
 
 

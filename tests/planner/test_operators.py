@@ -212,7 +212,7 @@ def test_a_surface_is_found_from_its_rates() -> None:
         for n in sizes
         for k in sizes
     }
-    found, missed = fit_products(replace(find_device("CPU"), launch=0.0), rates)
+    found, missed = fit_products(replace(find_device("CPU"), launch=0.0, cores=2), rates)
     assert (found.tile, found.depth, found.units) == (true.tile, true.depth, 1)
     assert found.rate("fp32") == pytest.approx(true.rate("fp32"))
     assert missed == pytest.approx(0.0, abs=1e-9)

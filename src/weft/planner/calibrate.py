@@ -21,7 +21,7 @@ import torch
 from weft.cluster.device import detect
 from weft.job import Job
 from weft.planner.cluster_file import ClusterFile, Figures, LinkFigures
-from weft.planner.hardware import GB, GIB, MIB, TERA, Cluster, Device, find_device
+from weft.planner.hardware import GB, GIB, MIB, TERA, Cluster, Device, find_device, recognise
 from weft.planner.layout import layout_of
 from weft.planner.links import measure_links
 from weft.planner.measured import time_step
@@ -93,10 +93,10 @@ def calibrate(ranks: int, say: Callable[[str], None] = print) -> tuple[ClusterFi
     on_cpu = detected.type == "cpu"
     cores = len(os.sched_getaffinity(0)) if on_cpu else 0
     memory = detected.total_memory_bytes // (ranks if on_cpu else 1)
-    preset = find_device("CPU" if on_cpu else detected.name)
+    preset = replace(find_device("CPU") if on_cpu else recognise(detected.name), cores=cores)
     say("products, attention and memory")
     device, missed = measure_figures(preset, detected.type, min(ranks, cores) if on_cpu else 1)
-    device = replace(device, per_host=ranks, cores=cores, memory=float(memory))
+    device = replace(device, per_host=ranks, memory=float(memory))
     if ranks > 1:
         say(f"links between {ranks} ranks")
         device = replace(device, inside=measure_links(ranks))
@@ -136,10 +136,10 @@ def fit_products(device: Device, rates: dict[tuple[str, int, int, int], float]) 
     logarithms. Products that take no longer than two launches say nothing.
 
     Args:
-        device: its units stay, but that of a CPU, whose rank has one core.
+        device: its units stay; a rank that is a process has one core.
         rates: FLOP/s by format and m, n, k.
     """
-    units = 1 if device.name == "CPU" else device.units
+    units = 1 if device.cores else device.units
     telling = {key: rate for key, rate in rates.items() if 2.0 * math.prod(key[1:]) / rate > 2 * device.launch}
     best, least = device, math.inf
     for rows, columns, depth in itertools.product(TILES, TILES, DEPTHS):

@@ -272,6 +272,15 @@ def find_device(name: str) -> Device:
     )
 
 
+def recognise(text: str) -> Device:
+    """The preset whose name is a part of a text, such as "NVIDIA H100 80GB HBM3".
+
+    Raises:
+        DeviceError: none is.
+    """
+    return find_device(next((name for name in NAMES if name in _plain(text)), text))
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Equal hosts of one kind of device."""
@@ -315,7 +324,7 @@ def read_hardware(text: str, num_devices: int) -> Cluster:
     Raises:
         DeviceError: no device known to the planner is in it.
     """
-    device = find_device(next((name for name in NAMES if name in _plain(text)), text))
+    device = recognise(text)
     if "HBM2e" in text and device.name == "H100":  # 96 GB, 500 W: slower memory and clocks
         device = replace(
             device, memory=95 * GIB, bandwidth=2400 * GB, efficiency={**device.efficiency, "bf16": 0.6, "fp8": 0.54}

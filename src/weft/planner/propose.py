@@ -20,7 +20,7 @@ from weft.planner.shape import Shape, from_config
 from weft.planner.step_time import StepTime
 from weft.planner.strategy import Cost, cost_of, in_words, plan_of, stack_for
 from weft.planner.timeline import head_cost, refined
-from weft.planner.trace import Trace, trace
+from weft.planner.trace import Trace, trace, trace_stages
 from weft.planner.traced import trace_layers
 
 HEADROOMS = (0.75, 0.5, 0.25)  # of a device's memory
@@ -161,9 +161,9 @@ def time_operators(
     refused: list[tuple[Choice, str]] = []
     for choice in best:
         say(f"operators of {describe(choice)}")
-        world, stages, run = choice.layout.num_devices, choice.layout.pp, planned(job, space, choice.layout)
+        run = planned(job, space, choice.layout)
         try:
-            traces = trace(run, world, [stage * world // stages for stage in range(stages)], type_of(space.cluster))
+            traces = trace_stages(run, choice.layout.num_devices, type_of(space.cluster))
         except PlanError as error:
             refused.append((choice, error.what))
             continue

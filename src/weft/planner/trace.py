@@ -84,6 +84,12 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
     return trace_all([(job, world_size, rank, device_type) for rank in ranks])
 
 
+def trace_stages(job: Job, world_size: int, device_type: str = "cpu") -> list[Trace]:
+    """Dry runs of one rank of each stage of a pipeline, in their order; the others do the same. All else as of `trace`."""
+    stages = job.plan.resolve(world_size).parallel.pp
+    return trace(job, world_size, [stage * world_size // stages for stage in range(stages)], device_type)
+
+
 def trace_all(tasks: list[tuple[Job, int, int, str]]) -> list[Trace]:
     """Dry runs, each in a process of its own, as many at once as there are cores. Arguments of each as of `trace_rank`."""
     # A fork is ready at once, but cannot use an accelerator that this process has looked at.
