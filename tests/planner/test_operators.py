@@ -180,7 +180,7 @@ def test_stages_follow_their_schedule() -> None:
 
 @pytest.mark.parametrize(
     ("axis", "size", "stride"),
-    [("tp", 2, 1), ("cp_ring", 2, 2), ("dp_shard", 2, 4), ("dp_shard_cp_ring", 4, 4), ("world", 16, 1)],
+    [("tp", 2, 1), ("cp_ring", 2, 2), ("dp_shard", 2, 4), ("dp_shard_cp_ring", 4, 2), ("world", 16, 1)],
 )
 def test_a_message_goes_over_the_links_of_its_axis(axis: str, size: int, stride: int) -> None:
     plan = Plan(parallel=Parallel(tp=2, cp=2, dp_shard=2, pp=2)).resolve(16)
@@ -190,6 +190,15 @@ def test_a_message_goes_over_the_links_of_its_axis(axis: str, size: int, stride:
     assert message_seconds(message, plan, 16, hosts) == all_gather(group(hosts, size, stride), whole)
     sent = message._replace(operation="send", axis="pp")
     assert message_seconds(sent, plan, 16, hosts) == point_to_point(group(hosts, 2, 8), 10**8)
+
+
+def test_an_axis_has_its_own_ranks_alone() -> None:
+    """Neither those of the other data axis, nor the ranks of Ulysses in a ring."""
+    plan = Plan(parallel=Parallel(dp_replicate=2, dp_shard=2, cp=4, cp_ulysses=2)).resolve(16)
+    hosts = Cluster(find_device("H100"), 4, 4)
+    for axis, stride in (("dp_replicate", 8), ("dp_shard", 4), ("cp_ring", 2), ("cp_ulysses", 1)):
+        message = Message("all_gather", axis, 10**8, torch.float32, "")
+        assert message_seconds(message, plan, 16, hosts) == all_gather(group(hosts, 2, stride), 2e8)
 
 
 # Calibration

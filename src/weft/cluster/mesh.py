@@ -82,10 +82,15 @@ def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
         plan: resolved.
         device_type: "cpu", "cuda" or "npu".
     """
+    return _named_mesh(device_type, expert_mesh_shape(plan), EXPERT_AXES, plan.comm)
+
+
+def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:
+    """Ranks along each of `EXPERT_AXES` for a resolved plan, outermost first."""
     p = plan.parallel
     inside = p.cp * p.tp * (p.data_ranks if p.zero == 0 else p.dp_shard) // p.ep
     replicate, shard = (inside, 1) if p.zero == 0 else (p.dp_replicate, inside)
-    return _named_mesh(device_type, (p.pp, replicate, shard, p.ep), EXPERT_AXES, plan.comm)
+    return p.pp, replicate, shard, p.ep
 
 
 def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], comm: Comm) -> DeviceMesh:

@@ -9,9 +9,13 @@ divided by the cores, at least.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import combinations
+from math import prod
 from typing import NamedTuple
 
 from weft.cluster.device import detect
+from weft.cluster.mesh import AXES, EXPERT_AXES, expert_mesh_shape, mesh_shape
 from weft.comm.collectives import Message
 from weft.job import Job
 from weft.parallel.pipeline.generate import build_schedule
@@ -83,21 +87,14 @@ def message_seconds(message: Message, plan: Plan, world_size: int, cluster: Clus
     return network.all_to_all(ranks, whole) if message.operation == "all_to_all" else network.all_gather(ranks, whole)
 
 
+@cache
 def _group(axis: str, plan: Plan, world_size: int) -> tuple[int, int]:
-    """Ranks of an axis, and how far apart they are."""
-    p = plan.parallel
-    if axis == "tp":
-        return p.tp, 1
-    if axis == "ep":
-        return p.ep, 1
-    if axis.startswith("cp"):
-        return p.cp, p.tp
-    if axis.startswith("edp"):
-        return max(2, p.data_ranks * p.cp * p.tp // p.ep), p.ep
-    if axis.startswith("dp"):
-        return max(2, p.data_ranks * (p.cp if "cp" in axis else 1)), p.tp * p.cp
-    if axis == "pp":
-        return p.pp, world_size // p.pp
+    """Ranks of an axis, or of several that were joined, and how far apart they are."""
+    for names, shape in ((AXES, mesh_shape(plan)), (EXPERT_AXES, expert_mesh_shape(plan))):
+        for count in range(1, len(names) + 1):
+            for places in combinations(range(len(names)), count):
+                if "_".join(names[place] for place in places) == axis:
+                    return prod(shape[place] for place in places), prod(shape[places[-1] + 1 :])
     return world_size, 1
 
 
