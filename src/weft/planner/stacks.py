@@ -29,6 +29,8 @@ class Stack:
     """The same of a state-space mixer: some dozen Triton kernels, whose launches cost more, and no graph of them."""
     host_staged: float = 0.0
     """Seconds for each rank of tp that the forward of a layer takes at least, where stages of a pipeline make hosts wait."""
+    blocking: bool = False
+    """Whether the host waits for each kernel before it launches the next one: launches and kernels then add up."""
     ring: float = 1.0
     """How many times as long attention takes over cp: blocks in kernels of their own, whose outputs are merged in float32."""
     tp_overlap: float = 0.0
@@ -128,6 +130,8 @@ STACKS: dict[str, Stack] = {
             reserve=1.15,
             framework=4.5 * GIB,  # a communicator of each axis, and of each pair of stages
             sp=False,
+            host=2e-3,
+            blocking=True,  # BLOOM's script sets CUDA_LAUNCH_BLOCKING against a hang
         ),
         Stack(
             "deepspeed",

@@ -206,8 +206,11 @@ def layer_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> 
     floor = stack.host * (1 - moe - mixers) + max(stack.host, stack.host_experts) * moe + stack.host_mamba * mixers
     if layout.pp > 1:
         floor = max(floor, stack.host_staged * layout.tp)
-    forward = max(compute.forward, floor - tp.forward - ep.forward)
-    backward = max(compute.backward, floor * (2 if layout.recompute == "full" else 1.2) - tp.backward - ep.backward)
+    launches = Two(floor, floor * (2 if layout.recompute == "full" else 1.2))
+    if stack.blocking:
+        return LayerTime(compute.plus(launches), tp, cp, ep, weights)
+    forward = max(compute.forward, launches.forward - tp.forward - ep.forward)
+    backward = max(compute.backward, launches.backward - tp.backward - ep.backward)
     return LayerTime(Two(forward, backward), tp, cp, ep, weights)
 
 
