@@ -64,6 +64,8 @@ def test_operators_are_timed_here(
         (["--device", "H100", "--measure"], ["operators cannot be timed for 8 H100", "computes on cpu"]),
         (["--device", "H10"], ["no device is called 'H10'", "write 'H100'"]),
         ([], ["no cluster is named"]),
+        (["--device", "H100", "--max-dollars", 1], ["1 dollars an hour do not pay for one H100", "a device costs"]),
+        (["--device", "CPU", "--max-dollars", 1], ["no price is known of CPU"]),
         (["--device", "H100", "--cluster", "here.toml"], ["named twice"]),
         (["--cluster", "nowhere.toml"], ["there is no file nowhere.toml"]),
         (
@@ -102,6 +104,17 @@ def test_a_model_that_fits_nowhere_here_is_told_where(
     assert weft(monkeypatch, "plan", job, *options) == 2
     text = capsys.readouterr().err
     assert "no layout fits on 2 A100-40" in text
+    assert "take " in text
+
+
+def test_limits_that_a_model_does_not_fit_into(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = Path(__file__).parents[2] / "examples" / "llama-70b.toml"
+    options = ["--device", "H100", "--hosts", 8, "--max-devices", 3, "--out", tmp_path / "plan.toml"]
+    assert weft(monkeypatch, "plan", job, *options, "--set", "train.global_batch=96") == 2
+    text = capsys.readouterr().err
+    assert "no layout fits on 3 H100" in text
     assert "take " in text
 
 

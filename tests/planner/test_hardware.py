@@ -1,10 +1,21 @@
 """Devices by name, clusters from words, and the times of messages between them."""
 
+from dataclasses import replace
+
 import pytest
 
 from weft.errors import DeviceError
 from weft.planner.hardware import DEVICES, GB, GIB, Cluster, cluster_of, find_device, read_hardware
 from weft.planner.network import all_gather, all_reduce, all_to_all, exposed, group, point_to_point
+
+
+def test_a_cluster_within_limits() -> None:
+    cluster = cluster_of(replace(find_device("H100"), dollars_per_hour=3.0), 64)
+    assert cluster.within(None, None) == cluster
+    assert cluster.within(63, None).num_devices == 56  # whole hosts
+    assert cluster.within(1000, 60.0).num_devices == 16
+    assert cluster.within(5, 1e6) == cluster.sized(5)
+    assert cluster.sized(5).per_host == 5
 
 
 @pytest.mark.parametrize("name", [*DEVICES, "a100", "h100", "ascend-910b", "mi300x"])

@@ -95,9 +95,12 @@ def test_fewest_devices() -> None:
 
 
 def test_ways_to_hold_less_dominate() -> None:
-    assert Lean("none", False, False).dominates(Lean("full", True, True))
-    assert not Lean("none", True, False).dominates(Lean("full", True, False))  # which has less to send
-    assert not Lean("light", False, False).dominates(Lean("none", True, True))
+    assert Lean("none", 1, False, False).dominates(Lean("full", 4, True, True))
+    assert not Lean("none", 1, True, False).dominates(Lean("full", 1, True, False))  # which has less to send
+    assert not Lean("light", 1, False, False).dominates(Lean("none", 1, True, True))
+    assert Lean("full", 4, False, False).dominates(Lean("full", 2, False, False))
+    assert not Lean("attention", 1, False, False).dominates(Lean("full", 2, False, False))
+    assert not Lean("mlp", 1, False, False).dominates(Lean("attention", 1, False, False))
     assert all(lean.dominates(lean) for lean in LEAN)
 
 

@@ -42,6 +42,9 @@ def test_more_work_takes_longer_and_more_devices_shorter() -> None:
     assert seconds(replace(BASE, global_batch=256)) > 1.7 * seconds(BASE)
     assert seconds(replace(BASE, recompute="full")) > 1.2 * seconds(BASE)
     assert seconds(replace(BASE, recompute="light")) > seconds(BASE)
+    ways = [("light", 1.0), ("full", 0.25), ("attention", 1.0), ("full", 0.5), ("mlp", 1.0), ("full", 1.0)]
+    times = [seconds(replace(BASE, recompute=way, recompute_share=share)) for way, share in ways]
+    assert times == sorted(times)
     assert seconds(replace(BASE, number="fp8")) < seconds(BASE)
     assert seconds(replace(BASE, dp=16, tp=2)) < seconds(BASE), "fewer messages of tp"
     assert seconds(replace(BASE, adapters=True)) < seconds(BASE)
@@ -118,7 +121,7 @@ def test_memory_falls_with_every_way_to_hold_less() -> None:
     base = peak_memory(LLAMA, BASE, CORE)
     assert base.total == base.states + base.activations + base.transient + base.reserve + base.framework
     assert base.allocated < base.reserved < base.total
-    for recompute in ("light", "full"):
+    for recompute in ("light", "attention", "mlp", "full"):
         assert peak_memory(LLAMA, replace(BASE, recompute=recompute), CORE).activations < base.activations
     half = replace(BASE, recompute="full", recompute_share=0.5)
     full = replace(BASE, recompute="full")
@@ -149,10 +152,10 @@ def test_what_cannot_run_is_refused(change: dict[str, int]) -> None:
 
 def test_a_plan_is_a_layout() -> None:
     parallel = Parallel(tp=2, pp=2, dp_replicate=2, dp_shard=2, zero=2)
-    layout = layout_of(Plan(parallel=parallel, memory=MemorySettings(recompute=("block",))).resolve(16), 4096, 32)
+    layout = layout_of(Plan(parallel=parallel, memory=MemorySettings(recompute=("block",))).resolve(16), 4096, 32, 2)
     assert (layout.num_devices, layout.dp, layout.shard, layout.micro_batches) == (16, 4, 2, 8)
     assert (layout.recompute, layout.sp, layout.zero) == ("full", True, 2)
-    assert layout_of(Plan(memory=MemorySettings(recompute=("norm",))).resolve(1), 16, 1).recompute == "light"
+    assert layout_of(Plan(memory=MemorySettings(recompute=("norm",))).resolve(1), 16, 1, 1).recompute == "light"
 
 
 def test_stacks_by_name() -> None:

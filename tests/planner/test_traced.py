@@ -41,7 +41,8 @@ def traced() -> dict[str, Traced]:
 
 def test_what_is_computed_again_is_not_kept(traced: dict[str, Traced]) -> None:
     for found in traced.values():
-        assert found.layer["none"] > found.layer["light"] > found.layer["full"]
+        assert found.layer["none"] > found.layer["light"] > found.layer["attention"] > found.layer["full"]
+        assert found.layer["none"] > found.layer["mlp"] > found.layer["full"]
         assert found.layer["full"] == pytest.approx(2 * 256, rel=0.05)  # the input of a block, in bf16
         assert found.ends > 4096 * 8  # a logit and its gradient in float32, at least
 
@@ -57,15 +58,19 @@ def test_what_is_computed_again_is_not_kept(traced: dict[str, Traced]) -> None:
         ("llama", {"parallel": {"zero": 1, "tp": 2}}),
         ("llama", {"parallel": {"zero": 1, "pp": 2}}),
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["block"]}}),
+        ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["block"], "recompute_every": 2}}),
+        ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["attention", "activation", "norm"]}}),
+        ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["mlp"]}}),
         ("llama", {"parallel": {"zero": 1}, "precision": {"weights": "split"}}),
         ("qwen3_moe", {"parallel": {"zero": 1, "ep": 4}}),
+        ("qwen3_moe", {"parallel": {"zero": 1, "ep": 4}, "memory": {"recompute": ["mlp"]}}),
         ("qwen3_moe", {"parallel": {"zero": 3, "ep": 2}, "memory": {"recompute": ["activation", "norm"]}}),
     ],
 )
 def test_a_formula_is_what_a_dry_run_counts(traced: dict[str, Traced], model: str, plan: dict[str, Any]) -> None:
     job = job_of(model, **plan)
     runs = trace(job, 4, [0, 3], "cuda")
-    layout = replace(layout_of(runs[0].plan, 1024, 16), micro_batch=2)
+    layout = layout_of(runs[0].plan, 1024, 16, 2)
     stack = replace(stack_for(job.plan.precision), imbalance=1.0)  # a dry run routes evenly
     memory = peak_memory(shape_of(job), layout, stack, traced[model])
     assert memory.allocated == pytest.approx(max(run.count.peak for run in runs), rel=0.1)

@@ -17,6 +17,8 @@ def plan(
     set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
     best: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
     margin: Annotated[float, typer.Option(min=0.1, max=1.0, help="Of a device's memory that a plan may fill.")] = 0.92,
+    max_devices: Annotated[Optional[int], typer.Option(min=1, help="Devices to use at most.")] = None,  # noqa: UP045
+    max_dollars: Annotated[Optional[float], typer.Option(min=0, help="Dollars an hour, of all devices.")] = None,  # noqa: UP045
     failure_hours: Annotated[float, typer.Option(min=0, help="Mean hours between failures of a device; 0: none.")] = 0,
     confirm: Annotated[bool, typer.Option(help="Run the best dry: exact memory and messages.")] = True,
     measure: Annotated[
@@ -40,7 +42,7 @@ def plan(
     machine = choose_cluster(cluster, device, hosts, per_host)
     found = propose(
         Job.load(job, set_),
-        machine.cluster,
+        machine.cluster.within(max_devices, max_dollars),
         machine.scalar,
         margin,
         best,

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from weft.planner.operators import Like, Named, Operation, time_operations
 from weft.planner.propose import space_of
 from weft.planner.roofline import fill
 from weft.planner.step_time import StepTime, step_time
-from weft.planner.trace import Trace, trace
+from weft.planner.trace import trace
 from weft.train.metrics import read_metrics
 from weft.train.run import train
 
@@ -40,18 +40,19 @@ ATTENTION_FLOPS = 2 * SEQ * SEQ * HEADS * HEAD_DIM  # forward, causal
 TILES, DEPTHS = (8, 16, 32, 64, 128, 256), (4, 16, 64, 128, 256, 512)
 STREAM_BYTES = 2**26
 WARM_UP = 2  # steps that are not counted
+TRAININGS = 4  # large and small ones in turns
 MODEL = {"model_type": "llama", "vocab_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 2}
 TRAIN = {"steps": 10, "evaluate_every": 0, "evaluate_rows": 4}
 JOB: dict[str, Any] = {
     "model": {"config": {**MODEL, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4}},
     "data": {"source": "python", "vocab_size": 2048, "seq_len": 256},
-    "train": {**TRAIN, "micro_batch": 4},
+    "train": {**TRAIN, "micro_batch": 2},
     "plan": {"precision": {"forward": "fp32"}, "parallel": {"zero": 1}},
 }
 SMALL_JOB: dict[str, Any] = {
     **JOB,
-    "model": {"config": {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8}},
-    "data": {**JOB["data"], "seq_len": 32},
+    "model": {"config": {**MODEL, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8}},
+    "data": {**JOB["data"], "seq_len": 128},
     "train": {**TRAIN, "micro_batch": 1},
 }
 
@@ -102,12 +103,16 @@ def calibrate(ranks: int, say: Callable[[str], None] = print) -> tuple[ClusterFi
         device = replace(device, inside=measure_links(ranks))
     say("what the host takes for a call: a small training on one rank")
     device = replace(device, call=seconds_of_call(Cluster(device, 1, 1)))
-    say(f"how far predictions are off: a training on {ranks} ranks")
     cluster = Cluster(device, 1, ranks)
-    seconds, job, traces = measured_run(JOB, ranks)
-    by_operators = seconds / time_step(job, traces, cluster).seconds
-    by_formula = seconds / formula(job, ranks, cluster).seconds
-    return file_of(cluster, by_formula, by_operators), missed
+    by_formula, by_operators = [], []
+    for number in range(TRAININGS):
+        say(f"how far predictions are off: training {number + 1} of {TRAININGS} on {ranks} ranks")
+        found = measured_run(SMALL_JOB if number % 2 else JOB, ranks, cluster)
+        by_operators.append(math.log(found.seconds / found.by_operators))
+        if not number % 2:  # what the host takes for small calls, formulas do not know
+            by_formula.append(math.log(found.seconds / formula(found.job, ranks, cluster).seconds))
+    factors = math.exp(statistics.mean(by_formula)), math.exp(statistics.mean(by_operators))
+    return file_of(cluster, *factors), missed
 
 
 def measure_figures(preset: Device, device_type: str, processes: int) -> tuple[Device, float]:
@@ -155,29 +160,42 @@ def fit_products(device: Device, rates: dict[tuple[str, int, int, int], float]) 
     return best, math.expm1(least)
 
 
-def measured_run(table: dict[str, Any], ranks: int) -> tuple[float, Job, list[Trace]]:
-    """Median seconds of a step of a short training here, its job, and the dry run of its first rank."""
+class Measured(NamedTuple):
+    """A short training here."""
+
+    job: Job
+    calls: int
+    """Of operators, in a step of the first rank."""
+    seconds: float
+    """Of a step, the median."""
+    by_operators: float
+    """The same, predicted by operators that were timed before and after it: what else a machine does comes and goes."""
+
+
+def measured_run(table: dict[str, Any], ranks: int, cluster: Cluster) -> Measured:
+    """Train, and time the operators of it."""
     with tempfile.TemporaryDirectory(prefix="weft-calibrate-") as name:
         rows = {"global_batch": ranks * table["train"]["micro_batch"] * 2}
         job = Job.parse({**table, "out": f"{name}/run", "train": {**table["train"], **rows}})
         traces = trace(job, ranks, [0], detect().type)
+        before = time_step(job, traces, cluster).seconds
         out = train(job, ranks=ranks, say=lambda line: None)
+        after = time_step(job, traces, cluster).seconds
         steps = read_metrics(out / "metrics.jsonl")[WARM_UP:]
-    return statistics.median(step.step_seconds for step in steps), job, traces
+    seconds = statistics.median(step.step_seconds for step in steps)
+    return Measured(job, sum(traces[0].count.operations.values()), seconds, (before + after) / 2)
 
 
 def seconds_of_call(cluster: Cluster) -> float:
-    """What the host takes for a call of an operator, beside the operator: of a training so small that there is little else."""
-    seconds, job, traces = measured_run(SMALL_JOB, 1)
-    alone = time_step(job, traces, cluster).seconds
-    return max(0.0, seconds - alone) / sum(traces[0].count.operations.values())
+    """What the host takes for a call of an operator, beside the operator: of a training so small that it is much of a step."""
+    found = measured_run(SMALL_JOB, 1, replace(cluster, device=replace(cluster.device, call=0.0)))
+    return max(0.0, found.seconds - found.by_operators) / found.calls
 
 
 def formula(job: Job, ranks: int, cluster: Cluster) -> StepTime:
     """The step of the job's plan by formula."""
     space = space_of(job, cluster)
-    layout = layout_of(job.plan.resolve(ranks), job.data.seq_len, job.train.global_batch)
-    layout = replace(layout, micro_batch=job.train.micro_batch, number=space.number)
+    layout = layout_of(job.plan.resolve(ranks), job.data.seq_len, job.train.global_batch, job.train.micro_batch)
     return step_time(space.shape, layout, cluster, space.stack)
 
 

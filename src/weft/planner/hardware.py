@@ -302,11 +302,46 @@ class Cluster:
         """Of all hosts."""
         return self.hosts * self.per_host
 
+    def sized(self, num_devices: int) -> "Cluster":
+        """As many devices on hosts of the same kind."""
+        per_host = min(self.per_host, num_devices)
+        return replace(self, hosts=-(-num_devices // per_host), per_host=per_host)
+
+    def within(self, most_devices: int | None, most_dollars: float | None) -> "Cluster":
+        """As many of its devices as may be used: whole hosts, or a part of one.
+
+        Args:
+            most_devices: of them; None: all.
+            most_dollars: that all devices may cost in an hour; None: any sum.
+
+        Raises:
+            DeviceError: a sum is given and the price of a device is not known, or it does not pay for one.
+        """
+        price, most = self.device.dollars_per_hour, self.num_devices
+        if most_dollars is not None and price <= 0:
+            raise DeviceError(
+                f"no price is known of {self.device.name}",
+                where="--max-dollars",
+                rule="a limit of dollars needs the price of a device",
+                fix="write dollars_per_hour into a cluster file, or limit the devices",
+            )
+        if most_dollars is not None:
+            most = min(most, int(most_dollars / price))
+        if most_devices is not None:
+            most = min(most, most_devices)
+        if most < 1:
+            raise DeviceError(
+                f"{most_dollars:g} dollars an hour do not pay for one {self.device.name}",
+                where="--max-dollars",
+                rule=f"a device costs {price:g} dollars an hour",
+                fix="allow more, or take cheaper devices",
+            )
+        return self.sized(most if most < self.per_host else most - most % self.per_host)
+
 
 def cluster_of(device: Device, num_devices: int) -> Cluster:
     """The cluster of so many devices on hosts of the usual size."""
-    per_host = min(device.per_host, num_devices)
-    return Cluster(device, -(-num_devices // per_host), per_host)
+    return Cluster(device, 1, device.per_host).sized(num_devices)
 
 
 # Fabrics that are no InfiniBand or RoCE: the share of their bandwidth that collectives reach, and what else they take longer.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from weft.errors import PlanError
 from weft.plan import Plan
@@ -36,7 +36,9 @@ class Layout:
     """Data ranks that share states; 0: all."""
     recompute: Recompute = "none"
     recompute_share: float = 1.0
-    """Of layers, those that full recomputation computes again; the others drop what norms and activation functions make."""
+    """Of layers, those that compute again."""
+    rest: Recompute = "none"
+    """What the other layers compute again."""
     offload: bool = False
     """Whether activations wait on the host between forward and backward, and computation for them."""
     adapters: bool = False
@@ -160,21 +162,24 @@ def local_parameters(shape: Shape, layout: Layout, rank: int) -> tuple[float, fl
     return shared, experts
 
 
-def layout_of(plan: Plan, seq: int, global_batch: int) -> Layout:
-    """The layout of a resolved plan.
+def layout_of(plan: Plan, seq: int, global_batch: int, micro_batch: int) -> Layout:
+    """The layout of a resolved plan; a schedule of one's own counts as 1F1B.
 
     Args:
         seq: tokens of a sequence.
         global_batch: sequences of a step.
+        micro_batch: sequences of a micro-batch.
     """
-    p = plan.parallel
+    p, order = plan.parallel, plan.pipeline.schedule
     recompute: Recompute = "none"
     if plan.memory.recompute:
         kinds = set(plan.memory.recompute)
-        recompute = "full" if kinds & {"block", "mlp"} else "selective" if "attention" in kinds else "light"
+        whole = "block" in kinds or {"attention", "mlp"} <= kinds
+        recompute = "full" if whole else "mlp" if "mlp" in kinds else "attention" if "attention" in kinds else "light"
     return Layout(
         seq=seq,
         global_batch=global_batch,
+        micro_batch=micro_batch,
         tp=p.tp,
         sp=p.sp and p.tp > 1,
         pp=p.pp,
@@ -187,4 +192,8 @@ def layout_of(plan: Plan, seq: int, global_batch: int) -> Layout:
         shard=p.dp_shard if p.dp_replicate > 1 else 0,
         recompute=recompute,
         recompute_share=1 / plan.memory.recompute_every,
+        offload=bool(plan.memory.offload),
+        number="bf16" if plan.precision.forward in ("bf16", "fp16") else "fp32",
+        schedule=cast(Schedule, order) if order in get_args(Schedule) else "1f1b",
+        optimizer_on_host=plan.memory.optimizer != "device",
     )

@@ -128,7 +128,8 @@ def measured_step(
     time = StepTime(compute, zero=0.0, pipeline=pipeline, optimizer=most.update, **known)
     if cluster.device.cores:
         together = world / len(works) * sum(work.on_core for work in works) / cluster.device.cores
-        time = replace(time, compute=compute + max(0.0, together - time.seconds))
+        alone = time.seconds - sum(known.values())
+        time = replace(time, compute=compute + max(0.0, together - alone))
     return time
 
 

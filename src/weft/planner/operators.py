@@ -24,6 +24,7 @@ from weft.cluster.device import detect
 MOST_VALUES = 2**16  # of a tensor of whole numbers that steers: they decide how long an operator takes
 SECONDS, MOST_CALLS, BATCHES = 3e-3, 50, 5  # of a batch of calls; the median of the batches counts
 COLD_BYTES, MOST_COPIES = 2**26, 32  # of the tensors that take turns
+BETWEEN_BYTES = 2**23  # that a CPU touches between two calls: what a core's own caches hold of code and numbers is gone
 QUIET = ("prim", "c10d", "profiler")  # namespaces of what computes nothing; messages are counted apart
 
 
@@ -179,12 +180,20 @@ def bytes_in(value: Any) -> int:
 
 def _batch(func: Any, copies: Sequence[Arguments], number: int, place: torch.device) -> float:
     kept: deque[Any] = deque(maxlen=len(copies))
+    between = torch.zeros(BETWEEN_BYTES, dtype=torch.uint8) if place.type == "cpu" else None
+    seconds = 0.0
     begin = time.perf_counter()
     for turn in range(number):
         positional, named = copies[turn % len(copies)]
+        if between is not None:
+            between.add_(1)
+            begin = time.perf_counter()
         kept.append(func(*positional, **named))
-    if place.type != "cpu":
-        torch.accelerator.synchronize()
+        if between is not None:
+            seconds += time.perf_counter() - begin
+    if between is not None:
+        return seconds
+    torch.accelerator.synchronize()
     return time.perf_counter() - begin
 
 

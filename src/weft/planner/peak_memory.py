@@ -81,20 +81,21 @@ def layer_bytes(shape: Shape, layout: Layout, stack: Stack, recompute: Recompute
     kept = activation_bytes(dense, local, layout.micro_batch, layout.tp, layout.sp, recompute, stack.flash)
     if not stack.dropout and not shape.gated and recompute != "full":
         kept -= 2 * tokens * h / (layout.tp if layout.sp else 1)
-    if not stack.dropout and not stack.flash and recompute in ("none", "light"):  # no mask, no second copy
+    if not stack.dropout and not stack.flash and recompute in ("none", "light", "mlp"):  # no mask, no second copy
         kept -= 3 * shape.heads * local * tokens / layout.tp
     if layout.sp and not stack.gathers_again and recompute != "full":
         kept += 2 * tokens * h * (1 - 1 / layout.tp)
-    if shape.kv_lora and recompute != "full":
+    if shape.kv_lora and recompute not in ("full", "attention"):
         kept += tokens * 2 * (shape.q_lora + shape.kv_lora)
-    if shape.num_moe and recompute != "full":
+    if shape.num_moe and recompute not in ("full", "mlp"):
         routed = tokens / (layout.tp // layout.etp) * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
         row = 4 * (shape.latent or h) + 2 * (shape.matrices) * shape.expert_ffn / layout.etp
-        if recompute == "light":
+        if recompute in ("light", "attention"):
             row = 2 * (shape.latent or h) + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp
         kept += shape.num_moe / shape.layers * (routed * row + 8 * tokens / layout.tp * shape.experts)
     if layout.number in ("fp8", "fp4") and recompute != "full":  # inputs of products are kept in 8 bits
-        kept -= tokens * (2 * h / (layout.tp if layout.sp else 1) + dense.ffn / layout.tp) * (recompute != "light")
+        kept_inputs = 2 * h / (layout.tp if layout.sp else 1) + dense.ffn / layout.tp
+        kept -= tokens * kept_inputs * (recompute in ("none", "selective"))
     return kept
 
 
@@ -128,12 +129,12 @@ def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int, traced: 
     states = rank_states(shape, layout, stack, rank)
     count, flight = layers_of_ranks(shape, layout)[rank], in_flight(layout, rank)
     each = kept(layout.recompute)
-    if layout.recompute == "full" and layout.recompute_share < 1:
-        each = layout.recompute_share * each + (1 - layout.recompute_share) * kept("light")
+    if layout.recompute_share < 1:
+        each = layout.recompute_share * each + (1 - layout.recompute_share) * kept(layout.rest)
     activations = 2 * each if layout.offload else flight * count * each
     transient = 0.0
-    if layout.recompute == "full":
-        transient = kept("none")
+    if layout.recompute in ("attention", "mlp", "full"):
+        transient = kept("none") - kept(layout.recompute) * (layout.recompute != "full")
     if layout.sp and layout.tp > 1:  # in backward: an input gathered again, the output's gradient, and the input's
         transient += 6 * layout.tokens * shape.hidden
     if rank == layout.pp - 1:

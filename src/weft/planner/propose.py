@@ -18,7 +18,7 @@ from weft.planner.roofline import stream
 from weft.planner.search import MARGIN, Choice, Direction, Space, fewest_devices, look_around, search
 from weft.planner.shape import Shape, from_config
 from weft.planner.step_time import StepTime
-from weft.planner.strategy import Cost, cost_of, in_words, plan_of, stack_for
+from weft.planner.strategy import RECOMPUTE, Cost, cost_of, in_words, plan_of, stack_for
 from weft.planner.timeline import head_cost, refined
 from weft.planner.trace import Trace, trace, trace_stages
 from weft.planner.traced import trace_layers
@@ -259,7 +259,8 @@ def describe(choice: Choice) -> str:
     parts.append(f"micro-batch {layout.micro_batch}")
     if layout.pp > 1:
         parts.append(layout.schedule + (f" x {layout.vpp}" if layout.vpp > 1 else ""))
-    lean = {"light": "recompute activation, norm", "full": "recompute block"}.get(layout.recompute)
-    parts += [lean] if lean else []
+    if again := ", ".join(RECOMPUTE[layout.recompute]):
+        every = round(1 / layout.recompute_share)
+        parts.append(f"recompute {again}" + (f" of one in {every}" if every > 1 else ""))
     parts += ["offload block"] * layout.offload + ["optimizer on host"] * layout.optimizer_on_host
     return ", ".join(parts)

@@ -215,7 +215,7 @@ def complete(row: Mapping[str, str], shape: Shape, layout: Layout, cluster: Clus
     if not row.get("recompute"):
         kinds = ("none", 1.0), ("light", 1.0), *(("full", share / 8) for share in range(1, 9))
     candidates = [
-        replace(layout, micro_batch=size, recompute=kind, recompute_share=share)
+        replace(layout, micro_batch=size, recompute=kind, recompute_share=share, rest="light")
         for kind, share in kinds
         for size in sizes
     ]
@@ -318,6 +318,7 @@ def layout_of_row(row: Mapping[str, str], stack: Stack) -> Layout:
         shard=8 if "HSDP" in zero and dp > 8 else 0,
         recompute=recompute,
         recompute_share=0.7 if "moe" in (row.get("recompute") or "") else 1.0,  # experts are most of a layer
+        rest="light",
         number=_format(row.get("precision") or "bf16"),
         schedule=_schedule(notes),
         fused_loss=stack.fused_loss or "fused cross entropy" in notes,

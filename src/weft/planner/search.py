@@ -65,24 +65,43 @@ class Lean(NamedTuple):
     """Ways to hold less."""
 
     recompute: Recompute
+    every: int
+    """One in so many layers computes again."""
     offload: bool
     optimizer_on_host: bool
 
     def dominates(self, other: "Lean") -> bool:
         """Whether it is surely as fast: `other` does all that it does, and more. What is recomputed need not be offloaded."""
-        order = ("none", "light", "full")
         if self.offload:
-            less = self.recompute == other.recompute and other.offload
+            less = (self.recompute, self.every) == (other.recompute, other.every) and other.offload
         else:
-            less = order.index(self.recompute) <= order.index(other.recompute)
+            less = AGAIN[self.recompute] <= AGAIN[other.recompute]
+            less = less and (self.recompute == "none" or self.every >= other.every)
         return less and self.optimizer_on_host <= other.optimizer_on_host
 
 
+AGAIN: dict[str, set[str]] = {  # parts of a layer
+    "none": set(),
+    "light": {"light"},
+    "attention": {"light", "attention"},
+    "mlp": {"mlp"},
+    "full": {"light", "attention", "mlp"},
+}
+WAYS: tuple[tuple[Recompute, int], ...] = (
+    ("none", 1),
+    ("light", 1),
+    ("full", 4),
+    ("full", 3),
+    ("attention", 1),
+    ("full", 2),
+    ("mlp", 1),
+    ("full", 1),
+)
 LEAN = [
-    Lean(recompute, offload, on_host)
+    Lean(recompute, every, offload, on_host)
     for on_host in (False, True)
     for offload in (False, True)
-    for recompute in ("none", "light", "full")
+    for recompute, every in (WAYS[:2] + WAYS[-1:] if offload else WAYS)
 ]
 
 
@@ -131,6 +150,7 @@ def _as_a_layer_sees(layout: Layout) -> Layout:
         ulysses=layout.ulysses,
         ep=layout.ep,
         recompute=layout.recompute,
+        recompute_share=layout.recompute_share,
         offload=layout.offload,
         number=layout.number,
     )
@@ -221,6 +241,7 @@ class Space:
             zero=zero,
             shard=shard,
             recompute=lean.recompute,
+            recompute_share=1 / lean.every,
             offload=lean.offload,
             schedule=schedule,
             optimizer_on_host=lean.optimizer_on_host,
@@ -287,11 +308,14 @@ class Space:
         return self._states[key]
 
     def leanest(self, skeleton: Skeleton) -> float:
-        """Bytes of the fullest rank with all ways to hold less; with few layers in flight, of the best of them."""
+        """Bytes of the fullest rank with all ways to hold less; with few layers in flight, if these do not fit, of the best."""
         num_micro_batches = self.global_batch // (skeleton.dp * skeleton.micro_batch)
         held = -(-self.shape.layers // skeleton.pp) * min(num_micro_batches, skeleton.pp)
+        least = self.memory(self.layout(skeleton, LEAN[-1])).total
+        if held > FEW or least <= self.budget:
+            return least
         ways = [lean for lean in LEAN if lean.optimizer_on_host]
-        return min(self.memory(self.layout(skeleton, lean)).total for lean in (ways if held <= FEW else ways[-1:]))
+        return min(self.memory(self.layout(skeleton, lean)).total for lean in ways)
 
     def fastest(self, skeleton: Skeleton, limit: float) -> tuple[Choice | None, float]:
         """The fastest way to hold as little as there is room for.
@@ -305,7 +329,7 @@ class Space:
         """
         if self.least_states(skeleton) + self.stack.framework > self.budget:
             return None, 0.0
-        if self.time(self.layout(skeleton, LEAN[0])).seconds >= limit:
+        if math.isfinite(limit) and self.time(self.layout(skeleton, LEAN[0])).seconds >= limit:
             return None, 0.0
         leanest = self.leanest(skeleton)
         if leanest > self.budget:
@@ -404,9 +428,9 @@ def fewest_devices(space: Space) -> tuple[Cluster, Choice] | None:
     None where 64 times the devices do not do.
     """
     size, found = space.cluster.num_devices, None
-    spaces = (replace(space, cluster=shrink(space.cluster, size << power)) for power in range(7))
+    spaces = (replace(space, cluster=space.cluster.sized(size << power)) for power in range(7))
     if fits_at_all(space):
-        spaces = (replace(space, cluster=shrink(space.cluster, size >> power)) for power in range(size.bit_length()))
+        spaces = (replace(space, cluster=space.cluster.sized(size >> power)) for power in range(size.bit_length()))
         for smaller in spaces:
             if not fits_at_all(smaller):
                 break
@@ -424,12 +448,6 @@ def fits_at_all(space: Space) -> bool:
         space.least_states(skeleton) + space.stack.framework <= space.budget and space.leanest(skeleton) <= space.budget
         for skeleton in sorted(smallest, key=lambda s: -s.zero)
     )
-
-
-def shrink(cluster: Cluster, num_devices: int) -> Cluster:
-    """As many devices on hosts of the same kind."""
-    per_host = min(cluster.per_host, num_devices)
-    return Cluster(cluster.device, -(-num_devices // per_host), per_host)
 
 
 def divisors(number: int) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from weft.errors import ModelError
 
-Recompute = Literal["none", "light", "selective", "full"]
+Recompute = Literal["none", "light", "selective", "attention", "mlp", "full"]
 
 
 @dataclass(frozen=True)
@@ -250,29 +250,26 @@ def activation_bytes(
         tp: ranks of tensor parallelism.
         sp: whether they share what is between the matrices.
         recompute: full keeps the input of the layer alone; selective drops scores and probabilities.
-            light drops what norms and activation functions make.
+            light drops what norms and activation functions make; attention that, and all that is inside of attention.
+            mlp keeps of the feed-forward part its input alone.
         flash: attention that never keeps them, but a float32 number a head and token.
     """
     tokens, h = seq * batch, shape.hidden
     outside = tp if sp else 1
     if recompute == "full":
         return 2 * tokens * h / outside
-    if shape.gated:
-        # Norm inputs 4 h, matrix inputs 4 h | q, out 2 each, k, v, gate, up, act.
-        near = (4 if recompute == "light" else 8) * h
-        inside = (
-            2 * shape.q_width + 2 * shape.v_width + 4 * shape.kv_width + (4 if recompute == "light" else 6) * shape.ffn
-        )
-    else:
-        # 10 h: norm inputs 4, matrix inputs 4 where sp gathers again, dropout masks 2 | q, k, v, out, and gelu's two.
-        near = (6 if recompute == "light" else 10) * h
-        inside = (
-            2 * shape.q_width + 4 * shape.kv_width + 2 * shape.v_width + (2 if recompute == "light" else 4) * shape.ffn
-        )
+    light = recompute in ("light", "attention")
+    # Norm inputs 4 h, matrix inputs 4 h where sp gathers again; of plain layers also dropout masks 2 h.
+    near = (8 if shape.gated else 10) * h - 4 * h * light
+    # Gate, up and what activation makes of them; of plain layers gelu's two.
+    wide = 0 if recompute == "mlp" else (6 if shape.gated else 4) - 2 * light
+    # q, out 2 each, k, v.
+    attended = 0 if recompute == "attention" else 2 * shape.q_width + 2 * shape.v_width + 4 * shape.kv_width
+    inside = attended + wide * shape.ffn
     scores = 5 * shape.heads * seq * tokens  # scores 2, mask of dropout 1, its output 2
     if flash:
         scores = 4 * shape.heads * tokens
-    elif recompute == "selective":
+    if recompute == "attention" or (recompute == "selective" and not flash):
         scores = 0
     return tokens * near / outside + (tokens * inside + scores) / tp
 

@@ -179,16 +179,21 @@ def layer_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> 
         mamba = mamba.plus(product(cluster, layout.tokens, shape.hidden, inner, layout.number)).times(
             shape.mamba_layers / shape.layers
         )
-    products = matrices.plus(mlp_time(shape, layout, cluster, stack)).plus(mamba)
-    compute = products.plus(core).plus(stream_time(shape, layout, cluster, stack))
+    mlp, streams = mlp_time(shape, layout, cluster, stack), stream_time(shape, layout, cluster, stack)
+    products = matrices.plus(mlp).plus(mamba)
+    compute = products.plus(core).plus(streams)
     weights = products.backward / 2
-    again = 0.0
-    if layout.recompute == "full":
-        again = compute.forward * layout.recompute_share
-    elif layout.recompute == "selective":
-        again = compute.forward / 2 if stack.halves else core.forward
-    elif layout.recompute == "light":
-        again = stream_time(shape, layout, cluster, stack).forward / 2
+    again = (
+        layout.recompute_share
+        * {
+            "none": 0.0,
+            "light": streams.forward / 2,
+            "selective": compute.forward / 2 if stack.halves else core.forward,
+            "attention": matrices.forward + core.forward + streams.forward / 2,
+            "mlp": mlp.forward,
+            "full": compute.forward,
+        }[layout.recompute]
+    )
     own = sum(local_parameters(shape, layout, 0)) - shape.embedding_parameters / layout.tp
     collect = roofline.stream(cluster.device, 2 * stack.gradients * own / layers_of_ranks(shape, layout)[0])
     if layout.adapters:
@@ -198,10 +203,14 @@ def layer_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> 
         away = layer_bytes(shape, layout, stack, layout.recompute) / cluster.device.host_bandwidth
         compute = compute.plus(Two(away, away))
     tp, cp, ep = message_times(shape, layout, cluster, stack, core)
-    if layout.recompute == "full":  # messages too, but the last one of a layer
-        part = layout.recompute_share
-        tp = Two(tp.forward, tp.backward + 0.75 * part * tp.forward)
-        cp, ep = (Two(two.forward, two.backward + part * two.forward) for two in (cp, ep))
+    # Messages too, of four of tp in a layer all but the last, or the first of a part.
+    part = layout.recompute_share
+    again_tp = {"full": 0.75, "attention": 0.25, "mlp": 0.25}.get(layout.recompute, 0.0)
+    tp = Two(tp.forward, tp.backward + again_tp * part * tp.forward)
+    if layout.recompute in ("full", "attention"):
+        cp = Two(cp.forward, cp.backward + part * cp.forward)
+    if layout.recompute in ("full", "mlp"):
+        ep = Two(ep.forward, ep.backward + part * ep.forward)
     moe, mixers = shape.num_moe / shape.layers, shape.mamba_layers / shape.layers
     floor = stack.host * (1 - moe - mixers) + max(stack.host, stack.host_experts) * moe + stack.host_mamba * mixers
     if layout.pp > 1:

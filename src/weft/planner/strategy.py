@@ -12,7 +12,13 @@ from weft.planner.shape import Shape
 from weft.planner.stacks import STACKS, Stack
 from weft.planner.trace import Trace
 
-RECOMPUTE: dict[str, tuple[str, ...]] = {"none": (), "light": ("activation", "norm"), "full": ("block",)}
+RECOMPUTE: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "light": ("activation", "norm"),
+    "attention": ("attention", "activation", "norm"),
+    "mlp": ("mlp",),
+    "full": ("block",),
+}
 WRITE_SECONDS = 30.0  # of a checkpoint in the background, at most: nothing newer is safe until then
 RESTART_SECONDS = 180.0  # from a failure to the next step: noticed, started again, loaded
 
@@ -57,7 +63,7 @@ def plan_of(layout: Layout, base: Plan, head_cost: float = 0.0) -> Plan:
     memory = base.memory.model_copy(
         update={
             "recompute": RECOMPUTE[layout.recompute],
-            "recompute_every": 1,
+            "recompute_every": round(1 / layout.recompute_share),
             "offload": ("block",) if layout.offload else (),
             "optimizer": "host" if layout.optimizer_on_host else "device",
         }

@@ -32,13 +32,13 @@ def trace_layers(job: Job, device_type: str) -> Traced:
     """
     config = read_config(job.model).to_dict()
     shallow = int(config.get("first_k_dense_replace") or 0) + 1
-    kinds: list[Recompute] = ["none", "light", "full"]
+    kinds: list[Recompute] = ["none", "light", "attention", "mlp", "full"]
     jobs = [_cut(job, config, depth, kind) for kind in kinds for depth in (shallow, shallow + MORE)]
     traces = trace_all([(cut, 2, 0, device_type) for cut in jobs])
     kept = [trace.count.peak_bytes["activations"] / (ROWS * job.data.seq_len) for trace in traces]
     layers = {kind: (kept[2 * place + 1] - kept[2 * place]) / MORE for place, kind in enumerate(kinds)}
     # Where whole blocks are computed again, the rest is least mixed with them.
-    return Traced(layers, kept[4] - shallow * layers["full"])
+    return Traced(layers, kept[-2] - shallow * layers["full"])
 
 
 def _cut(job: Job, config: dict[str, Any], depth: int, recompute: Recompute) -> Job:
