@@ -152,7 +152,7 @@ def test_what_cannot_run_is_refused(change: dict[str, int]) -> None:
 
 def test_a_plan_is_a_layout() -> None:
     parallel = Parallel(tp=2, pp=2, dp_replicate=2, dp_shard=2, zero=2)
-    layout = layout_of(Plan(parallel=parallel, memory=MemorySettings(recompute=("block",))).resolve(16), 4096, 32, 2)
+    layout = layout_of(Plan(parallel=parallel, memory=MemorySettings(recompute=("block",))).resolve(16), 4096, 32, 1)
     assert (layout.num_devices, layout.dp, layout.shard, layout.micro_batches) == (16, 4, 2, 8)
     assert (layout.recompute, layout.sp, layout.zero) == ("full", True, 2)
     assert layout_of(Plan(memory=MemorySettings(recompute=("norm",))).resolve(1), 16, 1, 1).recompute == "light"

@@ -140,13 +140,13 @@ def split_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
     return tuple(sum(counts[rank::pp]) for rank in range(pp))
 
 
-def expert_layers_of_ranks(shape: Shape, layout: Layout) -> list[float]:
-    """Layers with experts of each rank of pp: the first layers of some models have none."""
+def expert_layers(shape: Shape, layout: Layout, rank: int) -> float:
+    """Layers with experts of a rank of pp: the first layers of some models have none."""
     counts = layers_of_ranks(shape, layout)
     dense = shape.dense_layers if shape.num_mlp == shape.layers else 0
     first = min(counts[0], dense)  # as good as always they are fewer than the first rank has
     rest = shape.num_moe / max(1, shape.layers - dense)
-    return [rest * (count - first * (rank == 0)) for rank, count in enumerate(counts)]
+    return rest * (counts[rank] - first * (rank == 0))
 
 
 def local_parameters(shape: Shape, layout: Layout, rank: int) -> tuple[float, float]:
@@ -157,7 +157,7 @@ def local_parameters(shape: Shape, layout: Layout, rank: int) -> tuple[float, fl
         shared += shape.embedding_parameters / layout.tp
     if rank == layout.pp - 1 and not (shape.tied and layout.pp == 1):
         shared += shape.vocab * shape.hidden / layout.tp
-    layers = expert_layers_of_ranks(shape, layout)[rank]
+    layers = expert_layers(shape, layout, rank)
     experts = layers * shape.expert_parameters / (layout.ep * layout.etp)
     return shared, experts
 

@@ -1,6 +1,6 @@
 """Peak memory of a layout, by formula: of the fullest stage, by term."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weft.planner.layout import Layout, layers_of_ranks, local_parameters
 from weft.planner.shape import Recompute, Shape, activation_bytes, state_bytes
@@ -75,9 +75,7 @@ def layer_bytes(shape: Shape, layout: Layout, stack: Stack, recompute: Recompute
     tokens, h = layout.tokens, shape.hidden
     if recompute == "selective" and stack.halves:
         return (layer_bytes(shape, layout, stack, "none") + layer_bytes(shape, layout, stack, "full")) / 2
-    width = (shape.num_mlp - shape.num_moe) * shape.ffn + shape.num_moe * shape.shared_ffn
-    dense = replace(shape, ffn=width // max(1, shape.num_mlp))
-    local = layout.seq // layout.cp
+    dense, local = shape.all_dense, layout.seq // layout.cp
     kept = activation_bytes(dense, local, layout.micro_batch, layout.tp, layout.sp, recompute, stack.flash)
     if not stack.dropout and not shape.gated and recompute != "full":
         kept -= 2 * tokens * h / (layout.tp if layout.sp else 1)

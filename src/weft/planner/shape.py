@@ -7,6 +7,7 @@ a token) and causal (half of that, Megatron-Bridge, Llama 3). Symbols: s sequenc
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from weft.errors import ModelError
@@ -71,27 +72,27 @@ class Shape:
         """Layers with attention."""
         return self.layers - self.mamba_layers if self.attention_layers < 0 else self.attention_layers
 
-    @property
+    @cached_property
     def num_moe(self) -> int:
         """Layers with experts."""
         return self.num_mlp - self.dense_layers if self.experts else 0
 
-    @property
+    @cached_property
     def num_mlp(self) -> int:
         """Layers with a feed-forward part of any kind."""
         return self.layers if self.mlp_layers < 0 else self.mlp_layers
 
-    @property
+    @cached_property
     def q_width(self) -> int:
         """Of queries and keys of all heads."""
         return self.heads * (self.head_dim + self.rope_dim)
 
-    @property
+    @cached_property
     def v_width(self) -> int:
         """Of values of all heads, which the output projection reads."""
         return self.heads * (self.value_dim or self.head_dim)
 
-    @property
+    @cached_property
     def kv_width(self) -> int:
         """Of keys, and of values, of their own heads."""
         return self.kv_heads * self.head_dim
@@ -122,7 +123,7 @@ class Shape:
         """Of one dense feed-forward part."""
         return self.matrices * self.hidden * self.ffn + (self.ffn + self.hidden if self.biases else 0)
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """Of the routed experts of one layer."""
         return self.experts * self.matrices * (self.latent or self.hidden) * self.expert_ffn
@@ -143,7 +144,7 @@ class Shape:
         """Of one layer."""
         return 2 * self.hidden * (2 if self.biases else 1)
 
-    @property
+    @cached_property
     def shared_parameters(self) -> int:
         """Of all layers, without routed experts."""
         return (
@@ -154,7 +155,7 @@ class Shape:
             + self.layers * self.norm_parameters
         )
 
-    @property
+    @cached_property
     def embedding_parameters(self) -> int:
         """Of the embedding, positions included."""
         return (self.vocab + self.positions) * self.hidden
@@ -170,6 +171,12 @@ class Shape:
         """That a token meets, the embedding left out, the head counted."""
         active = self.num_moe * self.expert_parameters * self.top_k // max(1, self.experts)
         return self.shared_parameters + active + self.vocab * self.hidden
+
+    @cached_property
+    def all_dense(self) -> "Shape":
+        """The same, with the mean width of its dense and shared parts in each layer that has any."""
+        width = (self.num_mlp - self.num_moe) * self.ffn + self.num_moe * self.shared_ffn
+        return replace(self, ffn=width // max(1, self.num_mlp))
 
     # Operations of a token
 
