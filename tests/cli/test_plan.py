@@ -65,7 +65,7 @@ def test_operators_are_timed_here(
         (["--device", "H10"], ["no device is called 'H10'", "write 'H100'"]),
         ([], ["no cluster is named"]),
         (["--device", "H100", "--max-dollars", 1], ["1 dollars an hour do not pay for one H100", "a device costs"]),
-        (["--device", "CPU", "--max-dollars", 1], ["no price is known of CPU"]),
+        (["--device", "Ascend 910B", "--max-dollars", 1], ["no price is known of Ascend 910B"]),
         (["--device", "H100", "--cluster", "here.toml"], ["named twice"]),
         (["--cluster", "nowhere.toml"], ["there is no file nowhere.toml"]),
         (
