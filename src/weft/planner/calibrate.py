@@ -1,5 +1,5 @@
-"""Measures what the planner has to know of this machine, in a minute or two: rates of products by size, attention, memory,
-links between ranks, what the host takes for a call, and, by one short training, how far predictions are off.
+"""Measures what the planner has to know of this machine, in three or four minutes: rates of products by size, attention,
+memory, links between ranks, what the host takes for a call, and, by four short trainings, how far predictions are off.
 
     found = calibrate(ranks=2)
     found.to_toml()                # a cluster file for `weft plan --cluster`
