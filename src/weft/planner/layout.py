@@ -83,6 +83,11 @@ class Layout:
         """Ranks that hold the same part of the experts."""
         return max(1, self.dp * self.cp * self.tp // (self.ep * self.etp))
 
+    @property
+    def expert_shards(self) -> int:
+        """Of these, the ranks that share its states."""
+        return max(1, (self.shard or self.dp) * self.cp * self.tp // (self.ep * self.etp))
+
 
 def check(shape: Shape, layout: Layout) -> None:
     """Refuse what no library can run.

@@ -1,5 +1,6 @@
 """Peak memory of a layout, by formula: of the fullest stage, by term."""
 
+import math
 from dataclasses import dataclass
 
 from weft.planner.layout import Layout, layers_of_ranks, local_parameters
@@ -103,7 +104,7 @@ def rank_states(shape: Shape, layout: Layout, stack: Stack, rank: int) -> float:
     weights = 0.0 if layout.zero == 3 and not stack.shards_hold_copy else stack.weights
     sizes = (weights, stack.gradients, 0.0 if layout.optimizer_on_host else stack.optimizer)
     states = state_bytes(shared, layout.zero, layout.shard or layout.dp * layout.cp, *sizes)
-    states += state_bytes(experts, layout.zero, layout.edp, *sizes)
+    states += state_bytes(experts, layout.zero, layout.expert_shards, *sizes)
     if layout.adapters:
         states = stack.weights * (shared + experts)
     if layout.zero >= 3 and layout.pp > 1:  # gathered, and gradients whole, until the last micro-batch
@@ -139,11 +140,15 @@ def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int, traced: 
         logits = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logits)
         logits = traced.ends * layout.tokens / layout.tp if traced else logits
         transient = max(transient, logits) + 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
+    if stack.units and shape.num_moe:  # each rank has whole experts, or one that others pad: as many as there are ranks
+        rows, ranks = shape.experts / layout.ep, layout.expert_shards
+        experts *= math.ceil(rows / ranks) * ranks / rows
     if layout.zero >= 3:
         transient += 2 * 2 * (shared + experts) / max(1, count)
     if layout.zero >= 2 and stack.units:
         # Gradients of an end before they are reduced, of two where weights stay gathered.
         ends = shape.vocab * shape.hidden / layout.tp * (rank in (0, layout.pp - 1))
-        transient += stack.gradients * (2 if layout.zero == 2 else 1) * max(ends, shared / max(1, count))
+        unit = max(ends, (shared + experts) / max(1, count))
+        transient += stack.gradients * (2 if layout.zero == 2 else 1) * unit
     reserve = (stack.reserve - 1) * (states + activations + transient)
     return Memory(rank, states, activations, transient, reserve, stack.framework)

@@ -340,7 +340,7 @@ def zero_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, lay
     shared, experts = (size / layers_of_ranks(shape, layout)[0] for size in local_parameters(shape, layout, 0))
     shared -= shape.embedding_parameters / layout.tp / layers_of_ranks(shape, layout)[0]
     ranks = network.group(cluster, layout.shard or layout.dp * layout.cp, layout.tp)
-    among = network.group(cluster, layout.edp, layout.ep * layout.etp)
+    among = network.group(cluster, layout.expert_shards, layout.ep * layout.etp)
 
     def time(num_bytes: float) -> float:
         one = network.all_gather(ranks, shared * num_bytes / stack.messages)
@@ -380,7 +380,8 @@ def gradient_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, 
 def optimizer_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> float:
     """Seconds of clipping and Adam: each state of a parameter that the rank updates is read and written."""
     shared, experts = local_parameters(shape, layout, 0)
-    mine = shared / (layout.dp * layout.cp) + experts / layout.edp if layout.zero else shared + experts
+    shards = layout.shard or layout.dp * layout.cp
+    mine = shared / shards + experts / layout.expert_shards if layout.zero else shared + experts
     update = roofline.stream(cluster.device, 2 * (stack.optimizer + stack.gradients + stack.weights) * mine) + 2e-3
     if layout.optimizer_on_host:  # there and back, beside the update
         return max(update, 2 * stack.optimizer * mine / cluster.device.host_bandwidth)
