@@ -6,7 +6,7 @@
 A plan is a model (Llama or Qwen3-MoE of random sizes), rows, degrees, ZeRO stage, schedule, formats and recompute at random,
 as far as Weft takes them. This machine is calibrated once for each number of ranks, as `weft calibrate` does. The
 operators of a plan are timed, then it is trained, and its operators are timed again: what this machine does in a second
-drifts by a quarter, and the mean of both is the prediction (the first alone is judged too). The median of the steps counts,
+drifts, and the mean of both is the prediction (the first alone is judged too). The median of the steps counts,
 the first two left out (and the quickest and slowest of them, in brackets). Memory and bytes: measured over predicted, less
 one; the largest of all axes.
 """

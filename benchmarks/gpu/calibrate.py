@@ -1,6 +1,6 @@
 """What `weft calibrate` finds of one card, and how far its predictions for twelve jobs on that card are off.
 
-    python benchmarks/gpu/calibrate.py            # about ten minutes on an H100
+    python benchmarks/gpu/calibrate.py
     python benchmarks/gpu/calibrate.py --small    # the same jobs of small models, also without an accelerator
 
 A dense Llama and a Qwen3-MoE are trained for a few steps each, with short and long rows, few and many of them, and with ways to
@@ -20,6 +20,7 @@ from dryrun import MODELS
 from rich.console import Console
 from rich.table import Column, Table
 
+from weft.cluster.device import detect
 from weft.job import Job
 from weft.observe.prediction import WARM_UP
 from weft.observe.record import read_run
@@ -55,7 +56,7 @@ def jobs(small: bool, folder: Path) -> dict[str, Job]:
             found[f"{model}, {name}"] = Job.parse(
                 {
                     "model": {"config": config},
-                    "data": {"source": "python", "vocab_size": 2048, "seq_len": seq_len // shorter},
+                    "data": {"source": "python", "vocab_size": 2048, "seq_len": seq_len // shorter, "packing": False},
                     "train": {
                         "steps": STEPS,
                         "global_batch": 2 * rows,
@@ -74,16 +75,16 @@ def jobs(small: bool, folder: Path) -> dict[str, Job]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true")
+    small = parser.parse_args().small
     machine, missed = calibrate(1)
     print(f"products within {missed:.0%}:\n{machine.to_toml()}", flush=True)
     cluster = machine.cluster()
-    device_type = "cpu" if cluster.device.cores else "cuda"
     table = Table("job", *(Column(name, justify="right") for name in COLUMNS))
     seconds_off, bytes_off = [], []
     with tempfile.TemporaryDirectory() as name:
-        for title, job in jobs(parser.parse_args().small, Path(name)).items():
+        for title, job in jobs(small, Path(name)).items():
             by_formula = formula(job, 1, cluster)
-            traces = trace_stages(job, 1, device_type)
+            traces = trace_stages(job, 1, detect().type)
             by_operators = time_step(job, traces, cluster, by_formula).seconds * machine.operators_scalar
             rows = read_run(train(job, ranks=1, say=lambda line: None)).rows[WARM_UP:]
             measured = statistics.median(row.step_seconds for row in rows)

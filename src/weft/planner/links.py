@@ -49,7 +49,7 @@ def fit(rows: list[tuple[float, float]], ranks: int) -> Wire:
     """Latency, bandwidth and ramp by least squares of relative errors.
 
     Args:
-        rows: (bytes that a rank sends, seconds), the smallest first.
+        rows: (bytes that a rank sends, seconds).
         ranks: in the ring.
     """
     sizes, seconds = np.array(rows, dtype=float).T

@@ -101,7 +101,7 @@ LEAN = [
     Lean(recompute, every, offload, on_host)
     for on_host in (False, True)
     for offload in (False, True)
-    for recompute, every in (WAYS[:2] + WAYS[-1:] if offload else WAYS)
+    for recompute, every in (WAYS[:2] + WAYS[-1:] if offload else WAYS)  # beside offload: none, light and full
 ]
 
 
