@@ -40,6 +40,8 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "phi3": ({}, ["one rank", "zero 3", "tp", "tp x dp", "tp x dp, zero 1"]),  # packed projections
     "gpt2": ({}, ["one rank", "tp x dp", "pp x tp", "zero 1"]),  # packed, with biases
     "qwen3_moe": ({}, ["one rank", "zero 3", "ep", "ep, zero 1", "ep x tp", "pp x dp"]),
+    # Three experts on four ranks, or two: they are cut along another dimension than their first.
+    "mixtral": ({"num_local_experts": 3}, ["one rank", "zero 3", "tp x dp", "hsdp", "three ranks, uneven", "pp x dp"]),
     "gpt_oss": ({}, ["one rank", "ep x tp", "tp"]),
 }
 

@@ -30,3 +30,20 @@ def test_two_by_two(name: str, dtype: str, zero: int) -> None:
     rows = ROWS_AT_ONCE.get((name, dtype), 4)
     plan = plan_for(dtype, zero=zero, dp_replicate=2)
     assert_parity(Model(config=family(name)), plan, world_size=4, micro_batch=1, rows_at_once=rows)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"zero": 1},
+        {"zero": 3},
+        {"zero": 2, "dp_replicate": 2},
+        {"zero": 3, "tp": 2},
+        {"zero": 3, "cp": 2},
+        {"zero": 3, "pp": 2},
+    ],
+    ids=str,
+)
+def test_ranks_that_do_not_divide_experts(degrees: dict[str, int]) -> None:
+    source = Model(config={**family("mixtral"), "num_local_experts": 3})
+    assert_parity(source, plan_for("fp64", **degrees), world_size=4, micro_batch=1)

@@ -86,6 +86,7 @@ def test_what_messages_leave_out_is_counted(zero: int) -> None:
         (2, {"cp": 2, "zero": 3}),
         (2, {"ep": 2, "zero": 1}),
         (4, {"tp": 2, "ep": 2, "zero": 3}),
+        (8, {"zero": 3}),  # fewer experts than ranks
         (8, {"tp": 2, "zero": 3}),  # fewer experts than ranks that share them
     ],
 )

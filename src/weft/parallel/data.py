@@ -61,12 +61,14 @@ def shard_data_parallel(
     shards = join_axes(mesh, ("dp_shard", *CONTEXT_AXES))
     between_replicas = _shard_mesh if model.feedback is None else _only_shards
     settings["mesh"] = between_replicas(mesh["dp_replicate"], shards)
+    settings["shard_placement_fn"] = partial(_placement, shards.size())
     for block in anatomy.blocks:
         for name in block.experts if expert_mesh else ():
             assert expert_mesh is not None
             own_mesh = between_replicas(expert_mesh["edp_replicate"], expert_mesh["edp_shard"])
-            experts = partial(_expert_placement, expert_mesh["edp_shard"].size())
-            fully_shard(model.get_submodule(name), **{**settings, "mesh": own_mesh}, shard_placement_fn=experts)
+            placement = partial(_placement, expert_mesh["edp_shard"].size())
+            own = {**settings, "mesh": own_mesh, "shard_placement_fn": placement}
+            fully_shard(model.get_submodule(name), **own)
         fully_shard(model.get_submodule(block.name), **settings)
     if (
         plan.parallel.zero == 3 and anatomy.embedding and not anatomy.tied
@@ -123,10 +125,13 @@ def _segments(unit: Any) -> list[int]:
     return [sum(parameter.padded_sharded_param_size.numel() for parameter in part) for _, part in stretches]
 
 
-def _expert_placement(shards: int, parameter: nn.Parameter) -> Shard | None:
-    """The dim that a stack of experts is cut along: where there are fewer experts than ranks, FSDP2 would pad each to one."""
-    dims = [dim for dim, size in enumerate(to_local(parameter.detach()).shape) if size % shards == 0]
-    return Shard(dims[0]) if dims else None
+def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
+    """The dim that ranks cut a parameter along: None, its first, but where FSDP2 would pad that by much (128 experts on 1,024
+    ranks become 1,024) the first that they divide, as torchtitan does for experts."""
+    shape = to_local(parameter.detach()).shape
+    if shape[0] >= 8 * shards:
+        return None
+    return next((Shard(dim) for dim, size in enumerate(shape) if size % shards == 0), None)
 
 
 def _shard_mesh(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
