@@ -17,6 +17,8 @@ from weft.memory.storages import plain_parts
 
 Kind = Literal["parameters", "buffers", "optimizer", "gradients", "gathered parameters", "activations"]
 OUTSIDE = "casts, loss, backward and update"
+Moment = tuple[str, bool]
+"""The part of the model whose forward it is in, and whether it is in backward."""
 Reference = weakref.ref[torch.UntypedStorage]
 
 
@@ -32,13 +34,16 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.current: Counter[Kind] = Counter()
-        self.at_peak: Counter[Kind] = Counter()
+        self.moments: dict[Moment, Counter[Kind]] = {}
+        """The fullest moment of each part of the model, in forward and in backward."""
         self.roles: Counter[str] = Counter()
         self.roles_at_peak: Counter[str] = Counter()
         """Of "activations": by the part of the model in whose forward they were made, if `watch_roles` was called."""
         self.made_peak: tuple[str, list[tuple[int, ...]], str] = "", [], OUTSIDE
         """The operation that made the fullest moment, the shapes of its results, and in which part of the model."""
         self.total = self.peak = 0
+        self._totals: Counter[Moment] = Counter()
+        """Of `moments`."""
         self._inside: list[str] = []
         # By id of the storage, which is unique while it lives.
         self._live: dict[int, tuple[Reference, int, Kind, str]] = {}
@@ -46,6 +51,11 @@ class LiveBytes(TorchDispatchMode):
         """Storages that FSDP2 frees, and allocates again, by resizing them: no operation tells of it."""
         self._left_out: dict[int, torch.UntypedStorage] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    @property
+    def at_peak(self) -> Counter[Kind]:
+        """Of the fullest moment."""
+        return max(self.moments.values(), key=Counter.total, default=Counter())
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -116,7 +126,9 @@ class LiveBytes(TorchDispatchMode):
             parameters += gathered
             unit.reshard()
         self._settle()
-        self.peak, self.at_peak = self.total, self.current.copy()
+        self.peak, self.moments = self.total, {}
+        self._totals.clear()
+        self._note_peak("what was there before")
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(lambda p: self.track("gradients", [p.grad]))
             for parameter in parameters
@@ -180,11 +192,14 @@ class LiveBytes(TorchDispatchMode):
             self.roles[role] += sign * size
 
     def _note_peak(self, operation: Any, made: Sequence[Tensor] = ()) -> None:
-        if self.total > self.peak:
+        moment = (self._inside or [OUTSIDE])[-1], torch._C._current_graph_task_id() >= 0
+        if self.total > self._totals[moment]:
             self._settle()
+        if self.total > self._totals[moment]:
+            self._totals[moment], self.moments[moment] = self.total, self.current.copy()
         if self.total > self.peak:
-            self.peak, self.at_peak, self.roles_at_peak = self.total, self.current.copy(), self.roles.copy()
-            self.made_peak = str(operation), [tuple(tensor.shape) for tensor in made], (self._inside or [OUTSIDE])[-1]
+            self.peak, self.roles_at_peak = self.total, self.roles.copy()
+            self.made_peak = str(operation), [tuple(tensor.shape) for tensor in made], moment[0]
 
     def _free(self, key: int) -> None:
         self._add(key, -1)

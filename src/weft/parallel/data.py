@@ -218,6 +218,18 @@ def begin_pipelined_step(model: Any, plan: Plan) -> None:
     model.set_reshard_after_backward(False, recurse=False)
 
 
+def add_up_gradients(model: Any) -> None:
+    """Add what a part of a backward has left at gathered weights to their sums in the format of reduction. FSDP2 does so when
+    a backward ends, but gradients of matrices may come later than that (`pipeline/weight_gradients.py`)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in groups_of(module._get_fsdp_state()):
+                for parameter in group.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter.accumulate_unsharded_grad_if_needed()
+                        parameter.to_accumulated_grad_if_needed()
+
+
 def reduce_gradients(model: Any, plan: Plan) -> None:
     """Reduce what a pipelined step has added up, and free gathered weights."""
     if plan.parallel.zero == 0:

@@ -2,9 +2,9 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from weft.anatomy.roles import Anatomy
 from weft.comm.collectives import Message, Recorder
 from weft.data import MicroBatch
-from weft.memory.live_bytes import LiveBytes
+from weft.memory.live_bytes import LiveBytes, Moment
 from weft.planner.operators import Operation, OperatorLog, in_phases
+
+Name = TypeVar("Name")
 
 
 class Traffic(NamedTuple):
@@ -35,8 +37,8 @@ class Count:
 
     state_bytes: dict[str, int]
     """Between two steps, by kind (`weft.memory.live_bytes.Kind`)."""
-    peak_bytes: dict[str, int]
-    """At the fullest moment of the step, by kind."""
+    moments: dict[Moment, dict[str, int]]
+    """At the fullest moment of each part of the model, in forward and in backward, by kind."""
     peak_roles: dict[str, int]
     """Of the activations among them: by the part of the model in whose forward they were made."""
     peak_maker: tuple[str, list[tuple[int, ...]], str]
@@ -47,6 +49,11 @@ class Count:
     """Of matrix products and attention, in forward and backward, recomputation included; causal attention counts whole."""
     operations: Counter[Operation]
     """Every call of an operator that computes something, and how often."""
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """At the fullest moment of the step, by kind."""
+        return max(self.moments.values(), key=lambda kinds: sum(kinds.values()), default={})
 
     @property
     def peak(self) -> int:
@@ -112,12 +119,54 @@ def count_step(
         total += (after - before) * skipped
         for operation in calls[first:last]:
             operations[operation] += skipped
-    peak, roles = _by_kind(live.at_peak), _by_kind(live.roles_at_peak)
-    return Count(_by_kind(state), peak, roles, live.made_peak, messages, total, operations)
+    moments = {moment: _by_kind(kinds) for moment, kinds in live.moments.items()}
+    roles = _by_kind(live.roles_at_peak)
+    return Count(_by_kind(state), moments, roles, live.made_peak, messages, total, operations)
+
+
+def count_calls(step: Callable[[], object]) -> Count:
+    """The messages and floating-point operations of a step, and nothing else."""
+    with FlopCounter() as flops, Recorder() as recorder:
+        step()
+    return Count({}, {}, {}, ("", [], ""), recorder.messages, flops.total, Counter())
 
 
 def _by_kind(kinds: Counter[Any]) -> dict[str, int]:
     return {kind: size for kind, size in kinds.items() if size}
+
+
+def carry_on(first: Count, second: Count, times: int) -> Count:
+    """The count of a step that is larger than a second one by so many times what this has more than a first one.
+
+    Every figure goes on in a straight line; so do the bytes of the fullest moment of each part, of which another may become the
+    fullest. Calls of operators, and the makers of activations, are left out.
+
+    Args:
+        first: of a step of less; of its bytes, what it does not have is as in the second.
+        second: of a step of more.
+        times: 0 is the second.
+    """
+    between = Counter(second.messages)
+    between.subtract(first.messages)
+    more = [message for message, count in between.items() for _ in range(count * times)]
+    moments = {name: _lines(first.moments.get(name, {}), kinds, times) for name, kinds in second.moments.items()}
+    return Count(
+        _lines(first.state_bytes, second.state_bytes, times),
+        moments,
+        {},
+        second.peak_maker,
+        second.messages + more,
+        _on(first.flops, second.flops, times),
+        Counter(),
+    )
+
+
+def _lines(first: Mapping[Name, int], second: Mapping[Name, int], times: int) -> dict[Name, int]:
+    return {name: _on(first.get(name, 0) if first else size, size, times) for name, size in second.items()}
+
+
+def _on(first: int, second: int, times: int) -> int:
+    return second + (second - first) * times
 
 
 class FlopCounter(TorchDispatchMode):

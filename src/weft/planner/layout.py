@@ -84,9 +84,14 @@ class Layout:
         return max(1, self.dp * self.cp * self.tp // (self.ep * self.etp))
 
     @property
+    def shards(self) -> int:
+        """Ranks that share the states of what every token meets, under ZeRO."""
+        return (self.shard or self.dp) * self.cp
+
+    @property
     def expert_shards(self) -> int:
-        """Of these, the ranks that share its states."""
-        return max(1, (self.shard or self.dp) * self.cp * self.tp // (self.ep * self.etp))
+        """Ranks that share the states of one part of the experts, under ZeRO."""
+        return max(1, self.shards * self.tp // (self.ep * self.etp))
 
 
 def check(shape: Shape, layout: Layout) -> None:

@@ -1,6 +1,5 @@
 """Peak memory of a layout, by formula: of the fullest stage, by term."""
 
-import math
 from dataclasses import dataclass
 
 from weft.planner.layout import Layout, layers_of_ranks, local_parameters
@@ -103,7 +102,7 @@ def rank_states(shape: Shape, layout: Layout, stack: Stack, rank: int) -> float:
     shared, experts = local_parameters(shape, layout, rank)
     weights = 0.0 if layout.zero == 3 and not stack.shards_hold_copy else stack.weights
     sizes = (weights, stack.gradients, 0.0 if layout.optimizer_on_host else stack.optimizer)
-    states = state_bytes(shared, layout.zero, layout.shard or layout.dp * layout.cp, *sizes)
+    states = state_bytes(shared, layout.zero, layout.shards, *sizes)
     states += state_bytes(experts, layout.zero, layout.expert_shards, *sizes)
     if layout.adapters:
         states = stack.weights * (shared + experts)
@@ -112,7 +111,7 @@ def rank_states(shape: Shape, layout: Layout, stack: Stack, rank: int) -> float:
     if layout.zero <= 1 and layout.dp * layout.cp > 1 and (layout.zero == 1 or stack.zero == 0):
         states += stack.update_buffer * (shared + experts)
     if layout.zero == 1:
-        states += stack.reduced * (shared / (layout.dp * layout.cp) + experts / layout.edp)
+        states += stack.reduced * (shared / layout.shards + experts / layout.expert_shards)
     return states
 
 
@@ -140,9 +139,6 @@ def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int, traced: 
         logits = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logits)
         logits = traced.ends * layout.tokens / layout.tp if traced else logits
         transient = max(transient, logits) + 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
-    if stack.units and shape.num_moe:  # each rank has whole experts, or one that others pad: as many as there are ranks
-        rows, ranks = shape.experts / layout.ep, layout.expert_shards
-        experts *= math.ceil(rows / ranks) * ranks / rows
     if layout.zero >= 3:
         transient += 2 * 2 * (shared + experts) / max(1, count)
     if layout.zero >= 2 and stack.units:

@@ -11,6 +11,7 @@ from weft.cluster.device import detect
 from weft.comm.compression.codecs import CODECS
 from weft.errors import DeviceError, PlanError
 from weft.job import Job
+from weft.planner.few_layers import trace_in_brief
 from weft.planner.hardware import GIB, Cluster
 from weft.planner.layout import Layout, local_parameters
 from weft.planner.measured import time_step
@@ -20,7 +21,7 @@ from weft.planner.shape import Shape, from_config
 from weft.planner.step_time import StepTime
 from weft.planner.strategy import RECOMPUTE, Cost, cost_of, in_words, plan_of, stack_for
 from weft.planner.timeline import head_cost, refined
-from weft.planner.trace import Trace, trace, trace_stages
+from weft.planner.trace import Trace, trace_stages
 from weft.planner.traced import trace_layers
 
 HEADROOMS = (0.75, 0.5, 0.25)  # of a device's memory
@@ -214,10 +215,10 @@ def type_of(cluster: Cluster) -> str:
 
 
 def dry_run(job: Job, space: Space, choice: Choice) -> tuple[list[Trace], str]:
-    """Dry runs of the first and the last rank, and why the layout cannot be, if so."""
-    world = choice.layout.num_devices
+    """Dry runs of the first and the last stage, and why the layout cannot be, if so."""
+    run = planned(job, space, choice.layout)
     try:
-        traces = trace(planned(job, space, choice.layout), world, sorted({0, world - 1}), type_of(space.cluster))
+        traces = trace_in_brief(run, choice.layout.num_devices, type_of(space.cluster))
     except PlanError as error:
         return [], error.what
     peak = max(found.count.peak for found in traces) * space.stack.reserve + choice.memory.framework

@@ -339,7 +339,7 @@ def zero_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, lay
         return NOTHING
     shared, experts = (size / layers_of_ranks(shape, layout)[0] for size in local_parameters(shape, layout, 0))
     shared -= shape.embedding_parameters / layout.tp / layers_of_ranks(shape, layout)[0]
-    ranks = network.group(cluster, layout.shard or layout.dp * layout.cp, layout.tp)
+    ranks = network.group(cluster, layout.shards, layout.tp)
     among = network.group(cluster, layout.expert_shards, layout.ep * layout.etp)
 
     def time(num_bytes: float) -> float:
@@ -348,8 +348,8 @@ def zero_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, lay
 
     weights, gradients = time(2.0), time(stack.reduce)
     if layout.shard and layout.shard < layout.dp:
-        copies = network.group(cluster, layout.dp // layout.shard, layout.tp * layout.shard)
-        size = shared * stack.reduce / layout.shard
+        copies = network.group(cluster, layout.dp // layout.shard, layout.tp * layout.shards)
+        size = shared * stack.reduce / layout.shards
         gradients += network.all_reduce(copies, size) / stack.wire
     beside = layer if stack.prefetch else NOTHING
     forward = exposed(weights, beside.forward, stack.slowdown)
@@ -380,8 +380,7 @@ def gradient_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, 
 def optimizer_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> float:
     """Seconds of clipping and Adam: each state of a parameter that the rank updates is read and written."""
     shared, experts = local_parameters(shape, layout, 0)
-    shards = layout.shard or layout.dp * layout.cp
-    mine = shared / shards + experts / layout.expert_shards if layout.zero else shared + experts
+    mine = shared / layout.shards + experts / layout.expert_shards if layout.zero else shared + experts
     update = roofline.stream(cluster.device, 2 * (stack.optimizer + stack.gradients + stack.weights) * mine) + 2e-3
     if layout.optimizer_on_host:  # there and back, beside the update
         return max(update, 2 * stack.optimizer * mine / cluster.device.host_bandwidth)

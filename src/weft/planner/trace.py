@@ -32,9 +32,10 @@ from weft.memory.low_bit import keep_states_small
 from weft.memory.optimizer_state import AwayStates, budget_of
 from weft.memory.pool import Pool
 from weft.parallel.parallelize import parallelize
+from weft.parallel.pipeline.order import is_file
 from weft.parallel.weights import to_local
 from weft.plan import Plan
-from weft.planner.count import Count, count_step
+from weft.planner.count import Count, carry_on, count_calls, count_step
 from weft.planner.steering import SteeringIsReal, fake_world, fuse_attention, route_evenly
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -90,7 +91,7 @@ def trace_stages(job: Job, world_size: int, device_type: str = "cpu") -> list[Tr
     return trace(job, world_size, [stage * world_size // stages for stage in range(stages)], device_type)
 
 
-def trace_all(tasks: list[tuple[Job, int, int, str]]) -> list[Trace]:
+def trace_all(tasks: Sequence[tuple[Job, int, int, str] | tuple[Job, int, int, str, bool]]) -> list[Trace]:
     """Dry runs, each in a process of its own, as many at once as there are cores. Arguments of each as of `trace_rank`."""
     # A fork is ready at once, but cannot use an accelerator that this process has looked at.
     forks = sys.platform == "linux" and not torch.accelerator.is_available()
@@ -100,15 +101,15 @@ def trace_all(tasks: list[tuple[Job, int, int, str]]) -> list[Trace]:
         return pool.starmap(_trace_alone, tasks, chunksize=1)
 
 
-def _trace_alone(job: Job, world_size: int, rank: int, device_type: str) -> Trace:
+def _trace_alone(job: Job, world_size: int, rank: int, device_type: str, in_brief: bool = False) -> Trace:
     gc.freeze()  # what came with the fork is not looked at again
     warnings.filterwarnings("ignore", module="torch")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    return trace_rank(job, world_size, rank, device_type)
+    return trace_rank(job, world_size, rank, device_type, in_brief)
 
 
-def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu") -> Trace:
+def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", in_brief: bool = False) -> Trace:
     """The dry run of one rank in this process, which must not be in a process group; once in the life of a process.
 
     Nothing is read but the model's configuration, and memory does not grow with the model.
@@ -118,6 +119,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu") -
         world_size: ranks of the job.
         rank: one of them.
         device_type: what the ranks run on. Where torch has none of it: fake tensors of the CPU, with the attention of CUDA.
+        in_brief: run as many micro-batches of a pipeline as fill it, and carry on what these do; operators are not noted then.
 
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
@@ -150,12 +152,18 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu") -
         def step(batches: Sequence[MicroBatch]) -> None:
             train_step(model, optimizer, batches, plan, mesh, scale, job.optimizer.clip_norm)
 
+        few, some = _rounds(plan, batches) if in_brief else (batches, batches)
         schedule = plan.parallel.pp > 1  # needs all its micro-batches
         # Makes the optimizer's state, and fills the caches of DTensor, also for adding up gradients.
-        step(batches if schedule else batches[:2])
+        first = count_calls(lambda: step(few if schedule else batches[:2]))
         before = {name: pool.requested for name, pool in pools.items()}
-        count = count_step(model, optimizer, batches, step, anatomy, None if schedule else MICRO_BATCHES)
-        share = 1.0 if schedule else max(1.0, len(batches) / MICRO_BATCHES)
+        if schedule:
+            count = count_step(model, optimizer, batches, lambda _: step(some), anatomy)
+        else:
+            count = count_step(model, optimizer, batches, step, anatomy, MICRO_BATCHES)
+        if len(some) < len(batches):
+            count = carry_on(first, count, (len(batches) - len(some)) // (len(some) - len(few)))
+        share = max(1.0, len(batches) / (len(some) if schedule else MICRO_BATCHES))
         sent = {name: (pool.requested - before[name]) * share for name, pool in pools.items()}
         if "optimizer" in pools:  # its homes stay
             sent["optimizer"] = pools["optimizer"].live
@@ -163,6 +171,15 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu") -
     elsewhere = {name: pool.peak for name, pool in pools.items() if pool.is_elsewhere}
     moved = 2 * int(sum(sent[name] for name in elsewhere))
     return Trace(rank, world_size, plan, parameters, count, elsewhere, moved, time.perf_counter() - started)
+
+
+def _rounds(plan: Plan, batches: list[MicroBatch]) -> tuple[list[MicroBatch], list[MicroBatch]]:
+    """As many micro-batches as go once around a pipeline, and as fill it: with more of them a rank holds no more."""
+    around, schedule = plan.parallel.pp, plan.pipeline.schedule
+    rest = len(batches) % around
+    if around == 1 or schedule == "gpipe" or is_file(plan) or len(batches) <= 2 * around + rest:
+        return batches, batches
+    return batches[: around + rest], batches[: 2 * around + rest]
 
 
 def _imagine_elsewhere(

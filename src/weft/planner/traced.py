@@ -9,6 +9,7 @@ from typing import Any
 from weft.checkpoint.huggingface import read_config
 from weft.job import Job
 from weft.plan import Parallel, Plan
+from weft.planner.few_layers import cut_layers, first_layers
 from weft.planner.peak_memory import Traced
 from weft.planner.shape import Recompute
 from weft.planner.strategy import RECOMPUTE
@@ -17,7 +18,6 @@ from weft.planner.trace import trace_all
 MORE = 2  # layers of the deeper model
 ROWS = 8  # of a micro-batch: so many that its logits make the fullest moment, when all layers are kept and no gradient is there
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def trace_layers(job: Job, device_type: str) -> Traced:
@@ -31,7 +31,7 @@ def trace_layers(job: Job, device_type: str) -> Traced:
         ModelError, PlanError: the model cannot be built, or not be run dry.
     """
     config = read_config(job.model).to_dict()
-    shallow = int(config.get("first_k_dense_replace") or 0) + 1
+    shallow = first_layers(config) + 1
     kinds: list[Recompute] = ["none", "light", "attention", "mlp", "full"]
     jobs = [_cut(job, config, depth, kind) for kind in kinds for depth in (shallow, shallow + MORE)]
     traces = trace_all([(cut, 2, 0, device_type) for cut in jobs])
@@ -45,10 +45,7 @@ def _cut(job: Job, config: dict[str, Any], depth: int, recompute: Recompute) -> 
     """The job with a model of few layers, rows of its length and ZeRO 1, which gathers weights apart from activations."""
     groups = int(config.get("n_group") or 1)
     few = groups * -(-4 * int(config.get("num_experts_per_tok") or 1) // groups)
-    cut = {name: depth if name in DEPTHS else value for name, value in config.items()}
-    cut |= {
-        name: value[:depth] for name, value in config.items() if isinstance(value, list) and name.endswith("_types")
-    }
+    cut = cut_layers(config, depth)
     # A token keeps as much of few experts, and their gradients do not hide it.
     cut |= {name: min(few, int(value)) for name, value in config.items() if name in EXPERTS and value}
     memory = job.plan.memory.model_copy(update={"recompute": RECOMPUTE[recompute], "recompute_every": 1, "offload": ()})

@@ -3,12 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.lab.families import family
-from tests.lab.parity import assert_parity, plan_for
+from tests.lab.parity import assert_parity, packed_batches, plan_for, run_plan
+from tests.lab.pool import run_ranks
 from weft.job import Model
 from weft.parallel.pipeline.generate import SCHEDULES
-from weft.plan import Pipeline
+from weft.plan import Parallel, Pipeline, Plan, Precision
 
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "gpt2")
 EIGHT = 8  # micro-batches that every schedule takes on 4 ranks
@@ -130,3 +132,20 @@ def test_a_stage_without_experts(parallel: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_in_float64(name: str, schedule: str) -> None:
     check(name, 2, schedule, virtual_stages(schedule)[0], "fp64", pp=2, zero=1)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+def test_gradients_in_bf16_are_added_up_in_fp32(schedule: str, zero: int) -> None:
+    """Those of matrices too, which come when the backward of their micro-batch is long over."""
+    batches, found = packed_batches(96, 2 * EIGHT), {}
+    for name in ("1f1b", schedule):
+        plan = Plan(
+            parallel=Parallel(pp=2, zero=zero),  # type: ignore[arg-type]
+            pipeline=Pipeline(schedule=name),
+            precision=Precision(forward="bf16"),
+        )
+        traces = run_ranks(4, run_plan, source("llama", 4), plan, batches, 1)
+        found[name] = {key: value for trace in traces for key, value in trace.gradients.items()}
+    for key, gradient in found["1f1b"].items():
+        assert torch.equal(found[schedule][key], gradient), key

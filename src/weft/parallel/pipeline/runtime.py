@@ -1,6 +1,7 @@
 """A model that is cut into stages, and how a step or an evaluation goes through it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from weft.anatomy.roles import Anatomy
 from weft.cluster.mesh import AXES, CONTEXT_AXES
 from weft.data import MicroBatch
 from weft.errors import ModelError
-from weft.parallel.data import begin_pipelined_step, reduce_gradients
+from weft.parallel.data import add_up_gradients, begin_pipelined_step, reduce_gradients
 from weft.parallel.pipeline.cut import Relay
 from weft.parallel.pipeline.order import read_order, stage_ranks
 from weft.parallel.pipeline.schedule import Schedule
@@ -125,6 +126,7 @@ class Pipeline:
                 self._run,
                 self._message,
                 self.queue,
+                partial(add_up_gradients, self.model),
                 self._reduced,
                 carries,
             )

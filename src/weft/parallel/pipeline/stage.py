@@ -37,6 +37,7 @@ class Stage(_PipelineStageBase):
         run: Run,
         message: Callable[[int], list[Tensor]],
         queue: WeightGradients | None,
+        add_up: Callable[[], None],
         reduce: Callable[[], None],
         carries: bool = False,
     ):
@@ -49,11 +50,13 @@ class Stage(_PipelineStageBase):
             run: the stage's forward.
             message: micro-batch -> empty tensors for what one stage sends to the next.
             queue: of the gradients of matrices, where backward is split.
+            add_up: called when gradients of matrices have come out of the queue.
             reduce: called when all gradients of the stage are there.
             carries: whether gradients of bfloat16 are held in float16.
         """
         super().__init__(nn.Module(), number, num_stages, device, group)
-        self.run, self.message, self.queue, self.reduce, self.carries = run, message, queue, reduce, carries
+        self.run, self.message, self.queue, self.carries = run, message, queue, carries
+        self.add_up, self.reduce = add_up, reduce
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # torch looks for skip connections here
         self.inputs: dict[int, list[Tensor]] = {}
         """Received and not yet used, by micro-batch."""
@@ -150,6 +153,7 @@ class Stage(_PipelineStageBase):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         WeightGradients.finish(self.products.pop(bwd_chunk_id))
+        self.add_up()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         self.reduce()
