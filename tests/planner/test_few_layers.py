@@ -9,12 +9,12 @@ from weft.job import Job
 from weft.planner.few_layers import trace_in_brief, two_depths
 from weft.planner.trace import trace
 
-SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 24, "vocab_size": 512, "head_dim": 16}
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 14, "vocab_size": 512, "head_dim": 16}
 
 
 def job_of(name: str, changes: dict[str, Any], **plan: Any) -> Job:
     data = {"source": "tokens", "path": "none.npy", "seq_len": 64}
-    train = {"global_batch": 48, "micro_batch": 1}
+    train = {"global_batch": 24, "micro_batch": 1}
     config = {**family(name), **SIZES, **changes}
     return Job.parse({"model": {"config": config}, "data": data, "train": train, "plan": plan})
 
@@ -27,9 +27,9 @@ def job_of(name: str, changes: dict[str, Any], **plan: Any) -> Job:
         ("llama", {}, 2, {"parallel": {"zero": 2}, "memory": {"offload": ["block"]}}),
         ("llama", {}, 4, {"parallel": {"tp": 2, "zero": 3}, "precision": {"forward": "bf16"}}),
         ("qwen3_moe", {}, 4, {"parallel": {"ep": 2, "zero": 2}}),
-        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"] * 12}, 2, {"parallel": {"zero": 3}}),
-        ("deepseek_v3", {"num_hidden_layers": 25, "head_dim": 8}, 2, {"parallel": {"zero": 3}}),
-        ("llama", {"num_hidden_layers": 8}, 8, {"parallel": {"pp": 4, "zero": 2}}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"] * 7}, 2, {"parallel": {"zero": 3}}),
+        ("deepseek_v3", {"num_hidden_layers": 15, "head_dim": 8}, 2, {"parallel": {"zero": 3}}),
+        ("llama", {"num_hidden_layers": 4}, 8, {"parallel": {"pp": 4, "zero": 2}}),
         (
             "llama",
             {"num_hidden_layers": 8},
