@@ -130,21 +130,23 @@ def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int, traced: 
     if layout.recompute_share < 1:
         each = layout.recompute_share * each + (1 - layout.recompute_share) * kept(layout.rest)
     activations = 2 * each if layout.offload else flight * count * each
-    transient = 0.0
+    layer, share = 0.0, 1 / max(1, count)
     if layout.recompute in ("attention", "mlp", "full"):
-        transient = kept("none") - kept(layout.recompute) * (layout.recompute != "full")
+        layer = kept("none") - kept(layout.recompute) * (layout.recompute != "full")
     if layout.sp and layout.tp > 1:  # in backward: an input gathered again, the output's gradient, and the input's
-        transient += 6 * layout.tokens * shape.hidden
+        layer += 6 * layout.tokens * shape.hidden
+    gathered = 2 * 2 * share * (shared + experts) if layout.zero >= 3 else 0.0
+    head, ends = 0.0, shape.vocab * shape.hidden / layout.tp * (rank in (0, layout.pp - 1))
     if rank == layout.pp - 1:
-        logits = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logits)
-        logits = traced.ends * layout.tokens / layout.tp if traced else logits
-        transient = max(transient, logits) + 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
-    if layout.zero >= 3:
-        transient += 2 * 2 * (shared + experts) / max(1, count)
-    if layout.zero >= 2 and stack.units:
-        # Gradients of an end before they are reduced, of two where weights stay gathered.
-        ends = shape.vocab * shape.hidden / layout.tp * (rank in (0, layout.pp - 1))
-        unit = max(ends, (shared + experts) / max(1, count))
-        transient += stack.gradients * (2 if layout.zero == 2 else 1) * unit
+        head = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logits)
+        head = traced.ends * layout.tokens / layout.tp if traced else head
+        head += 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
+    if stack.units:  # of FSDP2: what the head holds is gone when the first block is gathered
+        whole = stack.gradients * (layout.zero >= 2)  # gradients before they are reduced, of two where weights stay
+        layer += gathered + whole * (2 if layout.zero == 2 else 1) * share * (shared + experts)
+        head += (whole + 2 * (layout.zero >= 3)) * ends
+        transient = max(layer, head)
+    else:
+        transient = max(layer, head) + gathered
     reserve = (stack.reserve - 1) * (states + activations + transient)
     return Memory(rank, states, activations, transient, reserve, stack.framework)
