@@ -1,30 +1,35 @@
 """What the planner says of published trainings, how long it searches, and how the best plans scale. Nothing is run on a device.
 
-    python benchmarks/planner.py                 # three tables, some minutes on one core
-    python benchmarks/planner.py --only cases    # or search, scaling
+    python benchmarks/planner.py                 # four tables, some minutes on one core
+    python benchmarks/planner.py --only cases    # or search, scaling, confirm
 
 cases: trainings whose layout and speed were published. The step predicted for the published layout, with what is known of the
 library that ran it, beside the published step; and the best layout that a search finds for the same library on the same
 devices. A distance below zero says that the published layout could be left behind, by the planner's own account.
 search: processor seconds of a whole search and of the reasons, by model and number of devices.
 scaling: tokens a second and device of Weft's best plan, where the batch grows with the devices.
+confirm: seconds in which layouts are run dry, in brief, and their peak memory by formula beside what that counts.
 """
 
 import argparse
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from weft.job import Job
+from weft.planner.few_layers import trace_in_brief
 from weft.planner.hardware import GIB, Cluster, cluster_of, find_device
 from weft.planner.layout import Layout
 from weft.planner.peak_memory import peak_memory
-from weft.planner.propose import describe
+from weft.planner.propose import describe, planned, space_of
 from weft.planner.search import Choice, Space, look_around, search
 from weft.planner.shape import KNOWN, Shape
 from weft.planner.stacks import STACKS
 from weft.planner.step_time import step_time
+from weft.planner.traced import trace_layers
 
 LLAMA_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)
 LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
@@ -107,6 +112,51 @@ def overlapped(case: Case) -> Space:
     return Space(case.shape, case.layout.seq, case.layout.global_batch, cluster, stack)
 
 
+QWEN_235B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+LLAMA_405B_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+# Name -> configuration, devices and layout.
+CONFIRMED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "Qwen3 235B-A22B": (QWEN_235B, 1024, {"dp": 1024, "zero": 3, "micro_batch": 4, "recompute": "full"}),
+    "Qwen3 235B-A22B, tp": (
+        QWEN_235B,
+        1024,
+        {"tp": 2, "sp": True, "dp": 512, "zero": 3, "micro_batch": 8, "recompute": "full"},
+    ),
+    "Qwen3 235B-A22B, pp": (
+        QWEN_235B,
+        1024,
+        {"pp": 16, "dp": 64, "vpp": 5, "zero": 2, "schedule": "interleaved", "recompute": "full"},
+    ),
+    "Llama 3 405B": (
+        LLAMA_405B_CONFIG,
+        16384,
+        {"tp": 8, "sp": True, "pp": 16, "dp": 128, "vpp": 7, "zero": 1, "schedule": "interleaved"},
+    ),
+}
+
+
 def cases() -> Table:
     """Published trainings, predicted and improved."""
     table = Table(title="Published trainings")
@@ -173,7 +223,28 @@ def scaling() -> Table:
     return table
 
 
-TABLES = {"cases": cases, "search": searches, "scaling": scaling}
+def confirmations() -> Table:
+    """How long it takes to run a layout dry, in brief, and how far formulas are off."""
+    table = Table(title="Dry runs in brief: H100, 4,096 tokens, four rows a device")
+    for name in ("model", "devices", "layout", "GiB by formula", "GiB counted", "seconds"):
+        table.add_column(name, overflow="fold")
+    for name, (config, devices, degrees) in CONFIRMED.items():
+        data = {"source": "tokens", "path": "none.npy", "seq_len": 4096}
+        job = Job.parse({"model": {"config": config}, "data": data, "train": {"global_batch": 4 * devices}})
+        space = space_of(job, cluster_of(find_device("H100"), devices))
+        space = replace(space, traced=trace_layers(job, "cuda", with_tp=True))
+        layout = Layout(seq=4096, global_batch=4 * devices, **degrees)
+        choice = Choice(layout, space.time(layout), space.memory(layout))
+        begin = time.perf_counter()
+        traces = trace_in_brief(planned(job, space, layout), devices, "cuda")
+        seconds = time.perf_counter() - begin
+        counted = max(found.count.peak for found in traces) / GIB
+        row = (name, f"{devices:,}", describe(choice), f"{choice.memory.allocated / GIB:.1f}", f"{counted:.1f}")
+        table.add_row(*row, f"{seconds:.0f}")
+    return table
+
+
+TABLES = {"cases": cases, "search": searches, "scaling": scaling, "confirm": confirmations}
 
 
 def main() -> None:

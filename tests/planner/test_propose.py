@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+from tests.lab.families import family
+from weft.job import Job
 from weft.planner.hardware import GB, Cluster, Wire, find_device
 from weft.planner.layout import Layout
-from weft.planner.propose import compressed_steps, describe
+from weft.planner.propose import compressed_steps, describe, propose, unsplit
 from weft.planner.search import Choice, Space
 from weft.planner.shape import Shape
 from weft.planner.stacks import STACKS
@@ -35,3 +37,23 @@ def test_heads_over_ranks_of_a_sequence_are_named() -> None:
     layout = Layout(4096, 16, 1, tp=2, sp=True, cp=8, ulysses=4)
     choice = Choice(layout, there.time(layout), there.memory(layout))
     assert describe(choice).startswith("tp 2, cp 8, heads over 4 of cp")
+
+
+def job_of(config: dict[str, object]) -> Job:
+    data = {"source": "tokens", "path": "none.npy", "seq_len": 32}
+    return Job.parse({"model": {"config": config}, "data": data, "train": {"global_batch": 16}})
+
+
+FALCON = {"model_type": "falcon", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def test_a_model_is_split_only_over_axes_that_it_takes() -> None:
+    assert unsplit(job_of(dict(family("qwen3_moe")))) == {}
+    refused = unsplit(job_of(FALCON))
+    assert set(refused) == {"tp", "cp", "ep"}
+    assert refused["tp"].startswith("tensor parallelism does not know the role of")
+    found = propose(job_of(FALCON), Cluster(find_device("H100"), 1, 8), say=lambda _: None)
+    assert all(choice.layout.tp == choice.layout.cp == choice.layout.ep == 1 for choice in found.best)
+    assert found.traces
+    assert not found.refused
+    assert {direction.setting for direction in found.directions}.isdisjoint({"tp", "cp", "ep"})

@@ -36,7 +36,7 @@ def job_of(model: str, **plan: Any) -> Job:
 
 @pytest.fixture(scope="module")
 def traced() -> dict[str, Traced]:
-    return {model: trace_layers(job_of(model), "cuda") for model in MODELS}
+    return {model: trace_layers(job_of(model), "cuda", with_tp=True) for model in MODELS}
 
 
 def test_what_is_computed_again_is_not_kept(traced: dict[str, Traced]) -> None:
@@ -56,7 +56,10 @@ def test_what_is_computed_again_is_not_kept(traced: dict[str, Traced]) -> None:
         ("llama", {"parallel": {"zero": 2}}),
         ("llama", {"parallel": {"zero": 3}}),
         ("llama", {"parallel": {"zero": 1, "tp": 2}}),
+        ("llama", {"parallel": {"zero": 3, "tp": 2}, "memory": {"recompute": ["block"]}}),
         ("llama", {"parallel": {"zero": 1, "pp": 2}}),
+        ("llama", {"parallel": {"zero": 2, "pp": 2}}),
+        ("llama", {"parallel": {"zero": 3, "pp": 2}}),
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["block"]}}),
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["block"], "recompute_every": 2}}),
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["attention", "activation", "norm"]}}),

@@ -48,6 +48,9 @@ def print_proposal(found: Proposal) -> None:
     console.print("Why not another value, with the best of all others beside it:")
     for direction in found.directions:
         console.print(f"  {reason(direction, first, found.space.cluster)}", markup=False)
+    for axis, why in found.space.unsplit.items():
+        if axis != "ep" or found.space.shape.experts:
+            console.print(f"  {axis}: {why}", markup=False)
     for name, seconds in found.compressed.items():
         if (gained := seconds / first.time.seconds - 1) < -WORTH:
             console.print(f"gradients compressed, {name}: {gained:+.1%}", markup=False)

@@ -1,6 +1,6 @@
 """Peak memory of a layout, by formula: of the fullest stage, by term."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.planner.layout import Layout, layers_of_ranks, local_parameters
 from weft.planner.shape import Recompute, Shape, activation_bytes, state_bytes
@@ -46,6 +46,18 @@ class Traced:
     """That a layer keeps, by what it computes again."""
     ends: float
     """Of logits and loss at their fullest moment."""
+    whole: dict[Recompute, float] = field(default_factory=dict)
+    """That a layer keeps on every rank of tp, beside its share of the others: inputs that were gathered."""
+    split_ends: float | None = None
+    """Of logits and loss of all ranks of tp, where these share the vocabulary; None: as many as without tp."""
+
+    def kept(self, recompute: Recompute, tp: int) -> float:
+        """Of a layer, for a token, on a rank of tp."""
+        return self.layer[recompute] / tp + self.whole.get(recompute, 0.0) * (1 - 1 / tp)
+
+    def head(self, tp: int) -> float:
+        """Of logits and loss, for a token, on a rank of tp."""
+        return (self.ends if tp == 1 or self.split_ends is None else self.split_ends) / tp
 
 
 def peak_memory(shape: Shape, layout: Layout, stack: Stack, traced: Traced | None = None) -> Memory:
@@ -101,13 +113,15 @@ def rank_states(shape: Shape, layout: Layout, stack: Stack, rank: int) -> float:
     """Bytes of weights, gradients and optimizer of one rank of pp."""
     shared, experts = local_parameters(shape, layout, rank)
     weights = 0.0 if layout.zero == 3 and not stack.shards_hold_copy else stack.weights
-    sizes = (weights, stack.gradients, 0.0 if layout.optimizer_on_host else stack.optimizer)
+    whole = layout.pp > 1 and layout.zero >= 2  # gradients, and gathered weights, until the last micro-batch
+    shards = 0.0 if whole and stack.units else stack.gradients  # which come when the whole ones go
+    sizes = (weights, shards, 0.0 if layout.optimizer_on_host else stack.optimizer)
     states = state_bytes(shared, layout.zero, layout.shards, *sizes)
     states += state_bytes(experts, layout.zero, layout.expert_shards, *sizes)
     if layout.adapters:
         states = stack.weights * (shared + experts)
-    if layout.zero >= 3 and layout.pp > 1:  # gathered, and gradients whole, until the last micro-batch
-        states += (2 + stack.reduce) * (shared + experts)
+    if whole:
+        states += (stack.reduce + 2 * (layout.zero >= 3)) * (shared + experts)
     if layout.zero <= 1 and layout.dp * layout.cp > 1 and (layout.zero == 1 or stack.zero == 0):
         states += stack.update_buffer * (shared + experts)
     if layout.zero == 1:
@@ -120,33 +134,40 @@ def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int, traced: 
 
     def kept(recompute: Recompute) -> float:
         if traced:
-            return traced.layer[recompute] * layout.tokens / layout.tp
+            return traced.kept(recompute, layout.tp) * layout.tokens
         return layer_bytes(shape, layout, stack, recompute)
 
-    shared, experts = local_parameters(shape, layout, rank)
     states = rank_states(shape, layout, stack, rank)
     count, flight = layers_of_ranks(shape, layout)[rank], in_flight(layout, rank)
     each = kept(layout.recompute)
     if layout.recompute_share < 1:
         each = layout.recompute_share * each + (1 - layout.recompute_share) * kept(layout.rest)
     activations = 2 * each if layout.offload else flight * count * each
-    layer, share = 0.0, 1 / max(1, count)
+    layer = head = 0.0
     if layout.recompute in ("attention", "mlp", "full"):
         layer = kept("none") - kept(layout.recompute) * (layout.recompute != "full")
     if layout.sp and layout.tp > 1:  # in backward: an input gathered again, the output's gradient, and the input's
         layer += 6 * layout.tokens * shape.hidden
-    gathered = 2 * 2 * share * (shared + experts) if layout.zero >= 3 else 0.0
-    head, ends = 0.0, shape.vocab * shape.hidden / layout.tp * (rank in (0, layout.pp - 1))
     if rank == layout.pp - 1:
         head = layout.tokens * shape.vocab / layout.tp * (4 if layout.fused_loss else stack.logits)
-        head = traced.ends * layout.tokens / layout.tp if traced else head
+        head = traced.head(layout.tp) * layout.tokens if traced else head
         head += 4 * layout.tokens * shape.hidden / (layout.tp if layout.sp else 1)
-    if stack.units:  # of FSDP2: what the head holds is gone when the first block is gathered
-        whole = stack.gradients * (layout.zero >= 2)  # gradients before they are reduced, of two where weights stay
-        layer += gathered + whole * (2 if layout.zero == 2 else 1) * share * (shared + experts)
-        head += (whole + 2 * (layout.zero >= 3)) * ends
-        transient = max(layer, head)
-    else:
-        transient = max(layer, head) + gathered
+    transient = fullest_moment(shape, layout, stack, rank, layer, head)
     reserve = (stack.reserve - 1) * (states + activations + transient)
     return Memory(rank, states, activations, transient, reserve, stack.framework)
+
+
+def fullest_moment(shape: Shape, layout: Layout, stack: Stack, rank: int, layer: float, head: float) -> float:
+    """Bytes of what lives for a moment, where one layer and the head hold so many of activations."""
+    each = sum(local_parameters(shape, layout, rank)) / max(1, layers_of_ranks(shape, layout)[rank])
+    gathered = 2 * 2 * each if layout.zero >= 3 else 0.0
+    if not stack.units:
+        return max(layer, head) + gathered
+    if layout.pp > 1:  # all is gathered, and gradients are whole
+        return max(layer, head)
+    # What the head holds is gone when the first block is gathered. Before they are reduced, gradients are whole: of two blocks
+    # where weights stay.
+    gradients = stack.gradients if layout.zero >= 2 else 0.0
+    ends = shape.vocab * shape.hidden / layout.tp
+    of_layer = layer + gathered + gradients * (2 if layout.zero == 2 else 1) * each
+    return max(of_layer, head + (gradients + 2 * (layout.zero >= 3)) * ends)

@@ -4,13 +4,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 import transformers
 
-from weft.checkpoint.huggingface import read_config
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_on_meta, read_config
 from weft.cluster.device import detect
 from weft.comm.compression.codecs import CODECS
-from weft.errors import DeviceError, PlanError
+from weft.errors import DeviceError, PlanError, WeftError
 from weft.job import Job
+from weft.parallel.parallelize import check_axes
+from weft.plan import Parallel, Pipeline
 from weft.planner.few_layers import trace_in_brief
 from weft.planner.hardware import GIB, Cluster
 from weft.planner.layout import Layout, local_parameters
@@ -94,7 +98,7 @@ def propose(
     if not space.bounds:
         raise nothing_fits(space, 0.0)
     if confirm:
-        space = replace(space, traced=trace_layers(job, type_of(cluster)))
+        space = replace(space, traced=trace_layers(job, type_of(cluster), with_tp="tp" not in space.unsplit))
     found = search(space, max(count, 3))
     if not found.best:
         raise nothing_fits(space, found.least_memory)
@@ -199,7 +203,30 @@ def space_of(job: Job, cluster: Cluster, margin: float = MARGIN) -> Space:
     precision = job.plan.precision
     number = "bf16" if precision.forward in ("bf16", "fp16") else "fp32"
     stack = stack_for(precision)
-    return Space(shape_of(job), job.data.seq_len, job.train.global_batch, cluster, stack, margin, number=number)
+    return Space(
+        shape_of(job),
+        job.data.seq_len,
+        job.train.global_batch,
+        cluster,
+        stack,
+        margin,
+        number=number,
+        unsplit=unsplit(job),
+    )
+
+
+def unsplit(job: Job) -> dict[str, str]:
+    """Axes over which the job's model cannot be split, not even over two ranks, and why."""
+    model = build_on_meta(read_config(job.model), torch.bfloat16)
+    anatomy, refused = read_anatomy(model), {}
+    for axis in ("tp", "cp", "pp", "ep"):
+        parallel = Parallel().model_copy(update={axis: 2})
+        plan = job.plan.model_copy(update={"parallel": parallel, "pipeline": Pipeline()})
+        try:
+            check_axes(model, anatomy, plan.resolve(2))
+        except WeftError as error:
+            refused[axis] = error.what
+    return refused
 
 
 def shape_of(job: Job) -> Shape:

@@ -12,6 +12,7 @@ from weft.planner.strategy import Cost, cost_of, stack_for
 
 ENOUGH = 20.0  # tokens a parameter of compute-optimal training (Hoffmann et al., Chinchilla, 2022)
 BATCH_TOKENS = 2**21  # of a step: about two million, as is usual from a billion parameters on
+DATA_ONLY = dict.fromkeys(("tp", "cp", "pp"), "the model is no decoder")
 LARGEST_BATCH = 2**24
 
 
@@ -138,7 +139,8 @@ def options(
     for name, shape in scenario.models.items():
         say(f"searching for {name}")
         batch = batch_of(scenario.seq, cluster.num_devices)
-        space = Space(shape, scenario.seq, batch, cluster, stack, margin, splits_model=scenario.is_decoder)
+        unsplit = {} if scenario.is_decoder else DATA_ONLY
+        space = Space(shape, scenario.seq, batch, cluster, stack, margin, unsplit=unsplit)
         best = search(space, 1).best
         wanted = tokens or ENOUGH * shape.active_parameters
         cost = cost_of(shape, best[0].layout, best[0].time.seconds, cluster, 0.0, scalar) if best else None

@@ -8,8 +8,8 @@ the best layout with each value near a chosen one, so that what was not chosen h
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -171,8 +171,8 @@ class Space:
     """Format of the products of layers, as a device's peak names it."""
     traced: Traced | None = None
     """What dry runs of a few layers have counted."""
-    splits_model: bool = True
-    """Whether the model can be split over tp, cp and pp, and not only over data ranks."""
+    unsplit: Mapping[str, str] = field(default_factory=dict)
+    """Axes over which the model cannot be split, and why."""
 
     def __post_init__(self) -> None:
         self._layers: dict[Layout, LayerTime] = {}
@@ -188,14 +188,14 @@ class Space:
         """Every one that divides what it splits."""
         shape, devices = self.shape, self.cluster.num_devices
         for pp in divisors(devices):
-            if pp > (shape.layers if self.splits_model else 1):
+            if pp > (shape.layers if "pp" not in self.unsplit else 1):
                 break
             for tp in divisors(devices // pp):
                 if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
                     continue
-                if tp > 1 and not self.splits_model:
+                if tp > 1 and "tp" in self.unsplit:
                     break
-                for cp in divisors(devices // pp // tp) if self.splits_model else (1,):
+                for cp in divisors(devices // pp // tp) if "cp" not in self.unsplit else (1,):
                     dp = devices // pp // tp // cp
                     if self.seq % (2 * cp * tp) or self.global_batch % dp:
                         continue
@@ -210,7 +210,9 @@ class Space:
             for schedule, vpp in self._schedules(pp, rows // micro):
                 for zero, shard in states:
                     sharing = (shard or dp) * cp * tp
-                    for ep in divisors(math.gcd(self.shape.experts or 1, sharing)):
+                    for ep in (
+                        divisors(math.gcd(self.shape.experts or 1, sharing)) if "ep" not in self.unsplit else (1,)
+                    ):
                         yield Skeleton(tp, cp, pp, dp, ep, zero, shard, micro, schedule, vpp)
 
     def _schedules(self, pp: int, micro_batches: int) -> Iterator[tuple[Schedule, int]]:

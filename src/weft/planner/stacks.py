@@ -96,7 +96,7 @@ class Stack:
     shards_hold_copy: bool = True
     """Whether shards of ZeRO 3 keep weights to compute with beside the master weights they are cast from."""
     units: bool = False
-    """Whether the gradient of an embedding is whole for a moment under ZeRO 2 and 3 (FSDP2's unit of it)."""
+    """Whether weights and gradients come and go in units of FSDP2, as dry runs of Weft count them."""
     zero: int = 1
     """Stage of a run that does not say it."""
 
