@@ -88,6 +88,7 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
     (DENSE, "fp32", 8, {"cp": 4, "cp_ulysses": 2, "zero": 0}),
     (DENSE, "fp32", 1, {"pp": 2, "zero": 3}),
     (DENSE, "bf16", 2, {"pp": 2, "tp": 2, "zero": 0}),
+    ({**DENSE, "tie_word_embeddings": True}, "fp32", 2, {"pp": 2, "zero": 1}),
     (MOE, "bf16", 2, {"ep": 2, "zero": 3}),
     (MOE, "fp32", 1, {"ep": 4, "zero": 1}),
     (MOE, "fp32", 4, {"tp": 2, "ep": 2, "zero": 1}),

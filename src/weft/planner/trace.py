@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, read_config
+from weft.checkpoint.huggingface import allocate, build_on_meta, read_config
 from weft.cluster.device import detect
 from weft.cluster.mesh import build_mesh
 from weft.data import MicroBatch
@@ -142,8 +142,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         parallelize(model, plan, mesh)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(SteeringIsReal())
-        model.to_empty(device=place)
-        model.tie_weights()
+        allocate(model, place)
         model.train()
         optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, place)
         pools = _imagine_elsewhere(model, optimizer, plan, mesh, device_type)
