@@ -22,6 +22,7 @@ from weft.planner.step_time import LayerTime, StepTime, fillers, head_time, laye
 
 MARGIN = 0.92  # of a device's memory that a plan may fill: fragments and what formulas do not know have the rest
 LARGEST_MICRO_BATCH = 64
+SHARING_HOSTS = (1, 16, 128)  # whose data ranks share states among themselves under ZeRO 3, beside all of them
 FEW = 4  # layers in flight on a rank: what is offloaded, or computed again, is one or two of them at any moment
 INTERLEAVED = (2, 3, 4, 5, 6, 8)  # stages of a rank
 
@@ -203,7 +204,8 @@ class Space:
 
     def _of_degrees(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Skeleton]:
         rows = self.global_batch // dp
-        shards = [0] + [self.cluster.per_host // (tp * cp)] * (tp * cp < self.cluster.per_host < tp * cp * dp)
+        groups = (self.cluster.per_host * hosts // (tp * cp) for hosts in SHARING_HOSTS)
+        shards = [0] + [group for group in groups if 1 < group < dp and dp % group == 0]
         states = [(zero, 0) for zero in ((0, 1, 2) if dp * cp > 1 else (0,))]
         states += [(3, shard) for shard in shards if dp * cp > 1]
         for micro in (size for size in divisors(rows) if size <= LARGEST_MICRO_BATCH):

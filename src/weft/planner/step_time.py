@@ -349,7 +349,7 @@ def zero_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, lay
     weights, gradients = time(2.0), time(stack.reduce)
     if layout.shard and layout.shard < layout.dp:
         copies = network.group(cluster, layout.dp // layout.shard, layout.tp * layout.shards)
-        size = shared * stack.reduce / layout.shards
+        size = stack.reduce * (shared / layout.shards + experts / layout.expert_shards)
         gradients += network.all_reduce(copies, size) / stack.wire
     beside = layer if stack.prefetch else NOTHING
     forward = exposed(weights, beside.forward, stack.slowdown)
