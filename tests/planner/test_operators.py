@@ -18,7 +18,7 @@ from weft.planner.cluster_file import read_cluster
 from weft.planner.count import Count
 from weft.planner.hardware import GB, GIB, Cluster, Wire, find_device
 from weft.planner.links import fit
-from weft.planner.measured import measured_step, message_seconds, work_of
+from weft.planner.measured import measured_step, message_seconds, time_step, work_of
 from weft.planner.network import all_gather, group, point_to_point
 from weft.planner.operators import (
     Like,
@@ -98,9 +98,15 @@ def test_rows_of_a_grouped_product_are_spread_over_its_groups() -> None:
     assert seconds > 0
 
 
-def test_what_cannot_be_made_has_no_seconds() -> None:
-    wrong = Operation("aten.mm.default", ((Like((2, 3), (3, 1), torch.float32),) * 2, Named(())))
+def test_what_cannot_be_made_has_no_seconds_and_is_named() -> None:
+    wrong = Operation("aten.mm.default", ((Like((2, 3), (3, 1), torch.float32),) * 2, Named(())), "forward")
     assert seconds_of(wrong, CPU) is None
+    found, _ = made(Plan(), 1, {})
+    found.count.operations[wrong] = 2
+    said: list[str] = []
+    job = job_for(DENSE, "fp32", 2, dp_shard=1)
+    assert time_step(job, [found], cluster(1, 1), say=said.append).compute == 0
+    assert said == ["not timed, and counted as nothing: aten.mm.default"]
 
 
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])

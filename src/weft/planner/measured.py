@@ -7,7 +7,7 @@ divided by the cores, at least.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -133,7 +133,13 @@ def measured_step(
     return time
 
 
-def time_step(job: Job, traces: list[Trace], cluster: Cluster, formula: StepTime | None = None) -> StepTime:
+def time_step(
+    job: Job,
+    traces: list[Trace],
+    cluster: Cluster,
+    formula: StepTime | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> StepTime:
     """The step of a plan by its operators, timed now on the device at hand.
 
     Args:
@@ -141,11 +147,14 @@ def time_step(job: Job, traces: list[Trace], cluster: Cluster, formula: StepTime
         traces: of one rank of each stage of a pipeline.
         cluster: of devices as this machine has.
         formula: the same step by formula. Accelerators send beside computation: what stays of that is taken from it.
+        say: is told of operators that cannot be called for themselves, and count nothing.
     """
     device = cluster.device
     calls = {operation for found in traces for operation in found.count.operations}
     processes = min(cluster.per_host, device.cores) if device.cores else 1
     seconds = time_operations(calls, processes, detect().type)
+    if untimed := sorted({operation.name for operation, found in seconds.items() if found is None}):
+        say(f"not timed, and counted as nothing: {', '.join(untimed)}")
     micro_batches = job.train.global_batch // (job.train.micro_batch * traces[0].plan.parallel.data_ranks)
     time = measured_step(traces, seconds, cluster, micro_batches)
     if formula is None or device.cores:

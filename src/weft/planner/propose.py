@@ -172,7 +172,7 @@ def time_operators(
         except PlanError as error:
             refused.append((choice, error.what))
             continue
-        time = time_step(run, traces, space.cluster, choice.time)
+        time = time_step(run, traces, space.cluster, choice.time, say)
         timed.append((choice, StepTime(**{name: value * scalar for name, value in vars(time).items()})))
     timed.sort(key=lambda pair: pair[1].seconds)
     return [choice for choice, _ in timed], [time for _, time in timed], refused
