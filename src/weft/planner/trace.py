@@ -26,13 +26,13 @@ from weft.checkpoint.huggingface import allocate, build_on_meta, read_config
 from weft.cluster.device import detect
 from weft.cluster.mesh import build_mesh
 from weft.data import MicroBatch
-from weft.errors import JobError
+from weft.errors import JobError, PlanError
 from weft.job import Job
 from weft.memory.low_bit import keep_states_small
 from weft.memory.optimizer_state import AwayStates, budget_of
 from weft.memory.pool import Pool
 from weft.parallel.parallelize import parallelize
-from weft.parallel.pipeline.order import is_file
+from weft.parallel.pipeline.order import is_file, read_order
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.planner.count import Count, carry_on, count_calls, count_step
@@ -173,12 +173,17 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
 
 
 def _rounds(plan: Plan, batches: list[MicroBatch]) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """As many micro-batches as go once around a pipeline, and as fill it: with more of them a rank holds no more."""
+    """As many micro-batches as go once around a pipeline, and as fill it: with more of them a rank holds no more. All of them
+    where the schedule is not like that, or does not take so few."""
     around, schedule = plan.parallel.pp, plan.pipeline.schedule
-    rest = len(batches) % around
-    if around == 1 or schedule == "gpipe" or is_file(plan) or len(batches) <= 2 * around + rest:
+    few = around + len(batches) % around
+    if around == 1 or schedule == "gpipe" or is_file(plan) or len(batches) <= few + around:
         return batches, batches
-    return batches[: around + rest], batches[: 2 * around + rest]
+    try:
+        read_order(plan, few)
+    except PlanError:
+        return batches, batches
+    return batches[:few], batches[: few + around]
 
 
 def _imagine_elsewhere(
