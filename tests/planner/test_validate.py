@@ -147,9 +147,10 @@ def test_what_lines_do_not_say_is_completed_or_refused(tmp_path: Path) -> None:
         line("d-1", "iter_time_s", 1, tp=1, pp=1, dp=64, hardware="abacus"),
         line("e-1", "iter_time_s", 1, tp=1, pp=1, dp=64, model="Qwen3-30B-A3B", layers="", ffn="", experts=128),
         line("mcore-1", "iter_time_s", 1, tp=1, pp=4, dp=16, vpp=""),
+        line("f-1", "iter_time_s", 1, tp=1, pp=1, dp=64, notes="OUTLIER in source"),
     ]
     runs, refused = read_runs(write(tmp_path / "runs.csv", rows))
-    assert list(refused) == ["b-1", "c-1", "d-1"]
+    assert list(refused) == ["b-1", "c-1", "d-1", "f-1"]
     assert "tp is ''" in refused["c-1"]
     chosen, experts, stages = runs
     assert (chosen.guessed, chosen.layout.micro_batch, chosen.layout.recompute) == (True, 4, "none")

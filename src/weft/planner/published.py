@@ -159,9 +159,11 @@ def read_run(name: str, rows: Sequence[Mapping[str, str]]) -> Run:
     """One run from its lines.
 
     Raises:
-        WeftError: the device is not known, or what a prediction needs is not in the lines.
+        WeftError: the device is not known, what a prediction needs is not in the lines, or they are said to be wrong.
     """
     row, family = rows[0], source_family(name.split("-")[0])
+    if any("OUTLIER" in line.get("notes", "") for line in rows):
+        raise DataError("its notes say that its source doubts it", where=name)
     stack = stack_of_row(row, SOURCES.get(family, UNKNOWN))
     num_devices = _whole(row, "num_devices")
     shape, layout = shape_of_row(row), layout_of_row(row, stack)
