@@ -23,7 +23,7 @@ def job_of(name: str, changes: dict[str, Any], **plan: Any) -> Job:
     ("name", "changes", "ranks", "plan"),
     [
         ("llama", {}, 4, {"parallel": {"zero": 3}}),
-        ("llama", {}, 2, {"parallel": {"zero": 1}, "memory": {"recompute": ["block"]}}),
+        ("llama", {"num_hidden_layers": 22}, 2, {"memory": {"recompute": ["block"], "recompute_every": 3}}),
         ("llama", {}, 2, {"parallel": {"zero": 2}, "memory": {"offload": ["block"]}}),
         ("llama", {}, 4, {"parallel": {"tp": 2, "zero": 3}, "precision": {"forward": "bf16"}}),
         ("qwen3_moe", {}, 4, {"parallel": {"ep": 2, "zero": 2}}),
@@ -57,6 +57,7 @@ def test_brief_is_whole(name: str, changes: dict[str, Any], ranks: int, plan: di
 def test_models_whose_layers_differ_are_run_whole() -> None:
     assert two_depths({**family("llama"), "num_hidden_layers": 8}) is None  # not much deeper
     assert two_depths({**family("llama"), "num_hidden_layers": 81}) == (5, 7)
+    assert two_depths({**family("llama"), "num_hidden_layers": 80}, every=3) == (8, 14)
     kinds = (["sliding_attention"] * 3 + ["full_attention"]) * 10
     assert two_depths({**family("gemma3_text"), "num_hidden_layers": 40, "layer_types": kinds}) == (4, 8)
     assert two_depths({**family("qwen3_moe"), "num_hidden_layers": 40, "mlp_only_layers": [30]}) is None

@@ -4,6 +4,7 @@ All layers of a kind do the same. A model of few layers and one of a few more ar
 often as the whole model has it. Whether a model is made of equal layers, its parameters tell: they have to be on the same line.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +51,7 @@ def trace_in_brief(job: Job, world_size: int, device_type: str) -> list[Trace]:
     if plan.parallel.pp > 1:
         return trace_all([(job, world_size, rank, device_type, True) for rank in (0, world_size - 1)])
     config = read_config(job.model).to_dict()
-    depth, depths = _depth(config), two_depths(config)
+    depth, depths = _depth(config), two_depths(config, plan.memory.recompute_every)
     if depths is None:
         return trace_all([(job, world_size, 0, device_type, True)])
     shallow, deep = trace_all([(with_layers(job, config, few), world_size, 0, device_type, True) for few in depths])
@@ -76,9 +77,14 @@ def with_layers(job: Job, config: dict[str, Any], depth: int) -> Job:
     return job.model_copy(update={"model": model})
 
 
-def two_depths(config: dict[str, Any]) -> tuple[int, int] | None:
-    """Layers of the two models that are run in place of the whole one; None where it is not much deeper, or layers differ."""
-    depth, step = _depth(config), _period(config)
+def two_depths(config: dict[str, Any], every: int = 1) -> tuple[int, int] | None:
+    """Layers of the two models that are run in place of the whole one; None where it is not much deeper, or layers differ.
+
+    Args:
+        config: of the whole model.
+        every: one in so many layers is computed again.
+    """
+    depth, step = _depth(config), math.lcm(_period(config), every)
     shallow = first_layers(config) + SHALLOW
     shallow += (depth - shallow) % step
     if depth <= 2 * (shallow + step):
