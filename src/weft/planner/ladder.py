@@ -133,12 +133,13 @@ def write_rungs(rungs: list[Rung], path: Path) -> None:
 
 
 def _to_dict(found: Trace) -> dict[str, Any]:
-    count = asdict(replace(found.count, messages=[], operations=Counter()))
-    del count["messages"], count["operations"]
+    count = asdict(replace(found.count, messages=[], operations=Counter(), moments={}))
+    del count["messages"], count["operations"], count["moments"]
     return {
         "rank": found.rank,
         "parameters": found.parameters,
         **count,
+        "peak_bytes": found.count.peak_bytes,
         "peak": found.count.peak,
         "elsewhere": found.elsewhere,
         "moved": found.moved,
