@@ -1,12 +1,15 @@
 """What `weft plan` says beside the layouts themselves."""
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from tests.lab.families import family
 from weft.job import Job
-from weft.planner.hardware import GB, Cluster, Wire, find_device
+from weft.planner.hardware import GB, GIB, Cluster, Wire, find_device
 from weft.planner.layout import Layout
-from weft.planner.propose import compressed_steps, describe, propose, unsplit
+from weft.planner.propose import compressed_steps, describe, dry_run, propose, unsplit
 from weft.planner.search import Choice, Space
 from weft.planner.shape import Shape
 from weft.planner.stacks import STACKS
@@ -57,3 +60,21 @@ def test_a_model_is_split_only_over_axes_that_it_takes() -> None:
     assert found.traces
     assert not found.refused
     assert {direction.setting for direction in found.directions}.isdisjoint({"tp", "cp", "ep"})
+
+
+def test_what_formulas_miss_is_taken_off_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Choice] = []
+
+    def refuse_once(job: Job, space: Space, choice: Choice, limit: float) -> Any:
+        tried.append(choice)
+        if len(tried) == 1:
+            return [], "too much", 1.02 * limit
+        return dry_run(job, space, choice, limit)
+
+    monkeypatch.setattr("weft.planner.propose.dry_run", refuse_once)
+    small = Cluster(replace(find_device("H100"), memory=2 * GIB), 1, 8)
+    found = propose(job_of({**FALCON, "vocab_size": 50000, "hidden_size": 256}), small, say=lambda _: None)
+    assert [choice for choice, _ in found.refused] == tried[:1]
+    first, second = (choice.memory.total for choice in tried)
+    assert second < first < found.space.cluster.device.memory
+    assert found.traces

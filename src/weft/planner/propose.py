@@ -28,6 +28,7 @@ from weft.planner.timeline import head_cost, refined
 from weft.planner.trace import Trace, trace_stages
 from weft.planner.traced import trace_layers
 
+MOST_REFUSED = 8  # layouts: after so many the formulas have nothing to say
 HEADROOMS = (0.75, 0.5, 0.25)  # of a device's memory
 
 
@@ -99,31 +100,44 @@ def propose(
         raise nothing_fits(space, 0.0)
     if confirm:
         space = replace(space, traced=trace_layers(job, type_of(cluster), with_tp="tp" not in space.unsplit))
-    found = search(space, max(count, 3))
-    if not found.best:
-        raise nothing_fits(space, found.least_memory)
-    say(f"{found.size:,} layouts, {found.timed:,} of them timed")
-    best = sorted(
-        (choice._replace(time=refined(space, choice.layout, choice.time)) for choice in found.best),
-        key=lambda choice: choice.time.seconds,
-    )
+    limit, size = space.budget, 0
+    best: list[Choice] = []
     refused: list[tuple[Choice, str]] = []
     traces: list[Trace] = []
     times: list[StepTime] = []
-    if by_operators is not None:
-        best, times, refused = time_operators(job, space, best, by_operators, say)
-    while confirm and best:
+    while len(refused) < MOST_REFUSED:
+        if not best:
+            found = search(space, max(count, 3))
+            if not found.best:
+                break
+            size = size or found.size
+            say(f"{found.size:,} layouts, {found.timed:,} of them timed")
+            best, times, wrong = shortlist(job, space, found.best, by_operators, say)
+            refused += wrong
+            if not best:
+                break
+        if not confirm:
+            break
         say(f"dry run of {describe(best[0])}")
-        traces, why = dry_run(job, space, best[0])
+        traces, why, peak = dry_run(job, space, best[0], limit)
         if not why:
             break
-        refused.append((best.pop(0), why))
+        first, *best = best
+        refused.append((first, why))
         times = times[1:]
-    if not best:
+        if peak:  # what formulas miss of it they miss of its like: look again, for what holds as much less
+            fixed = first.memory.framework
+            room = fixed + (limit - fixed) * (first.memory.total - fixed) / (peak - fixed)
+            space, best = replace(space, margin=room / cluster.device.memory), []
+        elif not best:
+            break
+    if not best and not refused:
+        raise nothing_fits(space, found.least_memory)
+    if not best or (confirm and not traces):
         raise PlanError(
             f"none of the {len(refused)} best layouts stands its dry run: {refused[0][1]}",
             where="weft plan",
-            fix="ask for more layouts with --best, or for a smaller part of the memory with --margin",
+            fix="take more devices, or devices with more memory",
         )
     return Proposal(
         job,
@@ -137,9 +151,24 @@ def propose(
         leaner=[found for share in HEADROOMS for found in search(replace(space, margin=share), 1).best],
         compressed=compressed_steps(space, best[0].layout),
         fewest=fewest_devices(space),
-        size=found.size,
+        size=size,
         by_operators=times,
     )
+
+
+def shortlist(
+    job: Job, space: Space, found: list[Choice], by_operators: float | None, say: Callable[[str], None]
+) -> tuple[list[Choice], list[StepTime], list[tuple[Choice, str]]]:
+    """Layouts of a search, the fastest first, their bubble that of the schedule itself; arguments as of `propose`.
+
+    Returns:
+        The layouts; their seconds by operators, if these were timed; and those that were refused then.
+    """
+    best = sorted(
+        (choice._replace(time=refined(space, choice.layout, choice.time)) for choice in found),
+        key=lambda choice: choice.time.seconds,
+    )
+    return (best, [], []) if by_operators is None else time_operators(job, space, best, by_operators, say)
 
 
 def compressed_steps(space: Space, layout: Layout) -> dict[str, float]:
@@ -241,17 +270,17 @@ def type_of(cluster: Cluster) -> str:
     return "cpu" if name == "CPU" else "npu" if name.startswith("Ascend") else "cuda"
 
 
-def dry_run(job: Job, space: Space, choice: Choice) -> tuple[list[Trace], str]:
-    """Dry runs of the first and the last stage, and why the layout cannot be, if so."""
+def dry_run(job: Job, space: Space, choice: Choice, limit: float) -> tuple[list[Trace], str, float]:
+    """Dry runs of the first and the last stage; why the layout cannot be, if so; and its bytes, if above the limit, else 0."""
     run = planned(job, space, choice.layout)
     try:
         traces = trace_in_brief(run, choice.layout.num_devices, type_of(space.cluster))
     except PlanError as error:
-        return [], error.what
+        return [], error.what, 0.0
     peak = max(found.count.peak for found in traces) * space.stack.reserve + choice.memory.framework
-    if peak > space.budget:
-        return [], f"{peak / GIB:,.1f} GiB of {space.budget / GIB:,.1f}, as a dry run counts"
-    return traces, ""
+    if peak > limit:
+        return [], f"{peak / GIB:,.1f} GiB of {limit / GIB:,.1f}, as a dry run counts", peak
+    return traces, "", 0.0
 
 
 def nothing_fits(space: Space, least: float) -> PlanError:
