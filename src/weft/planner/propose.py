@@ -100,24 +100,14 @@ def propose(
         raise nothing_fits(space, 0.0)
     if confirm:
         space = replace(space, traced=trace_layers(job, type_of(cluster), with_tp="tp" not in space.unsplit))
-    limit, size = space.budget, 0
-    best: list[Choice] = []
-    refused: list[tuple[Choice, str]] = []
+    found = search(space, max(count, 3))
+    if not found.best:
+        raise nothing_fits(space, found.least_memory)
+    say(f"{found.size:,} layouts, {found.timed:,} of them timed")
+    limit, size = space.budget, found.size
+    best, times, refused = shortlist(job, space, found.best, by_operators, say)
     traces: list[Trace] = []
-    times: list[StepTime] = []
-    while len(refused) < MOST_REFUSED:
-        if not best:
-            found = search(space, max(count, 3))
-            if not found.best:
-                break
-            size = size or found.size
-            say(f"{found.size:,} layouts, {found.timed:,} of them timed")
-            best, times, wrong = shortlist(job, space, found.best, by_operators, say)
-            refused += wrong
-            if not best:
-                break
-        if not confirm:
-            break
+    while confirm and best and len(refused) < MOST_REFUSED:
         say(f"dry run of {describe(best[0])}")
         traces, why, peak = dry_run(job, space, best[0], limit)
         if not why:
@@ -128,11 +118,10 @@ def propose(
         if peak:  # what formulas miss of it they miss of its like: look again, for what holds as much less
             fixed = first.memory.framework
             room = fixed + (limit - fixed) * (first.memory.total - fixed) / (peak - fixed)
-            space, best = replace(space, margin=room / cluster.device.memory), []
-        elif not best:
-            break
-    if not best and not refused:
-        raise nothing_fits(space, found.least_memory)
+            narrower = replace(space, margin=room / cluster.device.memory)
+            if leaner := search(narrower, max(count, 3)).best:
+                space, (best, times, wrong) = narrower, shortlist(job, narrower, leaner, by_operators, say)
+                refused += wrong
     if not best or (confirm and not traces):
         raise PlanError(
             f"none of the {len(refused)} best layouts stands its dry run: {refused[0][1]}",
