@@ -233,7 +233,7 @@ def confirmations() -> Table:
         job = Job.parse({"model": {"config": config}, "data": data, "train": {"global_batch": 4 * devices}})
         space = space_of(job, cluster_of(find_device("H100"), devices))
         space = replace(space, traced=trace_layers(job, "cuda", with_tp=True))
-        layout = Layout(seq=4096, global_batch=4 * devices, **degrees)
+        layout = Layout(seq=4096, global_batch=4 * devices, expert_tp=1, **degrees)
         choice = Choice(layout, space.time(layout), space.memory(layout))
         begin = time.perf_counter()
         traces = trace_in_brief(planned(job, space, layout), devices, "cuda")

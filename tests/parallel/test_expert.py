@@ -308,6 +308,26 @@ def test_rows_come_by_rank_and_expert_in_their_own_formats() -> None:
     torch.testing.assert_close(second[2], torch.tensor([2.1, 3.1, 2.2, 3.2]))
 
 
+def kept_rows(rank: int, ranks: int) -> int:
+    """Numbers that dispatch and combine keep for backward."""
+    group, (hidden, index, weights, _) = dist.group.WORLD, Case((64, 64)).tokens()[rank]
+    assert group is not None
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel() * tensor.is_floating_point())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        rows, _, _, route = dispatch(hidden, index, weights, NUM_EXPERTS, group)
+        combine(rows, route)
+    return sum(kept)
+
+
+def test_rows_that_travel_are_not_kept() -> None:
+    assert run_ranks(2, kept_rows) == [0, 0]
+
+
 # A whole model
 
 

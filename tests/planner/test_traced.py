@@ -65,9 +65,13 @@ def test_what_is_computed_again_is_not_kept(traced: dict[str, Traced]) -> None:
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["attention", "activation", "norm"]}}),
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["mlp"]}}),
         ("llama", {"parallel": {"zero": 1}, "precision": {"weights": "split"}}),
+        ("llama", {"parallel": {"zero": 3}, "precision": {"weights": "split"}}),
+        ("llama", {"parallel": {"zero": 3}, "memory": {"optimizer": "host", "recompute": ["block"]}}),
         ("qwen3_moe", {"parallel": {"zero": 1, "ep": 4}}),
         ("qwen3_moe", {"parallel": {"zero": 1, "ep": 4}, "memory": {"recompute": ["mlp"]}}),
         ("qwen3_moe", {"parallel": {"zero": 3, "ep": 2}, "memory": {"recompute": ["activation", "norm"]}}),
+        ("qwen3_moe", {"parallel": {"zero": 3, "tp": 2}, "memory": {"recompute": ["mlp"]}}),
+        ("qwen3_moe", {"parallel": {"zero": 3, "tp": 2, "ep": 2}, "memory": {"optimizer": "host"}}),
     ],
 )
 def test_a_formula_is_what_a_dry_run_counts(traced: dict[str, Traced], model: str, plan: dict[str, Any]) -> None:

@@ -218,16 +218,16 @@ def begin_pipelined_step(model: Any, plan: Plan) -> None:
     model.set_reshard_after_backward(False, recurse=False)
 
 
-def add_up_gradients(model: Any) -> None:
+def add_up_gradients(model: Any, plan: Plan) -> None:
     """Add what a part of a backward has left at gathered weights to their sums in the format of reduction. FSDP2 does so when
     a backward ends, but gradients of matrices may come later than that (`pipeline/weight_gradients.py`)."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in groups_of(module._get_fsdp_state()):
-                for parameter in group.fsdp_params:
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter.accumulate_unsharded_grad_if_needed()
-                        parameter.to_accumulated_grad_if_needed()
+    if plan.parallel.zero == 0 or plan.precision.forward == plan.precision.reduce:
+        return
+    for group in _all_groups(model):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def reduce_gradients(model: Any, plan: Plan) -> None:
@@ -240,13 +240,16 @@ def reduce_gradients(model: Any, plan: Plan) -> None:
     model.set_requires_all_reduce(True)
     model.set_reshard_after_backward(True)
     # As torch's pipeline runtime does: the hook that a backward of the whole model would end with.
-    state = model._get_fsdp_state()
-    for inner in state._state_ctx.all_states:
-        for group in groups_of(inner):
-            group.post_backward()
-    state._root_post_backward_final_callback()
+    for group in _all_groups(model):
+        group.post_backward()
+    model._get_fsdp_state()._root_post_backward_final_callback()
     if hasattr(model, "gradient_reducer"):
         model.gradient_reducer.finish()
+
+
+def _all_groups(model: Any) -> list[Any]:
+    """FSDP2's groups of parameters of all units, after the first forward."""
+    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in groups_of(state)]
 
 
 def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str, float]:

@@ -146,7 +146,8 @@ def combine(outputs: Tensor, route: Route) -> Tensor:
         [T, H].
     """
     rows = all_to_all(outputs, route.group, route.sends, route.takes)
-    copies = rows.new_zeros(route.num_tokens * route.top_k, rows.shape[1]).index_copy(0, route.order, rows)
+    copies = rows.new_zeros(route.num_tokens * route.top_k, rows.shape[1])
+    copies = copies.index_put((route.order,), rows)  # keeps no rows for backward, as index_copy does
     return copies.unflatten(0, (route.num_tokens, route.top_k)).sum(1)  # in one order, as atomic additions are not
 
 

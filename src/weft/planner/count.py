@@ -156,16 +156,17 @@ def carry_on(first: Count, second: Count, times: int) -> Count:
         {},
         second.peak_maker,
         second.messages + more,
-        _on(first.flops, second.flops, times),
+        extend(first.flops, second.flops, times),
         Counter(),
     )
 
 
 def _lines(first: Mapping[Name, int], second: Mapping[Name, int], times: int) -> dict[Name, int]:
-    return {name: _on(first.get(name, 0) if first else size, size, times) for name, size in second.items()}
+    return {name: extend(first.get(name, 0) if first else size, size, times) for name, size in second.items()}
 
 
-def _on(first: int, second: int, times: int) -> int:
+def extend(first: int, second: int, times: int) -> int:
+    """A figure on the line through two, so many times their distance behind the second."""
     return second + (second - first) * times
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from weft.checkpoint.huggingface import build_on_meta, read_config
 from weft.job import Job, Model
-from weft.planner.count import carry_on
+from weft.planner.count import carry_on, extend
 from weft.planner.trace import Trace, trace_all
 from weft.train.run import check_model
 
@@ -34,13 +34,14 @@ def first_layers(config: dict[str, Any]) -> int:
     return int(config.get("first_k_dense_replace") or 0)
 
 
-def trace_in_brief(job: Job, world_size: int, device_type: str) -> list[Trace]:
-    """Dry runs of the first rank and, of a pipeline, the last: memory, messages and floating-point operations of a whole step.
+def trace_in_brief(job: Job, world_size: int, device_type: str, stage: int = 0) -> list[Trace]:
+    """Dry runs of the first rank and, of a pipeline, of others: memory, messages and floating-point operations of a whole step.
 
     Without a pipeline of few layers, where the model is made of equal ones; with one of few micro-batches.
 
     Args:
         job, world_size, device_type: as of `weft.planner.trace.trace`.
+        stage: of a pipeline, to be looked at beside the first and the last.
 
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
@@ -49,23 +50,22 @@ def trace_in_brief(job: Job, world_size: int, device_type: str) -> list[Trace]:
     plan = job.plan.resolve(world_size)
     check_model(job.model_copy(update={"plan": plan}))
     if plan.parallel.pp > 1:
-        return trace_all([(job, world_size, rank, device_type, True) for rank in (0, world_size - 1)])
+        stages = sorted({0, stage, plan.parallel.pp - 1})
+        ranks = [stage * world_size // plan.parallel.pp for stage in stages]
+        return trace_all([(job, world_size, rank, device_type) for rank in ranks], in_brief=True)
     config = read_config(job.model).to_dict()
     depth, depths = _depth(config), two_depths(config, plan.memory.recompute_every)
     if depths is None:
-        return trace_all([(job, world_size, 0, device_type, True)])
-    shallow, deep = trace_all([(with_layers(job, config, few), world_size, 0, device_type, True) for few in depths])
+        return trace_all([(job, world_size, 0, device_type)])
+    shallow, deep = trace_all([(with_layers(job, config, few), world_size, 0, device_type) for few in depths])
     times = (depth - depths[1]) // (depths[1] - depths[0])
-
-    def on(first: int, second: int) -> int:
-        return second + (second - first) * times
 
     whole = replace(
         deep,
-        parameters=on(shallow.parameters, deep.parameters),
+        parameters=extend(shallow.parameters, deep.parameters, times),
         count=carry_on(shallow.count, deep.count, times),
-        elsewhere={name: on(shallow.elsewhere[name], size) for name, size in deep.elsewhere.items()},
-        moved=on(shallow.moved, deep.moved),
+        elsewhere={name: extend(shallow.elsewhere[name], size, times) for name, size in deep.elsewhere.items()},
+        moved=extend(shallow.moved, deep.moved, times),
         seconds=shallow.seconds + deep.seconds,
     )
     return [whole]

@@ -51,7 +51,7 @@ class Layout:
     fused_loss: bool = False
     """Whether logits are never whole in float32."""
     optimizer_on_host: bool = False
-    """Whether master weights and moments wait on the host between updates."""
+    """Whether states of the optimizer wait on the host between updates."""
 
     @property
     def micro_batches(self) -> int:
@@ -200,6 +200,7 @@ def layout_of(plan: Plan, seq: int, global_batch: int, micro_batch: int) -> Layo
         dp=p.data_ranks,
         zero=p.zero,
         shard=p.dp_shard if p.dp_replicate > 1 else 0,
+        expert_tp=1,
         recompute=recompute,
         recompute_share=1 / plan.memory.recompute_every,
         offload=bool(plan.memory.offload),

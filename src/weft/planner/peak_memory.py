@@ -115,7 +115,7 @@ def rank_states(shape: Shape, layout: Layout, stack: Stack, rank: int) -> float:
     weights = 0.0 if layout.zero == 3 and not stack.shards_hold_copy else stack.weights
     whole = layout.pp > 1 and layout.zero >= 2  # gradients, and gathered weights, until the last micro-batch
     shards = 0.0 if whole and stack.units else stack.gradients  # which come when the whole ones go
-    sizes = (weights, shards, 0.0 if layout.optimizer_on_host else stack.optimizer)
+    sizes = (weights, shards, stack.optimizer - stack.on_host * layout.optimizer_on_host)
     states = state_bytes(shared, layout.zero, layout.shards, *sizes)
     states += state_bytes(experts, layout.zero, layout.expert_shards, *sizes)
     if layout.adapters:

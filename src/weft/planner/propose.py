@@ -260,10 +260,10 @@ def type_of(cluster: Cluster) -> str:
 
 
 def dry_run(job: Job, space: Space, choice: Choice, limit: float) -> tuple[list[Trace], str, float]:
-    """Dry runs of the first and the last stage; why the layout cannot be, if so; and its bytes, if above the limit, else 0."""
+    """Dry runs of the first, the last and the fullest stage; why the layout cannot be, if so; its bytes, if above the limit."""
     run = planned(job, space, choice.layout)
     try:
-        traces = trace_in_brief(run, choice.layout.num_devices, type_of(space.cluster))
+        traces = trace_in_brief(run, choice.layout.num_devices, type_of(space.cluster), choice.memory.stage)
     except PlanError as error:
         return [], error.what, 0.0
     peak = max(found.count.peak for found in traces) * space.stack.reserve + choice.memory.framework

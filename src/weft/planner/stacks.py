@@ -70,6 +70,8 @@ class Stack:
     """Bytes of an accumulated gradient."""
     optimizer: float = 12.0
     """Bytes of master copy and moments."""
+    on_host: float = 12.0
+    """Of these, bytes that can wait on the host."""
     update_buffer: float = 0.0
     """Bytes a parameter of a buffer beside them, where several ranks reduce gradients."""
     reduced: float = 0.0

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from weft.memory.low_bit import keep_states_small
 from weft.memory.optimizer_state import AwayStates, budget_of
 from weft.memory.pool import Pool
 from weft.parallel.parallelize import parallelize
-from weft.parallel.pipeline.order import is_file, read_order
+from weft.parallel.pipeline.order import plan_timeline
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.planner.count import Count, carry_on, count_calls, count_step
@@ -91,17 +92,17 @@ def trace_stages(job: Job, world_size: int, device_type: str = "cpu") -> list[Tr
     return trace(job, world_size, [stage * world_size // stages for stage in range(stages)], device_type)
 
 
-def trace_all(tasks: Sequence[tuple[Job, int, int, str] | tuple[Job, int, int, str, bool]]) -> list[Trace]:
-    """Dry runs, each in a process of its own, as many at once as there are cores. Arguments of each as of `trace_rank`."""
+def trace_all(runs: Sequence[tuple[Job, int, int, str]], in_brief: bool = False) -> list[Trace]:
+    """Dry runs, each in a process of its own, as many at once as there are cores. Arguments as of `trace_rank`."""
     # A fork is ready at once, but cannot use an accelerator that this process has looked at.
     forks = sys.platform == "linux" and not torch.accelerator.is_available()
     context = multiprocessing.get_context("fork" if forks else "spawn")
     # Torch caches meshes under keys that are the same for all ranks: a process must not be two of them.
-    with context.Pool(min(len(tasks), os.cpu_count() or 1), maxtasksperchild=1) as pool:
-        return pool.starmap(_trace_alone, tasks, chunksize=1)
+    with context.Pool(min(len(runs), os.cpu_count() or 1), maxtasksperchild=1) as pool:
+        return pool.starmap(partial(_trace_alone, in_brief), runs, chunksize=1)
 
 
-def _trace_alone(job: Job, world_size: int, rank: int, device_type: str, in_brief: bool = False) -> Trace:
+def _trace_alone(in_brief: bool, job: Job, world_size: int, rank: int, device_type: str) -> Trace:
     gc.freeze()  # what came with the fork is not looked at again
     warnings.filterwarnings("ignore", module="torch")
     transformers.logging.set_verbosity_error()
@@ -151,8 +152,8 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         def step(batches: Sequence[MicroBatch]) -> None:
             train_step(model, optimizer, batches, plan, mesh, scale, job.optimizer.clip_norm)
 
-        few, some = _rounds(plan, batches) if in_brief else (batches, batches)
         schedule = plan.parallel.pp > 1  # needs all its micro-batches
+        few, some = _rounds(plan, batches) if in_brief and schedule else (batches, batches)
         # Makes the optimizer's state, and fills the caches of DTensor, also for adding up gradients.
         first = count_calls(lambda: step(few if schedule else batches[:2]))
         before = {name: pool.requested for name, pool in pools.items()}
@@ -173,17 +174,17 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
 
 
 def _rounds(plan: Plan, batches: list[MicroBatch]) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """As many micro-batches as go once around a pipeline, and as fill it: with more of them a rank holds no more. All of them
-    where the schedule is not like that, or does not take so few."""
-    around, schedule = plan.parallel.pp, plan.pipeline.schedule
+    """As many micro-batches as go once around a pipeline, and twice, as with more a rank holds no more. All of them where the
+    schedule is not like that, or does not take so few."""
+    around = plan.parallel.pp
     few = around + len(batches) % around
-    if around == 1 or schedule == "gpipe" or is_file(plan) or len(batches) <= few + around:
+    if len(batches) <= few + around:
         return batches, batches
     try:
-        read_order(plan, few)
+        _, some, whole = (plan_timeline(plan, size).peak_in_flight for size in (few, few + around, len(batches)))
     except PlanError:
         return batches, batches
-    return batches[:few], batches[: few + around]
+    return (batches[:few], batches[: few + around]) if some == whole else (batches, batches)
 
 
 def _imagine_elsewhere(

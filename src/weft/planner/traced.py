@@ -47,9 +47,8 @@ def _kept(job: Job, device_type: str, tp: int) -> tuple[dict[Recompute, float], 
     jobs = [_cut(job, config, depth, kind, tp) for kind in kinds for depth in (shallow, shallow + MORE)]
     traces = trace_all([(cut, 2 * tp, 0, device_type) for cut in jobs])
     tokens = ROWS * job.data.seq_len
-    kept = [
-        trace.count.moments["head", False]["activations"] / tokens for trace in traces
-    ]  # by all layers, and nothing else
+    # In the head's forward all layers have kept what they keep, and nothing else is there.
+    kept = [trace.count.moments["head", False]["activations"] / tokens for trace in traces]
     layers = {kind: (kept[2 * place + 1] - kept[2 * place]) / MORE for place, kind in enumerate(kinds)}
     # Where nothing is computed again, the loss makes the fullest moment.
     return layers, traces[0].count.peak_bytes["activations"] / tokens - shallow * layers["none"]

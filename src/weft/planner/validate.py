@@ -270,7 +270,7 @@ def print_scores(runs: list[Run], refused: dict[str, str]) -> None:
                 *(f"x {stated[0]} to {stated[1]}", f"{_share(stated, _ratios(outcomes, calibrated)):.0%}"),
             )
         console.print(table)
-    console.print(f"{len(runs)} runs read, {len(refused)} left out for what their lines do not say.")
+    console.print(f"{len(runs)} runs read, {len(refused)} left out for what their lines say, or do not.")
 
 
 def memory_scores(runs: Iterable[Run]) -> list[tuple[str, str, list[float]]]:

@@ -126,7 +126,7 @@ class Pipeline:
                 self._run,
                 self._message,
                 self.queue,
-                partial(add_up_gradients, self.model),
+                partial(add_up_gradients, self.model, self.plan),
                 self._reduced,
                 carries,
             )
