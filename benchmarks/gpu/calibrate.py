@@ -31,7 +31,13 @@ from weft.train.run import train
 
 STEPS, SEQ_LEN = 8, 4096
 SECONDS_OFF, BYTES_OFF = 0.10, 0.05
-SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 SMALL |= {"vocab_size": 2048}
 SMALL_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 PLANS: dict[str, tuple[int, int, dict[str, Any]]] = {

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import cycle, islice
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -179,22 +180,27 @@ def bytes_in(value: Any) -> int:
 
 
 def _batch(func: Any, copies: Sequence[Arguments], number: int, place: torch.device) -> float:
+    """Seconds of so many calls, which take turns with copies of their tensors."""
+    turns = islice(cycle(copies), number)
     kept: deque[Any] = deque(maxlen=len(copies))
-    between = torch.zeros(BETWEEN_BYTES, dtype=torch.uint8) if place.type == "cpu" else None
-    seconds = 0.0
+    if place.type == "cpu":
+        return _among_others(func, turns, kept)
     begin = time.perf_counter()
-    for turn in range(number):
-        positional, named = copies[turn % len(copies)]
-        if between is not None:
-            between.add_(1)
-            begin = time.perf_counter()
+    for positional, named in turns:
         kept.append(func(*positional, **named))
-        if between is not None:
-            seconds += time.perf_counter() - begin
-    if between is not None:
-        return seconds
     torch.accelerator.synchronize()
     return time.perf_counter() - begin
+
+
+def _among_others(func: Any, turns: Iterable[Arguments], kept: deque[Any]) -> float:
+    """Seconds of calls on a CPU, where other work has the caches between two of them."""
+    seconds, others = 0.0, torch.zeros(BETWEEN_BYTES, dtype=torch.uint8)
+    for positional, named in turns:
+        others.add_(1)
+        begin = time.perf_counter()
+        kept.append(func(*positional, **named))
+        seconds += time.perf_counter() - begin
+    return seconds
 
 
 def time_operations(
