@@ -5,7 +5,8 @@
 
 A dense Llama and a Qwen3-MoE are trained for a few steps each, with short and long rows, few and many of them, and with ways to
 hold less. Seconds of a step are predicted twice, by formula and by operators that are timed on the card, and bytes by a dry
-run; measured are the median of the steps, the first two left out, and the most bytes that the allocator has given out.
+run; measured are the median of the steps, the first two left out, and the most bytes that the allocator has given out (without
+an accelerator: those of the process, which are not judged).
 
 Exit code 1 if steps by operators are off by more than 10 % in the mean, or bytes by more than 5 %.
 """
@@ -16,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from dryrun import MODELS
 from rich.console import Console
 from rich.table import Column, Table
@@ -104,7 +106,8 @@ def main() -> None:
     Console(width=170).print(table)
     time, memory = statistics.mean(seconds_off), statistics.mean(bytes_off)
     print(f"in the mean {time:.1%} off in seconds and {memory:.1%} in bytes")
-    raise SystemExit(1 if time > SECONDS_OFF or memory > BYTES_OFF else 0)
+    bytes_count = torch.accelerator.is_available()
+    raise SystemExit(1 if time > SECONDS_OFF or (bytes_count and memory > BYTES_OFF) else 0)
 
 
 if __name__ == "__main__":

@@ -174,17 +174,20 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
 
 
 def _rounds(plan: Plan, batches: list[MicroBatch]) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """As many micro-batches as go once around a pipeline, and twice, as with more a rank holds no more. All of them where the
-    schedule is not like that, or does not take so few."""
-    around = plan.parallel.pp
-    few = around + len(batches) % around
-    if len(batches) <= few + around:
-        return batches, batches
-    try:
-        _, some, whole = (plan_timeline(plan, size).peak_in_flight for size in (few, few + around, len(batches)))
-    except PlanError:
-        return batches, batches
-    return (batches[:few], batches[: few + around]) if some == whole else (batches, batches)
+    """As many micro-batches as go once around a pipeline, and one or a round more, as with more a rank holds no more. All of
+    them where the schedule is not like that, or does not take so few."""
+    around, whole = plan.parallel.pp, len(batches)
+    for more in (1, around):
+        few = around + whole % more
+        if few + more >= whole:
+            break
+        try:
+            _, some, most = (plan_timeline(plan, size).peak_in_flight for size in (few, few + more, whole))
+        except PlanError:
+            continue
+        if some == most:
+            return batches[:few], batches[: few + more]
+    return batches, batches
 
 
 def _imagine_elsewhere(
