@@ -7,13 +7,15 @@ cases: trainings whose layout and speed were published. The step predicted for t
 library that ran it, beside the published step; and the best layout that a search finds for the same library on the same
 devices. A distance below zero says that the published layout could be left behind, by the planner's own account.
 search: processor seconds of a whole search and of the reasons, by model and number of devices.
-scaling: tokens a second and device of Weft's best plan, where the batch grows with the devices.
+scaling: tokens a second and device of Weft's best plan, where the batch grows with the devices; docs/scaling.svg shows them.
 confirm: seconds in which layouts are run dry, in brief, and their peak memory by formula beside what that counts.
 """
 
 import argparse
+import math
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +33,7 @@ from weft.planner.stacks import STACKS
 from weft.planner.step_time import step_time
 from weft.planner.traced import trace_layers
 
+PICTURE = Path(__file__).parents[1] / "docs" / "scaling.svg"
 LLAMA_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)
 LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
 GPT3 = KNOWN["gpt3"]
@@ -206,21 +209,48 @@ def scaling() -> Table:
     table = Table(title="Qwen3 30B-A3B, 4,096 tokens, eight rows a device, Weft's best plan")
     for name in ("device", "devices", "plan", "s a step", "tokens/s/device", "of the smallest"):
         table.add_column(name, overflow="fold")
-    for device in ("Ascend 910B", "H100"):
-        first = 0.0
+    rates: dict[str, dict[int, float]] = {"Ascend 910B": {}, "H100": {}}
+    for device, found in rates.items():
+        preset = find_device(device)
         for devices in (8, 64, 384, 1024, 8192):
-            preset = find_device(device)
             cluster = Cluster(preset, devices // preset.per_host, preset.per_host)
             best = search(Space(KNOWN["qwen330b"], 4096, 8 * devices, cluster, STACKS["weft"]), 1).best
             if not best:
                 table.add_row(device, f"{devices:,}", "nothing fits", "", "", "")
                 continue
-            rate = 8 * 4096 / best[0].time.seconds
-            first = first or rate
-            bar = "#" * round(20 * rate / first)
-            cells = (f"{best[0].time.seconds:.2f}", f"{rate:,.0f}", f"{rate / first:.0%} {bar}")
-            table.add_row(device, f"{devices:,}", describe(best[0]), *cells)
+            rate = found[devices] = 8 * 4096 / best[0].time.seconds
+            of_first = f"{rate / next(iter(found.values())):.0%}"
+            table.add_row(
+                device, f"{devices:,}", describe(best[0]), f"{best[0].time.seconds:.2f}", f"{rate:,.0f}", of_first
+            )
+    PICTURE.write_text(draw(rates))
     return table
+
+
+def draw(rates: dict[str, dict[int, float]]) -> str:
+    """Tokens a second and device over the number of devices, which grows from mark to mark by its logarithm, as SVG."""
+    sizes = sorted({size for found in rates.values() for size in found})
+    most, first, last = max(max(found.values()) for found in rates.values()), math.log(sizes[0]), math.log(sizes[-1])
+
+    def at(size: int, rate: float) -> tuple[float, float]:
+        return 70 + 560 * (math.log(size) - first) / (last - first), 300 - 250 * rate / most
+
+    lines = ['<rect width="760" height="350" fill="white"/>', '<text x="20" y="30">tokens/s and device</text>']
+    for size in sizes:
+        x, y = at(size, 0)
+        lines.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="50" stroke="#ddd"/>')
+        lines.append(f'<text x="{x:.1f}" y="{y + 20}" text-anchor="middle">{size:,}</text>')
+    for (name, found), color in zip(rates.items(), ("#d1495b", "#30638e"), strict=True):
+        points = [at(*point) for point in found.items()]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        for (x, y), rate in zip(points, found.values(), strict=True):
+            lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
+            lines.append(f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="middle">{rate:,.0f}</text>')
+        lines.append(f'<text x="{points[-1][0] + 30:.1f}" y="{points[-1][1] + 4:.1f}" fill="{color}">{name}</text>')
+    lines.append('<text x="350" y="342" text-anchor="middle">devices</text>')
+    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 350" font-family="sans-serif" font-size="12">'
+    return "\n".join([head, *lines, "</svg>"]) + "\n"
 
 
 def confirmations() -> Table:

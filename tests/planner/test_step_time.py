@@ -1,15 +1,19 @@
 """What must hold of a simulated step, whatever its constants."""
 
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import pytest
 
 from weft.errors import PlanError
+from weft.parallel.pipeline.generate import build_schedule
+from weft.parallel.pipeline.schedule import peak_in_flight
 from weft.plan import Memory as MemorySettings
 from weft.plan import Parallel, Plan
 from weft.planner.hardware import cluster_of, find_device
 from weft.planner.layout import Layout, check, layers_of_ranks, layout_of, local_parameters
-from weft.planner.peak_memory import in_flight, peak_memory
+from weft.planner.peak_memory import in_flight, peak_memory, split_in_flight
 from weft.planner.roofline import fill, flash_attention, grouped, matmul
 from weft.planner.shape import KNOWN, Shape
 from weft.planner.stacks import STACKS, find_stack
@@ -139,6 +143,16 @@ def test_micro_batches_in_flight() -> None:
     assert in_flight(replace(layout, schedule="gpipe"), 7) == 64
     assert in_flight(replace(layout, schedule="zb-2p"), 0) == 16
     assert in_flight(replace(layout, global_batch=4), 0) == 4
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-h2", 1), ("zb-2p", 1), ("zbv", 2)])
+def test_micro_batches_in_flight_of_split_backwards(schedule: Any, chunks: int) -> None:
+    order = build_schedule(schedule, 4, 16, chunks)
+    layout = replace(BASE, pp=4, dp=1, tp=1, global_batch=16, schedule=schedule, vpp=chunks)
+    for rank, slots in enumerate(order.slots):
+        steps = [{"I": 1, "W": -1}.get(action.kind, 0) for slot in slots for action in slot]
+        most = peak_in_flight(order)[rank], peak_in_flight(order, released_by="BI")[rank], max(accumulate(steps))
+        assert split_in_flight(layout, rank) == tuple(count / chunks for count in most)
 
 
 @pytest.mark.parametrize("change", [{"tp": 3}, {"pp": 64, "vpp": 2}, {"cp": 3}])

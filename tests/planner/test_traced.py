@@ -14,6 +14,7 @@ from weft.planner.strategy import stack_for
 from weft.planner.trace import trace
 from weft.planner.traced import trace_layers
 
+ZB = {"schedule": "zb-h1"}
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 4096}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 1024}
 MODELS: dict[str, dict[str, Any]] = {
@@ -60,6 +61,8 @@ def test_what_is_computed_again_is_not_kept(traced: dict[str, Traced]) -> None:
         ("llama", {"parallel": {"zero": 1, "pp": 2}}),
         ("llama", {"parallel": {"zero": 2, "pp": 2}}),
         ("llama", {"parallel": {"zero": 3, "pp": 2}}),
+        ("llama", {"parallel": {"zero": 1, "pp": 2}, "pipeline": ZB}),
+        ("llama", {"parallel": {"zero": 1, "pp": 2}, "pipeline": ZB, "memory": {"recompute": ["block"]}}),
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["block"]}}),
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["block"], "recompute_every": 2}}),
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["attention", "activation", "norm"]}}),

@@ -63,8 +63,10 @@ class Traced:
 def peak_memory(shape: Shape, layout: Layout, stack: Stack, traced: Traced | None = None) -> Memory:
     """Bytes of the fullest rank of pp."""
     counts = layers_of_ranks(shape, layout)
-    # Of ranks with as many layers the first holds most micro-batches; the first two may have layers without experts.
+    # Of ranks with as many layers the first holds most, or the last; the first two may have layers without experts.
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1, *(counts.index(count, 1) for count in set(counts[1:]))}
+    if layout.schedule.startswith("zb"):
+        ranks |= {layout.pp - 1 - counts[::-1].index(count) for count in set(counts)}
     stages = (stage_memory(shape, layout, stack, rank, traced) for rank in sorted(ranks))
     return max(stages, key=lambda memory: memory.total)
 
@@ -80,6 +82,44 @@ def in_flight(layout: Layout, rank: int) -> float:
     if layout.vpp > 1 and layout.schedule != "zbv":
         held = p - rank + (p - 1 - rank) / layout.vpp
     return min(float(m), held)
+
+
+def split_in_flight(layout: Layout, rank: int) -> tuple[float, float, float]:
+    """As `in_flight`, where gradients of matrices come later than those of inputs: micro-batches that a rank holds at most of both
+    kinds together, of those that wait for the gradient of their input, and of those that wait for gradients of matrices. As
+    `weft.parallel.pipeline.simulate.Timeline` counts them."""
+    p, m = layout.pp, float(layout.micro_batches)
+    both, inputs, matrices = {
+        "zb-h1": (p, p - rank, rank + 1),
+        "zb-h2": (2 * p - 1, 2 * (p - rank) - 1, 2 * rank + 1),
+        "zb-2p": (2 * p, 2 * (p - rank) - 1, p + rank + 1),
+        "zbv": (p, p, rank + 0.5),
+    }[layout.schedule]
+    return min(m, both), min(m, inputs), min(m, matrices)
+
+
+def waiting_bytes(shape: Shape, layout: Layout) -> float:
+    """Of the mean layer and a micro-batch, inputs and output gradients of matrices that wait for their product. Experts have
+    theirs at once."""
+    keys = shape.heads * shape.head_dim + shape.v_width if shape.kv_lora else 2 * shape.kv_width
+    attention = shape.q_width + shape.v_width + keys + 2 * (shape.q_lora + shape.kv_lora)
+    dense, shared = shape.num_mlp - shape.num_moe, shape.num_moe * (shape.shared_ffn > 0)
+    split = shape.num_attention * attention + shape.matrices * (dense * shape.ffn + shared * shape.shared_ffn)
+    whole = 2 * shape.hidden * (shape.num_attention + dense + shared)
+    return 2 * layout.tokens * (split / layout.tp + whole) / shape.layers
+
+
+def held_activations(shape: Shape, layout: Layout, stack: Stack, rank: int, each: float) -> float:
+    """Bytes of activations that a rank of pp holds between its actions, where a layer keeps so many of a micro-batch."""
+    count = layers_of_ranks(shape, layout)[rank]
+    if not stack.units or not layout.schedule.startswith("zb"):
+        return 2 * each if layout.offload else in_flight(layout, rank) * count * each
+    wait = waiting_bytes(shape, layout)
+    both, inputs, matrices = split_in_flight(layout, rank)
+    # As many as can be of those that hold more, and then of the others; what is transient is of one whose gradients come now.
+    waiting = min(matrices, both - 1 if wait > each else both - inputs)
+    kept = 2 * each if layout.offload else min(inputs, both - waiting) * count * each
+    return kept + waiting * count * wait
 
 
 def layer_bytes(shape: Shape, layout: Layout, stack: Stack, recompute: Recompute) -> float:
@@ -138,11 +178,10 @@ def stage_memory(shape: Shape, layout: Layout, stack: Stack, rank: int, traced: 
         return layer_bytes(shape, layout, stack, recompute)
 
     states = rank_states(shape, layout, stack, rank)
-    count, flight = layers_of_ranks(shape, layout)[rank], in_flight(layout, rank)
     each = kept(layout.recompute)
     if layout.recompute_share < 1:
         each = layout.recompute_share * each + (1 - layout.recompute_share) * kept(layout.rest)
-    activations = 2 * each if layout.offload else flight * count * each
+    activations = held_activations(shape, layout, stack, rank, each)
     layer = head = 0.0
     if layout.recompute in ("attention", "mlp", "full"):
         layer = kept("none") - kept(layout.recompute) * (layout.recompute != "full")
