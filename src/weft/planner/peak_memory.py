@@ -85,9 +85,8 @@ def in_flight(layout: Layout, rank: int) -> float:
 
 
 def split_in_flight(layout: Layout, rank: int) -> tuple[float, float, float]:
-    """As `in_flight`, where gradients of matrices come later than those of inputs: micro-batches that a rank holds at most of both
-    kinds together, of those that wait for the gradient of their input, and of those that wait for gradients of matrices. As
-    `weft.parallel.pipeline.simulate.Timeline` counts them."""
+    """As `in_flight`, where gradients of matrices come later than those of inputs: micro-batches that a rank holds at most of
+    both kinds, of those that wait for the gradient of their input, and of those that wait for gradients of matrices."""
     p, m = layout.pp, float(layout.micro_batches)
     both, inputs, matrices = {
         "zb-h1": (p, p - rank, rank + 1),
