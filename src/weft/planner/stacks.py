@@ -267,6 +267,7 @@ STACKS: dict[str, Stack] = {
             ring=1.25,
             dp_overlap=0.7,
             logits=14,
+            on_host=8,
             shards_hold_copy=False,
             units=True,
         ),
