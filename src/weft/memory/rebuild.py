@@ -57,9 +57,7 @@ class Note:
 
     def __init__(self, operation: Any, arguments: Any):
         self.operation = operation
-        self.arguments = arguments
-        """(args, kwargs); in the place of a tensor that is noted itself, a `View`; or what else has a tensor `again`."""
-        self.versions = [tensor._version for tensor in self.inputs()]
+        self._start_from(arguments)
         self.settled = False
         self.claims = 0
         """How many places in the graph have still to be given one of the results."""
@@ -67,11 +65,13 @@ class Note:
         """The results again, while there are claims; for good, where they cannot be made once more."""
         self.for_good = False
 
-    def leaves(self) -> list[Any]:
-        return tree_leaves(self.arguments, is_leaf=_stands_in)
-
-    def inputs(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves() if isinstance(leaf, Tensor)]
+    def _start_from(self, arguments: Any) -> None:
+        leaves = tree_leaves(arguments, is_leaf=_stands_in)  # once: chains are walked for whatever is kept
+        self.arguments = arguments
+        """(args, kwargs); in the place of a tensor that is noted itself, a `View`; or what else has a tensor `again`."""
+        self.before = [leaf.note for leaf in leaves if isinstance(leaf, View)]
+        self.inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.versions = [tensor._version for tensor in self.inputs]
 
     def chain(self) -> list["Note"]:
         """The notes that it takes to make the results, inputs first, this one last; none beyond what is made already."""
@@ -81,18 +81,17 @@ class Note:
 
     def _visit(self, found: dict["Note", None]) -> None:
         if self not in found and self.made is None:
-            for leaf in self.leaves():
-                if isinstance(leaf, View):
-                    leaf.note._visit(found)
+            for note in self.before:
+                note._visit(found)
             found[self] = None
 
     def is_valid(self) -> bool:
         """Whether all that it starts from is what it was."""
-        return all([tensor._version for tensor in note.inputs()] == note.versions for note in self.chain())
+        return all([tensor._version for tensor in note.inputs] == note.versions for note in self.chain())
 
     def starts_from(self, storages: set[int]) -> bool:
         """Whether something that it starts from lies in one of these storages."""
-        return any(id(tensor.untyped_storage()) in storages for note in self.chain() for tensor in note.inputs())
+        return any(id(tensor.untyped_storage()) in storages for note in self.chain() for tensor in note.inputs)
 
     def settle(self, keep: Callable[[Tensor], Any]) -> None:
         """Let go of the graph that inputs are a part of, which may be the one that keeps this note.
@@ -102,8 +101,7 @@ class Note:
         """
         for note in self.chain():
             if not note.settled:
-                note.arguments = tree_map_only(Tensor, keep, note.arguments, is_leaf=_stands_in)
-                note.versions = [tensor._version for tensor in note.inputs()]
+                note._start_from(tree_map_only(Tensor, keep, note.arguments, is_leaf=_stands_in))
                 note.settled = True
 
     def make(self) -> list[Tensor]:
