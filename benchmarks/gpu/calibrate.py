@@ -39,8 +39,8 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
+    "vocab_size": 2048,
 }
-SMALL |= {"vocab_size": 2048}
 SMALL_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 PLANS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1 row": (1, 1, {}),

@@ -69,6 +69,11 @@ class Layout:
         return self.micro_batch * self.seq // self.cp
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of matrices come later than those of inputs."""
+        return self.schedule.startswith("zb")
+
+    @property
     def ring(self) -> int:
         """Ranks of cp that pass keys and values around."""
         return self.cp // self.ulysses

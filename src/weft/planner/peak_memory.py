@@ -65,7 +65,7 @@ def peak_memory(shape: Shape, layout: Layout, stack: Stack, traced: Traced | Non
     counts = layers_of_ranks(shape, layout)
     # Of ranks with as many layers the first holds most, or the last; the first two may have layers without experts.
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1, *(counts.index(count, 1) for count in set(counts[1:]))}
-    if layout.schedule.startswith("zb"):
+    if layout.splits_backward:
         ranks |= {layout.pp - 1 - counts[::-1].index(count) for count in set(counts)}
     stages = (stage_memory(shape, layout, stack, rank, traced) for rank in sorted(ranks))
     return max(stages, key=lambda memory: memory.total)
@@ -111,7 +111,7 @@ def waiting_bytes(shape: Shape, layout: Layout) -> float:
 def held_activations(shape: Shape, layout: Layout, stack: Stack, rank: int, each: float) -> float:
     """Bytes of activations that a rank of pp holds between its actions, where a layer keeps so many of a micro-batch."""
     count = layers_of_ranks(shape, layout)[rank]
-    if not stack.units or not layout.schedule.startswith("zb"):
+    if not stack.units or not layout.splits_backward:
         return 2 * each if layout.offload else in_flight(layout, rank) * count * each
     wait = waiting_bytes(shape, layout)
     both, inputs, matrices = split_in_flight(layout, rank)
@@ -154,7 +154,7 @@ def rank_states(shape: Shape, layout: Layout, stack: Stack, rank: int) -> float:
     weights = 0.0 if layout.zero == 3 and not stack.shards_hold_copy else stack.weights
     whole = layout.pp > 1 and layout.zero >= 2  # gradients, and gathered weights, until the last micro-batch
     shards = 0.0 if whole and stack.units else stack.gradients  # which come when the whole ones go
-    sizes = (weights, shards, stack.optimizer - stack.on_host * layout.optimizer_on_host)
+    sizes = (weights, shards, stack.stays if layout.optimizer_on_host else stack.optimizer)
     states = state_bytes(shared, layout.zero, layout.shards, *sizes)
     states += state_bytes(experts, layout.zero, layout.expert_shards, *sizes)
     if layout.adapters:

@@ -70,8 +70,8 @@ class Stack:
     """Bytes of an accumulated gradient."""
     optimizer: float = 12.0
     """Bytes of master copy and moments."""
-    on_host: float = 12.0
-    """Of these, bytes that can wait on the host."""
+    stays: float = 0.0
+    """Of these, bytes that stay on the device where the others wait on the host."""
     update_buffer: float = 0.0
     """Bytes a parameter of a buffer beside them, where several ranks reduce gradients."""
     reduced: float = 0.0
@@ -267,7 +267,7 @@ STACKS: dict[str, Stack] = {
             ring=1.25,
             dp_overlap=0.7,
             logits=14,
-            on_host=8,
+            stays=4,
             shards_hold_copy=False,
             units=True,
         ),

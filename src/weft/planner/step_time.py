@@ -383,5 +383,5 @@ def optimizer_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack)
     mine = shared / layout.shards + experts / layout.expert_shards if layout.zero else shared + experts
     update = roofline.stream(cluster.device, 2 * (stack.optimizer + stack.gradients + stack.weights) * mine) + 2e-3
     if layout.optimizer_on_host:  # there and back, beside the update
-        return max(update, 2 * stack.on_host * mine / cluster.device.host_bandwidth)
+        return max(update, 2 * (stack.optimizer - stack.stays) * mine / cluster.device.host_bandwidth)
     return update

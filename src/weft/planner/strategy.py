@@ -31,7 +31,7 @@ def stack_for(precision: Precision) -> Stack:
         STACKS["weft"],
         weights=float(copy or BYTES[precision.update]),
         optimizer=(master if copy else 0) + 2 * state_bytes(precision),
-        on_host=2 * state_bytes(precision),
+        stays=float(master if copy else 0),
         gradients=float(BYTES[precision.reduce]),
         reduce=float(BYTES[precision.reduce]),
         shards_hold_copy=not copy or precision.weights != "whole",

@@ -177,12 +177,13 @@ def _rounds(plan: Plan, batches: list[MicroBatch]) -> tuple[list[MicroBatch], li
     """As many micro-batches as go once around a pipeline, and one or a round more, as with more a rank holds no more. All of
     them where the schedule is not like that, or does not take so few."""
     around, whole = plan.parallel.pp, len(batches)
+    most = plan_timeline(plan, whole).peak_in_flight
     for more in (1, around):
         few = around + whole % more
         if few + more >= whole:
             break
         try:
-            _, some, most = (plan_timeline(plan, size).peak_in_flight for size in (few, few + more, whole))
+            _, some = (plan_timeline(plan, size).peak_in_flight for size in (few, few + more))
         except PlanError:
             continue
         if some == most:
