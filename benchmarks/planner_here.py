@@ -1,6 +1,6 @@
 """What the planner predicts for random plans of small models, beside what `weft train` then measures here.
 
-    python benchmarks/planner_here.py                 # 30 plans at 1 to 4 ranks, half an hour on two cores
+    python benchmarks/planner_here.py                 # 30 plans at 1 to 4 ranks, an hour on two cores
     python benchmarks/planner_here.py --plans 8 --seed 1
 
 A plan is a model (Llama or Qwen3-MoE of random sizes), rows, degrees, ZeRO stage, schedule, formats and recompute at random,
@@ -39,7 +39,7 @@ from weft.planner.trace import Trace, trace_stages
 from weft.planner.validate import spearman
 from weft.train.run import train
 
-STEPS = 12
+STEPS = 24  # a CPU compiles kernels for each number of rows that an expert gets: the first ten steps have many new ones
 COLUMNS = ("by formula, s", "by operators, s", "measured, s", "memory", "sent")
 
 

@@ -28,6 +28,7 @@ COLLECTIVES = {"cuda": "nccl", "npu": "hccl"}
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of malloc.h
 TOP_PAD_BYTES = 2**26
+COMPILED_KERNELS = "8192"
 
 
 class Device(ABC):
@@ -167,7 +168,11 @@ class Cpu(Device):
         return torch.device("cpu")
 
     def use(self, local_rank: int) -> None:
-        """Let the C library keep what is freed: large tensors of every step else come as new pages that fault one by one."""
+        """Let the C library keep what is freed: large tensors of every step else come as new pages that fault one by one.
+
+        And let oneDNN keep the kernels that it compiles for each shape: experts get another number of rows at each call.
+        """
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", COMPILED_KERNELS)  # read at its first call
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
         if mallopt is not None:
             mallopt(M_MMAP_MAX, 0)

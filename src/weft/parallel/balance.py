@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy, Block
 from weft.anatomy.transformers import experts_per_token
-from weft.cluster.mesh import AXES, CONTEXT_AXES
+from weft.cluster.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.comm import collectives
 from weft.parallel.expert import load_imbalance, takes_indices
 
@@ -89,12 +89,12 @@ class RouterWatch:
             sums: of all layers of the model.
             tokens: of a row, on this rank.
         """
-        groups = [self.mesh.get_group(axis) for axis in (*CONTEXT_AXES, "tp") if self.mesh[axis].size() > 1]
+        groups = [self.mesh.get_group(axis) for axis in (*CONTEXT_AXES, "tp") if ranks_along(self.mesh, axis) > 1]
         return balance_loss(sums, tokens * self.layers, groups).sum()
 
     def tokens_of(self, seq_len: int) -> int:
         """Tokens of a row that go through the routers of this rank: tp ranks have a part each, sp or not."""
-        return seq_len // self.mesh[(*CONTEXT_AXES, "tp")].size()
+        return seq_len // ranks_along(self.mesh, *CONTEXT_AXES, "tp")
 
     def take_load(self) -> float | None:
         """Load of the busiest expert over the mean, in the most uneven layer, since the last call; the same on the ranks of a

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.cluster.mesh import context_rank
+from weft.cluster.mesh import context_rank, ranks_along
 from weft.comm.collectives import start_all_to_all
 from weft.compute.attention import (
     PLAIN,
@@ -121,7 +121,7 @@ def natural_positions(seq_len: int, ulysses: int, ring: int, rank: int) -> Tenso
 
 def own_positions(seq_len: int, mesh: DeviceMesh) -> Tensor:
     """The natural positions of this rank's tokens, int64 [seq_len / cp]; see `natural_positions`."""
-    return natural_positions(seq_len, mesh["cp_ulysses"].size(), mesh["cp_ring"].size(), context_rank(mesh))
+    return natural_positions(seq_len, ranks_along(mesh, "cp_ulysses"), ranks_along(mesh, "cp_ring"), context_rank(mesh))
 
 
 # Attention over a ring

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft.anatomy.roles import Anatomy
 from weft.cluster.hierarchy import leaves_host
-from weft.cluster.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes
+from weft.cluster.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes, ranks_along
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
 from weft.parallel.replicate import GradientReducer, Unit, is_split
@@ -66,7 +66,7 @@ def shard_data_parallel(
         for name in block.experts if expert_mesh else ():
             assert expert_mesh is not None
             own_mesh = between_replicas(expert_mesh["edp_replicate"], expert_mesh["edp_shard"])
-            placement = partial(_placement, expert_mesh["edp_shard"].size())
+            placement = partial(_placement, ranks_along(expert_mesh, "edp_shard"))
             own = {**settings, "mesh": own_mesh, "shard_placement_fn": placement}
             fully_shard(model.get_submodule(name), **own)
         fully_shard(model.get_submodule(block.name), **settings)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
-from weft.cluster.mesh import CONTEXT_AXES
+from weft.cluster.mesh import CONTEXT_AXES, ranks_along
 from weft.compute.dropout import dropout_keep, mix
 from weft.errors import ModelError
 from weft.parallel.context import own_positions
@@ -88,7 +88,7 @@ def place_dropout(model: Any, anatomy: Anatomy, mesh: DeviceMesh) -> None:
     }
     if not dropouts and not has_attention_dropout(model):
         return
-    place = Place(mesh.get_local_rank("tp"), mesh["tp"].size(), mesh[(*CONTEXT_AXES, "tp")].size() == 1)
+    place = Place(mesh.get_local_rank("tp"), ranks_along(mesh, "tp"), ranks_along(mesh, *CONTEXT_AXES, "tp") == 1)
     for name, module in dropouts.items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, PlacedDropout(module.p, _number(name), place))

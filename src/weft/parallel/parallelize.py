@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.cluster.device import detect
-from weft.cluster.mesh import build_expert_mesh
+from weft.cluster.mesh import build_expert_mesh, ranks_along
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.overlap import check_chunks
 from weft.errors import PlanError
@@ -164,7 +164,7 @@ def split_all_experts(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expe
     Experts see tokens of all ranks, and each is on fewer of them than the other weights: where those have the mean of
     their gradients over the ranks that see different tokens, experts have the mean over the ranks that hold them.
     """
-    holders = expert_mesh["edp_replicate"].size() * expert_mesh["edp_shard"].size()
+    holders = ranks_along(expert_mesh, "edp_replicate", "edp_shard")
     for name in (name for block in anatomy.blocks for name in block.experts):
         experts = model.get_submodule(name)
         names = [parameter for parameter, _ in experts.named_parameters()]

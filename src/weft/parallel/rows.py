@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import ATTENTION, document_masks
-from weft.cluster.mesh import CONTEXT_AXES, context_rank
+from weft.cluster.mesh import CONTEXT_AXES, context_rank, ranks_along
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
 from weft.errors import ModelError, PlanError
@@ -81,7 +81,7 @@ def take_whole_rows(model: Any, mesh: DeviceMesh) -> None:
         if positions is None:
             positions = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
         if own_attention:
-            mask = _carry_documents(positions, mask, config, whole=mesh[CONTEXT_AXES].size() == 1)
+            mask = _carry_documents(positions, mask, config, whole=ranks_along(mesh, *CONTEXT_AXES) == 1)
         elif mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             mask = document_masks(model, positions, mask)
         own = {"input_ids": part_of_rows(rows, mesh), "position_ids": part_of_rows(positions, mesh)}
@@ -118,7 +118,7 @@ def _loss(model: Any, mesh: DeviceMesh, logits: Tensor, labels: Tensor, *_: Any,
     count = (targets != ignored).sum().clamp(min=1) if (n := kwargs.get("num_items_in_batch")) is None else n
     parts = part_of_rows(targets, mesh)
     own = cross_entropy_sum(logits, parts, ignored, mesh.get_group("tp"), vocab_size(model)) / count
-    total, ranks = all_reduce(own.detach().clone(), mesh, CONTEXT_AXES), mesh[CONTEXT_AXES].size()
+    total, ranks = all_reduce(own.detach().clone(), mesh, CONTEXT_AXES), ranks_along(mesh, *CONTEXT_AXES)
     return own * ranks + (total - own.detach() * ranks)
 
 
@@ -130,7 +130,7 @@ def register_attention() -> None:
 
 def part_of_rows(rows: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's tokens of whole rows [batch, seq_len, ...]: two ends of the row for each, so that causal work is equal."""
-    if mesh[CONTEXT_AXES].size() == 1:
+    if ranks_along(mesh, *CONTEXT_AXES) == 1:
         return rows
     return rows[:, own_positions(rows.shape[1], mesh).to(rows.device)]
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.huggingface import arrange_packed
 from weft.cluster.launch import rank_main
-from weft.cluster.mesh import AXES, data_rank
+from weft.cluster.mesh import AXES, data_rank, ranks_along
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
 from weft.data import MicroBatch, Prepared
@@ -170,7 +170,7 @@ def _whole_rows(session: Session, output: Tensor, width: int) -> Tensor:
         width: of the whole.
     """
     mesh, data_ranks = session.mesh, session.job.plan.parallel.data_ranks
-    tp, tp_rank, columns = mesh["tp"].size(), mesh.get_local_rank("tp"), slice(None)
+    tp, tp_rank, columns = ranks_along(mesh, "tp"), mesh.get_local_rank("tp"), slice(None)
     places = part_of_rows(torch.arange(session.job.data.seq_len, device=output.device)[None], mesh)[0]
     cuts_sequence, cuts_width = output.shape[1] < len(places), output.shape[2] < width
     if cuts_sequence:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.transformers import document_masks
-from weft.cluster.mesh import AXES, CONTEXT_AXES
+from weft.cluster.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.comm.collectives import all_reduce
 from weft.comm.compression.feedback import Feedback
 from weft.comm.objects import all_gather_json
@@ -208,7 +208,7 @@ def _overflowed(parameters: list[nn.Parameter], mesh: DeviceMesh) -> tuple[int, 
 
 def _square(model: Any, parameters: list[nn.Parameter], mesh: DeviceMesh) -> Tensor:
     """This rank's share of the squared norm of the gradient; a tied weight on two stages of a pipeline counts once."""
-    stages = mesh["pp"].size()
+    stages = ranks_along(mesh, "pp")
     copy = model.pipeline.tied_copy if stages > 1 else None
     return square_of_gradients((p for p in parameters if p is not copy), mesh.size() // stages)
 
@@ -231,7 +231,7 @@ def evaluate(model: Any, batches: Sequence[MicroBatch], mesh: DeviceMesh) -> flo
         loss_sum += loss.double()
         return loss
 
-    if mesh["pp"].size() > 1:
+    if ranks_along(mesh, "pp") > 1:
         model.pipeline.evaluate(batches, partial(forward, model), add_up)
     else:
         for batch in batches:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.roles import Anatomy
-from weft.cluster.mesh import AXES, CONTEXT_AXES
+from weft.cluster.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.data import MicroBatch
 from weft.errors import ModelError
 from weft.parallel.data import add_up_gradients, begin_pipelined_step, reduce_gradients
@@ -47,8 +47,8 @@ class Pipeline:
         self.group, self.rank, self.ranks = mesh.get_group("pp"), mesh.get_local_rank("pp"), stage_ranks(plan)
         self.leads = all(mesh.get_local_rank(axis) == 0 for axis in AXES if axis != "pp")
         """Whether this is the first rank of its stages."""
-        self.split = mesh[CONTEXT_AXES].size() * (mesh["tp"].size() if plan.parallel.sp else 1)
-        relay.sequence_parts = mesh["tp"].size() if plan.parallel.sp else 1
+        self.split = ranks_along(mesh, *CONTEXT_AXES) * (ranks_along(mesh, "tp") if plan.parallel.sp else 1)
+        relay.sequence_parts = ranks_along(mesh, "tp") if plan.parallel.sp else 1
         self.shares_tied = anatomy.tied and self.ranks[0] != self.ranks[-1]
         self.ends = anatomy.embedding, anatomy.head
         self.runtimes: dict[int, Runtime] = {}
