@@ -70,8 +70,9 @@ class Pipeline(Table):
 class Precision(Table):
     """Number formats of each part of a step."""
 
-    forward: DType = "bf16"
-    """Format of weights and activations in forward and backward."""
+    forward: DType | Literal["auto"] = "auto"
+    """Dtype of weights and activations in forward and backward; auto: bf16 where the device computes it natively or another
+    setting needs it, else fp32. What was chosen is written in the run's job.toml, its checkpoints and its report."""
     backward: Literal["forward", "fp16"] = "forward"
     """Format in which gradients of activations and weights are computed: that of forward, or fp16, scaled, behind a forward in
     bf16, whose activations are cast when they are used."""
@@ -88,6 +89,21 @@ class Precision(Table):
     same memory, where ties are rounded away from zero or, with one bit more, to even as a cast does."""
     states: Literal["update", "bf16", "int8", "int4"] = "update"
     """Format of the optimizer's state between updates: that of the update; bfloat16; or 8 or 4 bits, in blocks with a scale."""
+
+    @property
+    def needs_bf16(self) -> bool:
+        """Whether a setting other than forward works with a bf16 forward alone."""
+        return self.weights != "whole" or self.backward == "fp16" or self.update == "bf16"
+
+    def resolve(self, native_bf16: bool) -> "Precision":
+        """Replace forward = "auto" by a dtype; any other forward stays.
+
+        Args:
+            native_bf16: whether the device computes bf16 natively, see `weft.cluster.device.Device.supports`.
+        """
+        if self.forward != "auto":
+            return self
+        return self.model_copy(update={"forward": "bf16" if native_bf16 or self.needs_bf16 else "fp32"})
 
 
 class Memory(Table):
@@ -175,14 +191,17 @@ class Plan(Table):
     def resolve(self, world_size: int) -> "Plan":
         """Check every rule and replace -1 by a number.
 
+        A forward dtype of "auto" stays: `resolve_precision` replaces it, and breaks no rule.
+
         Args:
             world_size: number of ranks the plan must fill exactly.
 
         Raises:
             PlanError: a rule of `RULES` is broken, or the degrees do not multiply to `world_size`.
         """
+        concrete = self.resolve_precision(native_bf16=False)
         for rule in RULES:
-            if rule.broken(self):
+            if rule.broken(concrete):
                 raise PlanError(rule.name, where="plan", rule=rule.reason, fix=rule.fix)
         parallel = self.parallel
         others = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp
@@ -212,6 +231,10 @@ class Plan(Table):
                 fix=f"set plan.parallel.ep to a divisor of {inside}",
             )
         return self.model_copy(update={"parallel": parallel})
+
+    def resolve_precision(self, native_bf16: bool) -> "Plan":
+        """Replace precision.forward = "auto" by a dtype; see `Precision.resolve`."""
+        return self.model_copy(update={"precision": self.precision.resolve(native_bf16)})
 
 
 class Rule(Table):

@@ -11,6 +11,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.cluster.device import detect
 from weft.cluster.mesh import build_expert_mesh, ranks_along
 from weft.comm.compression.codecs import build_feedback
+from weft.comm.objects import all_gather_json
 from weft.comm.overlap import check_chunks
 from weft.errors import PlanError
 from weft.memory.offload import build_offload
@@ -56,7 +57,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         PlanError: the plan does not fit the mesh.
         ModelError: the model's anatomy cannot be read.
     """
-    plan = plan.resolve(mesh.size())
+    plan = plan.resolve(mesh.size()).resolve_precision(_native_bf16(plan))
     whole = anatomy = read_anatomy(model)
     p = plan.parallel
     chain = check_axes(model, anatomy, plan)
@@ -103,6 +104,11 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     return model
 
 
+def _native_bf16(plan: Plan) -> bool:
+    """Whether the devices of all ranks compute bf16 natively; asked where the plan leaves the choice, on all ranks alike."""
+    return plan.precision.forward == "auto" and all(all_gather_json(detect().supports("bf16")))
+
+
 def cut_for_rank(
     model: PreTrainedModel, anatomy: Anatomy, chain: Chain, plan: Plan, rank: int
 ) -> tuple[Anatomy, Relay]:
@@ -125,7 +131,7 @@ def check_axes(
     Args:
         model: whole.
         anatomy: its roles.
-        plan: resolved.
+        plan: resolved; its forward dtype may be "auto".
         seq_len: of the rows, where it is known.
         num_micro_batches: of a step, where it is known.
 
@@ -155,7 +161,8 @@ def check_axes(
             )
         if p.tp > 1 and plan.comm.overlap_chunks != "auto":
             check_chunks(plan.comm.overlap_chunks, seq_len // p.cp // (p.tp if p.sp else 1))
-    return read_chain(model, anatomy, DTYPES[plan.precision.forward]) if p.pp > 1 else None
+    forward = plan.precision.resolve(native_bf16=True).forward  # whether the blocks form a chain does not depend on it
+    return read_chain(model, anatomy, DTYPES[forward]) if p.pp > 1 else None
 
 
 def split_all_experts(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh) -> None:

@@ -93,6 +93,7 @@ def propose(
         DeviceError: operators are to be timed for devices of another kind than are here.
         PlanError: nothing fits, however lean; says the smallest cluster on which something does.
     """
+    job = job.model_copy(update={"plan": job.plan.resolve_precision(cluster.device.native_bf16)})
     space = space_of(job, cluster, margin)
     if by_operators is not None:
         check_here(type_of(cluster), in_words(cluster))
@@ -218,7 +219,7 @@ def space_of(job: Job, cluster: Cluster, margin: float = MARGIN) -> Space:
     Raises:
         ModelError: the model's configuration cannot be read.
     """
-    precision = job.plan.precision
+    precision = job.plan.precision.resolve(cluster.device.native_bf16)
     number = "bf16" if precision.forward in ("bf16", "fp16") else "fp32"
     stack = stack_for(precision)
     return Space(

@@ -200,7 +200,7 @@ def compare(
     check_same_job(job_a, job_b)
     ranks = ranks_a or least_ranks(job_a.plan), ranks_b or least_ranks(job_b.plan)
     jobs = [
-        job.model_copy(update={"plan": job.plan.resolve(count)})
+        job.model_copy(update={"plan": job.plan.resolve(count).resolve_precision(detect().supports("bf16"))})
         for job, count in zip((job_a, job_b), ranks, strict=True)
     ]
     (config, anatomy), _ = (check_model(job) for job in jobs)

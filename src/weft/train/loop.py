@@ -238,7 +238,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             tokens=result.tokens,
             step_seconds=seconds,
             tokens_per_second=result.tokens / seconds,
-            mfu=flops_per_token * result.tokens / seconds / available if available else None,
+            mfu=mfu(flops_per_token * result.tokens / seconds, available),
             peak_memory_bytes=peak_memory,
             comm_bytes=sum(int(sent["bytes"]) for sent in comm.values()),
             comm=comm or None,
@@ -253,6 +253,14 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
         )
 
     return to_metrics
+
+
+def mfu(rate: float, peak: float | None) -> float | None:
+    """Model FLOPs utilization: the share of a peak rate; None where the peak is not known or was measured too low.
+
+    A peak that is measured while other processes compute can be below the rate of a later step.
+    """
+    return rate / peak if peak and rate <= peak else None
 
 
 def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:

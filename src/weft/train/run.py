@@ -32,7 +32,7 @@ from weft.job import Job
 from weft.parallel.parallelize import check_axes
 from weft.parallel.replicas import check_replicas
 from weft.plan import Plan
-from weft.precision.dtypes import check_formats
+from weft.precision.dtypes import check_formats, explain_precision
 from weft.train.checkpoints import check_same_batches, checkpoint_folder
 from weft.train.metrics import format_count
 
@@ -69,6 +69,8 @@ def train(
         WeftError: one of its subclasses, see `weft.errors`.
     """
     device = detect()
+    say(explain_precision(job.plan.precision, device))
+    job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
     check_formats(job.plan.precision, device)
     ranks = ranks or default_ranks(device)
     if meeting is None:
