@@ -28,6 +28,9 @@ def test_a_plan_is_found_and_trains(
     text = capsys.readouterr().out
     assert "counted on rank" in text
     assert "fewest devices: 1" in text
+    within = [line for line in text.splitlines() if line.startswith("within ")]
+    assert within
+    assert len(set(within)) == len(within)
     assert "plotly" in page.read_text(encoding="utf-8")
     found = Job.load(job, [f'plan="{plan}"']).plan.prediction
     assert found is not None

@@ -27,7 +27,9 @@ def compare(
     ] = None,
     out: Annotated[Optional[Path], typer.Option(help="Folder for both sides; default the job's with .compare.")] = None,  # noqa: UP045
 ) -> None:
-    """Run two plans of one job on the same weights and rows; name the first tensor that differs by more than rounding.
+    """Compare two plans of one job, tensor by tensor.
+
+    Both run on the same weights and rows; the first tensor that differs by more than rounding is named.
 
     Exit code 0: the plans agree; 1: they differ; 2: the input was refused.
     """

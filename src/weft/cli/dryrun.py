@@ -19,7 +19,10 @@ def dryrun(
     ] = None,
     json: Annotated[Optional[Path], typer.Option(help="File for all figures, with every message.")] = None,  # noqa: UP045
 ) -> None:
-    """Count what a step costs each rank, on any number of ranks, without them: memory, messages, operations."""
+    """Count a step's memory, messages and FLOPs for each rank.
+
+    For any number of ranks, without launching them.
+    """
     import transformers
 
     from weft.cluster.device import detect

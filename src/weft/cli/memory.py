@@ -17,7 +17,10 @@ def memory(
     ] = None,
     json: Annotated[Optional[Path], typer.Option(help="File for all figures.")] = None,  # noqa: UP045
 ) -> None:
-    """Show where a rank's memory goes, and what each way to hold less would save and cost, before anything runs."""
+    """Show where a rank's memory goes, and how to save it.
+
+    What each way to hold less would save and cost, before anything runs.
+    """
     import transformers
 
     from weft.cluster.device import detect

@@ -28,7 +28,10 @@ def plan(
     explain: Annotated[Optional[Path], typer.Option(help="Page with the comparison as charts.")] = None,  # noqa: UP045
     timeline: Annotated[Optional[Path], typer.Option(help="A step as a trace for Perfetto or Chrome.")] = None,  # noqa: UP045
 ) -> None:
-    """Find the fastest way to train a model on a cluster, before a device is rented, and say why not the others."""
+    """Find the fastest way to train a model on a cluster.
+
+    Before a device is rented; and say why not the others.
+    """
     import transformers
 
     from weft.job import Job

@@ -31,7 +31,10 @@ def topology(
     ] = None,
     interface: Annotated[str | None, typer.Option(help="Of this host; default the one that leads to host 0.")] = None,
 ) -> None:
-    """Measure latency and bandwidth between ranks; show classes of links, those that are slow, and where axes run."""
+    """Measure latency and bandwidth between ranks.
+
+    Show classes of links, those that are slow, and over which of them the axes of a job run.
+    """
     if hosts > 1:  # torch prints a stack for each lost connection of its store
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

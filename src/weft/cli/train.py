@@ -23,7 +23,7 @@ def train(
     token_file: Annotated[Path | None, typer.Option(help="Secret of the job; default the variable WEFT_TOKEN.")] = None,
     interface: Annotated[str | None, typer.Option(help="Of this host; default the one that leads to host 0.")] = None,
 ) -> None:
-    """Train a model, write metrics, a report and a Hugging Face folder."""
+    """Train a model; write metrics, report and export."""
     if hosts > 1:  # torch prints a stack for each lost connection of its store; the guardian says who is lost
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import transformers

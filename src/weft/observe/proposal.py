@@ -54,9 +54,12 @@ def print_proposal(found: Proposal) -> None:
     for name, seconds in found.compressed.items():
         if (gained := seconds / first.time.seconds - 1) < -WORTH:
             console.print(f"gradients compressed, {name}: {gained:+.1%}", markup=False)
-    for choice in found.leaner:
-        slower = choice.time.seconds / first.time.seconds - 1
-        console.print(f"within {choice.memory.total / GIB:,.1f} GiB: {describe(choice)}, {slower:+.1%}", markup=False)
+    leaner = [
+        f"within {choice.memory.total / GIB:,.1f} GiB: {describe(choice)}, {choice.time.seconds / first.time.seconds - 1:+.1%}"
+        for choice in found.leaner
+    ]
+    for line in dict.fromkeys(leaner):  # a small model's best layout fits into every share of the memory
+        console.print(line, markup=False)
     if found.fewest:
         cluster, choice = found.fewest
         console.print(
