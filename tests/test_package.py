@@ -87,7 +87,7 @@ def test_installed_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path
 def install(wheel: Path, environment: Path) -> None:
     """Install a wheel into a new environment that shares the dependencies of this one, but not Weft.
 
-    The folders of the dependencies come last on the path, and `.pth` files in them, such as that of an editable install, are not read.
+    Their folders come last on the path. `.pth` files in them, such as that of an editable install, are not read.
     """
     venv.create(environment, symlinks=True)
     python = environment / "bin" / "python"
