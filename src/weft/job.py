@@ -99,7 +99,7 @@ class Checkpoint(Table):
     """Checkpoints of the whole state, to resume from."""
 
     every: Number = 0
-    """Steps between checkpoints (step-00000100/), and one after the last step; 0: none."""
+    """Steps between checkpoints (step-00000100/), and one after the last step; 0: only one, when a signal ends the run."""
     folder: str = ""
     """Where they go; empty: into the run's folder."""
     keep: Number = 2
@@ -221,7 +221,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise JobError(f"there is no file {path}", fix="check the path; it is relative to the current folder") from None
-    except (IsADirectoryError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise JobError(f"{path} is not a TOML file: {error}", fix="see https://toml.io for the format") from None
 
 

@@ -7,6 +7,7 @@ appends to the file later.
 
 import json
 import math
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Self, TextIO, TypeVar
@@ -17,6 +18,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from weft.errors import DataError
+
+WARM_UP_STEPS = 2  # of a process: the first step prepares what others reuse, the second is watched
 
 Record = TypeVar("Record")
 
@@ -178,7 +181,8 @@ def _read_lines(path: Path, kind: type[Record]) -> list[Record]:
 class Progress:
     """Shows a run on the terminal: a live bar where there is one, else 25 to 50 plain lines for the whole run.
 
-    A context manager. Tokens a second and the time left are smoothed over about the last ten steps.
+    A context manager. Tokens a second and the time left are those of the last step at first, because the first two steps take
+    longer than others, and then smoothed over about ten steps. The third step prints what is expected of the whole run.
 
     Args:
         total_steps: optimizer steps of the whole run.
@@ -190,6 +194,7 @@ class Progress:
         self._every = max(1, total_steps // 25)
         self._seconds = self._tokens = 0.0
         self._last: StepMetrics | None = None
+        self._seen = 0
         self._held_out: float | None = None
         columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[status]}")
         self._bar = Bar(*columns, console=console, expand=True, disable=not console.is_terminal)
@@ -198,13 +203,21 @@ class Progress:
     def step(self, metrics: StepMetrics) -> None:
         """Show one optimizer step."""
         first = self._last is None
-        weight = 1.0 if first else 0.1
+        self._seen += 1
+        weight = 1.0 if self._seen <= WARM_UP_STEPS + 1 else 0.1
         self._seconds += weight * (metrics.step_seconds - self._seconds)
         self._tokens += weight * (metrics.tokens - self._tokens)
         self._last = metrics
         self._bar.update(self._task, completed=metrics.step, status=self._status(metrics))
         if self._bar.disable and (first or metrics.step % self._every == 0 or metrics.step == self._total):
             self.message(f"step {metrics.step}/{self._total}  {self._status(metrics)}")
+        if self._seen == WARM_UP_STEPS + 1 and metrics.step < self._total:
+            left = self._seconds * (self._total - metrics.step)
+            speed, clock = (
+                format_count(metrics.tokens_per_second),
+                time.strftime("%H:%M", time.localtime(time.time() + left)),
+            )
+            self.message(f"expected: {speed} tokens/s, {format_seconds(left)} of training left, until about {clock}")
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Show one evaluation; its loss stays in sight from then on."""
