@@ -213,11 +213,8 @@ class Progress:
             self.message(f"step {metrics.step}/{self._total}  {self._status(metrics)}")
         if self._seen == WARM_UP_STEPS + 1 and metrics.step < self._total:
             left = self._seconds * (self._total - metrics.step)
-            speed, clock = (
-                format_count(metrics.tokens_per_second),
-                time.strftime("%H:%M", time.localtime(time.time() + left)),
-            )
-            self.message(f"expected: {speed} tokens/s, {format_seconds(left)} of training left, until about {clock}")
+            end = time.strftime("%a %H:%M", time.localtime(time.time() + left))
+            self.message(f"expected: {self._speed()} tokens/s, {format_seconds(left)} of training left, until {end}")
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Show one evaluation; its loss stays in sight from then on."""
@@ -231,13 +228,16 @@ class Progress:
         """Print a line as it is: above the bar, or between the lines."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def _speed(self) -> str:
+        """Tokens a second of the recent steps."""
+        return format_count(self._tokens / self._seconds if self._seconds else math.nan)
+
     def _status(self, metrics: StepMetrics) -> str:
         """The numbers beside the bar."""
         held_out = "" if self._held_out is None else f"  held-out {self._held_out:.4f}"
-        speed = self._tokens / self._seconds if self._seconds else math.nan
         left = format_seconds(self._seconds * (self._total - metrics.step))
         memory = metrics.peak_memory_bytes / 2**30
-        return f"loss {metrics.loss:.4f}{held_out}  {format_count(speed)} tokens/s  {memory:.2f} GiB  {left} left"
+        return f"loss {metrics.loss:.4f}{held_out}  {self._speed()} tokens/s  {memory:.2f} GiB  {left} left"
 
     def __enter__(self) -> Self:
         self._bar.start()
