@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from weft.plan import Plan
     from weft.train.run import train
 
+    __version__: str
+
 HOMES = {
     "Job": "weft.job",
     "Plan": "weft.plan",
@@ -22,10 +24,12 @@ HOMES = {
     "parallelize": "weft.parallel.parallelize",
     "train": "weft.train.run",
 }
-__all__ = ["Job", "Plan", "build_mesh", "materialize", "parallelize", "train"]
+__all__ = ["Job", "Plan", "__version__", "build_mesh", "materialize", "parallelize", "train"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("weft-train")
     if name not in HOMES:
         raise AttributeError(f"module weft has no {name}; it has {', '.join(HOMES)}")
     return getattr(import_module(HOMES[name]), name)

@@ -105,7 +105,7 @@ class Checkpoint(Table):
     """Checkpoints of the whole state, to resume from."""
 
     every: Number = 0
-    """Steps between checkpoints (step-00000100/), and one after the last step; 0: none."""
+    """Steps between checkpoints (step-00000100/), and one after the last step; 0: only one, when a signal ends the run."""
     folder: str = ""
     """Where they go; empty: into the run's folder."""
     keep: Number = 2

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -254,9 +255,12 @@ def save_folder(
     model.tie_weights()
     model.config.use_cache = True
     model.save_pretrained(half)
+    mode = stat.S_IMODE((half / "config.json").stat().st_mode)  # which follows the umask
+    for file in half.glob("*.safetensors"):  # safetensors makes files that nobody else may read
+        file.chmod(mode)
     for file in sorted(tokenizer.iterdir()) if tokenizer else ():
         if file.is_file() and not (half / file.name).exists() and file.suffix not in (".safetensors", ".lock"):
-            shutil.copy2(file, half / file.name)
+            shutil.copyfile(file, half / file.name)
     shutil.rmtree(folder, ignore_errors=True)
     half.rename(folder)
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Optional
 
 import typer
 
+from weft.cli.command import add_command
+
 if TYPE_CHECKING:
     from weft.checkpoint.diff import Difference
 
@@ -13,7 +15,6 @@ SHOWN = 5  # keys that differ, of each list that --all shows whole
 checkpoint = typer.Typer(help="List, verify, compare and convert checkpoints.", no_args_is_help=True)
 
 
-@checkpoint.command()
 def ls(
     run: Annotated[Path, typer.Argument(help="Folder of a run, or another in which checkpoints lie.")],
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte: only then one is called good.")] = False,
@@ -37,7 +38,6 @@ def ls(
     Console(highlight=False).print(table)
 
 
-@checkpoint.command()
 def verify(
     folders: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs for all of theirs.")],
 ) -> None:
@@ -61,7 +61,6 @@ def verify(
     raise typer.Exit(1 if bad else 0)
 
 
-@checkpoint.command()
 def diff(
     a: Annotated[Path, typer.Argument(help="A checkpoint.")],
     b: Annotated[Path, typer.Argument(help="Another, under any layout.")],
@@ -118,7 +117,6 @@ def print_difference(found: "Difference", *, every: bool = False) -> None:
         console.print("The checkpoints are equal: tensors, bit by bit, and position.")
 
 
-@checkpoint.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="A checkpoint, a Hugging Face folder, or one of torch's DCP.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
@@ -140,14 +138,16 @@ def convert(
 
     Write a checkpoint as a Hugging Face folder; or such a folder, or one of torch's DCP, as a checkpoint.
     """
+    from weft.job import Job
+
+    chosen = Job.load(job) if job else None
+
     import transformers
 
     from weft.checkpoint.convert import to_checkpoint, to_huggingface
-    from weft.job import Job
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    chosen = Job.load(job) if job else None
     if to == "hf":
         print(to_huggingface(source, target, dtype=dtype, tokenizer=tokenizer, job=chosen))
         if not any(target.glob("tokenizer*")):
@@ -158,3 +158,7 @@ def convert(
         )
     else:
         print(to_checkpoint(source, target, job=chosen))
+
+
+for command in (ls, verify, diff, convert):
+    add_command(checkpoint, command)

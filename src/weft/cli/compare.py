@@ -33,14 +33,16 @@ def compare(
 
     Exit code 0: the plans agree; 1: they differ; 2: the input was refused.
     """
+    from weft.job import Job
+
+    both = [*set_, *([f"train.global_batch={rows}"] if rows is not None else [])]
+    job_a, job_b = Job.load(job, [*both, *set_a]), Job.load(job, [*both, *set_b])
+
     import transformers
 
-    from weft.job import Job
     from weft.train.compare import compare as compare_jobs
 
     transformers.logging.set_verbosity_error()
-    both = [*set_, *([f"train.global_batch={rows}"] if rows is not None else [])]
-    job_a, job_b = Job.load(job, [*both, *set_a]), Job.load(job, [*both, *set_b])
     folder = out or Path(f"{job_a.out}.compare")
     found = compare_jobs(job_a, job_b, folder, steps=steps, ranks_a=ranks_a, ranks_b=ranks_b, tolerance=tolerance)
     print_comparison(found, folder)

@@ -23,15 +23,17 @@ def dryrun(
 
     For any number of ranks, without launching them.
     """
+    from weft.job import Job
+
+    chosen = Job.load(job, set_)
+
     import transformers
 
     from weft.cluster.device import detect
-    from weft.job import Job
     from weft.planner.table import print_traces, write_traces
     from weft.planner.trace import trace
 
     transformers.logging.set_verbosity_error()
-    chosen = Job.load(job, set_)
     traces = trace(chosen, world, rank or sorted({0, world - 1}), device or detect().type)
     print_traces(chosen, traces)
     if json is not None:

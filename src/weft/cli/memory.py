@@ -21,14 +21,16 @@ def memory(
 
     What each way to hold less would save and cost, before anything runs.
     """
+    from weft.job import Job
+
+    chosen = Job.load(job, set_)
+
     import transformers
 
     from weft.cluster.device import detect
-    from weft.job import Job
     from weft.planner.ladder import climb, print_rungs, write_rungs
 
     transformers.logging.set_verbosity_error()
-    chosen = Job.load(job, set_)
     rungs = climb(chosen, world, rank, device or detect().type)
     print_rungs(rungs)
     if json is not None:

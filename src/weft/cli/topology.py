@@ -38,6 +38,11 @@ def topology(
     if hosts > 1:  # torch prints a stack for each lost connection of its store
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+    from weft.job import Job
+
+    recipe = job or Path(str(files("weft.recipes") / "first.toml"))
+    chosen = Job.load(recipe, set_) if job or set_ else None
+
     from weft.cluster.device import detect
     from weft.cluster.launch import default_ranks
     from weft.cluster.measurement import to_topology
@@ -45,11 +50,8 @@ def topology(
     from weft.cluster.placement import explain_plan
     from weft.cluster.topology import Topology, save_text
     from weft.comm.survey import survey
-    from weft.job import Job
     from weft.observe.topology import print_topology, write_topology
 
-    recipe = job or Path(str(files("weft.recipes") / "first.toml"))
-    chosen = Job.load(recipe, set_) if job or set_ else None
     measured = None
     if file is not None:
         found, source = Topology.load(file), f"declared in {file}"

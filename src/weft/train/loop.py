@@ -92,16 +92,21 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
             if result.problem:
                 say(f"step {step} skipped, weights untouched: {result.problem}")
             last = step == job.train.steps or stop > 0
-            target = checkpoints.due(step, last)
+            interrupted = stop > 0 and step < job.train.steps
+            target = checkpoints.due(step, last, interrupted)
             pulse.phase("checking", step)
             position, went_back = recovery.look(_after(position, result), due=target is not None)
             if went_back:
                 batches, blocked = train_batches(session, position), 0.0
                 continue
+            if interrupted and target:  # what sent the signal may not wait for the evaluation and the export
+                pulse.phase("saving", step)
+                checkpoints.snapshots.take(position, target)
+                checkpoints.finish()
             if last or _is_due(step, job.train.evaluate_every):
                 _evaluate(session, step, observers, pulse)
             pulse.phase("saving", step)
-            blocked = checkpoints.snapshots.take(position, target) if target else 0.0
+            blocked = checkpoints.snapshots.take(position, target) if target and not interrupted else 0.0
             for text in checkpoints.snapshots.take_news():
                 say(text)
         pulse.phase("saving", position.step)
