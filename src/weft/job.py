@@ -40,8 +40,8 @@ class Data(Table):
     """Text or tokens, and how they become rows."""
 
     source: Literal["python", "text", "jsonl", "parquet", "tokens"] = "python"
-    """python: this interpreter's standard library; text: files by glob; jsonl / parquet: records with a "text" field, by
-    glob or a Hugging Face dataset folder; tokens: an .npy of [rows, seq_len + 1] integers."""
+    """python: this interpreter's standard library without its tests; text: files by glob; jsonl / parquet: records with a
+    "text" field, by glob or a Hugging Face dataset folder; tokens: an .npy of [rows, seq_len + 1] integers."""
     path: str | None = None
     """File, folder or glob; not needed for python."""
     tokenizer: str = "train"

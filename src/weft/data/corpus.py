@@ -46,8 +46,8 @@ def find_files(data: Data) -> list[Path]:
     """
     if data.source == "python":
         library = Path(sysconfig.get_path("stdlib"))
-        installed = {"site-packages", "dist-packages"}
-        return sorted(p for p in library.rglob("*.py") if installed.isdisjoint(p.relative_to(library).parts))
+        left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        return sorted(p for p in library.rglob("*.py") if left_out.isdisjoint(p.relative_to(library).parts))
     if not data.path:
         raise DataError(f"source {data.source} has no path", where="data.path", fix="set data.path to a file or folder")
     path = Path(data.path).expanduser()
