@@ -71,9 +71,10 @@ def _data(prepared: Prepared) -> str:
 
 def _training(job: Job, prepared: Prepared) -> str:
     tokens = job.train.steps * job.train.global_batch * job.data.seq_len
+    passes = tokens / prepared.train_tokens
     return (
         f"{job.train.steps} steps of {job.train.global_batch} rows x {job.data.seq_len} tokens: "
-        f"{format_count(tokens)} tokens, {format_count(tokens / prepared.train_tokens)} times the text"
+        f"{format_count(tokens)} tokens, {format_count(passes) + ' times' if passes >= 1 else f'{passes:.1%} of'} the text"
     )
 
 
