@@ -299,7 +299,7 @@ def _level(y: Axis, value: float) -> str:
 
 
 def _level_label(y: Axis, text: str, value: float, levels: Mapping[str, float]) -> str:
-    """The label of a level at its right end: above it, or below where the next level above is near."""
+    """The label of a level at its left end, where losses are high: above it, or below where the next level above is near."""
     mine = _place(y, value)
     near = any(0 < other - mine < 9 for other in y.percent(_array(levels.values())))
     return f'<span class="level{" below" * near}" style="bottom:{_at(mine)}%">{escape(text)}</span>'

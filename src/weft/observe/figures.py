@@ -7,6 +7,7 @@ import numpy as np
 from weft.observe.chart import (
     ACCENT,
     CONTRAST,
+    NEUTRAL,
     Axis,
     Row,
     Series,
@@ -67,11 +68,13 @@ def loss_figure(rows: Sequence[StepMetrics], evaluations: Sequence[Evaluation], 
 
 def grad_norm_figure(rows: Sequence[StepMetrics], clip_norm: float) -> str:
     """Gradient norm before clipping, the norm it is clipped to (0: none), and the steps that were skipped."""
-    series = [Series("gradient norm", _steps(rows), column(rows, "grad_norm"))]
-    levels = {f"clipped to {clip_norm:g}": clip_norm} if clip_norm > 0 else {}
-    y = log_axis([*series[0].y, *levels.values()])
+    steps = _steps(rows)
+    series = [Series("gradient norm", steps, column(rows, "grad_norm"))]
+    if clip_norm > 0:
+        series.append(_across(f"clipped to {clip_norm:g}", steps, clip_norm))
+    y = log_axis(np.concatenate([one.y for one in series]))
     skipped = "skipped step", [row.step for row in rows if row.skipped]
-    return line_chart(series, _step_axis(series), y, ("step", "gradient norm"), levels=levels, strokes=skipped)
+    return line_chart(series, _step_axis(series), y, ("step", "gradient norm"), strokes=skipped)
 
 
 def step_figure(
@@ -95,8 +98,7 @@ def step_figure(
     series, known = [Series(title, steps, values)], values[np.isfinite(values)]
     if with_median and len(known):
         median = float(np.median(known))
-        level = Series(f"median {label(median)}", steps[[0, -1]], np.array([median, median]), CONTRAST, "dash")
-        series = [series[0]._replace(name="each step"), level]
+        series = [Series("each step", steps, values), _across(f"median {label(median)}", steps, median)]
     return line_chart(series, _step_axis(series), linear_axis(values, label, zero=True), ("step", title))
 
 
@@ -146,6 +148,11 @@ def pipeline_figure(timeline: Sequence[Bar], title: str, unit: float = 1.0) -> s
 
 def _steps(rows: Sequence[StepMetrics]) -> np.ndarray:
     return np.array([row.step for row in rows], dtype=np.float64)
+
+
+def _across(name: str, steps: np.ndarray, value: float) -> Series:
+    """A dashed line over all steps."""
+    return Series(name, steps[[0, -1]], np.array([value, value]), NEUTRAL, "dash")
 
 
 def _step_axis(series: Sequence[Series]) -> Axis:

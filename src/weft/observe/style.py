@@ -88,7 +88,7 @@ footer { margin-top: 48px; color: var(--muted); font-size: 13px; }
 .x, .y, .level { position: absolute; white-space: nowrap; }
 .x { top: 100%; padding-top: 4px; transform: translateX(-50%); }
 .y { right: 100%; padding-right: 8px; transform: translateY(50%); }
-.level { right: 0; margin: 2px 0; padding: 0 3px; color: var(--ink); border-radius: 3px;
+.level { left: 0; margin: 2px 0; padding: 0 3px; color: var(--ink); border-radius: 3px;
   background: color-mix(in srgb, var(--card) 82%, transparent); }
 .level.below { transform: translateY(100%); }
 .strips { position: absolute; inset: 0; }
