@@ -3,8 +3,8 @@
     python benchmarks/convergence.py [--steps 150]       # three quarters of an hour on one core
     python benchmarks/convergence.py --only 0 1 2 3 7    # some rows: the first is what the others are compared with
 
-A model like that of `weft train` (a Qwen3-MoE of 4 million parameters on the source code of Python's standard library), one rank, the
-same tokens in the same order, three orders of them (seeds): mean held-out loss, and its distance from that of fp32, mean and
+A model like that of `weft train` (a Qwen3-MoE of 4 million parameters on the source code of Python's standard library), one
+rank, the same tokens in the same order, three orders of them (seeds): mean held-out loss, and its distance from that of fp32, mean and
 range. The second row is the first with micro-batches of two rows: how far apart runs are that differ in nothing but rounding.
 A dynamic loss scale starts at 2^16, so that a step or two are skipped. Nothing is timed: a CPU has no fast fp16.
 

@@ -31,7 +31,11 @@ def test_a_plan_is_found_and_trains(
     within = [line for line in text.splitlines() if line.startswith("within ")]
     assert within
     assert len(set(within)) == len(within)
-    assert "plotly" in page.read_text(encoding="utf-8")
+    html = page.read_text(encoding="utf-8")
+    assert "<title>0.0347 M parameters on 2 CPU" in html
+    assert html.index("ms per step") < html.index("GiB per rank")
+    assert "equal" in html
+    assert len(html) < 100_000
     found = Job.load(job, [f'plan="{plan}"']).plan.prediction
     assert found is not None
     assert found.sent_bytes
