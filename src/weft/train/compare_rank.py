@@ -108,7 +108,7 @@ class GradientObserver(torch.optim.Optimizer):
     """Stands in the place of an optimizer: where that would update the weights, it looks at their gradients."""
 
     def __init__(self, parameters: list[nn.Parameter], look: Callable[[], None]):
-        super().__init__(parameters, {})
+        super().__init__([{"params": parameters}], {})  # of a rank whose stages are frozen there are none
         self.look = look
 
     def step(self, closure: Any = None) -> Any:
