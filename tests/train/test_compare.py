@@ -239,7 +239,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_equal_plans_agree(layout: str, tmp_path: Path) -> None:
     """In float64, where rounding is far below anything else; all tensors are there, in natural order."""
     name, plan = LAYOUTS[layout]
-    blocks = plan.get("pp", 2) * plan.get("pipeline", Pipeline()).virtual_stages
+    blocks = plan.get("pp", 2) * plan.get("pipeline", Pipeline()).stages_a_rank
     job = job_for(tmp_path, name, blocks=blocks, plan={"precision": FP64})
     found = compare_sides(job, tmp_path, ONE, plan, tolerance=1e-9)
     assert found.agrees, (found.first, found.steps)

@@ -254,7 +254,7 @@ def describe(job: Job, ranks: int) -> str:
     p, pipeline, precision = job.plan.parallel, job.plan.pipeline, job.plan.precision
     names = ("dp_replicate", "dp_shard", "tp", "cp", "cp_ulysses", "ep", "pp")
     degrees = [f"{name} {getattr(p, name)}" for name in names if getattr(p, name) > 1]
-    virtual = f", {pipeline.virtual_stages} virtual stages a rank" if pipeline.virtual_stages > 1 else ""
+    virtual = f", {pipeline.stages_a_rank} virtual stages a rank" if pipeline.stages_a_rank > 1 else ""
     order = [f"schedule {pipeline.schedule}{virtual}"] if p.pp > 1 else []
     sequence = [f"sp {str(p.sp).lower()}"] if p.tp > 1 else []
     formats = f"{precision.forward} forward, {precision.update} update, {precision.reduce} reduce"

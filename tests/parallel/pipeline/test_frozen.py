@@ -27,7 +27,6 @@ from weft.data import MicroBatch
 from weft.job import Checkpoint, Job, Model, Optimizer
 from weft.memory.optimizer_state import place_states
 from weft.parallel.parallelize import parallelize
-from weft.parallel.pipeline.generate import SCHEDULES
 from weft.plan import Comm, Memory, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -192,16 +191,12 @@ def check(case: Case, plan: Plan, ranks: int, has_weights: bool = True, toleranc
         compare(name, traces[0].weights[name], weight, tolerance, at_least=STEPS * SETTINGS.lr)
 
 
-def pipeline(schedule: str) -> Pipeline:
-    return Pipeline(schedule=schedule, virtual_stages=SCHEDULES[schedule].virtual_stages[0])
-
-
 @pytest.mark.thin(11)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_place_schedule_and_zero(zero: int, schedule: str, name: str) -> None:
-    check(CASES[name], plan_for("fp32", pipeline(schedule), pp=2, zero=zero), 2, has_weights=zero < 2)
+    check(CASES[name], plan_for("fp32", Pipeline(schedule=schedule), pp=2, zero=zero), 2, has_weights=zero < 2)
 
 
 # What is frozen, ranks, schedule, degrees, other tables of the plan
@@ -233,7 +228,7 @@ LAYOUTS: dict[str, tuple[str, int, str, dict[str, int], dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_another_axis_or_technique(layout: str) -> None:
     name, ranks, schedule, degrees, tables = LAYOUTS[layout]
-    plan = plan_for("fp32", pipeline(schedule), **{"pp": 2, **degrees}).model_copy(update=tables)
+    plan = plan_for("fp32", Pipeline(schedule=schedule), **{"pp": 2, **degrees}).model_copy(update=tables)
     check(CASES[name], plan, ranks)
 
 
@@ -248,7 +243,7 @@ def run_bf16(rank: int, ranks: int, case: Case, plan: Plan) -> Trace:
 def test_bf16_is_that_of_one_rank(name: str, zero: int) -> None:
     """Also where backward is split, and some matrices of a stage have their gradients at once, others later."""
     alone = run_ranks(1, run_bf16, CASES[name], plan_for("fp32", zero=zero))[0]
-    traces = run_ranks(2, run_bf16, CASES[name], plan_for("fp32", pipeline("zb-h1"), pp=2, zero=zero))
+    traces = run_ranks(2, run_bf16, CASES[name], plan_for("fp32", Pipeline(schedule="zb-h1"), pp=2, zero=zero))
     assert {key for trace in traces for key in trace.gradients} == set(alone.gradients)
     for trace in traces:
         assert trace.losses == alone.losses
@@ -283,7 +278,7 @@ def keep_and_resume(
 @pytest.mark.parametrize("name", ["all but the last block", "tied embedding", "last stage"])
 def test_a_checkpoint_resumes_bit_by_bit_and_on_one_rank(name: str, tmp_path: Path) -> None:
     """Frozen weights are in it, without states of the optimizer, also where a rank has nothing else."""
-    case, plan = CASES[name], plan_for("fp32", pipeline("1f1b"), pp=2, zero=1)
+    case, plan = CASES[name], plan_for("fp32", Pipeline(schedule="1f1b"), pp=2, zero=1)
     through = run_ranks(2, keep_and_resume, case, plan, tmp_path / "through", 0, 3)[0]
     run_ranks(2, keep_and_resume, case, plan, tmp_path / "cut", 0, 2)
     resumed = run_ranks(2, keep_and_resume, case, plan, tmp_path / "cut", 2, 3)[0]
