@@ -50,13 +50,17 @@ class Parallel(Table):
         return self.data_ranks * self.cp
 
 
+FEWEST_STAGES = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
+"""Fewest stages that each rank holds, by schedule; 1 with those that are not named."""
+
+
 class Pipeline(Table):
     """How the stages of a pipeline are cut, and in which order they work."""
 
     schedule: str = "1f1b"
     """Name of a schedule, or a file of one's own that ends in .csv: one line a rank, one cell a slot."""
-    virtual_stages: Degree = 1
-    """Stages that each rank holds."""
+    virtual_stages: Literal["auto"] | Degree = "auto"
+    """Stages that each rank holds; auto: the fewest of the schedule: 2 with interleaved, zbv and dualpipev, else 1."""
     stage_blocks: tuple[Degree, ...] = ()
     """Blocks of each stage, first to last; empty: cut by cost."""
     block_costs: tuple[Annotated[float, Field(gt=0)], ...] = ()
@@ -65,6 +69,11 @@ class Pipeline(Table):
     """Cost of the embedding, in the unit of block_costs (a block, where that is empty)."""
     head_cost: Annotated[float, Field(ge=0)] = 0.0
     """Cost of last norm, head and loss, in the same unit."""
+
+    @property
+    def stages_a_rank(self) -> int:
+        """`virtual_stages` as a number."""
+        return FEWEST_STAGES.get(self.schedule, 1) if self.virtual_stages == "auto" else self.virtual_stages
 
 
 class Precision(Table):
@@ -189,7 +198,7 @@ class Plan(Table):
     """What the planner expects of it; written by `weft plan`."""
 
     def resolve(self, world_size: int) -> "Plan":
-        """Check every rule and replace -1 by a number.
+        """Check every rule, and replace -1 and the "auto" of virtual_stages by numbers.
 
         A forward dtype of "auto" stays: `resolve_precision` replaces it, and breaks no rule.
 
@@ -230,7 +239,9 @@ class Plan(Table):
                 rule="experts are shared by ranks of dp_shard x cp x tp (zero = 0: of dp_replicate too)",
                 fix=f"set plan.parallel.ep to a divisor of {inside}",
             )
-        return self.model_copy(update={"parallel": parallel})
+        stages = self.pipeline.stages_a_rank if parallel.pp > 1 or self.pipeline.virtual_stages != "auto" else 1
+        pipeline = self.pipeline.model_copy(update={"virtual_stages": stages})
+        return self.model_copy(update={"parallel": parallel, "pipeline": pipeline})
 
     def resolve_precision(self, native_bf16: bool) -> "Plan":
         """Replace precision.forward = "auto" by a dtype; see `Precision.resolve`."""
@@ -313,9 +324,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="virtual_stages > 1 without a pipeline",
-        broken=lambda plan: plan.pipeline.virtual_stages > 1 and plan.parallel.pp == 1,
+        broken=lambda plan: plan.pipeline.virtual_stages not in ("auto", 1) and plan.parallel.pp == 1,
         reason="virtual stages are what a rank of a pipeline holds more than one of",
-        fix="set plan.parallel.pp to the ranks of the pipeline, or leave plan.pipeline.virtual_stages at 1",
+        fix="set plan.parallel.pp to the ranks of the pipeline, or leave plan.pipeline.virtual_stages at auto",
     ),
     Rule(
         name="stage_blocks and costs at once",

@@ -25,7 +25,7 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
     groups = [
         {"params": parameters, "weight_decay": settings.weight_decay if decays else 0.0}
         for (decays, _), parameters in by_mesh.items()
-    ]
+    ] or [{"params": []}]  # of a rank of a pipeline whose stages are frozen
     if settings.name == "onebit-adam":
         return OneBitAdam(groups, settings.lr, settings.betas, settings.eps, settings.freeze_steps)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
