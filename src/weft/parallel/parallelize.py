@@ -21,6 +21,7 @@ from weft.parallel.balance import RouterWatch
 from weft.parallel.checks import check_tensors
 from weft.parallel.context import check_sequence
 from weft.parallel.data import gather_ahead, prefetch_inside_stages, shard_data_parallel
+from weft.parallel.documents import check_rows
 from weft.parallel.dropout import place_dropout
 from weft.parallel.expert import check_experts, compute_shared_experts_meanwhile, split_experts
 from weft.parallel.pipeline.cut import Chain, Relay, cut_model, let_stages_run, read_chain, split_blocks
@@ -145,7 +146,7 @@ def check_axes(
     check_experts(model, anatomy, p.ep)
     if p.tp > 1:
         check_tensors(model, anatomy, p.tp)
-    takes_over_attention(model, anatomy, plan)
+    check_rows(model, anatomy, plan, seq_len)
     if p.pp > 1:
         split_blocks(len(anatomy.blocks), len(stage_ranks(plan)), plan.pipeline)
         if num_micro_batches is not None:

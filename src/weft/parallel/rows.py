@@ -81,7 +81,7 @@ def take_whole_rows(model: Any, mesh: DeviceMesh) -> None:
         if positions is None:
             positions = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
         if own_attention:
-            mask = _carry_documents(positions, mask, config, whole=ranks_along(mesh, *CONTEXT_AXES) == 1)
+            mask = carry_documents(positions, mask, config, whole=ranks_along(mesh, *CONTEXT_AXES) == 1)
         elif mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             mask = document_masks(model, positions, mask)
         own = {"input_ids": part_of_rows(rows, mesh), "position_ids": part_of_rows(positions, mesh)}
@@ -92,7 +92,7 @@ def take_whole_rows(model: Any, mesh: DeviceMesh) -> None:
     model.takes_whole_rows = True
 
 
-def _carry_documents(positions: Tensor, mask: Any, config: Any, whole: bool) -> Any:
+def carry_documents(positions: Tensor, mask: Any, config: Any, whole: bool) -> Any:
     """The number of each token's document, in the place of a mask: Transformers passes four dims on as they are.
 
     Padding at the ends of whole rows is a document of its own.

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.transformers import can_separate_documents, read_anatomy
+from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import clean, list_checkpoints
 from weft.checkpoint.huggingface import build_on_meta, read_config
 from weft.checkpoint.manifest import read_manifest
@@ -30,6 +30,7 @@ from weft.cluster.topology import Topology, of_hosts
 from weft.data import Prepared, Rows, count_micro_batches, prepare, scored_pairs, unigram_and_bigram
 from weft.errors import CheckpointError, JobError, RankFailure, Stopped, WeftError
 from weft.job import Job
+from weft.parallel.documents import check_packing
 from weft.parallel.parallelize import check_axes
 from weft.parallel.replicas import check_replicas
 from weft.plan import Plan
@@ -304,13 +305,8 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
             rule="a row fits into max_position_embeddings of the model's configuration",
             fix=f"set data.seq_len to {limit} or less",
         )
-    if job.data.packing and job.data.source != "tokens" and not can_separate_documents(model, anatomy):
-        raise JobError(
-            f"{anatomy.family} cannot keep packed documents apart",
-            where="data.packing = true",
-            rule="attention stays inside a document only where positions restart and nothing is carried along the row",
-            fix="set data.packing = false: one piece of one document a row",
-        )
+    if job.data.packing and job.data.source != "tokens":
+        check_packing(model, anatomy, job.plan, job.data.seq_len)
     train = job.train
     micro_batches = count_micro_batches(train.global_batch, train.micro_batch, job.plan.parallel.data_ranks)
     check_axes(model, anatomy, job.plan, job.data.seq_len, micro_batches)
