@@ -14,7 +14,7 @@ from weft.comm.compression.codecs import build_feedback
 from weft.comm.overlap import check_chunks
 from weft.errors import PlanError
 from weft.memory.offload import build_offload
-from weft.memory.recompute import keep_less
+from weft.memory.recompute import follow_library_recompute, keep_less
 from weft.memory.weights import split_weights
 from weft.parallel.balance import RouterWatch
 from weft.parallel.checks import check_tensors
@@ -89,6 +89,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         model.offload = build_offload(plan.memory, detect())
         own_blocks = {block.name for block in anatomy.blocks}
         keep_less(model, whole, own_blocks, plan.memory, partial(remember_scene, model), model.offload)
+    follow_library_recompute(model, partial(remember_scene, model))
     if plan.precision.weights != "whole":
         split_weights(model, even=plan.precision.weights == "split_even")
     model.feedback = build_feedback(plan.comm)

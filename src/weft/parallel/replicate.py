@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from weft.anatomy.roles import Anatomy
 from weft.cluster.mesh import CONTEXT_AXES, join_axes
@@ -49,7 +50,7 @@ def replicate_data_parallel(
     # Weights may still be on the meta device: their hooks wait for the first forward.
     model.register_forward_pre_hook(reducer.prepare)
     if plan.precision.forward != plan.precision.update:
-        _cast_in_forward(model, DTYPES[plan.precision.forward])
+        _cast_in_forward(model, anatomy, DTYPES[plan.precision.forward])
 
 
 class Unit(NamedTuple):
@@ -217,8 +218,10 @@ class GradientReducer:
         self.finish_is_queued = False
 
 
-def _cast_in_forward(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let forward see the weights in another format; backward casts their gradients back."""
+def _cast_in_forward(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> None:
+    """Cast the weights for forward, and their gradients back in backward. The inputs of each block are cast too, as FSDP2
+    does: masks and buffers (XGLM's positions) have the dtype of the weights at rest.
+    """
     originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
 
     def swap_in(*_: object) -> None:
@@ -236,5 +239,13 @@ def _cast_in_forward(model: nn.Module, dtype: torch.dtype) -> None:
             table[name] = parameter
         originals.clear()
 
+    def cast(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)
+
+    for block in anatomy.blocks:
+        model.get_submodule(block.name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
     model.register_forward_pre_hook(swap_in)
     model.register_forward_hook(swap_out, always_call=True)
