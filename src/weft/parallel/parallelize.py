@@ -41,8 +41,9 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     """Split an unmodified Transformers model over the ranks of a mesh, in place, as the plan says.
 
     The model keeps its class, its forward and its parameter names. Afterwards parameters are sharded: make the optimizer
-    from `model.parameters()` now. Gradients are means over the data ranks, as under DistributedDataParallel. With a
-    pipeline a rank keeps the blocks of its own stages, and `weft.train.step` runs the model.
+    from `model.parameters()` now. Gradients are means over the data ranks, as under DistributedDataParallel; the loss of
+    `labels` is the mean over the targets of all ranks, with the gradients of that mean (`labels.py`). With a pipeline a
+    rank keeps the blocks of its own stages, and `weft.train.step` runs the model.
 
     Args:
         model: causal language model with equal weights on all ranks, or on the meta device (see `weft.materialize`).
