@@ -78,7 +78,7 @@ def follow_library_recompute(model: nn.Module, remember: Remember) -> None:
         model: split over all axes but data.
         remember: as in `keep_less`.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def wrap(*_: object) -> None:
         for layer in layers:  # the user may change the function between two forwards
