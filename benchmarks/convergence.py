@@ -4,8 +4,9 @@
     python benchmarks/convergence.py --only 0 1 2 3 7    # some rows: the first is what the others are compared with
 
 A model like that of `weft train` (a Qwen3-MoE of 4 million parameters on the source code of Python's standard library), one
-rank, the same tokens in the same order, three orders of them (seeds): mean held-out loss, and its distance from that of fp32, mean and
-range. The second row is the first with micro-batches of two rows: how far apart runs are that differ in nothing but rounding.
+rank, the same tokens in the same order, three orders of them (seeds): mean held-out loss, and its distance from that of fp32,
+mean and range. The second row is the first with micro-batches of two rows: how far apart runs are that differ in nothing but
+rounding.
 A dynamic loss scale starts at 2^16, so that a step or two are skipped. Nothing is timed: a CPU has no fast fp16.
 
 The rate is a sixth of the recipe's. At the recipe's own the first hundred steps are so steep that rounding alone moves the loss

@@ -75,9 +75,7 @@ def try_documents(
         return Trial(0.0, 0.0, f"it cannot be tried: {error.what}")
     lengths = LENGTHS if packed else (sum(LENGTHS),)
     generator = torch.Generator().manual_seed(0)
-    rows, others = (
-        torch.randint(FIRST_TOKEN, VOCABULARY, (ROWS, sum(LENGTHS)), generator=generator) for _ in range(2)
-    )
+    rows, others = (torch.randint(FIRST_TOKEN, VOCABULARY, (ROWS, sum(LENGTHS)), generator=generator) for _ in range(2))
     others[:, LENGTHS[0] :] = rows[:, LENGTHS[0] :]
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(ROWS, -1)
     with torch.no_grad(), torch.device("cpu"):

@@ -27,7 +27,10 @@ ENDS: tuple[tuple[str, int], ...] = (
 )
 # The same for small widths. Numbers that are smaller are rounded down to a power of two, and 0 stays.
 SIZES: tuple[tuple[str, int], ...] = (
-    (r"hidden_size|n_embd|d_model|embedding_(size|dim)|word_embed_proj_dim|lru_width|adapter_(in(put_size|_dim)|out_dim)", 32),
+    (
+        r"hidden_size|n_embd|d_model|embedding_(size|dim)|word_embed_proj_dim|lru_width|adapter_(in(put_size|_dim)|out_dim)",
+        32,
+    ),
     (r"num_attention_heads(_per_layer)?|n_heads?|num_heads|(en|de)coder_attention_heads|swa_num_attention_heads", 4),
     (r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads|num_global_key_value_heads", 2),
     (r"head_dim|qk_(rope|nope)_head_dim|v_head_dim|kv_channels|(global|swa|swa_v)_head_dim", 8),
@@ -78,7 +81,9 @@ def small_copy(model: PreTrainedModel, anatomy: Anatomy, seq_len: int | None) ->
     for widths in (True, False):
         for depth in (_first_with_all(kinds), len(kinds)):
             try:
-                found = _build(type(model), _shrink(model.config.to_dict(), seq_len, depth, widths=widths), model.config)
+                found = _build(
+                    type(model), _shrink(model.config.to_dict(), seq_len, depth, widths=widths), model.config
+                )
                 if depth < len(kinds) and not set(kinds) <= set(block_kinds(found, read_anatomy(found))):
                     continue
                 with torch.no_grad(), torch.device("cpu"):

@@ -85,5 +85,5 @@ def _run_context(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     for name in (name for block in read_anatomy(model).blocks for name in block.attention):
         attention: Any = model.get_submodule(name)
         attention.context = ContextParallel(None, None, 1, 1, 0)
-    documents = carry_documents(position_ids, None, model.config.get_text_config(), whole=True)
+    documents = carry_documents(position_ids, None, model.config.get_text_config())
     return model(input_ids=input_ids, position_ids=position_ids, attention_mask=documents, use_cache=False).logits
