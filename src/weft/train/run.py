@@ -70,7 +70,7 @@ def train(
     Raises:
         WeftError: one of its subclasses, see `weft.errors`; `Stopped` after a signal, when the ranks have ended.
     """
-    check_writable(job)
+    check_writable(job, new=resume is None)
     device = detect()
     check_formats(job.plan.precision, device)
     ranks = ranks or default_ranks(device)
@@ -141,7 +141,7 @@ def _train_here(
             try:
                 _complete_summary(resolved, prepared, out)
             except KeyboardInterrupt:
-                raise Stopped(signal.SIGINT, finished=True) from None
+                raise Stopped(signal.SIGINT) from None
     return out
 
 
