@@ -72,7 +72,7 @@ def try_documents(
     try:
         copy = small_copy(model, anatomy, seq_len)
     except ModelError as error:
-        return Trial(0.0, 0.0, f"it cannot be tried: {error.what}")
+        return Trial(0.0, 0.0, error.what)
     lengths = LENGTHS if packed else (sum(LENGTHS),)
     generator = torch.Generator().manual_seed(0)
     rows, others = (torch.randint(FIRST_TOKEN, VOCABULARY, (ROWS, sum(LENGTHS)), generator=generator) for _ in range(2))
@@ -86,7 +86,7 @@ def try_documents(
             second = run(copy, others, positions)[:, LENGTHS[0] :] if packed else together
         except Exception as error:  # each family fails in its own way on masks that it does not know
             what = " ".join(str(error).split())[:120]
-            return Trial(0.0, 0.0, f"a small copy fails on rows with masks: {type(error).__name__}: {what}")
+            return Trial(0.0, 0.0, f"it fails on masks of documents ({type(error).__name__}: {what})")
     leak = _off(second, together[:, LENGTHS[0] :], alone) if packed else 0.0
     return Trial(_off(together, alone, alone), leak)
 

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -27,10 +28,8 @@ ENDS: tuple[tuple[str, int], ...] = (
 )
 # The same for small widths. Numbers that are smaller are rounded down to a power of two, and 0 stays.
 SIZES: tuple[tuple[str, int], ...] = (
-    (
-        r"hidden_size|n_embd|d_model|embedding_(size|dim)|word_embed_proj_dim|lru_width|adapter_(in(put_size|_dim)|out_dim)",
-        32,
-    ),
+    (r"hidden_size|n_embd|d_model|embedding_(size|dim)|word_embed_proj_dim|lru_width", 32),
+    (r"adapter_(input_size|in_dim|out_dim)", 32),
     (r"num_attention_heads(_per_layer)?|n_heads?|num_heads|(en|de)coder_attention_heads|swa_num_attention_heads", 4),
     (r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads|num_global_key_value_heads", 2),
     (r"head_dim|qk_(rope|nope)_head_dim|v_head_dim|kv_channels|(global|swa|swa_v)_head_dim", 8),
@@ -78,19 +77,17 @@ def small_copy(model: PreTrainedModel, anatomy: Anatomy, seq_len: int | None) ->
         ModelError: there is no such copy; the message has the first reason.
     """
     kinds, reasons = block_kinds(model, anatomy), []
-    for widths in (True, False):
-        for depth in (_first_with_all(kinds), len(kinds)):
-            try:
-                found = _build(
-                    type(model), _shrink(model.config.to_dict(), seq_len, depth, widths=widths), model.config
-                )
-                if depth < len(kinds) and not set(kinds) <= set(block_kinds(found, read_anatomy(found))):
-                    continue
-                with torch.no_grad(), torch.device("cpu"):
-                    found(input_ids=torch.full((1, 4), 3), use_cache=False)
-                return found
-            except Exception as error:  # each family refuses sizes in its own way
-                reasons.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+    for widths, depth in product((True, False), sorted({_first_with_all(kinds), len(kinds)})):
+        try:
+            table = _shrink(model.config.to_dict(), seq_len, depth, widths=widths)
+            found = _build(type(model), type(model.config)(**table))
+            if depth < len(kinds) and not set(kinds) <= set(block_kinds(found, read_anatomy(found))):
+                continue
+            with torch.no_grad(), torch.device("cpu"):
+                found(input_ids=torch.full((1, 4), 3), use_cache=False)
+            return found
+        except Exception as error:  # each family refuses sizes in its own way
+            reasons.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
     raise ModelError(
         f"no small copy of {anatomy.family} can be built: {reasons[0]}",
         where=f"model_type {anatomy.family}",
@@ -118,20 +115,19 @@ def _first_with_all(kinds: list[tuple[Any, ...]]) -> int:
     return min(max(2, *(kinds.index(kind) + 1 for kind in kinds)), len(kinds))
 
 
-def _build(kind: type[PreTrainedModel], table: dict[str, Any], config: PretrainedConfig) -> PreTrainedModel:
-    """A model of a table, with weights that are always the same."""
-    small = type(config)(**table)
-    small._attn_implementation = "eager"
+def _build(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model with weights that are always the same."""
+    config._attn_implementation = "eager"
     with torch.device("meta"):
-        size = sum(prod(parameter.shape) for parameter in kind(copy.deepcopy(small)).parameters())
+        size = sum(prod(parameter.shape) for parameter in kind(copy.deepcopy(config)).parameters())
     if size > LARGEST_COPY:
         raise ValueError(f"{size:,} parameters")
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(0)
     try:
         with torch.device("cpu"), torch.no_grad():
-            model = kind(small).float().eval()
-            for parameter in model.parameters():
+            model = kind(config).float().eval()
+            for parameter in (parameter for parameter in model.parameters() if parameter.is_floating_point()):
                 parameter += NOISE * torch.randn_like(parameter)
     finally:
         torch.set_rng_state(state)
