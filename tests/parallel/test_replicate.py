@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lab.parity import compare, packed_batches, share, whole
+from tests.lab.parity import assert_parity, compare, packed_batches, plan_for, share, whole
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
 from weft.checkpoint.huggingface import build_plain, read_config
@@ -105,6 +105,10 @@ def test_weights_without_gradient_are_left_alone_by_weight_decay(compression: st
             exact = name.startswith("never")
             close = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-5 if compression == "none" else 0.05}
             torch.testing.assert_close(weights[name], weight, **close, msg=name)
+
+
+def test_a_vision_tower_that_text_does_not_use_stays_as_it_is() -> None:
+    assert_parity(Model(config=shrunk("gemma3")), plan_for("fp32", zero=0), world_size=2, micro_batch=2)
 
 
 def step_in_bfloat16(rank: int, world_size: int, name: str, zero: int) -> tuple[float, dict[str, torch.Tensor]]:

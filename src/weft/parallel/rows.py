@@ -100,6 +100,12 @@ def take_whole_rows(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) 
                 rule="each rank has logits of its own tokens, which need not be the last ones of a row",
                 fix="leave logits_to_keep out, and pick from the logits of all tokens",
             )
+        if arguments.get("past_key_values") is not None:
+            raise ModelError(
+                "a split model was called with past_key_values",
+                rule="rows are whole, and each rank has logits of its own tokens or of its part of the vocabulary",
+                fix="generate with a model that is not split: export the weights (weft export) and load them with Transformers",
+            )
         lengths.clear()  # of a forward that failed
         if positions is None and sees_whole_rows:
             return None  # the model makes positions and masks as on one rank
