@@ -72,6 +72,12 @@ def test_a_small_model_gets_no_technique_that_does_not_pay() -> None:
     assert min(found.slower) > -EQUAL
     others = {axis for choice in found.best for axis in ("tp", "cp", "pp") if getattr(choice.layout, axis) > 1}
     assert others  # as fast within the uncertainty, and not chosen
+    seconds = [choice.time.seconds for choice in found.best[1:]]
+    assert seconds == sorted(seconds)
+    shown = {choice.layout for choice in found.best}
+    for direction in found.directions:  # nothing that is nearer is left out
+        if direction.choice and direction.choice.layout not in shown:
+            assert direction.choice.time.seconds >= seconds[-1]
     pp = next(direction for direction in found.directions if (direction.setting, direction.value) == ("pp", 2))
     assert reason(pp, found.best[0], found.space.cluster).startswith("pp 2: equal (")
 

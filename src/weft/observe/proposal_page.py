@@ -26,8 +26,8 @@ def write_page(found: Proposal, path: Path) -> None:
         for d in found.directions
     ]
     lead = (
-        "The chosen layout first. Layouts whose predicted times differ by less than "
-        f"{EQUAL:.0%} are equal, as predictions are not more exact; of equal ones the one with the fewest techniques is chosen."
+        f"Predictions that differ by less than {EQUAL:.0%} are equal, as the planner is not more exact. "
+        "Of equal layouts the one with the fewest techniques is chosen; it is the first here."
     )
     plots = [
         page.plot("plot-time", _time_chart(found), "Time of a step", f"Chosen: {describe(first)}.", wide=True),

@@ -150,6 +150,15 @@ def propose(
             where="weft plan",
             fix="take more devices, or devices with more memory",
         )
+    directions = [
+        there._replace(choice=exact(space, there.choice)) if there.choice else there
+        for there in look_around(space, best[0])
+    ]
+    if (
+        not times
+    ):  # of a pipeline's schedules, the formula that ranks them may put others before what they turn out to be
+        nearby = [there.choice for there in directions if there.choice]
+        best = best[:1] + nearest([*best[1:], *nearby], [choice for choice, _ in refused])
     best, times = best[: max(count, 3)], times[: max(count, 3)]
     return Proposal(
         job,
@@ -159,16 +168,20 @@ def propose(
         [cost_of(space.shape, choice.layout, choice.time.seconds, cluster, failure_hours, scalar) for choice in best],
         traces,
         refused,
-        directions=[
-            there._replace(choice=exact(space, there.choice)) if there.choice else there
-            for there in look_around(space, best[0])
-        ],
+        directions=directions,
         leaner=leaner_than(space, best[0]),
         compressed=compressed_steps(space, best[0].layout),
         fewest=fewest_devices(space),
         size=size,
         by_operators=times,
     )
+
+
+def nearest(choices: list[Choice], refused: list[Choice]) -> list[Choice]:
+    """Each layout once, the fastest first, without those that were refused."""
+    without = {choice.layout for choice in refused}
+    by_layout = {choice.layout: choice for choice in choices if choice.layout not in without}
+    return sorted(by_layout.values(), key=lambda choice: choice.time.seconds)
 
 
 def shortlist(
