@@ -50,13 +50,17 @@ class Parallel(Table):
         return self.data_ranks * self.cp
 
 
+FEWEST_STAGES = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
+"""Fewest stages that each rank holds, by schedule; 1 with those that are not named."""
+
+
 class Pipeline(Table):
     """How the stages of a pipeline are cut, and in which order they work."""
 
     schedule: str = "1f1b"
     """Name of a schedule, or a file of one's own that ends in .csv: one line a rank, one cell a slot."""
-    virtual_stages: Degree = 1
-    """Stages that each rank holds."""
+    virtual_stages: Literal["auto"] | Degree = "auto"
+    """Stages that each rank holds; auto: the fewest of the schedule: 2 with interleaved, zbv and dualpipev, else 1."""
     stage_blocks: tuple[Degree, ...] = ()
     """Blocks of each stage, first to last; empty: cut by cost."""
     block_costs: tuple[Annotated[float, Field(gt=0)], ...] = ()
@@ -66,12 +70,18 @@ class Pipeline(Table):
     head_cost: Annotated[float, Field(ge=0)] = 0.0
     """Cost of last norm, head and loss, in the same unit."""
 
+    @property
+    def stages_a_rank(self) -> int:
+        """`virtual_stages` as a number."""
+        return FEWEST_STAGES.get(self.schedule, 1) if self.virtual_stages == "auto" else self.virtual_stages
+
 
 class Precision(Table):
     """Number formats of each part of a step."""
 
-    forward: DType = "bf16"
-    """Format of weights and activations in forward and backward."""
+    forward: DType | Literal["auto"] = "auto"
+    """Dtype of weights and activations in forward and backward; auto: bf16 where the device computes it natively or another
+    setting needs it, else fp32. What was chosen is written in the run's job.toml, its checkpoints and its report."""
     backward: Literal["forward", "fp16"] = "forward"
     """Format in which gradients of activations and weights are computed: that of forward, or fp16, scaled, behind a forward in
     bf16, whose activations are cast when they are used."""
@@ -88,6 +98,21 @@ class Precision(Table):
     same memory, where ties are rounded away from zero or, with one bit more, to even as a cast does."""
     states: Literal["update", "bf16", "int8", "int4"] = "update"
     """Format of the optimizer's state between updates: that of the update; bfloat16; or 8 or 4 bits, in blocks with a scale."""
+
+    @property
+    def needs_bf16(self) -> bool:
+        """Whether a setting other than forward works with a bf16 forward alone."""
+        return self.weights != "whole" or self.backward == "fp16" or self.update == "bf16"
+
+    def resolve(self, native_bf16: bool) -> "Precision":
+        """Replace forward = "auto" by a dtype; any other forward stays.
+
+        Args:
+            native_bf16: whether the device computes bf16 natively, see `weft.cluster.device.Device.supports`.
+        """
+        if self.forward != "auto":
+            return self
+        return self.model_copy(update={"forward": "bf16" if native_bf16 or self.needs_bf16 else "fp32"})
 
 
 class Memory(Table):
@@ -173,7 +198,9 @@ class Plan(Table):
     """What the planner expects of it; written by `weft plan`."""
 
     def resolve(self, world_size: int) -> "Plan":
-        """Check every rule and replace -1 by a number.
+        """Check every rule, and replace -1 and the "auto" of virtual_stages by numbers.
+
+        A forward dtype of "auto" stays: `resolve_precision` replaces it, and breaks no rule.
 
         Args:
             world_size: number of ranks the plan must fill exactly.
@@ -181,8 +208,9 @@ class Plan(Table):
         Raises:
             PlanError: a rule of `RULES` is broken, or the degrees do not multiply to `world_size`.
         """
+        concrete = self.resolve_precision(native_bf16=False)
         for rule in RULES:
-            if rule.broken(self):
+            if rule.broken(concrete):
                 raise PlanError(rule.name, where="plan", rule=rule.reason, fix=rule.fix)
         parallel = self.parallel
         others = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp
@@ -211,7 +239,13 @@ class Plan(Table):
                 rule="experts are shared by ranks of dp_shard x cp x tp (zero = 0: of dp_replicate too)",
                 fix=f"set plan.parallel.ep to a divisor of {inside}",
             )
-        return self.model_copy(update={"parallel": parallel})
+        stages = self.pipeline.stages_a_rank if parallel.pp > 1 or self.pipeline.virtual_stages != "auto" else 1
+        pipeline = self.pipeline.model_copy(update={"virtual_stages": stages})
+        return self.model_copy(update={"parallel": parallel, "pipeline": pipeline})
+
+    def resolve_precision(self, native_bf16: bool) -> "Plan":
+        """Replace precision.forward = "auto" by a dtype; see `Precision.resolve`."""
+        return self.model_copy(update={"precision": self.precision.resolve(native_bf16)})
 
 
 class Rule(Table):
@@ -290,9 +324,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="virtual_stages > 1 without a pipeline",
-        broken=lambda plan: plan.pipeline.virtual_stages > 1 and plan.parallel.pp == 1,
+        broken=lambda plan: plan.pipeline.virtual_stages not in ("auto", 1) and plan.parallel.pp == 1,
         reason="virtual stages are what a rank of a pipeline holds more than one of",
-        fix="set plan.parallel.pp to the ranks of the pipeline, or leave plan.pipeline.virtual_stages at 1",
+        fix="set plan.parallel.pp to the ranks of the pipeline, or leave plan.pipeline.virtual_stages at auto",
     ),
     Rule(
         name="stage_blocks and costs at once",

@@ -65,8 +65,11 @@ def blocks(number: int) -> list[str]:
             ["plan.parallel.tp=2", "model.config.intermediate_size=49"],
             ["49 hidden units", "cannot be divided by tp = 2"],
         ),
-        (["plan.parallel.tp=2", "data.seq_len=31"], ["31 tokens", "cannot be divided by tp = 2"]),
-        (["plan.parallel.cp=2", "data.seq_len=30"], ["30 tokens", "2 x ring x ulysses"]),
+        (
+            ["plan.parallel.tp=2", "data.seq_len=31"],
+            ["31 tokens", "cannot be divided by tp = 2", "set data.seq_len = 32"],
+        ),
+        (["plan.parallel.cp=2", "data.seq_len=30"], ["30 tokens", "multiple of 4", "set data.seq_len = 32"]),
         (["plan.parallel.ep=2"], ["no block of this llama has a module of experts"]),
         (["plan.parallel.ep=3"], ["ep 3 does not divide"]),
         (["plan.parallel.cp=2", "plan.parallel.cp_ulysses=3"], ["cp_ulysses does not divide cp"]),

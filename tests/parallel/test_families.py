@@ -64,6 +64,13 @@ def test_parity(axis: str, name: str) -> None:
     assert_parity(Model(config=shrunk(name)), plan, world_size=2, micro_batch=rows, rows_at_once=rows)
 
 
+@pytest.mark.parametrize("name", ["glm", "glm4"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_packed_matrices_of_an_mlp(name: str, ranks: int) -> None:
+    """They hold two projections, one below the other, as those of Phi-3 do."""
+    assert_parity(Model(config=shrunk(name)), plan_for("fp32", tp=ranks, zero=1), world_size=ranks, micro_batch=4)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", BIASED)
 def test_parity_from_random_biases(name: str, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Hugging Face in and out: configurations, weights into shards, and folders that `from_pretrained` reads."""
 
-import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from weft.anatomy.transformers import refuse_kind
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model
@@ -33,8 +34,7 @@ def read_config(source: Model) -> PretrainedConfig:
         if isinstance(source.config, dict):
             settings = dict(source.config)
         else:
-            path = Path(source.path) / "config.json" if source.path else Path(str(source.config))
-            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings = _read_table(Path(source.path) / "config.json" if source.path else Path(str(source.config)))
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
     except FileNotFoundError as error:
         raise ModelError(f"there is no file {error.filename}", where="model", fix="check the path") from None
@@ -43,6 +43,18 @@ def read_config(source: Model) -> PretrainedConfig:
         raise ModelError(what, where="model.config", rule="model_type names the family, such as llama") from None
     except Exception as error:  # each family validates in its own way: whatever it says goes to the user
         raise ModelError(f"the configuration is refused: {error}", where="model.config") from None
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """The table of a config.json, by Transformers' own reader: it writes infinite numbers in a way of its own.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it is no JSON.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(None, None, str(path))
+    return PretrainedConfig.get_config_dict(str(path), local_files_only=True)[0]
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -55,6 +67,8 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_implementations(dtype))
     except Exception as error:
+        if type(error) is ValueError and str(error).startswith("Unrecognized configuration class"):
+            raise refuse_kind(config) from None  # its message lists all families that there are
         raise ModelError(
             f"Transformers cannot build a causal language model of this configuration: {error}",
             where=f"model_type {config.model_type}",
@@ -254,9 +268,12 @@ def save_folder(
     model.tie_weights()
     model.config.use_cache = True
     model.save_pretrained(half)
+    mode = stat.S_IMODE((half / "config.json").stat().st_mode)  # which follows the umask
+    for file in half.glob("*.safetensors"):  # safetensors makes files that nobody else may read
+        file.chmod(mode)
     for file in sorted(tokenizer.iterdir()) if tokenizer else ():
         if file.is_file() and not (half / file.name).exists() and file.suffix not in (".safetensors", ".lock"):
-            shutil.copy2(file, half / file.name)
+            shutil.copyfile(file, half / file.name)
     shutil.rmtree(folder, ignore_errors=True)
     half.rename(folder)
 

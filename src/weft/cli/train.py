@@ -1,6 +1,7 @@
 """weft train"""
 
 import os
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Optional
@@ -23,30 +24,36 @@ def train(
     token_file: Annotated[Path | None, typer.Option(help="Secret of the job; default the variable WEFT_TOKEN.")] = None,
     interface: Annotated[str | None, typer.Option(help="Of this host; default the one that leads to host 0.")] = None,
 ) -> None:
-    """Train a model, write metrics, a report and a Hugging Face folder."""
+    """Train a model; write metrics, report and export."""
     if hosts > 1:  # torch prints a stack for each lost connection of its store; the guardian says who is lost
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import transformers
-
-    from weft.cluster.launch import Stopped
     from weft.cluster.meeting import plan_meeting
     from weft.job import Job
+    from weft.train.run_folder import check_writable
+
+    assignments = [*set_, *([f'out="{out}"'] if out else [])]
+    recipe = job or Path(str(files("weft.recipes") / "first.toml"))
+    chosen = Job.load(recipe, assignments)
+    check_writable(chosen)
+    if ranks and hosts == 1:
+        chosen.plan.resolve(ranks)
+    meeting = plan_meeting(host, hosts, meet, token_file, interface)
+
+    import transformers  # torch and Transformers take seconds: what is refused above is refused without them
+
+    from weft.errors import Stopped
     from weft.observe.report import write_report
-    from weft.observe.summary import print_summary
+    from weft.observe.summary import print_interruption, print_summary
     from weft.train.run import train as train_job
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    assignments = [*set_, *([f'out="{out}"'] if out else [])]
-    recipe = job or Path(str(files("weft.recipes") / "first.toml"))
-    chosen = Job.load(recipe, assignments)
-    meeting = plan_meeting(host, hosts, meet, token_file, interface)
     try:
         run = train_job(chosen, ranks=ranks, resume=resume, max_restarts=max_restarts, meeting=meeting)
-    except Stopped:
+    except Stopped as stopped:
         if host == 0:
-            write_report(Path(chosen.out))
+            print_interruption(chosen, stopped, write_report(Path(chosen.out)), sys.argv)
         raise
     if host == 0:
         print_summary(run, write_report(run))

@@ -88,7 +88,14 @@ def prepare(data: Data, *, model_folder: Path | None, say: Callable[[str], None]
                 rule=f"a row takes seq_len + 1 = {data.seq_len + 1} tokens, and each split has at least one row",
                 fix="use more text, a smaller data.seq_len, or another data.held_out (0 keeps nothing for evaluation)",
             )
+    say(describe_splits(prepared))
     return prepared
+
+
+def describe_splits(prepared: Prepared) -> str:
+    """Numbers of train and held-out tokens, and the share that is held out, in one line."""
+    train, held_out = prepared.train_tokens, prepared.held_out_tokens
+    return f"{train:,} train tokens, {held_out:,} held-out tokens ({held_out / (train + held_out):.1%})"
 
 
 def _prepare_rows(data: Data) -> Prepared:
@@ -117,6 +124,7 @@ def _prepare_rows(data: Data) -> Prepared:
 
 def _prepare_text(data: Data, model_folder: Path | None, say: Callable[[str], None]) -> Prepared:
     files = corpus.find_files(data)
+    corpus.check_not_empty(data, files)
     content = corpus.digest_files(files, ordered=not data.shuffle)
     cache = Path(data.cache).expanduser().resolve()
     tokenizer_folder = _find_tokenizer(data, model_folder, files, content, cache, say)
@@ -136,9 +144,6 @@ def _prepare_text(data: Data, model_folder: Path | None, say: Callable[[str], No
             store.write_store(scratch, parts, shuffle=data.shuffle, facts=facts)
         say(f"tokenised in {time.monotonic() - began:.1f} s: {folder}")
     manifest = store.read_store(folder)
-    if not manifest["documents"]:
-        rule = "a corpus has at least one document that is not empty"
-        raise DataError(f"the corpus is empty: {len(files)} files", where=f"data.path = {data.path}", rule=rule)
     train, held_out = store.split_store(folder, manifest, data.held_out)
     return Prepared(train, held_out, str(tokenizer_folder), manifest["vocab_size"], manifest["end_of_text"])
 

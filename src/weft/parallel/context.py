@@ -73,15 +73,21 @@ class ContextParallel:
         return self.rank // self.ulysses
 
 
+def sequence_parts(ulysses: int, ring: int) -> int:
+    """Number of parts that a sequence is cut into: its length is a multiple of it."""
+    return 2 * ring * ulysses if ring > 1 else ulysses
+
+
 def check_sequence(seq_len: int, ulysses: int, ring: int) -> None:
     """Raises PlanError unless a sequence can be split over the grid."""
-    parts = 2 * ring * ulysses if ring > 1 else ulysses
+    parts = sequence_parts(ulysses, ring)
     if seq_len % parts:
         raise PlanError(
             f"a sequence of {seq_len} tokens cannot be split for ulysses {ulysses} x ring {ring}",
             where="parallel.cp",
             rule=f"seq_len is a multiple of {parts}: of ulysses, or of 2 x ring x ulysses if ring is larger than 1",
-            fix=f"use seq_len {seq_len - seq_len % parts or parts}, or fewer ranks of cp",
+            fix=f"pad rows to {seq_len + -seq_len % parts} tokens (data.seq_len of a job, or pad_to_multiple_of={parts} of a "
+            "collator), or use fewer ranks of cp",
         )
 
 

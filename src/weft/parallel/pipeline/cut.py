@@ -176,6 +176,8 @@ class Relay:
     own: tuple[int, ...]
     """Stages of this rank."""
     chain: Chain
+    first_trained: int
+    """The first stage with a parameter that trains; the number of stages where none does."""
     active: int | None = None
     sequence_parts: int = 1
     """Ranks of tp that hold a part of each sequence between matrices."""
@@ -272,7 +274,7 @@ def cut_model(
     Returns:
         The anatomy of what is left, with an empty name for an embedding or head that is elsewhere; and the relay.
     """
-    relay = Relay(stages, own, chain)
+    relay = Relay(stages, own, chain, _first_trained(model, anatomy, chain, stages))
     kept = {number for stage in own for number in stages[stage]}
     for number, block in enumerate(anatomy.blocks):
         if number not in kept:
@@ -289,6 +291,28 @@ def cut_model(
         tied=anatomy.tied and relay.has_first() and relay.has_last(),
     )
     return left, relay
+
+
+def stage_modules(anatomy: Anatomy, chain: Chain, stages: list[range], stage: int) -> list[str]:
+    """Names of the modules with weights of one stage: its blocks, and the ends of the model that it has.
+
+    Args:
+        anatomy: of the whole model.
+        chain: from `read_chain`.
+        stages: blocks of each stage.
+        stage: number of the stage.
+    """
+    first = chain.first if stage == 0 else ()
+    last = chain.last if stage == len(stages) - 1 else ()
+    return [*first, *(anatomy.blocks[number].name for number in stages[stage]), *last]
+
+
+def _first_trained(model: nn.Module, anatomy: Anatomy, chain: Chain, stages: list[range]) -> int:
+    for stage in range(len(stages)):
+        for name in stage_modules(anatomy, chain, stages, stage):
+            if any(parameter.requires_grad for parameter in model.get_submodule(name).parameters()):
+                return stage
+    return len(stages)
 
 
 def let_stages_run(model: PreTrainedModel, anatomy: Anatomy, relay: Relay) -> None:

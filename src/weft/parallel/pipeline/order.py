@@ -23,13 +23,13 @@ def read_order(plan: Plan, num_micro_batches: int) -> Schedule:
     """
     p, settings = plan.parallel, plan.pipeline
     if not is_file(plan):
-        return build_schedule(settings.schedule, p.pp, num_micro_batches, settings.virtual_stages)
+        return build_schedule(settings.schedule, p.pp, num_micro_batches, settings.stages_a_rank)
     schedule = _read_table(plan, num_micro_batches)
-    if schedule.num_stages != p.pp * settings.virtual_stages:
+    if schedule.num_stages != p.pp * settings.stages_a_rank:
         raise PlanError(
             f"{settings.schedule} has {schedule.num_stages} stages",
             where=WHERE,
-            rule=f"pp {p.pp} x virtual_stages {settings.virtual_stages} is the number of stages",
+            rule=f"pp {p.pp} x virtual_stages {settings.stages_a_rank} is the number of stages",
             fix=f"set plan.pipeline.virtual_stages to {schedule.num_stages // p.pp or 1}, or change the table",
         )
     verify(schedule)
@@ -47,7 +47,7 @@ def stage_ranks(plan: Plan) -> tuple[int, ...]:
         return _read_table(plan, 1).rank_of_stage
     if settings.schedule not in SCHEDULES:
         read_order(plan, 1)  # says what is wrong
-    return SCHEDULES[settings.schedule].place(p.pp, settings.virtual_stages)
+    return SCHEDULES[settings.schedule].place(p.pp, settings.stages_a_rank)
 
 
 def plan_timeline(plan: Plan, num_micro_batches: int) -> Timeline:
