@@ -103,10 +103,8 @@ class Stopped(WeftError):
 
     Args:
         number: the signal.
-        finished: True if all ranks finished the step in hand, saved and left by themselves.
     """
 
-    def __init__(self, number: int, *, finished: bool = False):
+    def __init__(self, number: int):
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number, self.finished = number, finished
         self.exit_code = 128 + number

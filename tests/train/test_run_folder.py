@@ -39,11 +39,13 @@ def test_a_folder_that_cannot_be_written_is_refused(out: str, tmp_path: Path) ->
         pytest.skip("root writes anywhere")
     before = tree(tmp_path)
     with pytest.raises(JobError) as refused:
-        check_writable(job)
+        check_writable(job, new=True)
     assert refused.value.where == f"out = {str(tmp_path / out)!r}"
     assert "--out FOLDER" in (refused.value.fix or "")
     with pytest.raises(JobError, match=r"cannot be (made|written)"):
-        check_writable(job.model_copy(update={"out": str(tmp_path / "run"), "checkpoint": checkpoints_in(job)}))
+        check_writable(
+            job.model_copy(update={"out": str(tmp_path / "run"), "checkpoint": checkpoints_in(job)}), new=True
+        )
     assert tree(tmp_path) == before
 
 
@@ -56,8 +58,17 @@ def test_a_folder_that_can_be_written_is_left_as_it_is(out: str, tmp_path: Path)
     job = Job.load(write_job(tmp_path), [f"out={tmp_path / out}"])
     (tmp_path / "folder").mkdir()
     before = tree(tmp_path)
-    check_writable(job)
+    check_writable(job, new=True)
     assert tree(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_only_a_new_run_needs_to_move_an_earlier_one_aside(tmp_path: Path) -> None:
+    job = Job.load(write_job(tmp_path), [f"out={run_in(tmp_path / 'locked' / 'run')}"])
+    (tmp_path / "locked").chmod(0o500)
+    check_writable(job, new=False)
+    with pytest.raises(JobError, match="cannot be written"):
+        check_writable(job, new=True)
 
 
 def test_earlier_runs_are_numbered(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def train(
     assignments = [*set_, *([f'out="{out}"'] if out else [])]
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
     chosen = Job.load(recipe, assignments)
-    check_writable(chosen)
+    check_writable(chosen, new=resume is None)
     if ranks and hosts == 1:
         chosen.plan.resolve(ranks)
     meeting = plan_meeting(host, hosts, meet, token_file, interface)
@@ -51,9 +51,9 @@ def train(
 
     try:
         run = train_job(chosen, ranks=ranks, resume=resume, max_restarts=max_restarts, meeting=meeting)
-    except Stopped as stopped:
+    except Stopped:
         if host == 0:
-            print_interruption(chosen, stopped, write_report(Path(chosen.out)), sys.argv)
+            print_interruption(chosen, write_report(Path(chosen.out)), sys.argv)
         raise
     if host == 0:
         print_summary(run, write_report(run))

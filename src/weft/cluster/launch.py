@@ -120,7 +120,7 @@ def launch(
         RankFailure: a rank failed, or none made progress, or a host was lost; it names the one to blame, the same on every
             host. If that rank ended by a `WeftError` inside `rank_main`, it carries the same text and exit code.
         RendezvousError: the hosts did not meet.
-        Stopped: a signal came; `finished` says whether all ranks ended by themselves.
+        Stopped: a signal came; the ranks have ended.
     """
     log_dir = log_dir.resolve()  # ranks may change their folder
     furthest, restarts, attempt = -1, 0, 0
@@ -192,8 +192,6 @@ def _run(
         agent = GuardedAgent(spec, RankFiles(guardian.log_dir, guardian.pulses, environment), guardian, nursery)
         try:
             agent.run()
-        except SignalException as stop:
-            raise Stopped(stop.sigval, finished=agent.finished) from None
         except dist.DistError as error:  # before there are ranks, agents talk through the store
             words = str(error).partition("\n")[0]
             failure = RankFailure(f"the hosts did not meet: {words}", where=guardian.host, fix="see the other hosts")
@@ -271,7 +269,6 @@ class GuardedAgent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, files: "RankFiles", guardian: Guardian, nursery: Nursery | None):
         super().__init__(spec, files, exit_barrier_timeout=EXIT_SECONDS)
         self.files, self.guardian, self.nursery = files, guardian, nursery
-        self.finished = False  # after a signal: whether all ranks ended by themselves
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """As torch's own does, but for where processes come from."""
@@ -322,26 +319,25 @@ class GuardedAgent(LocalElasticAgent):
         workers = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
         handlers = {rank: context.subprocess_handlers.get(number) for rank, number in workers.items()}
         living = {rank: handler for rank, handler in handlers.items() if handler and handler.proc.poll() is None}
-        try:
-            if living and (work := self.guardian.unfinished_work()):
-                again = "press again" if death_sig == signal.SIGINT else f"send {death_sig.name} again"
-                _say(f"{work}, {again} to stop now")
+        if living:
+            again: list[int] = []  # noted, not raised: an exception may get lost wherever the signal comes
+            for number in HANDLED:
+                signal.signal(number, lambda number, _: again.append(number))
+            if work := self.guardian.unfinished_work():
+                words = "press again" if death_sig == signal.SIGINT else f"send {death_sig.name} again"
+                _say(f"{work}, {words} to stop now")
             for handler in living.values():
                 handler.close(death_sig)
-            self._await_end({rank: handler.proc for rank, handler in living.items()})
-        except SignalException:
-            for number in HANDLED:  # the ranks are being killed: a third signal has nothing to hasten
-                signal.signal(number, signal.SIG_IGN)
-            _say("stopping now")
-        finally:
-            context.close(signal.SIGKILL, SECONDS_TO_END_A_BROKEN_JOB)
-        self.finished = all(handler and handler.proc.returncode == 0 for handler in handlers.values())
+            self._await_end({rank: handler.proc for rank, handler in living.items()}, again)
+        context.close(signal.SIGKILL, SECONDS_TO_END_A_BROKEN_JOB)
 
-    def _await_end(self, processes: Mapping[int, Any]) -> None:
-        """Return when the ranks have ended, or when no more is to be expected of them."""
+    def _await_end(self, processes: Mapping[int, Any], again: list[int]) -> None:
+        """Return when the ranks have ended, when no more is to be expected of them, or when a second signal comes."""
         end = time.monotonic() + SECONDS_TO_END
         while any(process.poll() is None for process in processes.values()):
             now, failed = time.monotonic(), any(process.returncode for process in processes.values())
+            if again:
+                return _say("stopping now")
             if failed:  # the others wait for that rank in vain
                 end = min(end, now + SECONDS_TO_END_A_BROKEN_JOB)
             if now > end and (failed or not self.guardian.shows_progress(processes)):

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from weft.checkpoint.folders import list_checkpoints, step_of
-from weft.errors import Stopped
 from weft.job import Job
 from weft.observe.prediction import compare, in_words
 from weft.observe.record import read_run
@@ -47,7 +46,7 @@ def print_summary(folder: Path, report: Path) -> None:
         )
 
 
-def print_interruption(job: Job, stopped: Stopped, report: Path, argv: Sequence[str]) -> None:
+def print_interruption(job: Job, report: Path, argv: Sequence[str]) -> None:
     """Print what a run reached that a signal ended, where it is saved, and the command that resumes it.
 
     Args:
@@ -59,10 +58,10 @@ def print_interruption(job: Job, stopped: Stopped, report: Path, argv: Sequence[
         return print(f"all {job.train.steps} steps were done; `weft report {job.out}` writes the report again")
     if saved is None:
         text = "no checkpoint was saved: the same command begins again"
-    elif stopped.finished:
+    elif not rows or step_of(saved) >= rows[-1].step:
         text = f"saved after step {step_of(saved)} in {saved}"
     else:
-        text = f"the ranks did not finish; the newest checkpoint is of step {step_of(saved)}, in {saved}"
+        text = f"the newest checkpoint is of step {step_of(saved)}, in {saved}: steps after it are repeated"
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(text)
     if saved is not None:

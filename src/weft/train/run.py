@@ -71,7 +71,7 @@ def train(
     Raises:
         WeftError: one of its subclasses, see `weft.errors`; `Stopped` after a signal, when the ranks have ended.
     """
-    check_writable(job)
+    check_writable(job, new=resume is None)
     device = detect()
     forward = explain_precision(job.plan.precision, device)
     job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
@@ -145,7 +145,7 @@ def _train_here(
             try:
                 _complete_summary(resolved, prepared, out)
             except KeyboardInterrupt:
-                raise Stopped(signal.SIGINT, finished=True) from None
+                raise Stopped(signal.SIGINT) from None
     return out
 
 

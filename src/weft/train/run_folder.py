@@ -15,14 +15,17 @@ RUN_FILES = ("job.toml", "prepared.json")  # every run has both, before its firs
 KEYS_OF_PREPARED = {"train", "held_out", "tokenizer", "vocab_size"}
 
 
-def check_writable(job: Job) -> None:
+def check_writable(job: Job, *, new: bool) -> None:
     """Refuse an output or checkpoint folder that cannot be written, and leave nothing behind.
+
+    Args:
+        new: True for a new run, which moves an earlier one in its folder aside; False for one that is resumed.
 
     Raises:
         JobError: the folder, or the nearest one above it that exists, cannot be written.
     """
     _check_folder(Path(job.out), "out")
-    if (Path(job.out) / "job.toml").exists():  # this run is moved aside
+    if new and (Path(job.out) / "job.toml").exists():  # it is moved aside
         _check_folder(Path(job.out).absolute().parent, "out")
     if job.checkpoint.folder:
         _check_folder(Path(job.checkpoint.folder), "checkpoint.folder")
