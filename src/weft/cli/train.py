@@ -27,6 +27,7 @@ def train(
     """Train a model; write metrics, report and export."""
     if hosts > 1:  # torch prints a stack for each lost connection of its store; the guardian says who is lost
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait in a spin hold up whatever else runs here
     from weft.cluster.meeting import plan_meeting
     from weft.job import Job
     from weft.train.run_folder import check_writable
