@@ -135,7 +135,7 @@ def line_chart(
     legend = [(one.name, f"{one.tone} {one.style}") for one in series if len(one.x)]
     legend += [(name, f"{CONTRAST} dash")] * bool(len(places))
     svg = f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">{"".join(drawn)}</svg>'
-    labels = [_level_label(y, text, value, levels) for text, value in levels.items()]
+    labels = [_level_label(series, x, y, text, value, levels) for text, value in levels.items()]
     gutter = max(len(y.label(tick)) for tick in y.ticks)
     return (
         f'<div class="chart" style="--gutter:{gutter}ch">{_head(titles[1], legend if len(legend) > 1 else [])}'
@@ -298,11 +298,20 @@ def _level(y: Axis, value: float) -> str:
     return f'<path class="dash {NEUTRAL}" d="M0 {_at(1000 - 10 * _place(y, value))}h1000"/>'
 
 
-def _level_label(y: Axis, text: str, value: float, levels: Mapping[str, float]) -> str:
-    """The label of a level at its left end, where losses are high: above it, or below where the next level above is near."""
+def _level_label(
+    series: Sequence[Series], x: Axis, y: Axis, text: str, value: float, levels: Mapping[str, float]
+) -> str:
+    """The label of a level at the end where lines are further away: above it, or below where another level is near above."""
+
+    def clearance(low: float, high: float) -> float:
+        inside = [one.y[(x.percent(one.x) >= low) & (x.percent(one.x) <= high)] for one in series]
+        distances = np.abs(np.concatenate(inside) - value)
+        return float(np.min(distances[np.isfinite(distances)], initial=math.inf))
+
     mine = _place(y, value)
     near = any(0 < other - mine < 9 for other in y.percent(_array(levels.values())))
-    return f'<span class="level{" below" * near}" style="bottom:{_at(mine)}%">{escape(text)}</span>'
+    kind = "level" + " below" * near + " left" * (clearance(0, 15) > clearance(85, 100))
+    return f'<span class="{kind}" style="bottom:{_at(mine)}%">{escape(text)}</span>'
 
 
 def _strips(series: Sequence[Series], x: Axis, y: Axis) -> str:

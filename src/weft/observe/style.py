@@ -33,7 +33,7 @@ h3 { margin: 0; font-size: 14px; }
 .keys > div { padding: 14px 16px; }
 .keys dt { color: var(--muted); font-size: 13px; }
 .keys dd { margin: 0; }
-.keys .value { font-size: 23px; font-weight: 600; white-space: nowrap; line-height: 1.35; letter-spacing: -.02em;
+.keys .value { font-size: 21px; font-weight: 600; white-space: nowrap; line-height: 1.35; letter-spacing: -.02em;
   font-variant-numeric: tabular-nums; }
 .keys .note { color: var(--muted); font-size: 13px; line-height: 1.4; }
 .plots, .columns { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
@@ -88,8 +88,9 @@ footer { margin-top: 48px; color: var(--muted); font-size: 13px; }
 .x, .y, .level { position: absolute; white-space: nowrap; }
 .x { top: 100%; padding-top: 4px; transform: translateX(-50%); }
 .y { right: 100%; padding-right: 8px; transform: translateY(50%); }
-.level { left: 0; margin: 2px 0; padding: 0 3px; color: var(--ink); border-radius: 3px;
+.level { right: 0; margin: 2px 0; padding: 0 3px; color: var(--ink); border-radius: 3px;
   background: color-mix(in srgb, var(--card) 82%, transparent); }
+.level.left { right: auto; left: 0; }
 .level.below { transform: translateY(100%); }
 .strips { position: absolute; inset: 0; }
 .strip { position: absolute; top: 0; bottom: 0; }

@@ -126,7 +126,6 @@ def propose(
     say(f"{found.size:,} layouts, {found.timed:,} of them timed")
     limit, size = space.budget, found.size
     best, times, refused = shortlist(job, space, found.best, by_operators, say)
-    best, times = simple_first(best, times)
     traces: list[Trace] = []
     while confirm and best and len(refused) < MOST_REFUSED:
         say(f"dry run of {describe(best[0])}")
@@ -142,7 +141,6 @@ def propose(
             narrower = replace(space, margin=room / cluster.device.memory)
             if leaner := search(narrower, max(count, 3)).best:
                 space, (best, times, wrong) = narrower, shortlist(job, narrower, leaner, by_operators, say)
-                best, times = simple_first(best, times)
                 refused += wrong
     if not best or (confirm and not traces):
         raise PlanError(
@@ -154,9 +152,8 @@ def propose(
         there._replace(choice=exact(space, there.choice)) if there.choice else there
         for there in look_around(space, best[0])
     ]
-    if (
-        not times
-    ):  # of a pipeline's schedules, the formula that ranks them may put others before what they turn out to be
+    if not times:
+        # The search ranks pipelines by a formula; by their own schedules, layouts with another value may be nearer.
         nearby = [there.choice for there in directions if there.choice]
         best = best[:1] + nearest([*best[1:], *nearby], [choice for choice, _ in refused])
     best, times = best[: max(count, 3)], times[: max(count, 3)]
@@ -187,7 +184,7 @@ def nearest(choices: list[Choice], refused: list[Choice]) -> list[Choice]:
 def shortlist(
     job: Job, space: Space, found: list[Choice], by_operators: float | None, say: Callable[[str], None]
 ) -> tuple[list[Choice], list[StepTime], list[tuple[Choice, str]]]:
-    """Layouts of a search and the simplest that is as fast, the fastest first; arguments as of `propose`.
+    """Layouts of a search and the simplest that is as fast, in the order of `simple_first`; arguments as of `propose`.
 
     Returns:
         The layouts, their bubble that of the schedule itself; their seconds by operators, if these were timed; and those
@@ -197,8 +194,10 @@ def shortlist(
     simple = simplest(space, min(choice.time.seconds for choice in best) * (1 + EQUAL))
     if simple and all(choice.layout != simple.layout for choice in best):
         best.append(exact(space, simple))
-    best.sort(key=lambda choice: choice.time.seconds)
-    return (best, [], []) if by_operators is None else time_operators(job, space, best, by_operators, say)
+    if by_operators is None:
+        return *simple_first(best, []), []
+    best, times, refused = time_operators(job, space, best, by_operators, say)
+    return *simple_first(best, times), refused
 
 
 def simple_first(best: list[Choice], times: list[StepTime]) -> tuple[list[Choice], list[StepTime]]:
