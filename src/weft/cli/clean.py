@@ -28,10 +28,10 @@ def clean(
         table.add_row(escape(str(folder.path)), size, f"{folder.modified:%Y-%m-%d %H:%M}", escape(note))
     Console(highlight=False).print(table)
     runs = [folder for folder in found if not folder.refusal]
-    total = f"{sum(folder.bytes for folder in runs) / 2**20:.1f} MiB"
-    if not runs or not (yes or typer.confirm(f"Remove {len(runs)} runs, {total}?")):
+    total = f"{len(runs)} run{'s' * (len(runs) != 1)}, {sum(folder.bytes for folder in runs) / 2**20:.1f} MiB"
+    if not runs or not (yes or typer.confirm(f"Remove {total}?")):
         print("Nothing was removed.")
         return
     for folder in runs:
         remove_aside(folder)
-    print(f"Removed {len(runs)} runs, {total}.")
+    print(f"Removed {total}.")

@@ -44,17 +44,17 @@ def train(
 
     from weft.errors import Stopped
     from weft.observe.report import write_report
-    from weft.observe.summary import print_interruption, print_summary
+    from weft.observe.summary import print_end
     from weft.train.run import train as train_job
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
     try:
-        run = train_job(chosen, ranks=ranks, resume=resume, max_restarts=max_restarts, meeting=meeting)
+        train_job(chosen, ranks=ranks, resume=resume, max_restarts=max_restarts, meeting=meeting)
     except Stopped:
         if host == 0:
-            print_interruption(chosen, write_report(Path(chosen.out)), sys.argv)
+            print_end(chosen, write_report(Path(chosen.out)), sys.argv)
         raise
     if host == 0:
-        print_summary(run, write_report(run))
+        print_end(chosen, write_report(Path(chosen.out)), sys.argv)

@@ -46,26 +46,24 @@ def print_summary(folder: Path, report: Path) -> None:
         )
 
 
-def print_interruption(job: Job, report: Path, argv: Sequence[str]) -> None:
-    """Print what a run reached that a signal ended, where it is saved, and the command that resumes it.
+def print_end(job: Job, report: Path, argv: Sequence[str]) -> None:
+    """Print what a run reached; if a signal ended it, also where it is saved, and the command that resumes it.
 
     Args:
-        argv: the command that was interrupted.
+        argv: the command that trained.
     """
     print_summary(Path(job.out), report)
     rows, saved = read_run(Path(job.out)).rows, next(iter(list_checkpoints(checkpoint_folder(job))), None)
     if rows and rows[-1].step >= job.train.steps:
-        return print(f"all {job.train.steps} steps were done; `weft report {job.out}` writes the report again")
-    if saved is None:
-        text = "no checkpoint was saved: the same command begins again"
-    elif not rows or step_of(saved) >= rows[-1].step:
-        text = f"saved after step {step_of(saved)} in {saved}"
-    else:
-        text = f"the newest checkpoint is of step {step_of(saved)}, in {saved}: steps after it are repeated"
+        return
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(text)
-    if saved is not None:
-        console.print(f"resume with: {resume_command(argv)}")
+    if saved is None:
+        return console.print("no checkpoint was saved: the same command begins again")
+    if not rows or step_of(saved) >= rows[-1].step:
+        console.print(f"saved after step {step_of(saved)} in {saved}")
+    else:
+        console.print(f"the newest checkpoint is of step {step_of(saved)}, in {saved}: steps after it are repeated")
+    console.print(f"resume with: {resume_command(argv)}")
 
 
 def resume_command(argv: Sequence[str]) -> str:
