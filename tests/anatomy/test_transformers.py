@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from tests.lab.families import FAMILIES, family
+from tests.lab.shrink import shrunk
 from weft.anatomy.flops import training_flops_per_token
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy, row_arguments
@@ -90,6 +91,14 @@ def test_flops_of_a_dense_model() -> None:
     found = anatomy_of(family("llama"))
     attention = 6 * 2 * 16 * 32  # layers x seq_len x width
     assert training_flops_per_token(found, config, 16) == 6 * (found.parameters - 96 * 32) + attention
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "rwkv"])
+def test_flops_of_a_model_without_attention_heads(model_type: str) -> None:
+    config = read_config(Model(config=shrunk(model_type)))
+    found = anatomy_of(shrunk(model_type))
+    multiplying = found.parameters - (0 if found.tied else 96 * 32)
+    assert training_flops_per_token(found, config, 16) == 6 * multiplying
 
 
 # Encoders and odd trees: what is read, and what is refused.
