@@ -47,7 +47,7 @@ def distance(found: Trace, exact: Trace) -> float:
 
 def chosen_experts(config: dict[str, Any], dtype: torch.dtype) -> list[torch.Tensor]:
     """Of each layer with experts, the copies of each token for each expert, on the rows of the first step."""
-    source = Model(config=config)
+    source = Model(config={**config, "output_router_logits": False})  # its loss is not wanted
     model: Any = build_plain(source, read_config(source), torch.float32).to(dtype)
     found: list[torch.Tensor] = []
 

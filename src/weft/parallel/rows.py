@@ -129,7 +129,7 @@ def take_whole_rows(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) 
         length = lengths.pop() if lengths else 0
         logits = output.get("logits") if isinstance(output, dict) else None
         if plan.parallel.cp == 1 and logits is not None and logits.shape[1] > length > 0:
-            output["logits"] = logits[:, :length]
+            output["logits"] = logits[:, :length].clone()  # FSDP2 warns of a view
         return output
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
