@@ -23,6 +23,7 @@ BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
 Count = Annotated[int, Field(ge=1)]
 Number = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Model(Table):
@@ -32,7 +33,7 @@ class Model(Table):
     """Hugging Face folder with config.json and safetensors weights."""
     config: str | dict[str, Any] | None = None
     """Path of a Hugging Face config.json, or its contents as a table (with its model_type)."""
-    init_seed: int = 0
+    init_seed: Seed = 0
     """Seed of the first weights: the same numbers as plain Transformers after torch.manual_seed(init_seed)."""
 
 
@@ -93,7 +94,7 @@ class Train(Table):
     """Rows of one optimizer step, over all ranks and micro-batches."""
     micro_batch: Count = 8
     """Rows a rank takes through forward and backward at once, at most."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the data order and of dropout."""
     evaluate_every: Number = 0
     """Steps between evaluations on held-out text, the first before training; 0: only one, at the end."""
@@ -242,18 +243,23 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         JobError: the file is missing or is not TOML.
     """
+    rule = "jobs, plans, topologies and clusters are TOML files"
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except IsADirectoryError:
         inside = Path(path) / "job.toml"
         fix = f"name the file in it: {inside}" if inside.is_file() else "name a TOML file"
-        raise JobError(f"{path} is a folder", rule="a job or plan is one TOML file", fix=fix) from None
+        raise JobError(f"{path} is a folder", rule=rule, fix=fix) from None
     except (FileNotFoundError, NotADirectoryError):
-        raise JobError(f"there is no file {path}", fix="check the path; it is relative to the current folder") from None
+        raise JobError(
+            f"there is no file {path}", rule=rule, fix="check the path; it is relative to the current folder"
+        ) from None
     except OSError as error:
-        raise JobError(f"cannot read {path}: {error.strerror}", fix="check the path and its permissions") from None
+        raise JobError(f"cannot read {path}: {error.strerror}", rule=rule, fix="check its permissions") from None
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or a path with a null character
-        raise JobError(f"{path} is not a TOML file: {error}", fix="see https://toml.io for the format") from None
+        raise JobError(
+            f"{path} is not a TOML file: {error}", rule=rule, fix="see https://toml.io for the format"
+        ) from None
 
 
 def _assign(tables: dict[str, Any], assignment: str) -> dict[str, Any]:

@@ -109,18 +109,6 @@ def test_a_cut_near_a_document_falls_between_documents(tmp_path):
     assert [(span.first, span.last) for span in held_out] == [(879, 900)]
 
 
-def test_both_numbers_of_tokens_are_said(tmp_path, job):
-    path, said = write_source("text", tmp_path / "corpus"), []
-    for _ in range(2):  # tokenised, and from the cache
-        prepared = prepare(job(path=path), model_folder=None, say=said.append)
-        train, held_out = prepared.train_tokens, prepared.held_out_tokens
-        share = held_out / (train + held_out)
-        assert said[-1] == f"{train:,} train tokens, {held_out:,} held-out tokens ({share:.1%})"
-    rows = saved_rows(tmp_path / "rows.npy", 50, 16)[0].tokens
-    prepare(job(source="tokens", path=rows), model_folder=None, say=said.append)
-    assert said[-1] == "765 train tokens, 85 held-out tokens (10.0%)"
-
-
 def test_globs_and_single_files(tmp_path, job):
     path = write_source("text", tmp_path / "corpus")
     deep = prepare(job(path=f"{path}/**/b*.txt", shuffle=False, held_out=0.2), model_folder=None, say=quiet)

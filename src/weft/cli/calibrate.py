@@ -17,6 +17,10 @@ def calibrate(
 
     Matmuls, attention, memory, links, and how far predictions are off.
     """
+    from weft.cli.outputs import check_outputs
+
+    check_outputs(out=out)
+
     import transformers
 
     from weft.cluster.device import detect

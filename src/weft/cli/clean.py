@@ -10,7 +10,10 @@ def clean(
     run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/first. It stays.")],
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
 ) -> None:
-    """List earlier runs that were moved aside (RUN.1, RUN.2 ...), ask, and remove them."""
+    """List and remove earlier runs that were moved aside.
+
+    They are named RUN.1, RUN.2 and so on, and are removed after a question.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Column, Table

@@ -27,8 +27,9 @@ def compare(
     tolerance: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
+            min=0,
             help="Largest difference, as a share of a tensor's largest value, that counts as rounding. Default that of the "
-            "coarsest number format in both plans: fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2."
+            "coarsest number format in both plans: fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2.",
         ),
     ] = None,
     out: Annotated[Optional[Path], typer.Option(help="Folder for both sides; default the job's with .compare.")] = None,  # noqa: UP045
@@ -40,16 +41,18 @@ def compare(
     Exit code 0: the plans agree; 1: they differ; 2: the input was refused.
     """
     from weft.job import Job
+    from weft.train.run_folder import check_writable
 
     both = [*set_, *([f"train.global_batch={rows}"] if rows is not None else [])]
     job_a, job_b = Job.load(job, [*both, *set_a]), Job.load(job, [*both, *set_b])
+    folder = out or Path(f"{job_a.out}.compare")
+    check_writable(job_a.model_copy(update={"out": str(folder)}))
 
     import transformers
 
     from weft.train.compare import compare as compare_jobs
 
     transformers.logging.set_verbosity_error()
-    folder = out or Path(f"{job_a.out}.compare")
     found = compare_jobs(
         job_a, job_b, folder, steps=steps, step=step, ranks_a=ranks_a, ranks_b=ranks_b, tolerance=tolerance
     )

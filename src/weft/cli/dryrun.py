@@ -23,9 +23,11 @@ def dryrun(
 
     For any number of ranks, without launching them.
     """
+    from weft.cli.outputs import check_outputs
     from weft.job import Job
 
     chosen = Job.load(job, set_)
+    check_outputs(json=json)
 
     import transformers
 

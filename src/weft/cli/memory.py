@@ -21,9 +21,11 @@ def memory(
 
     What each way to hold less would save and cost, before anything runs.
     """
+    from weft.cli.outputs import check_outputs
     from weft.job import Job
 
     chosen = Job.load(job, set_)
+    check_outputs(json=json)
 
     import transformers
 

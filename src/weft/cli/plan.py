@@ -32,9 +32,11 @@ def plan(
 
     Before a device is rented; and say why not the others.
     """
+    from weft.cli.outputs import check_outputs
     from weft.job import Job
 
     chosen = Job.load(job, set_)
+    check_outputs(out=out, explain=explain, timeline=timeline)
 
     import transformers
 

@@ -38,8 +38,10 @@ def topology(
     if hosts > 1:  # torch prints a stack for each lost connection of its store
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+    from weft.cli.outputs import check_outputs
     from weft.job import Job
 
+    check_outputs(out=out, json=json)
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
     chosen = Job.load(recipe, set_) if job or set_ else None
 

@@ -12,7 +12,7 @@ import typer
 def train(
     job: Annotated[Optional[Path], typer.Argument(help="Job as TOML; without it the first run is trained.")] = None,  # noqa: UP045
     set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
-    ranks: Annotated[Optional[int], typer.Option(help="Processes; default one an accelerator, two on CPU.")] = None,  # noqa: UP045
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes; default one an accelerator, two on CPU.")] = None,
     resume: Annotated[
         str | None, typer.Option(help="auto: go on from the newest good checkpoint; or its folder.")
     ] = None,

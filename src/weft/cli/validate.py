@@ -16,6 +16,10 @@ def validate(
 
     Show how far off they are, source by source.
     """
+    from weft.cli.outputs import check_outputs
+
+    check_outputs(out=out)
+
     from weft.planner.published import read_runs
     from weft.planner.validate import judge, print_scores
 

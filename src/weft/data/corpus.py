@@ -49,7 +49,12 @@ def find_files(data: Data) -> list[Path]:
         left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
         return sorted(p for p in library.rglob("*.py") if left_out.isdisjoint(p.relative_to(library).parts))
     if not data.path:
-        raise DataError(f"source {data.source} has no path", where="data.path", fix="set data.path to a file or folder")
+        raise DataError(
+            f"source {data.source} has no path",
+            where="data.path",
+            rule="every source but python reads files",
+            fix="set data.path to a file, a folder or a glob",
+        )
     path = Path(data.path).expanduser()
     if path.is_dir():
         pattern = FOLDER_PATTERNS[data.source]
@@ -97,7 +102,7 @@ def digest_files(files: Sequence[Path], *, ordered: bool) -> str:
             with path.open("rb") as file:
                 digests.append(hashlib.file_digest(file, "blake2b").digest())
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}", where=str(path)) from None
+            raise _unreadable(path, error) from None
     return hashlib.blake2b(b"".join(digests if ordered else sorted(digests))).hexdigest()
 
 
@@ -112,9 +117,21 @@ def documents(source: str, files: Sequence[Path]) -> Iterator[str]:
         DataError: a file is damaged or a record has no text; the message says where.
     """
     for path in files:
-        for text in READERS[source](path):
-            if text:
-                yield text
+        try:
+            for text in READERS[source](path):
+                if text:
+                    yield text
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"cannot read {path}: {error.strerror}",
+        where=str(path),
+        rule="every file of the corpus can be read",
+        fix="allow it to be read, or name the other files with a glob",
+    )
 
 
 def _read_python(path: Path) -> Iterator[str]:

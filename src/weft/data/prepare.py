@@ -88,20 +88,13 @@ def prepare(data: Data, *, model_folder: Path | None, say: Callable[[str], None]
                 rule=f"a row takes seq_len + 1 = {data.seq_len + 1} tokens, and each split has at least one row",
                 fix="use more text, a smaller data.seq_len, or another data.held_out (0 keeps nothing for evaluation)",
             )
-    say(describe_splits(prepared))
     return prepared
-
-
-def describe_splits(prepared: Prepared) -> str:
-    """Numbers of train and held-out tokens, and the share that is held out, in one line."""
-    train, held_out = prepared.train_tokens, prepared.held_out_tokens
-    return f"{train:,} train tokens, {held_out:,} held-out tokens ({held_out / (train + held_out):.1%})"
 
 
 def _prepare_rows(data: Data) -> Prepared:
     if not data.path:
-        fix = "set data.path to an .npy file"
-        raise DataError("source tokens has no path", where="data.path", fix=fix)
+        rule, fix = "it is one file of rows", "set data.path to an .npy file"
+        raise DataError("source tokens has no path", where="data.path", rule=rule, fix=fix)
     path = Path(data.path).expanduser().resolve()
     array = open_array(path, ndim=2, dtypes=ROW_TYPES)
     num_rows, width = array.shape
@@ -110,7 +103,8 @@ def _prepare_rows(data: Data) -> Prepared:
         fix = f"set data.seq_len = {width - 1}"
         raise DataError(f"{path} has the shape [{num_rows}, {width}]", where=str(path), rule=rule, fix=fix)
     if not num_rows:
-        raise DataError(f"{path} has no rows", where=str(path), fix="write at least one row")
+        rule = "a corpus has at least one row"
+        raise DataError(f"{path} has no rows", where=str(path), rule=rule, fix="write at least one row")
     num_held_out = max(1, round(num_rows * data.held_out)) if data.held_out else 0
     cut = (num_rows - num_held_out) * width
     return Prepared(

@@ -51,8 +51,8 @@ def building(folder: Path, *, estimate: int) -> Iterator[Path]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             written = sum(path.stat().st_size for path in scratch.iterdir()) if scratch else 0
             raise _no_space(folder, f"more than {max(written, estimate)} bytes", free) from None
-        fix = "set data.cache to a folder that can be written"
-        raise DataError(f"cannot make the token cache: {error}", where=str(folder), fix=fix) from error
+        rule, fix = "tokens are kept below data.cache", "set data.cache to a folder that can be written"
+        raise DataError(f"cannot make the token cache: {error}", where=str(folder), rule=rule, fix=fix) from error
     finally:
         if scratch:
             shutil.rmtree(scratch, ignore_errors=True)
