@@ -1,5 +1,6 @@
 """The straight line: which technique is applied to a model, and in which order."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from weft.parallel.context import check_sequence
 from weft.parallel.data import gather_ahead, prefetch_inside_stages, shard_data_parallel
 from weft.parallel.dropout import place_dropout
 from weft.parallel.expert import check_experts, compute_shared_experts_meanwhile, split_experts
-from weft.parallel.pipeline.cut import Chain, Relay, cut_model, let_stages_run, read_chain, split_blocks
+from weft.parallel.pipeline.cut import Chain, Relay, check_ranks, cut_model, let_stages_run, read_chain, split_blocks
 from weft.parallel.pipeline.order import read_order, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import Pipeline
 from weft.parallel.pipeline.weight_gradients import WeightGradients, defer_weight_gradients
@@ -141,21 +142,35 @@ def check_axes(
         check_tensors(model, anatomy, p.tp)
     takes_over_attention(model, anatomy, plan)
     if p.pp > 1:
+        check_ranks(len(anatomy.blocks), plan)
         split_blocks(len(anatomy.blocks), len(stage_ranks(plan)), plan.pipeline)
         if num_micro_batches is not None:
             read_order(plan, num_micro_batches)
     if seq_len is not None:
-        check_sequence(seq_len, p.cp_ulysses, p.cp // p.cp_ulysses)
-        if p.tp > 1 and (p.sp or anatomy.has_experts) and seq_len // p.cp % p.tp:
-            raise PlanError(
-                f"{seq_len // p.cp} tokens of a row on each rank of cp cannot be divided by tp = {p.tp}",
-                where="data.seq_len",
-                rule="tp ranks hold as many tokens each, between matrices (sp) and in front of experts",
-                fix=f"choose a sequence length that {p.cp * p.tp} divides",
+        multiple = row_multiple(anatomy, plan)
+        try:
+            check_sequence(seq_len, p.cp_ulysses, p.cp // p.cp_ulysses)
+            if seq_len % multiple:
+                raise PlanError(
+                    f"{seq_len // p.cp} tokens of a row on each rank of cp cannot be divided by tp = {p.tp}",
+                    where="data.seq_len",
+                    rule="tp ranks hold as many tokens each, between matrices (sp) and in front of experts",
+                )
+        except PlanError as error:
+            error.fix = (
+                f"set data.seq_len to {seq_len - seq_len % multiple or multiple}, or another multiple of {multiple}"
             )
+            raise
         if p.tp > 1 and plan.comm.overlap_chunks != "auto":
             check_chunks(plan.comm.overlap_chunks, seq_len // p.cp // (p.tp if p.sp else 1))
     return read_chain(model, anatomy, DTYPES[plan.precision.forward]) if p.pp > 1 else None
+
+
+def row_multiple(anatomy: Anatomy, plan: Plan) -> int:
+    """What the tokens of a row are a multiple of, so that a plan can share them among the ranks of cp and tp."""
+    p = plan.parallel
+    parts = 2 * p.cp if p.cp > p.cp_ulysses else p.cp  # a ring has two parts of a row on each rank
+    return math.lcm(parts, p.cp * p.tp) if p.tp > 1 and (p.sp or anatomy.has_experts) else parts
 
 
 def split_all_experts(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh) -> None:
