@@ -183,6 +183,7 @@ def test_fixes_of_axes(case: tuple[str, dict[str, Any]]) -> None:
     check_fixes(tables, axes_refusal(config, world=parallel["tp"] * parallel.get("cp", 1) * 2))
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("blocks", [2, 3, 6])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("stages", ["auto", 1, 2, 3])
