@@ -215,7 +215,7 @@ def _check_one_bit(job: Job, where: str) -> None:
             f"{job.train.steps} in all",
             where=where,
             rule="the second moment is frozen when the learning rate has risen, and before the end",
-            fix=f"set optimizer.freeze_steps to 15 to 25 % of train.steps, {max(1, job.train.steps // 5)} say",
+            fix=_freeze_steps(job),
         )
 
 
@@ -235,6 +235,16 @@ def _refuse_odd_numbers(given: dict[str, Any], read: Table, where: str, prefix: 
 
 def _is_odd(number: Any) -> bool:
     return isinstance(number, bool) or (isinstance(number, float) and not math.isfinite(number))
+
+
+def _freeze_steps(job: Job) -> str:
+    """15 to 25 % of all steps; later where the learning rate has not risen by then."""
+    warmup, steps = job.optimizer.warmup_steps, job.train.steps
+    if steps < 2:
+        return 'set optimizer.name to "adamw" and plan.comm.compression to "none"'
+    if warmup < steps:
+        return f"set optimizer.freeze_steps to {max(1, steps // 5, warmup)}"
+    return f"set optimizer.warmup_steps to {steps // 10} and optimizer.freeze_steps to {max(1, steps // 5)}"
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def compare(
     both = [*set_, *([f"train.global_batch={rows}"] if rows is not None else [])]
     job_a, job_b = Job.load(job, [*both, *set_a]), Job.load(job, [*both, *set_b])
     folder = out or Path(f"{job_a.out}.compare")
-    check_writable(job_a.model_copy(update={"out": str(folder)}))
+    check_writable(job_a.model_copy(update={"out": str(folder)}), new=True)
 
     import transformers
 

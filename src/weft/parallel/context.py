@@ -94,11 +94,12 @@ def check_sequence(seq_len: int, ulysses: int, ring: int) -> None:
 def check_heads(heads: int, kv_heads: int, ulysses: int) -> None:
     """Raises PlanError unless heads can be split over the ranks of Ulysses."""
     if heads % kv_heads or heads % ulysses:
+        fewer = f"set plan.parallel.cp_ulysses to {math.gcd(heads, ulysses)}, for a longer ring"
         raise PlanError(
             f"{heads} query heads with {kv_heads} heads of keys and values cannot be split over ulysses {ulysses}",
-            where="parallel.cp",
+            where="plan.parallel.cp, plan.parallel.cp_ulysses",
             rule="ulysses, and the heads of keys and values, divide the query heads that a rank has after tensor parallelism",
-            fix=f"use ulysses {math.gcd(heads, ulysses)} and a longer ring",
+            fix="set plan.parallel.cp to 1" if heads % kv_heads else fewer,
         )
 
 

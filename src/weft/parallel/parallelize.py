@@ -24,7 +24,7 @@ from weft.parallel.documents import check_rows
 from weft.parallel.dropout import place_dropout
 from weft.parallel.expert import check_experts, compute_shared_experts_meanwhile, split_experts
 from weft.parallel.labels import average_over_all_targets
-from weft.parallel.pipeline.cut import Chain, Relay, cut_model, let_stages_run, read_chain, split_blocks
+from weft.parallel.pipeline.cut import Chain, Relay, check_ranks, cut_model, let_stages_run, read_chain, split_blocks
 from weft.parallel.pipeline.order import read_order, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import Pipeline
 from weft.parallel.pipeline.weight_gradients import WeightGradients, defer_weight_gradients
@@ -152,6 +152,7 @@ def check_axes(
         check_tensors(model, anatomy, p.tp)
     check_rows(model, anatomy, plan, seq_len)
     if p.pp > 1:
+        check_ranks(len(anatomy.blocks), plan)
         split_blocks(len(anatomy.blocks), len(stage_ranks(plan)), plan.pipeline)
         if num_micro_batches is not None:
             read_order(plan, num_micro_batches)

@@ -33,6 +33,7 @@ from weft.job import Job
 from weft.parallel.documents import check_packing
 from weft.parallel.parallelize import check_axes
 from weft.parallel.replicas import check_replicas
+from weft.parallel.rows import row_multiple
 from weft.plan import Plan
 from weft.precision.dtypes import check_formats, explain_precision
 from weft.train.checkpoints import check_same_batches, checkpoint_folder
@@ -298,12 +299,13 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
     model = build_on_meta(config, torch.float32)
     anatomy = read_anatomy(model)
     limit = anatomy.max_positions
+    multiple = row_multiple(anatomy, job.plan)
     if limit is not None and job.data.seq_len > limit:
         raise JobError(
             f"data.seq_len = {job.data.seq_len} is longer than the model's {limit} positions",
             where=f"model_type {anatomy.family}",
             rule="a row fits into max_position_embeddings of the model's configuration",
-            fix=f"set data.seq_len to {limit} or less",
+            fix=f"set data.seq_len to {limit - limit % multiple or limit} or less",
         )
     if job.data.packing and job.data.source != "tokens":
         check_packing(model, anatomy, job.plan, job.data.seq_len)

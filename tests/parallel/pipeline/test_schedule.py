@@ -204,7 +204,7 @@ def test_dual_pipe_v_has_the_counts_of_deepseek() -> None:
         (("1f1b", 0, 4), "a pipeline of 0 ranks", "1 or more"),
         (("1f1b", 2, 0), "0 micro-batches", "1 or more"),
         (("1f1b", 2, 4, 2), "virtual_stages 2 with 1f1b", "virtual_stages to 1"),
-        (("interleaved", 2, 4), "virtual_stages 1 with interleaved", "or use 1f1b"),
+        (("interleaved", 2, 4), "virtual_stages 1 with interleaved", 'or plan.pipeline.schedule to "1f1b"'),
         (("zbv", 2, 4, 3), "virtual_stages 3 with zbv", "virtual_stages to 2"),
         (("dualpipev", 4, 7, 2), "7 micro-batches with dualpipev on 4 ranks", "8 or more"),
     ],

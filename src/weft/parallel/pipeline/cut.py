@@ -24,7 +24,8 @@ from weft.anatomy.transformers import EXPERTS, document_masks
 from weft.checkpoint.huggingface import build_on_meta
 from weft.errors import ModelError, PlanError
 from weft.parallel.pipeline.flow import Chain, CrossingError, follow
-from weft.plan import Pipeline
+from weft.parallel.pipeline.generate import SCHEDULES
+from weft.plan import Pipeline, Plan
 
 WHERE = "plan.parallel.pp"
 PROBE_SHAPE = (1, 4)  # rows and tokens of the forward that shows how blocks are called
@@ -42,31 +43,55 @@ def split_blocks(num_blocks: int, num_stages: int, settings: Pipeline) -> list[r
         PlanError: a stage would be empty, or the given numbers do not fit.
     """
     if num_stages > num_blocks:
-        raise PlanError(
-            f"{num_blocks} blocks cannot fill {num_stages} stages",
-            where=f"{WHERE}, plan.pipeline.virtual_stages",
-            rule="every stage has at least one block",
-            fix=f"choose pp x virtual_stages of at most {num_blocks}",
-        )
+        raise _too_many_stages(num_blocks, num_stages, settings.stages_a_rank)
     counts, costs = settings.stage_blocks, settings.block_costs or (1.0,) * num_blocks
     if counts and (len(counts) != num_stages or sum(counts) != num_blocks):
         raise PlanError(
             f"stage_blocks names {sum(counts)} blocks in {len(counts)} stages",
             where="plan.pipeline.stage_blocks",
             rule=f"there are {num_blocks} blocks, and pp x virtual_stages = {num_stages} stages",
-            fix="give one number for each stage; together they are all blocks",
+            fix=f"give {num_stages} numbers whose sum is {num_blocks}, or none",
         )
     if len(costs) != num_blocks:
         raise PlanError(
             f"block_costs has {len(costs)} numbers",
             where="plan.pipeline.block_costs",
             rule=f"there are {num_blocks} blocks",
-            fix="give one number for each block, or none",
+            fix=f"give {num_blocks} numbers, or none",
         )
     if not counts:
         counts = _cheapest_cut(costs, num_stages, settings.embedding_cost, settings.head_cost)
     borders = [sum(counts[:stage]) for stage in range(num_stages + 1)]
     return [range(low, high) for low, high in pairwise(borders)]
+
+
+def check_ranks(num_blocks: int, plan: Plan) -> None:
+    """Refuse a number of pp ranks that blocks are too few for, whatever the number of stages a rank.
+
+    Raises:
+        PlanError: with a number that is small enough, or another schedule.
+    """
+    settings = plan.pipeline
+    kind = SCHEDULES.get(settings.schedule)
+    fewest, most = kind.virtual_stages if kind else (1, None)
+    if plan.parallel.pp * fewest > num_blocks:
+        each = max(fewest, settings.stages_a_rank) if most is None else fewest
+        raise _too_many_stages(num_blocks, plan.parallel.pp * fewest, each)
+
+
+def _too_many_stages(num_blocks: int, num_stages: int, stages_a_rank: int) -> PlanError:
+    most = num_blocks // stages_a_rank
+    fewer = (
+        'set plan.pipeline.schedule to "1f1b", which needs fewer stages'
+        if num_blocks > 1
+        else "set plan.parallel.pp = 1"
+    )
+    return PlanError(
+        f"{num_blocks} blocks cannot fill {num_stages} stages",
+        where=f"{WHERE}, plan.pipeline.virtual_stages",
+        rule="every stage has at least one block",
+        fix=f"set plan.parallel.pp to {most} or less" if most > 1 else fewer,
+    )
 
 
 def _cheapest_cut(costs: tuple[float, ...], num_stages: int, embedding: float, head: float) -> tuple[int, ...]:
