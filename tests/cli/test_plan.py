@@ -29,7 +29,6 @@ def test_a_plan_is_found_and_trains(
     assert "counted on rank" in text
     assert "fewest devices: 1" in text
     within = [line for line in text.splitlines() if line.startswith("within ")]
-    assert within
     assert len(set(within)) == len(within)
     html = page.read_text(encoding="utf-8")
     assert "<title>0.0347 M parameters on 2 CPU" in html
