@@ -1,4 +1,4 @@
-"""Rows of one document are computed by the model's own masks on every plan; what a plan would lose is refused at start."""
+"""Rows of one document are computed by the model's own masks; what a plan would lose is refused at start."""
 
 from typing import Any
 

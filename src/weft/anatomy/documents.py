@@ -33,7 +33,7 @@ class Trial:
     difference: float
     """Largest difference of a logit to that of its document alone, as a share of the largest logit."""
     leak: float
-    """Largest change of a logit of the second document when the first one is another, as a share of the largest logit."""
+    """Largest change of a logit of the second document when the first one is replaced, relative to the largest logit."""
     error: str | None = None
     """Why there is no result: no copy can be built, or it cannot run such rows."""
 

@@ -62,7 +62,7 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def small_copy(model: PreTrainedModel, anatomy: Anatomy, seq_len: int | None) -> PreTrainedModel:
-    """A model of the same class in float32 on the host, in evaluation mode, with eager attention and weights of its own.
+    """Build a model of the same class in float32 on the host, in evaluation mode, with eager attention and new weights.
 
     Tried in this order, until one can be built and runs: small widths and as many of the first blocks as have all kinds
     of blocks; small widths and all blocks; the same two with the widths of the model. No copy has more than 2^25
@@ -71,7 +71,7 @@ def small_copy(model: PreTrainedModel, anatomy: Anatomy, seq_len: int | None) ->
     Args:
         model: on any device, the meta device too; it is not touched.
         anatomy: its roles.
-        seq_len: tokens of the longest row; windows that are no shorter have no effect in the copy either. None: of any length.
+        seq_len: tokens of the longest row, None for any; windows that are no shorter have no effect in the copy.
 
     Raises:
         ModelError: there is no such copy; the message has the first reason.
@@ -96,7 +96,7 @@ def small_copy(model: PreTrainedModel, anatomy: Anatomy, seq_len: int | None) ->
 
 
 def block_kinds(model: PreTrainedModel, anatomy: Anatomy) -> list[tuple[Any, ...]]:
-    """The kind of each block: classes of its modules, and flags and words that are set on them, without sizes and numbers."""
+    """The kind of each block: classes of its modules, and flags and words set on them, without sizes and numbers."""
     return [tuple(dict.fromkeys(_flags(model.get_submodule(block.name)))) for block in anatomy.blocks]
 
 

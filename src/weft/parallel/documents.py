@@ -54,9 +54,10 @@ def check_rows(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, seq_len: in
     problem = try_documents(model, anatomy, seq_len, run, packed=False).problem if axis else None
     if problem:
         is_split = plan.parallel.cp * plan.parallel.tp > 1
+        where, lost = (f"plan.parallel.{axis}", f"under {axis}") if is_split else ("attention dropout", "with dropout")
         raise PlanError(
-            f"{anatomy.family} attends in a way that is lost {f'under {axis}' if is_split else 'with dropout'}: {problem}",
-            where=f"{f'plan.parallel.{axis}' if is_split else 'attention dropout'}, model_type {anatomy.family}",
+            f"{anatomy.family} attends in a way that is lost {lost}: {problem}",
+            where=f"{where}, model_type {anatomy.family}",
             rule="masks made ahead, and attention that Weft computes, know causality, documents and sliding windows; "
             "tried on a small copy of the model",
             fix=f"set plan.parallel.{axis} = 1" if is_split else "set the model's attention dropout to 0",
