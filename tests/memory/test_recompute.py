@@ -67,6 +67,12 @@ def test_experts_and_their_auxiliary_loss(name: str, layout: str) -> None:
     )
 
 
+def test_shared_experts_are_recomputed_in_the_same_order() -> None:
+    """They compute while tokens travel to the other experts, in forward and when it is run again."""
+    memories = [Memory(recompute=("mlp",)), Memory(recompute=("block",))]
+    assert_same_bits_with(family("deepseek_v3"), plan_for("fp32", ep=2, zero=1), 2, *memories)
+
+
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 2}, {"zero": 0, "tp": 2}, {"pp": 2, "zero": 1}])
 def test_dropout_and_two_formats(parallel: dict[str, int]) -> None:
