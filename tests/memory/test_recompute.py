@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 EXPERT_LAYOUTS = {"ep2": (2, {"ep": 2, "zero": 3}), "tp2 x ep2, replicated": (2, {"tp": 2, "ep": 2, "zero": 0})}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_changes(name: str) -> None:
     memories = [Memory(recompute=roles) for roles in ROLES]
