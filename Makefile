@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
+SLICE ?= all
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(FLAGS)
 
 .PHONY: train test sweep lint smollm clean
 
@@ -13,10 +16,11 @@ smollm: $(VENV)/ready
 	$(BIN)/weft train examples/smollm.toml
 
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
+	$(PYTEST)
 
+# make sweep SLICE=2; without it, all slices one after the other
 sweep: $(VENV)/ready
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m sweep $(FLAGS)
+	$(PYTEST) -m sweep --slice $(SLICE)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

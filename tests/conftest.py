@@ -1,4 +1,7 @@
-"""Makes the test process warm and quiet, before any rank is forked from it."""
+"""Configuration of the tests; tests/README.md explains how they are divided and run.
+
+The test process is warm and quiet before any rank is forked from it.
+"""
 
 import os
 
@@ -17,14 +20,21 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import transformers  # noqa: F401
 
+from tests.lab import lanes
 from tests.lab.pool import close_pools
 
 torch.set_num_threads(1)  # a fork after a multi-threaded operation hangs in the child
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slice", metavar="K", help=f"of the tests to run, slice K of {lanes.SLICES}; 'all' for all of them"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked thin(n), `make test` runs every n-th case, and `make sweep` the others."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Divide the tests: what is thinned out goes to the sweep, exclusive tests to the end, and of the sweep one slice stays."""
     counts: Counter[str] = Counter()
     for item in items:
         thin = item.get_closest_marker("thin")
@@ -33,6 +43,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if counts[name] % thin.args[0]:
                 item.add_marker("sweep")
             counts[name] += 1
+    lanes.keep_slice(config, items, config.getoption("--slice"))
+    lanes.arrange(items)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run an exclusive test beside no other test of the same run."""
+    with lanes.lane(item.config.rootpath, exclusive=item.get_closest_marker("exclusive") is not None):
+        return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the slowest tests."""
+    lanes.print_slowest(terminalreporter)
 
 
 @pytest.fixture(scope="session", autouse=True)

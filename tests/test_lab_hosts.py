@@ -113,6 +113,7 @@ def test_no_packet_passes_a_link_that_is_down(which: int, pair: list[Host]) -> N
     assert stream(pair[1], pair[0].address, 1).wait(10) == 0
 
 
+@pytest.mark.exclusive("measures the rate of a link")
 def test_rate_is_that_of_the_link() -> None:
     size, rate = 1_000_000, 20_000_000
     with hosts(2, rate=rate) as (a, b):

@@ -57,7 +57,10 @@ def test_operators_are_timed_here(
     cluster.write_text(
         'device = "CPU"\ndevices_per_host = 2\noperators_scalar = 2.0\n[figures]\ncores = 2\n', encoding="utf-8"
     )
-    assert weft(monkeypatch, "plan", job, "--cluster", cluster, "--measure", "--best", 1, "--out", plan) == 0
+    assert (
+        weft(monkeypatch, "plan", job, "--cluster", cluster, "--measure", "--no-confirm", "--best", 1, "--out", plan)
+        == 0
+    )
     assert "by operators" in capsys.readouterr().out
     found = Job.load(job, [f'plan="{plan}"']).plan.prediction
     assert found is not None
@@ -104,6 +107,7 @@ def test_a_model_that_fits_nowhere_here_is_told_where(
         2,
         "--set",
         "train.global_batch=64",
+        "--no-confirm",
         "--out",
         tmp_path / "plan.toml",
     ]
@@ -117,7 +121,7 @@ def test_limits_that_a_model_does_not_fit_into(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     job = Path(__file__).parents[2] / "examples" / "llama-70b.toml"
-    options = ["--device", "H100", "--hosts", 8, "--max-devices", 3, "--out", tmp_path / "plan.toml"]
+    options = ["--device", "H100", "--hosts", 8, "--max-devices", 3, "--no-confirm", "--out", tmp_path / "plan.toml"]
     assert weft(monkeypatch, "plan", job, *options, "--set", "train.global_batch=96") == 2
     text = capsys.readouterr().err
     assert "no layout fits on 3 H100" in text

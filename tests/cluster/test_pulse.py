@@ -107,6 +107,7 @@ for step in count():
     assert record.phase == "x" * (record.step % 1000)
 
 
+@pytest.mark.exclusive("measures microseconds")
 def test_a_note_costs_microseconds(tmp_path: Path) -> None:
     pulse, group = Pulse(mapped(tmp_path / "pulse")), dist.ProcessGroup(0, 1)
     begin = time.perf_counter()

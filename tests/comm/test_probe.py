@@ -203,6 +203,7 @@ def test_two_hosts_by_the_command(tmp_path: Path) -> None:
         assert "dp_shard 2: between hosts (network, 0.01" in text
 
 
+@pytest.mark.exclusive("measures the rate of a link")
 @pytest.mark.sweep
 def test_two_hosts_with_a_gigabit(tmp_path: Path) -> None:
     """Other work on the cores makes such a link look slower, and never faster: the best of some measurements counts."""
@@ -215,6 +216,7 @@ def test_two_hosts_with_a_gigabit(tmp_path: Path) -> None:
     check_two_by_two(measured, 1_000_000_000, 0.25)
 
 
+@pytest.mark.exclusive("measures the rates of links")
 def test_a_host_with_a_slow_link_is_named(tmp_path: Path) -> None:
     with hosts(3, 100_000_000) as made:
         slow_down(made[2], 20_000_000)

@@ -143,6 +143,15 @@ BIASED = (
     "bart", "biogpt", "blenderbot", "blenderbot-small", "ctrl", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr",
     "xglm",
 )
+LEAKING = (
+    "axk2", "bailing_hybrid", "bamba", "bigbird_pegasus", "bloom", "deepseek_v32", "deepseek_v4", "falcon_h1",
+    "glm_moe_dsa", "granitemoehybrid", "hy_v4", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lfm2_moe",
+    "lfm3", "minimax", "nemotron_h",
+    "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "xlstm",
+    "zaya",
+)
+"""Families whose untouched model gives a second document of a row other logits than the document alone, with masks of its own
+making and with Weft's: by recurrence, convolution, positions that count on, or attention to the most similar tokens alone."""
 # fmt: on
 ZERO = "a gradient that is zero but for rounding differs in its rounding"
 NOT_SCALED = "rounding is more than the tolerance where scores are not scaled and keys and values are normalised"

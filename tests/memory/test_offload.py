@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_changes(name: str) -> None:
     assert_same_bits_with(family(name), plan_for("fp32", zero=0), 1, *MEMORIES)

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 EXPERT_LAYOUTS = {"ep2": (2, {"ep": 2, "zero": 3}), "tp2 x ep2, replicated": (2, {"tp": 2, "ep": 2, "zero": 0})}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_changes(name: str) -> None:
     memories = [Memory(recompute=roles) for roles in ROLES]
@@ -65,6 +65,12 @@ def test_experts_and_their_auxiliary_loss(name: str, layout: str) -> None:
     assert_same_bits_with(
         config, plan_for("fp32", **parallel), ranks, Memory(recompute=("block",)), Memory(recompute=("mlp", "norm"))
     )
+
+
+def test_shared_experts_are_recomputed_in_the_same_order() -> None:
+    """They compute while tokens travel to the other experts, in forward and when it is run again."""
+    memories = [Memory(recompute=("mlp",)), Memory(recompute=("block",))]
+    assert_same_bits_with(family("deepseek_v3"), plan_for("fp32", ep=2, zero=1), 2, *memories)
 
 
 @pytest.mark.thin(3)

@@ -188,7 +188,7 @@ def assert_split_is_whole(config: dict[str, Any], ranks: int, **settings: Any) -
     assert_same_bits(config, ranks, 1, plan_of("whole", **settings), plan_of("split_even", **settings))
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_bit_changes(name: str) -> None:
     assert_split_is_whole(family(name), 1, zero=0)

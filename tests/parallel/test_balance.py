@@ -58,7 +58,7 @@ def split(
     return gradients, model.router_watch.take_load()
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe"])
 def test_gradients_and_load(name: str, layout: str) -> None:

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from tests.lab.parity import assert_parity, plan_for
 from tests.lab.pool import run_ranks
-from tests.lab.shrink import BIASED, PROVED, shrunk
+from tests.lab.shrink import BIASED, LEAKING, PROVED, shrunk
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize, read_config
 from weft.cluster.mesh import build_mesh
@@ -18,6 +18,10 @@ from weft.job import Model
 from weft.parallel.parallelize import check_axes, parallelize
 from weft.precision.dtypes import DTYPES
 
+ROUNDING = (
+    "gemma4_unified",
+    "gemma4_unified_text",
+)  # by 2e-5, where a pipeline runs other rows at once than the reference
 AXES: dict[str, dict[str, int]] = {
     "tp": {"tp": 2, "zero": 1},
     "cp": {"cp": 2, "zero": 1},
@@ -59,10 +63,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 @pytest.mark.sweep
 @pytest.mark.parametrize(("axis", "name"), [(axis, name) for axis, names in PROVED.items() for name in names])
 def test_parity(axis: str, name: str) -> None:
-    # Stages sum in the order of the whole model: with its micro-batches, gradients are the same to the last bit.
-    rows = 2 if axis == "pp" else 4
+    rows = 2 if axis == "pp" else 4  # two micro-batches of a pipeline
     plan = plan_for("fp32", **AXES[axis])
-    assert_parity(Model(config=shrunk(name)), plan, world_size=2, micro_batch=rows, rows_at_once=rows)
+    assert_parity(Model(config=shrunk(name)), plan, 2, rows, rows if name in (*LEAKING, *ROUNDING) else None)
 
 
 @pytest.mark.parametrize("name", ["glm", "glm4"])
@@ -85,7 +88,7 @@ def test_parity_from_random_biases(name: str, tmp_path: Path) -> None:
             vector += 0.1 * torch.randn_like(vector)
     model.save_pretrained(tmp_path)
     plan = plan_for(dtype, **AXES["pp"])
-    assert_parity(Model(path=str(tmp_path)), plan, world_size=2, micro_batch=2, rows_at_once=2)
+    assert_parity(Model(path=str(tmp_path)), plan, 2, 2, rows_at_once=2)  # gradients that are zero but for rounding
 
 
 @pytest.mark.parametrize(("name", "settings", "axis", "word"), REFUSED)

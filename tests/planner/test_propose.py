@@ -96,7 +96,7 @@ def job_of(config: dict[str, object]) -> Job:
     return Job.parse({"model": {"config": config}, "data": data, "train": {"global_batch": 16}})
 
 
-FALCON = {"model_type": "falcon", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+FALCON = {"model_type": "falcon", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def test_a_model_is_split_only_over_axes_that_it_takes() -> None:

@@ -1,6 +1,7 @@
 """Formulas on top of a few traced layers come to what a dry run of the whole layout counts."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from weft.planner.strategy import stack_for
 from weft.planner.trace import trace
 from weft.planner.traced import trace_layers
 
+pytestmark = pytest.mark.together
 ZB = {"schedule": "zb-h1"}
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 4096}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 1024}
@@ -35,20 +37,23 @@ def job_of(model: str, **plan: Any) -> Job:
     return Job.parse({"model": {"config": MODELS[model]}, "data": data, "train": train, "plan": plan})
 
 
-@pytest.fixture(scope="module")
-def traced() -> dict[str, Traced]:
-    return {model: trace_layers(job_of(model), "cuda", with_tp=True) for model in MODELS}
+@cache
+def traced(model: str) -> Traced:
+    """Twenty dry runs, for all tests of a model: they stay in one worker."""
+    return trace_layers(job_of(model), "cuda", with_tp=True)
 
 
-def test_what_is_computed_again_is_not_kept(traced: dict[str, Traced]) -> None:
-    for found in traced.values():
-        assert found.layer["none"] > found.layer["light"] > found.layer["attention"] > found.layer["full"]
-        assert found.layer["none"] > found.layer["mlp"] > found.layer["full"]
-        assert found.layer["full"] == pytest.approx(2 * 256, rel=0.05)  # the input of a block, in bf16
-        assert found.ends > 4096 * 8  # a logit and its gradient in float32, at least
+@pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.sweep)])
+def test_what_is_computed_again_is_not_kept(model: str) -> None:
+    found = traced(model)
+    assert found.layer["none"] > found.layer["light"] > found.layer["attention"] > found.layer["full"]
+    assert found.layer["none"] > found.layer["mlp"] > found.layer["full"]
+    assert found.layer["full"] == pytest.approx(2 * 256, rel=0.05)  # the input of a block, in bf16
+    assert found.ends > 4096 * 8  # a logit and its gradient in float32, at least
 
 
-@pytest.mark.thin(3)
+# Of make test: replicas, tensor parallel ranks with recompute, and a pipeline whose backward is in two parts.
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -77,10 +82,10 @@ def test_what_is_computed_again_is_not_kept(traced: dict[str, Traced]) -> None:
         ("qwen3_moe", {"parallel": {"zero": 3, "tp": 2, "ep": 2}, "memory": {"optimizer": "host"}}),
     ],
 )
-def test_a_formula_is_what_a_dry_run_counts(traced: dict[str, Traced], model: str, plan: dict[str, Any]) -> None:
+def test_a_formula_is_what_a_dry_run_counts(model: str, plan: dict[str, Any]) -> None:
     job = job_of(model, **plan)
     runs = trace(job, 4, [0, 3], "cuda")
     layout = layout_of(runs[0].plan, 1024, 16, 2)
     stack = replace(stack_for(job.plan.precision), imbalance=1.0)  # a dry run routes evenly
-    memory = peak_memory(shape_of(job), layout, stack, traced[model])
+    memory = peak_memory(shape_of(job), layout, stack, traced(model))
     assert memory.allocated == pytest.approx(max(run.count.peak for run in runs), rel=0.1)

@@ -85,13 +85,13 @@ def assert_nearer(config: dict[str, Any], ranks: int, parallel: dict[str, Any], 
     assert half.losses == pytest.approx(exact.losses, rel=5e-3)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str) -> None:
     assert_nearer(family(name), 1, {"zero": 0}, Memory())
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
     ranks, parallel, memory = LAYOUTS[layout]

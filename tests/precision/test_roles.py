@@ -53,7 +53,7 @@ def test_computed_in_float32(name: str, role: str) -> None:
     assert all(weight.grad is not None for weight in module.parameters() if weight.requires_grad and weight.ndim > 1)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_any_layout(layout: str) -> None:
     """Nearer to float32 than without, in each; with the rest of what a plan can say of precision and memory."""

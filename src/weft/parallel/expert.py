@@ -226,7 +226,8 @@ def compute_shared_experts_meanwhile(model: nn.Module, anatomy: Anatomy) -> None
                 shared: Any = model.get_submodule(name)
                 ahead = SharedExperts(shared.forward)
                 shared.forward = ahead
-                model.get_submodule(layer).register_forward_pre_hook(ahead.listen, with_kwargs=True)
+                mixture: Any = model.get_submodule(layer)
+                mixture.forward = partial(ahead.call_layer, mixture.forward)  # recompute calls it too, but no hook
                 whole: Any = experts[0]
                 whole.forward = partial(whole.forward, meanwhile=ahead.compute)
 
@@ -241,9 +242,10 @@ class SharedExperts:
         self.is_known = True
         """What the model calls shared experts with, as far as has been seen."""
 
-    def listen(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The layer is called: what its shared experts will be given, if they are given all of it."""
+    def call_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Forward of the layer; notes what its shared experts will be given, if they are given all of its input."""
         self.hidden, self.out = (args or tuple(kwargs.values()))[0], None
+        return forward(*args, **kwargs)
 
     def compute(self) -> None:
         """Compute it now, unless they have been called already."""

@@ -32,12 +32,12 @@ def virtual_stages(schedule: str) -> list[int]:
 def check(name: str, ranks: int, schedule: str, stages: int, dtype: str = "fp32", **parallel: Any) -> None:
     plan = plan_for(dtype, Pipeline(schedule=schedule, virtual_stages=stages), **parallel)
     blocks = max(plan.parallel.pp * stages, 3)
-    # A router that computes in float32 rounds by the rows that it sees at once: the reference takes as many.
-    at_once = 1 if dtype == "fp64" else 4
+    # A router that computes in float32 rounds by the tokens that it sees at once: the reference takes as many.
+    at_once = 1 if dtype == "fp64" else None
     assert_parity(source(name, blocks), plan, ranks, micro_batch=1, rows_at_once=at_once, rows=EIGHT)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("schedule", "stages"), [(schedule, stages) for schedule in SCHEDULES for stages in virtual_stages(schedule)]
 )
@@ -46,7 +46,7 @@ def test_every_schedule(pp: int, schedule: str, stages: int) -> None:
     check("llama", pp, schedule, stages, pp=pp, zero=0)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved", "dualpipev"])
 @pytest.mark.parametrize("name", FAMILIES[1:])
 def test_every_family(name: str, schedule: str) -> None:
@@ -72,7 +72,7 @@ def applies(name: str, layout: str) -> bool:
     return "ep2" not in layout or name in HAS_EXPERTS
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
@@ -112,7 +112,7 @@ def test_three_axes_on_eight_ranks(name: str, parallel: dict[str, Any], schedule
     check(name, 8, schedule, virtual_stages(schedule)[0], pp=2, **parallel)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"tp": 2, "zero": 1}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

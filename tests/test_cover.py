@@ -1,0 +1,127 @@
+"""Family x layout x ZeRO x dtype x technique, every possible pair of them, against the untouched model."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.bits import assert_near, assert_same_bits, traces_of
+from tests.lab.cover import Row, covering_array, pairs_of
+from tests.lab.families import FAMILIES, family
+from tests.lab.parity import assert_parity, packed_batches, reference
+from tests.lab.techniques import LOSSY, NEUTRAL, SPLITS, Tables, ranks_of
+from weft.errors import PlanError
+from weft.job import Model
+from weft.plan import Plan
+
+EXPERTS = tuple(name for name, config in FAMILIES.items() if any("experts_per_tok" in key for key in config))
+LAYOUTS: dict[str, Tables] = {
+    "data ranks": {},
+    **{name: SPLITS[name] for name in SPLITS if not name.startswith("zero")},
+    "tp x cp": {"parallel": {"tp": 2, "cp": 2}},
+    "pp x tp": {"parallel": {"pp": 2, "tp": 2}},
+}
+TECHNIQUES: dict[str, Tables] = {
+    "none": {},
+    "recompute block": NEUTRAL["recompute block"],
+    "recompute attention and mlp": {"memory": {"recompute": ("attention", "mlp")}},
+    "recompute activation and norm": {"memory": {"recompute": ("activation", "norm")}},
+    "offload block": NEUTRAL["offload block"],
+    "offload attention and mlp": {"memory": {"offload": ("attention", "mlp"), "offload_to": "disk"}},
+    "states on a disk": NEUTRAL["states on a disk"],
+    "split weights": NEUTRAL["split weights"],
+    **LOSSY,
+}
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "family": tuple(FAMILIES),
+    "layout": tuple(LAYOUTS),
+    "technique": tuple(TECHNIQUES),
+    "zero": (0, 1, 2, 3),
+    "dtype": ("fp32", "fp64", "bf16"),
+}
+WIDE = {"hidden_size": 128, "n_embd": 128, "head_dim": 32, "moe_intermediate_size": 64}
+"""Sizes with states that are large enough to be packed."""
+# Other families sum in float32 inside, in another order than over documents alone.
+EXACT = ("llama", "qwen3_moe", "gpt2", "phi3")
+
+
+def tables_of(row: Row, technique: str) -> Tables:
+    """The plan of a row, with another technique."""
+    tables: Tables = {name: dict(table) for name, table in TECHNIQUES[technique].items()}
+    for name, table in LAYOUTS[row["layout"]].items():
+        tables[name] = {**table, **tables.get(name, {})}
+    tables["parallel"] = {**tables.get("parallel", {}), "zero": row["zero"]}
+    formats = {"forward": row["dtype"]}
+    if row["dtype"] == "fp64":
+        formats |= {"update": "fp64", "reduce": "fp64"}
+    tables["precision"] = {**formats, **tables.get("precision", {})}
+    return tables
+
+
+def is_plan(row: Row) -> bool:
+    """Whether no rule refuses the plan of a row."""
+    tables = tables_of(row, row["technique"])
+    try:
+        Plan.model_validate(tables).resolve(ranks_of(tables))
+    except PlanError:
+        return False
+    return True
+
+
+PLANS = {
+    (layout, technique, zero, dtype)
+    for layout, technique, zero, dtype in product(*list(SETTINGS.values())[1:])
+    if is_plan({"layout": layout, "technique": technique, "zero": zero, "dtype": dtype})
+}
+
+
+def possible(row: Row) -> bool:
+    """Whether the family takes the layout and the dtype, and no rule refuses the plan."""
+    return (
+        (row["layout"] != "ep" or row["family"] in EXPERTS)
+        and (row["dtype"] != "fp64" or row["family"] in EXACT)
+        and tuple(row.values())[1:] in PLANS
+    )
+
+
+ROWS = covering_array(SETTINGS, possible)
+
+
+def test_every_possible_pair_is_in_a_row() -> None:
+    """Against a count of its own, over all rows that can be."""
+    every = [dict(zip(SETTINGS, values, strict=True)) for values in product(*SETTINGS.values())]
+    expected = {pair for row in every if possible(row) for pair in pairs_of(row)}
+    assert all(possible(row) for row in ROWS)
+    assert {pair for row in ROWS for pair in pairs_of(row)} == expected
+    assert {value for row in ROWS for value in row.items()} == {
+        (name, value) for name, values in SETTINGS.items() for value in values
+    }
+    assert covering_array(SETTINGS, possible) == ROWS
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
+def test_row(row: Row, tmp_path: Path) -> None:
+    """In float32 and float64 the untouched model; in bf16 the bits of the plan without the technique, and a loss that is near
+    the untouched model's; near the plan without what rounds."""
+    technique, dtype = row["technique"], row["dtype"]
+    tables = tables_of(row, technique)
+    ranks, micro_batch = ranks_of(tables), 1 if "pp" in tables["parallel"] else 2
+    tables["memory"] = {**tables.get("memory", {}), "folder": str(tmp_path)}
+    plan, plain = Plan.model_validate(tables), Plan.model_validate(tables_of(row, "none"))
+    config = family(row["family"])
+    if technique in LOSSY:
+        config |= {
+            name: size
+            for name, size in WIDE.items()
+            if name in config and config.get("qk_rope_head_dim") != config[name]
+        }
+        assert_near(config, ranks, micro_batch, plain, plan, rel=0.05)
+    elif dtype != "bf16":
+        assert_parity(Model(config=config), plan, ranks, micro_batch)
+    elif technique != "none":
+        assert_same_bits(config, ranks, micro_batch, plain, plan)
+    else:
+        expected = reference(Model(config=config), "fp32", packed_batches(config["vocab_size"]), 4)
+        for trace in traces_of(config, plan, ranks, micro_batch):
+            assert trace.losses == pytest.approx(expected.losses, rel=0.02)

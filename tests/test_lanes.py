@@ -1,0 +1,55 @@
+"""Tests are divided into slices and lanes, and the table of times names what is slow."""
+
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from tests.lab.lanes import SLICES, lane, lines_of, slice_of
+
+
+def test_a_slice_is_a_matter_of_the_id_alone() -> None:
+    """Of many tests each slice has about as many, and no other test moves one."""
+    ids = [f"tests/parallel/test_axes.py::test_float32[llama-{number}]" for number in range(1000)]
+    slices = [slice_of(name) for name in ids]
+    assert set(slices) == set(range(1, SLICES + 1))
+    assert min(slices.count(number) for number in range(1, SLICES + 1)) > 0.7 * len(ids) / SLICES
+    assert [slice_of(name) for name in reversed(ids)] == slices[::-1]
+    assert slice_of("tests/test_lanes.py::test") == slice_of("tests/test_lanes.py::test")
+
+
+def can_lock(root: Path, mode: int) -> bool:
+    """Whether another worker's test could begin."""
+    with (root / "pyproject.toml").open() as file:
+        try:
+            fcntl.flock(file, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        fcntl.flock(file, fcntl.LOCK_UN)
+        return True
+
+
+def test_beside_any_test_no_exclusive_one_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    (tmp_path / "pyproject.toml").touch()
+    with lane(tmp_path, exclusive=False):
+        assert can_lock(tmp_path, fcntl.LOCK_SH)
+        assert not can_lock(tmp_path, fcntl.LOCK_EX)
+    assert can_lock(tmp_path, fcntl.LOCK_EX)
+
+
+def test_beside_an_exclusive_test_no_other_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    (tmp_path / "pyproject.toml").touch()
+    with lane(tmp_path, exclusive=True):
+        assert not can_lock(tmp_path, fcntl.LOCK_SH)
+    assert can_lock(tmp_path, fcntl.LOCK_SH)
+
+
+def test_the_table_gives_reasons_and_asks_for_missing_ones() -> None:
+    lines = lines_of([("a::slow", 30.0), ("b::slow", 21.5), ("c::quick", 3.25)], {"a::slow": "trains a real model"})
+    assert lines == [
+        "  30.0 s  a::slow  (trains a real model)",
+        "  21.5 s  b::slow  (above 20 s without a reason)",
+        "   3.2 s  c::quick",
+    ]
