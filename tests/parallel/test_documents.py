@@ -99,6 +99,13 @@ def test_packed_documents_that_stay_apart_are_accepted(name: str) -> None:
     check_model(job_of(shrunk(name)))
 
 
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_models_that_return_router_logits_are_accepted(axis: str) -> None:
+    config = read_config(Model(config={**family("mixtral"), "output_router_logits": True}))
+    model = build_on_meta(config, torch.float32)
+    check_axes(model, read_anatomy(model), plan_for("fp32", **{axis: 2}).resolve(2))
+
+
 def test_what_is_longer_than_the_rows_does_not_count() -> None:
     """A window, the keys that sparse attention selects, and the length at which rotary embeddings change."""
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}

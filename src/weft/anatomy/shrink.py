@@ -161,6 +161,8 @@ def _shrink(table: dict[str, Any], seq_len: int | None, depth: int, *, widths: b
             small[key] = type(value)(0)
         elif TOKENS.fullmatch(key):
             small[key] = _token(key, value)
+        elif key == "output_router_logits":  # the library's auxiliary loss takes no prepared masks; ours needs none
+            small[key] = False
         else:
             small[key] = _size(key, value, widths=widths)
     if widths:
