@@ -101,7 +101,7 @@ def test_packed_documents_that_stay_apart_are_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_models_that_return_router_logits_are_accepted(axis: str) -> None:
-    config = read_config(Model(config={**family("mixtral"), "output_router_logits": True}))
+    config = read_config(Model(config={**family("gpt_oss"), "output_router_logits": True}))
     model = build_on_meta(config, torch.float32)
     check_axes(model, read_anatomy(model), plan_for("fp32", **{axis: 2}).resolve(2))
 
