@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.lanes import SLICES, lane, lines_of, slice_of
+from tests.lab.lanes import SLICES, lane, lines_of, read_marks, slice_of
 
 
 def test_a_slice_is_a_matter_of_the_id_alone() -> None:
@@ -16,6 +16,16 @@ def test_a_slice_is_a_matter_of_the_id_alone() -> None:
     assert min(slices.count(number) for number in range(1, SLICES + 1)) > 0.7 * len(ids) / SLICES
     assert [slice_of(name) for name in reversed(ids)] == slices[::-1]
     assert slice_of("tests/test_lanes.py::test") == slice_of("tests/test_lanes.py::test")
+
+
+def test_marks_are_read_from_the_files(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    head = "import pytest\n\n\n"
+    (tmp_path / "tests/test_a.py").write_text(f'{head}@pytest.fixture(scope="module")\ndef made(): ...\n')
+    marks = '@pytest.mark.exclusive("measures times")\n@pytest.mark.parametrize(\n    "x", [1]\n)\n'
+    (tmp_path / "tests/test_b.py").write_text(f"{head}{marks}def test_one(x): ...\n\n\ndef test_two(): ...\n")
+    (tmp_path / "tests/test_c.py").write_text(f"{head}pytestmark = pytest.mark.together\n")
+    assert read_marks(tmp_path) == ({"tests/test_a.py", "tests/test_c.py"}, {"tests/test_b.py::test_one"})
 
 
 def can_lock(root: Path, mode: int) -> bool:

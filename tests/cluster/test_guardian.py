@@ -93,6 +93,7 @@ def assert_ended(folder: Path) -> None:
 # Death
 
 
+@pytest.mark.thin(3)
 @pytest.mark.exclusive("a rank is named within a second")
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # Death
 
 
+@pytest.mark.slow("a calm run of whole processes, and one whose rank is killed")
 def test_a_rank_is_killed_and_the_run_goes_on(whole: Path, tmp_path: Path) -> None:
     for result in trials(tmp_path, LAYOUT, whole, random.Random(3)):
         assert not result.problems, result

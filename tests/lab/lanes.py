@@ -1,5 +1,6 @@
 """Division of the tests: which run beside which, in which slice of the sweep, and how long each takes."""
 
+import ast
 import fcntl
 import os
 import zlib
@@ -7,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,27 +47,47 @@ def keep_slice(config: pytest.Config, items: list[pytest.Item], chosen: str | No
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Put exclusive tests last, and note reasons for the table of times. Under pytest-xdist exclusive tests stay in one
-    worker, and so do tests of a module that share one of its fixtures, or are marked together."""
+    """Put exclusive tests last, and note the reasons of slow ones for the table of times."""
     items.sort(key=lambda item: item.get_closest_marker("exclusive") is not None)  # stable: else the order of the files
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
     for item in items:
         slow = item.get_closest_marker("slow")
         if slow is not None:
             item.user_properties.append(("slow", slow.args[0]))
-        if not is_worker:
-            continue
-        if item.get_closest_marker("exclusive") is not None:
-            item.add_marker(pytest.mark.xdist_group("exclusive"))
-        elif item.get_closest_marker("together") is not None or shares_a_fixture(item):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
-def shares_a_fixture(item: pytest.Item) -> bool:
-    """Whether a test uses a fixture that is made once for its module."""
-    info = getattr(item, "_fixtureinfo", None)
-    found = info.name2fixturedefs.values() if info is not None else ()
-    return any(definitions[-1].scope == "module" for definitions in found if definitions)
+def make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A scheduler of pytest-xdist, in the process that collects nothing: it reads the marks from the files.
+
+    Each test goes to the next worker that is free, but that exclusive tests stay in one, and so do the tests of a module that
+    has a fixture of its scope, or is marked together. (`--dist loadgroup` of xdist 3.8 has no effect under pytest 9.2.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    together, exclusive = read_marks(config.rootpath)
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            if nodeid.partition("[")[0] in exclusive:
+                return "exclusive"
+            return path if path in together else nodeid
+
+    return Lanes(config, log)
+
+
+def read_marks(root: Path) -> tuple[set[str], set[str]]:
+    """Paths of the modules whose tests stay together, and ids of exclusive tests without their parameters."""
+    together, exclusive = set(), set()
+    for file in sorted((root / "tests").rglob("test_*.py")):
+        text, path = file.read_text(encoding="utf-8"), file.relative_to(root).as_posix()
+        if 'scope="module"' in text or "pytestmark = pytest.mark.together" in text:
+            together.add(path)
+        if "mark.exclusive" in text:
+            functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+            for function in functions:
+                if any("mark.exclusive" in ast.unparse(decorator) for decorator in function.decorator_list):
+                    exclusive.add(f"{path}::{function.name}")
+    return together, exclusive
 
 
 @contextmanager

@@ -165,7 +165,7 @@ WIDE = {**family("llama"), "vocab_size": 300, "hidden_size": 128, "intermediate_
 DISTANCE = {"bf16": 0.01, "int8": 0.05, "int4": 0.2}
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(11)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_near_whole_states_in_any_layout(layout: str, form: Any) -> None:

@@ -297,6 +297,7 @@ def flip_every_parameter(rank: int, ranks: int, family_name: str, plan: Plan, vi
     return found
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_parameter_is_compared_between_all_who_hold_it(layout: str) -> None:
     family_name, ranks, parallel = LAYOUTS[layout]

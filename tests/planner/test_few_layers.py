@@ -19,7 +19,7 @@ def job_of(name: str, changes: dict[str, Any], **plan: Any) -> Job:
     return Job.parse({"model": {"config": config}, "data": data, "train": train, "plan": plan})
 
 
-@pytest.mark.thin(9)  # of make test: sharded data ranks, and a pipeline
+@pytest.mark.thin(10)
 @pytest.mark.parametrize(
     ("name", "changes", "ranks", "plan"),
     [

@@ -52,8 +52,7 @@ def test_what_is_computed_again_is_not_kept(model: str) -> None:
     assert found.ends > 4096 * 8  # a logit and its gradient in float32, at least
 
 
-# Of make test: replicas, tensor parallel ranks with recompute, and a pipeline whose backward is in two parts.
-@pytest.mark.thin(5)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
