@@ -15,21 +15,25 @@ smollm: $(VENV)/ready
 	$(BIN)/python examples/fetch_smollm.py models/smollm2
 	$(BIN)/weft train examples/smollm.toml
 
-test: $(VENV)/ready
+test: $(VENV)/ready-dev
 	$(PYTEST)
 
 # make sweep SLICE=2; without it, all slices one after the other
-sweep: $(VENV)/ready
+sweep: $(VENV)/ready-dev
 	$(PYTEST) -m sweep --slice $(SLICE)
 
-lint: $(VENV)/ready
+lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --editable .  # what is imported is compiled then
+	touch $@
+
+$(VENV)/ready-dev: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
 	touch $@
 
 clean:

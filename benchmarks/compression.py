@@ -67,7 +67,7 @@ def job_for(name: str, steps: int, seed: int, zero: int, lr: float) -> Job:
     job = read_toml(Path(str(files("weft.recipes") / "first.toml")))
     job["model"]["config"] |= SMALLER
     job["data"] |= {"seq_len": 64}
-    job["optimizer"] |= {"lr": lr}
+    job["optimizer"] |= {"lr": lr, "schedule": "cosine"}
     job["train"] |= {"steps": steps, "seed": seed, "global_batch": 8, "evaluate_rows": 512}
     job["train"]["micro_batch"] = 2 if name == AGAIN else 4
     job["plan"] = {"parallel": {"zero": zero}, "precision": {"forward": "fp32"}, "comm": CASES[name]}

@@ -3,9 +3,10 @@
     python benchmarks/convergence.py [--steps 150]       # three quarters of an hour on one core
     python benchmarks/convergence.py --only 0 1 2 3 7    # some rows: the first is what the others are compared with
 
-The model of `weft train` (a Qwen3-MoE of 4 million parameters on the source code of Python's standard library), one rank, the
-same tokens in the same order, three orders of them (seeds): mean held-out loss, and its distance from that of fp32, mean and
-range. The second row is the first with micro-batches of two rows: how far apart runs are that differ in nothing but rounding.
+A model like that of `weft train` (a Qwen3-MoE of 4 million parameters on the source code of Python's standard library), one
+rank, the same tokens in the same order, three orders of them (seeds): mean held-out loss, and its distance from that of fp32,
+mean and range. The second row is the first with micro-batches of two rows: how far apart runs are that differ in nothing but
+rounding.
 A dynamic loss scale starts at 2^16, so that a step or two are skipped. Nothing is timed: a CPU has no fast fp16.
 
 The rate is a sixth of the recipe's. At the recipe's own the first hundred steps are so steep that rounding alone moves the loss
@@ -29,6 +30,7 @@ from weft.train.session import held_out_batches, open_session, train_batches
 from weft.train.step import evaluate, train_step
 
 RECIPE = read_toml(Path(str(files("weft.recipes") / "first.toml")))
+MODEL = {"config": RECIPE["model"]["config"] | {"num_hidden_layers": 4}}  # 4.3 million parameters
 RATE = 5e-4
 SEEDS = (0, 1, 2)
 BF16: dict[str, Any] = {"forward": "bf16"}
@@ -57,7 +59,7 @@ def run(prepared: Prepared, name: str, steps: int, seed: int) -> tuple[float, in
     """Held-out loss, and the number of skipped steps."""
     precision, micro_batch = FORMATS[name], 2 if name == AGAIN else 4
     train = {"steps": steps, "seed": seed, "global_batch": 4, "micro_batch": micro_batch, "evaluate_rows": 64}
-    job = merge(RECIPE, {"train": train, "optimizer": {"lr": RATE}})
+    job = merge(RECIPE, {"model": MODEL, "train": train, "optimizer": {"lr": RATE, "schedule": "cosine"}})
     session = open_session(Job.parse(merge(job, {"plan": {"parallel": {"zero": 0}, "precision": precision}})), prepared)
     plan, settings, scale = session.job.plan, session.job.optimizer, session.position.loss_scale
     skipped = 0

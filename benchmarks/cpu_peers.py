@@ -21,6 +21,7 @@ from peers.workload import LLAMA, Workload
 from rich.console import Console
 from rich.table import Table
 
+from weft.cluster.device import Cpu
 from weft.errors import RankFailure
 
 RANKS = 2
@@ -102,7 +103,8 @@ def main(
         if not installed(name):
             console.print(f"{name}: not installed")
     present = ["weft", *filter(installed, asked)]
-    table = Table("system", "ZeRO", "dtype", "tokens/s: median (min-max)", "Weft / system")
+    title = f"{Cpu().name}: {Cpu().instruction_set}"
+    table = Table("system", "ZeRO", "dtype", "tokens/s: median (min-max)", "Weft / system", title=title)
     agreed = True
     for zero, dtype in cells:
         try:

@@ -1,49 +1,43 @@
-"""Your own training loop on several ranks: torchrun --nproc-per-node 2 examples/own_loop.py"""
+"""Your own training loop: `python own_loop.py` on one rank, `torchrun --nproc-per-node 2 own_loop.py` on two."""
 
 import torch
-import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import weft
 from weft.cluster.device import detect
 from weft.cluster.launch import connect, rank_main
-from weft.plan import Precision
+from weft.cluster.mesh import data_rank
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXTS = [f"{n} plus {n} is {2 * n}. " * (1 + n % 4) for n in range(64)]  # rows of unequal lengths
 
 
 def main() -> None:
-    """Train a small Llama to count."""
+    """Train a small Llama on eight batches of eight texts."""
     device = detect()
     rank, ranks, local_rank = connect(device)  # what torchrun set; plain python is one rank
     place = device.torch_device(local_rank)
+    plan = weft.Plan().resolve(ranks)  # ZeRO-3 over all ranks; tp, cp, ep are keys of plan.parallel
+    mesh = weft.build_mesh(plan, device.type, ranks)
 
     torch.manual_seed(0)  # the same weights on every rank
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    plan = weft.Plan(precision=Precision(forward="fp32"))  # weights and optimizer are sharded over all ranks
-    mesh = weft.build_mesh(plan, device.type, ranks)
-    with place:
-        model = LlamaForCausalLM(config)
-    weft.parallelize(model, plan, mesh)  # in place: the class, the forward and the names stay
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES)).to(place)
+    weft.parallelize(model, plan, mesh)  # in place: class, forward and parameter names stay
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    rows = (torch.arange(32) * torch.arange(1, 9)[:, None]) % 256  # eight rows that count by one, by two, ...
-    mine = rows.chunk(ranks)[rank].to(place)
-    for step in range(1, 21):
-        loss = model(input_ids=mine, labels=mine).loss
+    for step in range(8):
+        texts = TEXTS[8 * step : 8 * step + 8][data_rank(mesh) :: plan.parallel.data_ranks]  # this rank's
+        rows = pad_sequence([torch.tensor(list(text.encode())) for text in texts], batch_first=True).to(place)
+        labels = rows.masked_fill(rows == 0, -100)  # padding is no target
+        loss = model(input_ids=rows, attention_mask=(rows > 0).long(), labels=labels).loss  # of all ranks' targets
         loss.backward()
+        weft.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach() / ranks
-        dist.all_reduce(mean)
         if rank == 0:
-            print(f"step {step:2}  loss {mean.item():.4f}")
-    dist.destroy_process_group()
+            print(f"step {step + 1}  loss {loss.item():.6f}")
+    torch.distributed.destroy_process_group()
 
 
-rank_main(main)  # ends the rank without the abort that gloo's threads cause now and then
+rank_main(main)  # reports an error to the launcher, and ends the rank

@@ -65,12 +65,39 @@ def test_plan_in_a_file_of_its_own(tmp_path: Path) -> None:
         ("qqq.zzz=3", "weft schema"),
         ("optimizer.lr=-1", "optimizer.lr = -1"),
         ("plan.parallel.zero=4", "plan.parallel.zero = 4"),
-        ("data.source=csv", "'python', 'text', 'jsonl', 'parquet' or 'tokens'"),
+        ("data.source=csv", 'data.source is "python", "text", "jsonl", "parquet" or "tokens"'),
         ("optimizer.lr", "written key=value"),
         ("train.steps.x=1", "train.steps"),
         ("out.x=1", "out"),
         ('model.path="x"', "both a path and a config"),
         ('plan="missing.toml"', "there is no file missing.toml"),
+        ("trian.steps=3", "did you mean [train]?"),
+        ("parallel.tp=2", "did you mean [plan.parallel]?"),
+        ("plan.paralel.tp=2", "did you mean [plan.parallel]?"),
+        ("course={lr=1.0,betas=[0.9,0.95]}", "did you mean [optimizer]?"),
+        ("data.nope=1", "[data] has source, path"),
+        ("train=3", "write [train], and its keys below: steps"),
+        ("train=[{steps=3}]", "write [train], and its keys below: steps"),
+        ("optimizer.name=lion", 'optimizer.name is "adamw" or "onebit-adam"'),
+        ("optimizer.name=lion", 'for example optimizer.name = "adamw"'),
+        ("optimizer.name=AdamW", 'did you mean optimizer.name = "adamw"?'),
+        ("optimizer.lr=fast", "optimizer.lr is a number above 0"),
+        ("optimizer.lr=fast", "for example optimizer.lr = 0.0003"),
+        ("optimizer.lr=inf", "optimizer.lr = inf"),
+        ("optimizer.lr=nan", "optimizer.lr = nan"),
+        ("optimizer.betas=[0.9]", "for example optimizer.betas = [0.9, 0.95]"),
+        ("optimizer.betas=[0.9,1.5]", "optimizer.betas[1] = 1.5"),
+        ("train.steps=true", "train.steps = true"),
+        ("train.steps=2.5", "train.steps is a whole number of at least 1"),
+        ("data.packing=maybe", "data.packing is true or false"),
+        ("data.held_out=2%", "data.held_out is a number of at least 0 and below 1"),
+        ("data.path=5", 'write it in quotes: data.path = "5"'),
+        ("model.config=[1,2]", "model.config is a string or a table"),
+        ("plan.memory.recompute=block", 'write plan.memory.recompute = ["block"]'),
+        ("plan.memory.recompute=[1]", 'for example plan.memory.recompute = ["block"]'),
+        ("plan.precision.loss_scale=big", 'plan.precision.loss_scale is "none" or "dynamic" or a number above 0'),
+        ("plan.pipeline.block_costs=[1.0,inf]", "block_costs = [1.0, inf]"),
+        ("plan.prediction.micro_batch=1", "plan.prediction.cluster is missing"),
     ],
 )
 def test_a_bad_setting_is_explained(setting: str, words: str) -> None:
@@ -79,6 +106,8 @@ def test_a_bad_setting_is_explained(setting: str, words: str) -> None:
         Job.parse(base, [setting])
     assert words in str(caught.value)
     assert caught.value.exit_code == 2
+    assert caught.value.rule or "there is no file" in words
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize(
@@ -91,7 +120,7 @@ def test_a_bad_setting_is_explained(setting: str, words: str) -> None:
             ["optimizer.name=onebit-adam", 'plan.comm.compression="1-bit"'],
             "freeze_steps = 1000 with 10 steps of warm-up",
         ),
-        (['plan.comm.compression="4-bit"'], "'none', 'bf16', 'fp16', 'int8', '2:4' or '1-bit'"),
+        (['plan.comm.compression="4-bit"'], '"none", "bf16", "fp16", "int8", "2:4" or "1-bit"'),
     ],
 )
 def test_signs_and_1_bit_adam_go_together(settings: list[str], words: str) -> None:
@@ -109,8 +138,44 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     broken.write_text("[train\nsteps = 3")
     with pytest.raises(JobError, match="not a TOML file"):
         Job.load(broken)
+    with pytest.raises(JobError, match="is a folder"):
+        Job.load(tmp_path)
+    broken.rename(tmp_path / "job.toml")
+    with pytest.raises(JobError) as caught:
+        Job.load(tmp_path)
+    assert caught.value.fix == f"name the file in it: {tmp_path / 'job.toml'}"
+    for raw in (b"\xff\xfe", b"a = " + b"[" * 5000):
+        broken.write_bytes(raw)
+        with pytest.raises(JobError, match="not a TOML file"):
+            Job.load(broken)
+    with pytest.raises(JobError, match="there is no file"):
+        Job.load(broken / "job.toml")
+    with pytest.raises(JobError, match="not a TOML file: embedded null"):
+        Job.load("job\0.toml")
     with pytest.raises(JobError, match="neither a path nor a config"):
         Job.parse({})
+
+
+def test_many_wrong_keys_fit_one_screen() -> None:
+    with pytest.raises(JobError, match="and 25 more") as caught:
+        Job.parse({f"wrong{number}": 1 for number in range(30)})
+    assert len(str(caught.value).splitlines()) < 15
+
+
+def test_a_plan_given_as_a_job_is_named() -> None:
+    with pytest.raises(JobError) as caught:
+        Job.parse({"parallel": {"tp": 2}, "memory": {}}, where="plan.toml")
+    assert caught.value.fix is not None
+    assert "--set plan=plan.toml" in caught.value.fix
+
+
+@pytest.mark.parametrize("key", keys())
+def test_every_key_says_what_it_takes(key: str) -> None:
+    with pytest.raises(JobError) as caught:
+        Job.parse(LLAMA, [f"{key}=1" if key in ("model.config", "plan.prediction") else f"{key}={{wrong=1}}"])
+    text = str(caught.value)
+    assert f"{key} is " in text
+    assert "fix: " in text
 
 
 def test_the_schema_describes_every_key() -> None:

@@ -70,8 +70,30 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(comm=Comm(error_feedback=False)),
     ]
     for rule in RULES:
-        assert any(rule.broken(plan) for plan in breaking), rule.name
-        assert not rule.broken(Plan()), rule.name
+        assert any(rule.broken(plan.resolve_precision(native_bf16=False)) for plan in breaking), rule.name
+        assert not rule.broken(Plan().resolve_precision(native_bf16=True)), rule.name
+        assert not rule.broken(Plan().resolve_precision(native_bf16=False)), rule.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "native", "emulated"),
+    [
+        ({}, "bf16", "fp32"),
+        ({"forward": "bf16"}, "bf16", "bf16"),
+        ({"forward": "fp32"}, "fp32", "fp32"),
+        ({"update": "fp64", "reduce": "fp64"}, "bf16", "fp32"),
+        ({"update": "bf16"}, "bf16", "bf16"),
+        ({"weights": "split"}, "bf16", "bf16"),
+        ({"backward": "fp16", "loss_scale": "dynamic"}, "bf16", "bf16"),
+    ],
+)
+def test_auto_precision_follows_the_device_and_the_other_settings(
+    settings: dict[str, str], native: str, emulated: str
+) -> None:
+    for supported, expected in ((True, native), (False, emulated)):
+        plan = Plan(precision=Precision(**settings)).resolve(1).resolve_precision(supported)  # type: ignore[arg-type]
+        assert plan.precision.forward == expected
+        assert plan.resolve(1) == plan
 
 
 def test_plans_are_frozen() -> None:

@@ -10,22 +10,40 @@ if TYPE_CHECKING:
     from weft.checkpoint.huggingface import materialize
     from weft.cluster.mesh import build_mesh
     from weft.job import Job
+    from weft.parallel.labels import count_targets
     from weft.parallel.parallelize import parallelize
     from weft.plan import Plan
+    from weft.train.optimizer import clip_grad_norm_
     from weft.train.run import train
+
+    __version__: str
 
 HOMES = {
     "Job": "weft.job",
     "Plan": "weft.plan",
     "build_mesh": "weft.cluster.mesh",
+    "clip_grad_norm_": "weft.train.optimizer",
+    "count_targets": "weft.parallel.labels",
     "materialize": "weft.checkpoint.huggingface",
     "parallelize": "weft.parallel.parallelize",
     "train": "weft.train.run",
 }
-__all__ = ["Job", "Plan", "build_mesh", "materialize", "parallelize", "train"]
+__all__ = [
+    "Job",
+    "Plan",
+    "__version__",
+    "build_mesh",
+    "clip_grad_norm_",
+    "count_targets",
+    "materialize",
+    "parallelize",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("weft-train")
     if name not in HOMES:
         raise AttributeError(f"module weft has no {name}; it has {', '.join(HOMES)}")
     return getattr(import_module(HOMES[name]), name)

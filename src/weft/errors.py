@@ -5,6 +5,7 @@ command: 2 for input that is refused before anything runs, 1 for a failure while
 """
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -95,3 +96,15 @@ class RankFailure(WeftError):
     def __init__(self, what: str, *, rank: int | None = None, **parts: str | None):
         super().__init__(what, **parts)
         self.rank = rank
+
+
+class Stopped(WeftError):
+    """The command was ended by a signal. It is no failure: the exit code is 128 + the signal, as a shell expects.
+
+    Args:
+        number: the signal.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number

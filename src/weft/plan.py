@@ -1,5 +1,6 @@
 """Plan: how a model runs on a cluster, as a small frozen object that TOML can hold. Imports no torch."""
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -50,13 +51,17 @@ class Parallel(Table):
         return self.data_ranks * self.cp
 
 
+FEWEST_STAGES = {"interleaved": 2, "zbv": 2, "dualpipev": 2}
+"""Fewest stages that each rank holds, by schedule; 1 with those that are not named."""
+
+
 class Pipeline(Table):
     """How the stages of a pipeline are cut, and in which order they work."""
 
     schedule: str = "1f1b"
     """Name of a schedule, or a file of one's own that ends in .csv: one line a rank, one cell a slot."""
-    virtual_stages: Degree = 1
-    """Stages that each rank holds."""
+    virtual_stages: Literal["auto"] | Degree = "auto"
+    """Stages that each rank holds; auto: the fewest of the schedule: 2 with interleaved, zbv and dualpipev, else 1."""
     stage_blocks: tuple[Degree, ...] = ()
     """Blocks of each stage, first to last; empty: cut by cost."""
     block_costs: tuple[Annotated[float, Field(gt=0)], ...] = ()
@@ -66,12 +71,18 @@ class Pipeline(Table):
     head_cost: Annotated[float, Field(ge=0)] = 0.0
     """Cost of last norm, head and loss, in the same unit."""
 
+    @property
+    def stages_a_rank(self) -> int:
+        """`virtual_stages` as a number."""
+        return FEWEST_STAGES.get(self.schedule, 1) if self.virtual_stages == "auto" else self.virtual_stages
+
 
 class Precision(Table):
     """Number formats of each part of a step."""
 
-    forward: DType = "bf16"
-    """Format of weights and activations in forward and backward."""
+    forward: DType | Literal["auto"] = "auto"
+    """Dtype of weights and activations in forward and backward; auto: bf16 where the device computes it natively or another
+    setting needs it, else fp32. What was chosen is written in the run's job.toml, its checkpoints and its report."""
     backward: Literal["forward", "fp16"] = "forward"
     """Format in which gradients of activations and weights are computed: that of forward, or fp16, scaled, behind a forward in
     bf16, whose activations are cast when they are used."""
@@ -88,6 +99,21 @@ class Precision(Table):
     same memory, where ties are rounded away from zero or, with one bit more, to even as a cast does."""
     states: Literal["update", "bf16", "int8", "int4"] = "update"
     """Format of the optimizer's state between updates: that of the update; bfloat16; or 8 or 4 bits, in blocks with a scale."""
+
+    @property
+    def needs_bf16(self) -> bool:
+        """Whether a setting other than forward works with a bf16 forward alone."""
+        return self.weights != "whole" or self.backward == "fp16" or self.update == "bf16"
+
+    def resolve(self, native_bf16: bool) -> "Precision":
+        """Replace forward = "auto" by a dtype; any other forward stays.
+
+        Args:
+            native_bf16: whether the device computes bf16 natively, see `weft.cluster.device.Device.supports`.
+        """
+        if self.forward != "auto":
+            return self
+        return self.model_copy(update={"forward": "bf16" if native_bf16 or self.needs_bf16 else "fp32"})
 
 
 class Memory(Table):
@@ -173,7 +199,9 @@ class Plan(Table):
     """What the planner expects of it; written by `weft plan`."""
 
     def resolve(self, world_size: int) -> "Plan":
-        """Check every rule and replace -1 by a number.
+        """Check every rule, and replace -1 and the "auto" of virtual_stages by numbers.
+
+        A forward dtype of "auto" stays: `resolve_precision` replaces it, and breaks no rule.
 
         Args:
             world_size: number of ranks the plan must fill exactly.
@@ -181,9 +209,10 @@ class Plan(Table):
         Raises:
             PlanError: a rule of `RULES` is broken, or the degrees do not multiply to `world_size`.
         """
+        concrete = self.resolve_precision(native_bf16=False)
         for rule in RULES:
-            if rule.broken(self):
-                raise PlanError(rule.name, where="plan", rule=rule.reason, fix=rule.fix)
+            if rule.broken(concrete):
+                raise PlanError(rule.name, where="plan", rule=rule.reason, fix=_fix(rule, concrete))
         parallel = self.parallel
         others = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp
         degrees = " x ".join(f"{name} {getattr(parallel, name)}" for name in ("dp_replicate", "tp", "cp", "pp"))
@@ -201,17 +230,29 @@ class Plan(Table):
                 f"{degrees} x dp_shard {parallel.dp_shard} = {others * parallel.dp_shard}, but there are {world_size} ranks",
                 where="plan.parallel",
                 rule="the product of the degrees is the number of ranks",
-                fix=f"start {others * parallel.dp_shard} ranks, or set dp_shard = -1 to take what is left",
+                fix=f"start {others * parallel.dp_shard} ranks, or "
+                + (
+                    f"choose degrees whose product divides {world_size}, and dp_shard = -1 to take what is left"
+                    if world_size % others
+                    else "set plan.parallel.dp_shard to -1 to take what is left"
+                ),
             )
         inside = parallel.cp * parallel.tp * (parallel.data_ranks if parallel.zero == 0 else parallel.dp_shard)
         if inside % parallel.ep:
+            divisors = [number for number in range(1, inside + 1) if inside % number == 0]
             raise PlanError(
                 f"ep {parallel.ep} does not divide dp_shard {parallel.dp_shard} x cp {parallel.cp} x tp {parallel.tp}",
                 where="plan.parallel.ep",
                 rule="experts are shared by ranks of dp_shard x cp x tp (zero = 0: of dp_replicate too)",
-                fix=f"set plan.parallel.ep to a divisor of {inside}",
+                fix=f"set plan.parallel.ep to one of {', '.join(map(str, divisors))} that divides the number of experts",
             )
-        return self.model_copy(update={"parallel": parallel})
+        stages = self.pipeline.stages_a_rank if parallel.pp > 1 or self.pipeline.virtual_stages != "auto" else 1
+        pipeline = self.pipeline.model_copy(update={"virtual_stages": stages})
+        return self.model_copy(update={"parallel": parallel, "pipeline": pipeline})
+
+    def resolve_precision(self, native_bf16: bool) -> "Plan":
+        """Replace precision.forward = "auto" by a dtype; see `Precision.resolve`."""
+        return self.model_copy(update={"precision": self.precision.resolve(native_bf16)})
 
 
 class Rule(Table):
@@ -221,6 +262,28 @@ class Rule(Table):
     broken: Callable[[Plan], bool]
     reason: str
     fix: str
+    candidates: dict[str, tuple[str | int, ...]] = {}
+    """By key, values that may mend it where other rules allow; of those, the fix of a plan names the ones that do."""
+
+
+def _fix(rule: Rule, plan: Plan) -> str:
+    """The fix of a broken rule: those of its candidates that break no other rule, and leave none that is about the same key."""
+    before = {other.name for other in RULES if other.broken(plan)}
+    found = []
+    for key, values in rule.candidates.items():
+        mending = []
+        for value in values:
+            left = [other for other in RULES if other.broken(_changed(plan, key, value))]
+            if all(other.name in before and key not in other.candidates for other in left):
+                mending.append(value)
+        if mending:
+            found.append(f"plan.{key} to {' or '.join(map(json.dumps, mending))}")
+    return f"set {', or '.join(found)}" if found else rule.fix
+
+
+def _changed(plan: Plan, key: str, value: str | int) -> Plan:
+    table, _, name = key.partition(".")
+    return plan.model_copy(update={table: getattr(plan, table).model_copy(update={name: value})})
 
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -290,9 +353,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="virtual_stages > 1 without a pipeline",
-        broken=lambda plan: plan.pipeline.virtual_stages > 1 and plan.parallel.pp == 1,
+        broken=lambda plan: plan.pipeline.virtual_stages not in ("auto", 1) and plan.parallel.pp == 1,
         reason="virtual stages are what a rank of a pipeline holds more than one of",
-        fix="set plan.parallel.pp to the ranks of the pipeline, or leave plan.pipeline.virtual_stages at 1",
+        fix="set plan.parallel.pp to the ranks of the pipeline, or leave plan.pipeline.virtual_stages at auto",
     ),
     Rule(
         name="stage_blocks and costs at once",
@@ -344,6 +407,7 @@ RULES: tuple[Rule, ...] = (
         broken=lambda plan: plan.precision.update == "fp16",
         reason="fp16 holds no number between 1 and 1.00097, so that small updates of a weight are lost",
         fix='set plan.precision.update to "fp32" (or "bf16")',
+        candidates={"precision.update": ("fp32", "bf16", "fp64")},
     ),
     Rule(
         name="split weights of other formats than bf16 and fp32",
@@ -352,36 +416,42 @@ RULES: tuple[Rule, ...] = (
         ),
         reason="the upper half of an fp32 number is a bf16 number; no other two formats fit into one another like that",
         fix='set plan.precision.forward = "bf16" and update = "fp32", or leave plan.precision.weights = "whole"',
+        candidates={"precision.weights": ("whole",), "precision.forward": ("bf16",), "precision.update": ("fp32",)},
     ),
     Rule(
         name="states of few bits with another update than fp32",
         broken=lambda plan: plan.precision.states != "update" and plan.precision.update != "fp32",
         reason="they are packed from fp32 numbers, and unpacked into fp32 for each update",
         fix='set plan.precision.update = "fp32", or leave plan.precision.states = "update"',
+        candidates={"precision.update": ("fp32",), "precision.states": ("update",)},
     ),
     Rule(
         name="a forward format wider than the update format",
         broken=lambda plan: BYTES[plan.precision.forward] > BYTES[plan.precision.update],
         reason="the forward weights are cast from the updated weights; a wider format adds bytes and no information",
         fix="set plan.precision.update at least as wide as plan.precision.forward",
+        candidates={"precision.update": ("bf16", "fp32", "fp64"), "precision.forward": ("bf16", "fp32")},
     ),
     Rule(
         name="zero = 0 with gradients reduced in another format than the update's",
         broken=lambda plan: plan.parallel.zero == 0 and plan.precision.reduce != plan.precision.update,
         reason="replicated gradients are reduced where they are accumulated, in the update format",
         fix="set plan.precision.reduce to plan.precision.update, or use zero = 1",
+        candidates={"precision.reduce": ("fp32", "bf16", "fp64"), "parallel.zero": (1,)},
     ),
     Rule(
         name="fp16 gradient reduction",
         broken=lambda plan: plan.precision.reduce == "fp16",
         reason="a sum over ranks overflows fp16 at 65504",
         fix='set plan.precision.reduce to "fp32" or "bf16"',
+        candidates={"precision.reduce": ("fp32", "bf16", "fp64")},
     ),
     Rule(
         name="compressed gradients in fp64",
         broken=lambda plan: plan.comm.compression != "none" and plan.precision.reduce == "fp64",
         reason="messages are made of fp32 numbers, and what they leave out is kept in fp32",
         fix='set plan.precision.reduce to "fp32" or "bf16", or leave plan.comm.compression = "none"',
+        candidates={"precision.reduce": ("fp32", "bf16"), "comm.compression": ("none",)},
     ),
     Rule(
         name="settings of compression without it",

@@ -5,9 +5,10 @@ import torch
 import transformers
 
 from tests.lab.families import FAMILIES, family
+from tests.lab.shrink import shrunk
 from weft.anatomy.flops import training_flops_per_token
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.transformers import can_separate_documents, document_masks, read_anatomy
+from weft.anatomy.transformers import read_anatomy, row_arguments
 from weft.checkpoint.huggingface import build_on_meta, build_plain, read_config
 from weft.errors import ModelError
 from weft.job import Model
@@ -92,20 +93,30 @@ def test_flops_of_a_dense_model() -> None:
     assert training_flops_per_token(found, config, 16) == 6 * (found.parameters - 96 * 32) + attention
 
 
-# Recurrences, encoders and odd trees: what is read, and what is refused.
-@pytest.mark.parametrize("model_type", ["mamba", "qwen3_next", "rwkv"])
-def test_recurrences_cannot_separate_documents(model_type: str) -> None:
-    small = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 96}
-    more = {"qwen3_next": {"layer_types": ["linear_attention", "full_attention"]}}.get(model_type, {})
-    model = build_on_meta(read_config(Model(config={"model_type": model_type, **small, **more})), torch.float32)
-    assert not can_separate_documents(model, read_anatomy(model))
+@pytest.mark.parametrize("model_type", ["mamba", "rwkv"])
+def test_flops_of_a_model_without_attention_heads(model_type: str) -> None:
+    config = read_config(Model(config=shrunk(model_type)))
+    found = anatomy_of(shrunk(model_type))
+    multiplying = found.parameters - (0 if found.tied else 96 * 32)
+    assert training_flops_per_token(found, config, 16) == 6 * multiplying
 
 
-@pytest.mark.parametrize("model_type", ["bert", "xlnet"])
-def test_what_cannot_be_read_is_refused_with_what_was_looked_for(model_type: str) -> None:
+# Encoders and odd trees: what is read, and what is refused.
+def test_what_cannot_be_read_is_refused_with_what_was_looked_for() -> None:
     with pytest.raises(ModelError, match="no blocks found") as caught:
-        anatomy_of({"model_type": model_type, "is_decoder": True})
+        anatomy_of({"model_type": "xlnet"})
     assert "looked for a list of blocks" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [("t5", "encoder-decoder"), ("mt5", "encoder-decoder"), ("bert", "encoder-only"), ("distilbert", "encoder-only")],
+)
+def test_encoders_are_refused_by_their_kind(model_type: str, kind: str) -> None:
+    with pytest.raises(ModelError, match=f"{model_type} is an {kind} model") as caught:
+        anatomy_of({"model_type": model_type})
+    assert "name a causal model" in str(caught.value)
+    assert len(str(caught.value)) < 400  # neither patterns nor a list of all families
 
 
 def test_every_causal_model_the_library_builds_is_read_or_refused() -> None:
@@ -138,7 +149,6 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
     tokens = torch.randint(3, 96, (1, 20), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
     with torch.no_grad():
-        masks = document_masks(model, positions)
-        packed = model(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False).logits
+        packed = model(input_ids=tokens, **row_arguments(model, positions)).logits
         alone = [model(input_ids=part, use_cache=False).logits for part in (tokens[:, :8], tokens[:, 8:])]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.lab.families import FAMILIES, family
 from tests.lab.parity import plan_for
 from tests.lab.pool import RankError, run_ranks
+from tests.lab.shrink import shrunk
 from weft.checkpoint.huggingface import (
     build_on_meta,
     build_plain,
@@ -120,6 +121,23 @@ def test_converting_changes_the_format_and_overwrites_nothing(tmp_path: Path) ->
 def test_bad_configurations(source: Model, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         read_config(source)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"])
+def test_folders_with_infinite_numbers_are_read_and_written(name: str, tmp_path: Path) -> None:
+    """Transformers writes them as {"__float__": "Infinity"}, which is no number."""
+    config = AutoConfig.for_model(**shrunk(name))
+    plain = AutoModelForCausalLM.from_config(config)
+    plain.save_pretrained(tmp_path / "from")
+    assert '"__float__"' in (tmp_path / "from" / "config.json").read_text()
+    found = read_config(Model(path=str(tmp_path / "from")))
+    assert list(found.time_step_limit) == list(config.time_step_limit)
+    assert read_config(Model(config=str(tmp_path / "from" / "config.json"))).to_dict() == found.to_dict()
+    save_folder(found, dict(plain.state_dict()), None, tmp_path / "to", torch.float32)
+    again = Model(path=str(tmp_path / "to"))
+    assert list(read_config(again).time_step_limit) == list(config.time_step_limit)
+    weights = build_plain(again, read_config(again), torch.float32).state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in plain.state_dict().items())
 
 
 def test_a_family_without_a_causal_model() -> None:

@@ -1,6 +1,7 @@
 """Bad input: one screen that names the value, the rule and the fix, and an exit code that is not zero."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,7 @@ def blocks(number: int) -> list[str]:
             ["plan.parallel.pp=2", "plan.pipeline.stage_blocks=[1,2]"],
             ["stage_blocks names 3 blocks in 2 stages", "there are 2 blocks"],
         ),
-        (["plan.parallel.pp=2", "plan.pipeline.stage_blocks=[0,2]"], ["greater than or equal to 1"]),
+        (["plan.parallel.pp=2", "plan.pipeline.stage_blocks=[0,2]"], ["each a whole number of at least 1"]),
         (["plan.pipeline.virtual_stages=2"], ["virtual_stages > 1 without a pipeline"]),
         (["plan.parallel.pp=2", "plan.pipeline.schedule=missing.csv"], ["missing.csv cannot be read"]),
         (
@@ -65,8 +66,11 @@ def blocks(number: int) -> list[str]:
             ["plan.parallel.tp=2", "model.config.intermediate_size=49"],
             ["49 hidden units", "cannot be divided by tp = 2"],
         ),
-        (["plan.parallel.tp=2", "data.seq_len=31"], ["31 tokens", "cannot be divided by tp = 2"]),
-        (["plan.parallel.cp=2", "data.seq_len=30"], ["30 tokens", "2 x ring x ulysses"]),
+        (
+            ["plan.parallel.tp=2", "data.seq_len=31"],
+            ["31 tokens", "cannot be divided by tp = 2", "set data.seq_len = 32"],
+        ),
+        (["plan.parallel.cp=2", "data.seq_len=30"], ["30 tokens", "multiple of 4", "set data.seq_len = 32"]),
         (["plan.parallel.ep=2"], ["no block of this llama has a module of experts"]),
         (["plan.parallel.ep=3"], ["ep 3 does not divide"]),
         (["plan.parallel.cp=2", "plan.parallel.cp_ulysses=3"], ["cp_ulysses does not divide cp"]),
@@ -172,6 +176,193 @@ def test_no_disk_space_for_the_token_cache(
         assert left <= {"tokenizer"}  # complete, and of use to the next attempt; nothing half-written
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+LLAMA = '"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 300'
+
+FILES: dict[str, bytes] = {
+    "empty": b"",
+    "binary": bytes(range(255, 0, -1)),
+    "list.json": b"[1, 2]",
+    "number.json": b"5",
+    "cut.json": b'{"model_type": "llama"',
+    "no_type.json": b'{"hidden_size": 32}',
+    "misspelt.json": b'{"model_type": "lama"}',
+    "list_type.json": b'{"model_type": ["llama"]}',
+    "text_size.json": b'{"model_type": "llama", "hidden_size": "big"}',
+    "negative.json": f'{{{LLAMA}, "intermediate_size": -8}}'.encode(),
+    "no_blocks.json": f'{{{LLAMA}, "num_hidden_layers": 0}}'.encode(),
+    "no_heads.json": b'{"model_type": "llama", "num_attention_heads": 0}',
+    "words.txt": b"It was a dark and stormy night. " * 200,
+    "half.toml": b"[train\nsteps = 3",
+    "plan.toml": b"[parallel]\ntp = 2\n",
+    "ranks.toml": b'inside_host = "memory"\n[[hosts]]\nname = "a"\nranks = -2\n',
+    "types.toml": b'inside_host = 5\nhosts = "a"\n',
+    "cluster.toml": b'device = "H100"\nhosts = "many"\n',
+    "cut/export/config.json": b"{",
+    "cut/job.toml": b"out =",
+    "cut/step-00000001/manifest.json": b"[1]",
+    "tokenizer/tokenizer.json": b"{",
+}
+
+WRONG: list[tuple[str, list[str]]] = [
+    # A job that is no job.
+    ("train {nowhere}", ["there is no file", "relative to the current folder"]),
+    ("train {folder}", ["is a folder", "name the file in it"]),
+    ("train {empty}", ["names neither a path nor a config"]),
+    ("train {binary}", ["is not a TOML file", "https://toml.io"]),
+    ("train {half.toml}", ["is not a TOML file"]),
+    ("train {plan.toml}", ["this file is a plan"]),
+    ("dryrun {nowhere} --world 2", ["there is no file"]),
+    ("memory {binary}", ["is not a TOML file"]),
+    ("compare {empty}", ["names neither a path nor a config"]),
+    ("topology {half.toml}", ["is not a TOML file"]),
+    ("export {cut} {to} --step 2", ["is not a TOML file"]),
+    # Keys and values.
+    ("train {job} --set trian.steps=1", ["unknown key trian", "did you mean [train]?"]),
+    ("dryrun {job} --world 2 --set plan.paralel.tp=2", ["did you mean [plan.parallel]?"]),
+    ("memory {job} --set optimizer.name=lion", ['is "adamw" or "onebit-adam"', 'optimizer.name = "adamw"']),
+    ("compare {job} --set-b plan.parallel.zero=-1", ["plan.parallel.zero = -1", "is 0, 1, 2 or 3"]),
+    ("topology {job} --set train.steps=many", ["is a whole number of at least 1", "train.steps = 100"]),
+    ("train {job} --set train.steps=-1", ["train.steps = -1", "train.steps = 100"]),
+    ("train {job} --set train.seed=1000000000000000000000", ["train.seed = 1000000000000000000000"]),
+    ("train {job} --set optimizer.lr=inf", ["optimizer.lr = inf"]),
+    ("train {job} --set data.packing=5", ["data.packing is true or false"]),
+    ("train {job} --set train=5", ["write [train], and its keys below"]),
+    ("train {job} --set train", ["cannot read --set 'train'"]),
+    ("plan {job} --device H100 --set data.seq_len=0", ["data.seq_len = 0", "of at least 2"]),
+    # Configurations of models.
+    *(
+        (f"{command} {{{name}}}" if command == "anatomy" else f"{command} {{job}} --set model.config={{{name}}}", words)
+        for command in ("anatomy", "dryrun --world 2", "train")
+        for name, words in {
+            "nowhere": ["there is no file"],
+            "empty": ["the configuration is refused"],
+            "binary": ["the configuration is refused"],
+            "list.json": ["the configuration is refused"],
+            "number.json": ["the configuration is refused"],
+            "cut.json": ["the configuration is refused"],
+            "no_type.json": ["has no 'model_type'", 'model_type = "llama"'],
+            "misspelt.json": ["no model_type is called 'lama'", "llama"],
+            "list_type.json": ["the configuration is refused"],
+            "text_size.json": ["hidden_size", "with a value of its type"],
+            "negative.json": ["cannot build", "sizes are positive"],
+            "no_blocks.json": ["num_hidden_layers = 0", "at least one block"],
+            "no_heads.json": ["the configuration is refused"],
+        }.items()
+    ),
+    ("anatomy {folder}", ["there is no file", "config.json"]),
+    ("train {job} --set model.config=[1,2]", ["model.config is a string or a table"]),
+    # Data and tokenizers.
+    ("train {job} --set data.path={empty}", ["the corpus is empty", "set data.path to files with text"]),
+    ("train {job} --set data.path={binary}", ["is not UTF-8 text"]),
+    ("train {job} --set data.path=/proc/self/mem", ["cannot read /proc/self/mem"]),
+    ("train {job} --set data.source=jsonl --set data.path={words.txt}", ["looks like text", 'data.source = "text"']),
+    ("train {job} --set data.source=parquet --set data.path={words.txt}", ["looks like text"]),
+    ("train {job} --set data.source=tokens --set data.path={words.txt}", ["is not an .npy file", "numpy.save"]),
+    ("train {job} --set data.source=tokens --set data.path={folder}", ["Is a directory"]),
+    ("train {job} --set data.tokenizer={nowhere}", ["there is no folder"]),
+    ("train {job} --set data.tokenizer={binary}", ["is a file"]),
+    ("train {job} --set data.tokenizer={folder}", ["cannot load a tokenizer"]),
+    ("train {job} --set data.tokenizer={tokenizer}", ["cannot load a tokenizer"]),
+    ("train {job} --set data.cache={empty}", ["cannot make the token cache"]),
+    ("train {job} --set data.vocab_size=1000000000000", ["no space for the token cache"]),
+    # Folders that the command writes or reads.
+    ("train {job} --out {empty}", ["Not a directory"]),
+    ("compare {job} --set-b plan.parallel.zero=1 --out {empty}", ["Not a directory"]),
+    ("dryrun {job} --world 2 --json {folder}", ["is a folder", "name another file"]),
+    ("memory {job} --json {nowhere}/x.json", ["there is no folder"]),
+    ("plan {job} --device CPU --out {nowhere}/plan.toml", ["there is no folder"]),
+    ("topology --file {ranks.toml} --json {folder}", ["is a folder"]),
+    ("calibrate --out {folder}", ["is a folder"]),
+    ("train {job} --resume {nowhere}", ["there is no checkpoint in"]),
+    ("export {nowhere} {to}", ["there are no weights in"]),
+    ("export {cut} {to}", ["the configuration is refused"]),
+    ("report {nowhere}", ["there is no folder"]),
+    ("checkpoint ls {nowhere}", ["there is no folder"]),
+    ("checkpoint ls {empty}", ["there is no folder"]),
+    ("checkpoint diff {folder} {folder}", ["there is no checkpoint in"]),
+    ("checkpoint diff {cut}/step-00000001 {folder}", ["the manifest is refused"]),
+    ("checkpoint convert {folder} {to} --to weft", ["a Hugging Face folder a config.json"]),
+    ("checkpoint convert {cut}/step-00000001 {to} --to hf --tokenizer {folder}", ["there is no tokenizer in"]),
+    ("checkpoint convert {cut}/step-00000001 {to} --to weft", ["is a checkpoint already"]),
+    # Topologies, clusters and tables of runs.
+    ("topology --file {nowhere}", ["there is no file"]),
+    ("topology --file {empty}", ["hosts is missing", "add hosts"]),
+    ("topology --file {job}", ["unknown key model", "docs/topology.md"]),
+    ("topology --file {ranks.toml}", ["hosts.0.ranks = -2", "correct hosts.0.ranks"]),
+    ("topology --file {types.toml}", ["hosts = 'a'", "correct hosts"]),
+    ("train {job} --set plan.comm.topology={binary}", ["is not a TOML file"]),
+    ("plan {job} --cluster {binary}", ["is not a TOML file"]),
+    ("plan {job} --cluster {cluster.toml}", ["hosts", "docs/planner.md"]),
+    ("validate {nowhere}", ["cannot read", "name a CSV file"]),
+    ("validate {binary}", ["cannot read", "a CSV file in UTF-8"]),
+    ("validate {empty}", ["the file has no rows"]),
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files and folders of every wrong kind, by the name that `WRONG` has for them."""
+    folder = tmp_path_factory.mktemp("places")
+    found = {"job": str(write_job(folder)), "nowhere": str(folder / "nowhere"), "to": str(folder / "to")}
+    for name, content in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        found[name] = str(path)
+    for name in ("folder", "cut", "tokenizer"):
+        (folder / name).mkdir(exist_ok=True)
+        found[name] = str(folder / name)
+    (folder / "folder" / "job.toml").touch()
+    return found
+
+
+@pytest.mark.parametrize(("command", "words"), WRONG, ids=[command for command, _ in WRONG])
+def test_every_wrong_input_is_refused_with_its_rule_and_its_fix(
+    command: str,
+    words: list[str],
+    places: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [re.sub(r"\{(.+?)\}", lambda name: places[name[1]], word) for word in command.split()]
+    if "train {job}" in command:
+        arguments += ["--ranks", "2"]
+    text = refuse(capsys, monkeypatch, *arguments)
+    assert "  rule: " in text
+    assert "  fix: " in text
+    for word in words:
+        assert word in text
+    assert not list(tmp_path.iterdir())
+    assert not Path(places["to"]).exists()
+    assert not (Path(places["job"]).parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(
+            "train --ranks 0",
+            "train --ranks -1",
+            "dryrun {job} --world 0",
+            "memory {job} --device tpu",
+            "compare",
+            "trian",
+        ),
+        *("schema more", "export a b --dtype fp8", "checkpoint convert a b --to onnx", "topology --seconds -1"),
+        *("compare {job} --tolerance -1", "anatomy", "checkpoint verify", "dryrun {job}"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_the_command_line(
+    command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = refuse(capsys, monkeypatch, *command.replace("{job}", places["job"]).split())
+    assert "Usage: " in text
+    assert "--help" in text
+    assert "Error: " in text
 
 
 def test_the_command_exits_with_its_code(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from weft.checkpoint.convert import to_checkpoint
 from weft.checkpoint.diff import diff
 from weft.checkpoint.folders import folder_of, part_of, set_aside
 from weft.checkpoint.huggingface import build_plain, read_config
+from weft.checkpoint.manifest import read_manifest, write_manifest
 from weft.cli import main
-from weft.job import Job, Model
+from weft.cli.checkpoint import SHOWN
+from weft.job import Data, Job, Model
 
 SOURCE = Model(config={**family("llama"), "tie_word_embeddings": True})
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
@@ -136,6 +138,26 @@ def test_another_step_differs_everywhere(runs: Path, weft: Weft) -> None:
     assert "weights 20 20" in text
     assert "buffers 2 0" in text
     assert "position.step: 1 against 2" in text
+
+
+def test_long_lists_are_cut_with_a_count_and_all_shows_them(runs: Path, tmp_path: Path, weft: Weft) -> None:
+    source = folder_of(runs / "a", 2)
+    other = Job(model=SOURCE).model_copy(update={"out": "elsewhere", "data": Data(path="a", seq_len=12, source="text")})
+    manifest = read_manifest(source)
+    job = {**other.model_dump(mode="json", exclude_none=True), **{f"key{number}": number for number in range(20)}}
+    target = Path(shutil.copytree(source, tmp_path / "copy"))
+    write_manifest(manifest.model_copy(update={"job": job}), target)
+    keys = diff(source, target).job
+    assert len(keys) > 20
+    text = weft("checkpoint", "diff", source, target)
+    assert text.count(" job.") == SHOWN
+    assert f"{len(keys) - SHOWN} more keys of the job differ; --all lists them" in text
+    text = weft("checkpoint", "diff", source, target, "--all")
+    assert text.count(" job.") == len(keys)
+    assert "more keys" not in text
+
+    text = weft("checkpoint", "diff", folder_of(runs / "a", 1), folder_of(runs / "b", 2), "--all", code=1)
+    assert text.count("elements, first at") == 1 + 60  # the first is named ahead of the table, too
 
 
 def test_generators_are_compared_when_asked_for(runs: Path) -> None:

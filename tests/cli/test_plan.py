@@ -29,7 +29,13 @@ def test_a_plan_is_found_and_trains(
     text = capsys.readouterr().out
     assert "counted on rank" in text
     assert "fewest devices: 1" in text
-    assert "plotly" in page.read_text(encoding="utf-8")
+    within = [line for line in text.splitlines() if line.startswith("within ")]
+    assert len(set(within)) == len(within)
+    html = page.read_text(encoding="utf-8")
+    assert "<title>0.0347 M parameters on 2 CPU" in html
+    assert html.index("ms per step") < html.index("GiB per rank")
+    assert "equal" in html
+    assert len(html) < 100_000
     found = Job.load(job, [f'plan="{plan}"']).plan.prediction
     assert found is not None
     assert found.sent_bytes

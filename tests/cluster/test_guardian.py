@@ -14,9 +14,9 @@ import pytest
 from tests.cluster.test_launch import script, wait_for
 from weft.cluster import launch as launch_module
 from weft.cluster.guardian import Limits, _Track, blame, process_state
-from weft.cluster.launch import Stopped, launch
+from weft.cluster.launch import launch
 from weft.cluster.pulse import PulseRecord
-from weft.errors import RankFailure
+from weft.errors import RankFailure, Stopped
 
 LOOP = """
 import torch, torch.distributed as dist

@@ -15,9 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from weft.cluster import launch as launch_module
 from weft.cluster.device import Accelerator, Cpu
-from weft.cluster.launch import Stopped, connect, default_ranks, launch
-from weft.errors import DeviceError, RankFailure
+from weft.cluster.guardian import Limits, process_state
+from weft.cluster.launch import connect, default_ranks, launch
+from weft.errors import DeviceError, RankFailure, Stopped
 
 # Listening sockets of some processes, as hexadecimal addresses of /proc/net/tcp and tcp6.
 LISTENING = """
@@ -150,6 +152,79 @@ time.sleep(60)
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ranks_that_do_not_end_are_killed_in_the_end_or_by_a_second_signal(
+    presses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = """
+signal.signal(signal.SIGINT, lambda *_: open(f"{sys.argv[1]}/pressed-{rank}", "w"))
+open(f"{sys.argv[1]}/ready-{rank}", "w").write(str(os.getpid()))
+while True:
+    time.sleep(60)
+"""
+    monkeypatch.setattr(launch_module, "SECONDS_TO_END", 1 if presses == 1 else 1000)
+
+    def press() -> None:
+        for name in ("ready", "pressed")[:presses]:
+            wait_for(tmp_path / f"{name}-0", tmp_path / f"{name}-1")
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(Stopped, match="stopped by SIGINT"):
+        launch([*script(tmp_path, code), str(tmp_path)], ranks=2, log_dir=tmp_path / "logs")
+    thread.join()
+    assert [process_state(int((tmp_path / f"ready-{rank}").read_text())) for rank in (0, 1)] == ["", ""]
+    assert capfd.readouterr() == ("", "weft: stopping now\n" if presses == 2 else "")
+
+
+PULSES = """
+from weft.cluster.launch import rank_main
+from weft.cluster.pulse import Pulse
+def main():
+    pulse, stopped = Pulse.open(), []
+    signal.signal(signal.SIGINT, lambda *_: stopped.append(time.monotonic()))
+    pulse.phase("step", 7)
+    open(f"{sys.argv[1]}/ready-{rank}", "w")
+    while not stopped:
+        time.sleep(0.05)
+    for number in range(20):
+        time.sleep(0.1)
+        if not %s:
+            pulse.phase("saving", 7)
+    while %s:
+        time.sleep(60)
+    open(f"{sys.argv[1]}/saved-{rank}", "w")
+rank_main(main)
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_ranks_have_time_to_save_as_long_as_they_make_progress(
+    hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch_module, "SECONDS_TO_END", 0.2)
+
+    def press() -> None:
+        wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
+        time.sleep(0.5)  # the launcher looks ten times a second
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(Stopped):
+        launch(
+            [*script(tmp_path, PULSES % (hangs, hangs)), str(tmp_path)],
+            ranks=2,
+            log_dir=tmp_path / "logs",
+            limits=Limits(patience=1.0),
+            environment={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+    thread.join()
+    assert (tmp_path / "saved-0").exists() != hangs
+    assert capfd.readouterr().err == "weft: finishing step 7, press again to stop now\n"
+
+
 def test_ctrl_c_in_a_terminal_stops_once_and_rank_0_has_the_terminal(tmp_path: Path) -> None:
     """A launcher in a terminal of its own: rank 0 sees the terminal, Ctrl-C reaches it, nothing else is printed."""
     code = """
@@ -164,7 +239,8 @@ time.sleep(60)
     launcher.write_text(f"""
 import fcntl, sys, termios
 from pathlib import Path
-from weft.cluster.launch import Stopped, launch
+from weft.cluster.launch import launch
+from weft.errors import Stopped
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 try:
     launch({script(tmp_path, code)!r}, ranks=2, log_dir=Path({str(tmp_path)!r}))

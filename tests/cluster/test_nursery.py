@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from weft.cluster.launch import launch
 from weft.cluster.nursery import Nursery
-from weft.errors import RankFailure
+from weft.errors import RankFailure, Stopped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives a fork another parent")
 
@@ -130,3 +131,34 @@ def test_an_error_arrives_and_attempts_share_a_nursery(tmp_path: Path) -> None:
         launch_here(tmp_path, "fail", max_restarts=1)
     assert caught.value.exit_code == 1
     assert (tmp_path / "logs" / "attempt-1" / "rank-1.err").exists()
+
+
+SLOW_MODULE = """
+import os, pathlib, time
+
+folder = pathlib.Path(__file__).parent
+(folder / "importing").touch()
+time.sleep(1.5)
+
+def main():
+    (folder / "started").touch()
+"""
+
+
+def test_no_rank_starts_after_a_signal_during_the_imports(tmp_path: Path) -> None:
+    (tmp_path / "slow_rank.py").write_text(SLOW_MODULE)
+
+    def press() -> None:
+        while not (tmp_path / "importing").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
+    with pytest.raises(Stopped):
+        launch(
+            [sys.executable, "-m", "slow_rank"], ranks=2, log_dir=tmp_path / "logs", environment=environment, warm=True
+        )
+    time.sleep(2)  # longer than the import
+    assert not (tmp_path / "started").exists()

@@ -53,10 +53,48 @@ def test_nothing_at_the_path(tmp_path, refused):
     assert "no file matches *.parquet below" in refused(source="parquet", path=str(tmp_path))
 
 
-def test_an_empty_corpus(tmp_path, refused):
-    (tmp_path / "a.txt").touch()
-    assert "the corpus is empty" in refused(path=str(tmp_path / "a.txt"))
-    assert "the corpus is empty" in refused(path=str(tmp_path / "a.txt"), tokenizer="train", vocab_size=257)
+@pytest.mark.parametrize(
+    ("source", "name", "content"),
+    [("text", "a.txt", ""), ("jsonl", "a.jsonl", ""), ("jsonl", "b.jsonl", '{"text": ""}\n\n{"text": ""}\n')],
+)
+def test_an_empty_corpus_is_refused_before_anything_is_tokenised(tmp_path, source, name, content):
+    (tmp_path / name).write_text(content)
+    data, said = Data(source=source, path=str(tmp_path / name), cache=str(tmp_path / "cache"), vocab_size=257), []
+    with pytest.raises(DataError, match=f"the corpus is empty: no text in 1 file of {len(content)} bytes"):
+        prepare(data, model_folder=None, say=said.append)
+    assert said == []
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "fix"),
+    [
+        ("jsonl", b"It was a dark night.\n", 'looks like text: set data.source = "text"'),
+        ("jsonl", b"\n\n5 people were there.\n", 'looks like text: set data.source = "text"'),
+        ("jsonl", b"5\n6\n", 'looks like text: set data.source = "text"'),
+        ("jsonl", b"\xc3\xa9" * 3000, 'looks like text: set data.source = "text"'),
+        ("jsonl", b'[{"text": "a"}]', "looks like a JSON array: write each of its objects on a line of its own"),
+        ("jsonl", b'{\n  "text": "a"\n}\n', "an object has one line"),
+        ("jsonl", b'{"text": "a"}\nIt was a dark night.\n', "fix:   repair the line"),
+        (
+            "jsonl",
+            b'{"id": 1, "content": "a"}\n',
+            'rename the field that holds the text to "text"; the record has id, content',
+        ),
+        ("jsonl", b"\x1f\x8b\x08\0", "compressed with gzip: decompress it"),
+        ("jsonl", b"PAR1\0\1", 'looks like Parquet: set data.source = "parquet"'),
+        ("text", b"PAR1\xff\0", 'looks like Parquet: set data.source = "parquet"'),
+        ("text", b"\x93NUMPY\1\0", 'looks like an array of tokens: set data.source = "tokens"'),
+        ("text", b"\x7fELF\xff\0", "looks binary: name the text files alone"),
+        ("text", b"caf\xe9", "convert the file"),
+        ("parquet", b'{"text": "a"}\n', 'set data.source = "jsonl"'),
+        ("parquet", b"It was a dark night.\n", 'looks like text: set data.source = "text"'),
+        ("parquet", b"PAR1 cut off", "copy or download the file again"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path, refused, source, content, fix):
+    (tmp_path / "corpus").write_bytes(content)
+    assert fix in refused(source=source, path=str(tmp_path / "corpus"))
 
 
 def test_text_that_is_not_utf8(tmp_path, refused):

@@ -12,7 +12,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from tests.data.synthetic import saved_rows
+from tests.data.synthetic import documents_of, rows_of, saved_rows, stored
 from weft.data import Prepared, corpus, prepare
 from weft.data import tokenizer as tok
 from weft.data.store import building
@@ -90,9 +90,28 @@ def test_each_source_gives_every_document_in_order(tmp_path, job, source):
     assert Prepared.from_json(prepared.to_json()) == prepared
 
 
+@pytest.mark.parametrize("sizes", [(61, 39), (39, 61), (50, 25, 25), (1, 1, 98), (100,)])
+@pytest.mark.parametrize("asked", [0.02, 0.3, 0.9])
+def test_the_held_out_share_is_the_one_asked_for_whatever_the_documents(tmp_path, sizes, asked):
+    documents = documents_of([size * 100 for size in sizes])
+    train, held_out = stored(tmp_path / "store", documents, held_out=asked)
+    tokens = [sum(span.last - span.first for span in spans) for spans in (train, held_out)]
+    assert sum(tokens) == 10_000
+    assert tokens[1] == pytest.approx(asked * 10_000, abs=0.25 * min(asked, 1 - asked) * 10_000)
+    rows = [rows_of(spans, 16) for spans in (train, held_out)]  # a token is input of one split alone
+    inputs = [{token for i in range(len(split)) for token in split[i].tokens[:-1].tolist()} for split in rows]
+    assert all(inputs)
+    assert not inputs[0] & inputs[1]
+
+
+def test_a_cut_near_a_document_falls_between_documents(tmp_path):
+    _, held_out = stored(tmp_path / "store", documents_of([500, 300, 79, 21]), held_out=0.02)
+    assert [(span.first, span.last) for span in held_out] == [(879, 900)]
+
+
 def test_globs_and_single_files(tmp_path, job):
     path = write_source("text", tmp_path / "corpus")
-    deep = prepare(job(path=f"{path}/**/b*.txt", shuffle=False), model_folder=None, say=quiet)
+    deep = prepare(job(path=f"{path}/**/b*.txt", shuffle=False, held_out=0.2), model_folder=None, say=quiet)
     assert documents_in(deep) == TEXTS[25:]
     one = prepare(job(path=f"{path}/a03.txt", held_out=0, seq_len=8), model_folder=None, say=quiet)
     assert documents_in(one) == [TEXTS[3]]

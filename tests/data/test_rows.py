@@ -80,7 +80,7 @@ def test_without_packing_a_row_is_one_piece_of_one_document(tmp_path):
     held_out=st.floats(0, 0.9),
     shard_tokens=st.integers(3, 80),
 )
-def test_splits_are_the_whole_stream_cut_at_a_document(tmp_path_factory, lengths, held_out, shard_tokens):
+def test_splits_are_the_whole_stream_cut_at_a_document_that_is_near(tmp_path_factory, lengths, held_out, shard_tokens):
     folder = tmp_path_factory.mktemp("store") / "store"
     train, held = stored(folder, documents_of(lengths), held_out=held_out, shard_tokens=shard_tokens)
     parts = [[np.load(s.tokens)[s.first : s.last] for s in split] for split in (train, held)]
@@ -95,8 +95,10 @@ def test_splits_are_the_whole_stream_cut_at_a_document(tmp_path_factory, lengths
     if held_out:
         continued = np.arange(0, sum(lengths), shard_tokens)  # the start of a shard counts as an edge, too
         inner = np.union1d(edges[1:-1], continued[1:])
-        assert abs(cut - sum(lengths) * (1 - held_out)) <= np.abs(inner - sum(lengths) * (1 - held_out)).min() + 1
-        assert cut in inner
+        asked = round(sum(lengths) * (1 - held_out))
+        away, reach = np.abs(inner - asked).min(), min(asked, sum(lengths) - asked) / 4
+        assert abs(cut - asked) == (away if away <= reach else 0)
+        assert cut in inner or away > reach
     else:
         assert not held
 

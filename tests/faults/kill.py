@@ -7,6 +7,7 @@ Prints a line for each fault, and a table; exits with 1 if a run did not go on a
 """
 
 import argparse
+import glob
 import os
 import random
 import re
@@ -99,7 +100,8 @@ class Rank(NamedTuple):
 def ranks_of(launcher: int) -> dict[int, Rank]:
     """The ranks that live now and have a pulse, by number: children of a launcher that are called so."""
     children = {pid: name for pid, parent, name in processes() if parent == launcher}
-    pulses = [Path(path) for path in Path(MEMORY_FOLDER or tempfile.gettempdir()).glob("weft-*/[0-9]*")]
+    pattern = os.path.join(MEMORY_FOLDER or tempfile.gettempdir(), "weft-*/[0-9]*")
+    pulses = [Path(path) for path in glob.glob(pattern)]  # folders of other runs may go at any moment
     ranks = [Rank(Rank(0, path).record().pid, path) for path in pulses]
     return {int(rank.pulse.name): rank for rank in ranks if children.get(rank.pid) == f"weft-rank-{rank.pulse.name}"}
 

@@ -94,7 +94,7 @@ PROVED: dict[str, tuple[str, ...]] = {
     "tp": (
         "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "cohere", "cohere2", "cohere2_moe", "cwm",
         "deepseek_v2", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma",
-        "gemma2", "glm4_moe_lite", "gpt-sw3", "gpt_neo", "gptj", "granite", "granite_swa", "granitemoe_swa",
+        "gemma2", "glm", "glm4", "glm4_moe_lite", "gpt-sw3", "gpt_neo", "gptj", "granite", "granite_swa", "granitemoe_swa",
         "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
         "iquestcoder", "jais2", "kolibri1", "laguna", "lfm2", "mellum", "minicpm3", "minimax_m2",
         "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo3", "opt",

@@ -107,6 +107,22 @@ def test_the_loss_matters() -> None:
     assert any((gradients[key] - others[key]).abs().max() > 1e-4 for key in gradients if "gate" in key)
 
 
+def own_loop(rank: int, ranks: int, model_source: Model) -> list[int]:
+    mesh = build_mesh(plan_for("fp32"), "cpu", ranks)
+    model = parallelize(build_plain(model_source, read_config(model_source), torch.float32), plan_for("fp32"), mesh)
+    model.train()
+    tokens, kept = torch.arange(16).view(2, 8), []
+    for _ in range(3):
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        kept.append(len(model.router_watch.logits))
+    return kept
+
+
+def test_logits_of_routers_do_not_pile_up_in_an_own_loop() -> None:
+    (kept,) = run_ranks(1, own_loop, source("mixtral"))
+    assert kept == [2, 2, 2]
+
+
 def test_experts_that_are_not_told_the_choice_are_left_alone() -> None:
     """Llama 4 gives its experts tokens only."""
     config = {**family("llama"), "model_type": "llama4_text", "num_local_experts": 4, "intermediate_size_mlp": 48}

@@ -289,7 +289,7 @@ def test_heads_that_do_not_fit() -> None:
     check_heads(6, 2, 3)
     with pytest.raises(PlanError, match="6 query heads") as error:
         check_heads(6, 2, 4)
-    assert "ulysses 2" in str(error.value)
+    assert error.value.fix == "set plan.parallel.cp_ulysses to 2, for a longer ring"
 
 
 def test_documents_of_a_part_are_refused() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from tests.lab.parity import assert_parity, plan_for
 from tests.lab.pool import run_ranks
@@ -67,6 +68,13 @@ def test_parity(axis: str, name: str) -> None:
     assert_parity(Model(config=shrunk(name)), plan, 2, rows, rows if name in (*LEAKING, *ROUNDING) else None)
 
 
+@pytest.mark.parametrize("name", ["glm", "glm4"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_packed_matrices_of_an_mlp(name: str, ranks: int) -> None:
+    """They hold two projections, one below the other, as those of Phi-3 do."""
+    assert_parity(Model(config=shrunk(name)), plan_for("fp32", tp=ranks, zero=1), world_size=ranks, micro_batch=4)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", BIASED)
 def test_parity_from_random_biases(name: str, tmp_path: Path) -> None:
@@ -91,15 +99,16 @@ def test_refused_at_start(name: str, settings: dict[str, Any], axis: str, word: 
         check_axes(model, read_anatomy(model), plan)
 
 
-def call_for_last_logits(rank: int, world_size: int) -> str:
+def call_with(rank: int, world_size: int, arguments: dict[str, Any]) -> str:
     source, plan = Model(config=shrunk("llama")), plan_for("fp32", **AXES["tp"])
     mesh = build_mesh(plan.resolve(world_size), "cpu", world_size)
     model = parallelize(build_on_meta(read_config(source), DTYPES["fp32"]), plan, mesh)
     materialize(model, source, torch.device("cpu"))
     with pytest.raises(ModelError) as refusal:
-        model(input_ids=torch.arange(8)[None], logits_to_keep=1)
+        model(input_ids=torch.arange(8)[None], **arguments)
     return str(refusal.value)
 
 
-def test_last_logits_alone_are_refused() -> None:
-    assert all("logits_to_keep" in text for text in run_ranks(2, call_for_last_logits))
+def test_what_a_split_row_cannot_have_is_refused() -> None:
+    for name, value in {"logits_to_keep": 1, "past_key_values": DynamicCache()}.items():
+        assert all(name in text for text in run_ranks(2, call_with, {name: value}))

@@ -9,10 +9,11 @@ from tests.lab.families import family
 from weft.job import Job
 from weft.planner.hardware import GB, GIB, Cluster, Wire, find_device
 from weft.planner.layout import Layout
-from weft.planner.propose import compressed_steps, describe, dry_run, propose, unsplit
-from weft.planner.search import Choice, Space
+from weft.planner.propose import compressed_steps, describe, dry_run, leaner_than, propose, simple_first, unsplit
+from weft.planner.search import EQUAL, Choice, Space, reason, search
 from weft.planner.shape import Shape
 from weft.planner.stacks import STACKS
+from weft.planner.step_time import StepTime
 
 DENSE = Shape(16, 2048, 16, 16, 128, 8192, 32000)
 
@@ -40,6 +41,54 @@ def test_heads_over_ranks_of_a_sequence_are_named() -> None:
     layout = Layout(4096, 16, 1, tp=2, sp=True, cp=8, ulysses=4)
     choice = Choice(layout, there.time(layout), there.memory(layout))
     assert describe(choice).startswith("tp 2, cp 8, heads over 4 of cp")
+
+
+def timed(there: Space, layout: Layout, seconds: float) -> Choice:
+    nothing = dict.fromkeys(vars(there.time(layout)), 0.0)
+    return Choice(layout, StepTime(**nothing | {"compute": seconds}), there.memory(layout))
+
+
+def test_of_equal_layouts_the_simplest_is_chosen_and_of_others_the_fastest() -> None:
+    there = space(50 * GB)
+    piped = Layout(4096, 16, 1, tp=4, sp=True, pp=4, dp=1, schedule="zb-h1")
+    split, plain = Layout(4096, 16, 1, tp=2, sp=True, dp=8), Layout(4096, 16, 1, dp=16)
+    fast, middle, near = timed(there, piped, 1.0), timed(there, split, 1.01), timed(there, plain, 1 + EQUAL - 1e-6)
+    assert simple_first([fast, middle, near], []) == ([near, fast, middle], [])
+    far = timed(there, plain, 1 + EQUAL)
+    assert simple_first([fast, middle, far], []) == ([middle, fast, far], [])
+    assert simple_first([fast, far], []) == ([fast, far], [])
+    by_operators = [timed(there, split, seconds).time for seconds in (2.0, 1.0, 1.5)]
+    assert simple_first([fast, middle, near], by_operators) == (
+        [middle, near, fast],
+        [by_operators[1], by_operators[2], by_operators[0]],
+    )
+    assert simple_first([], []) == ([], [])
+
+
+def test_a_small_model_gets_no_technique_that_does_not_pay() -> None:
+    found = propose(job_of(dict(family("llama"))), Cluster(find_device("CPU"), 1, 2), confirm=False, say=lambda _: None)
+    assert describe(found.best[0]).startswith("dp 2, zero 0, micro-batch")
+    assert found.slower[0] == 0
+    assert min(found.slower) > -EQUAL
+    others = {axis for choice in found.best for axis in ("tp", "cp", "pp") if getattr(choice.layout, axis) > 1}
+    assert others  # as fast within the uncertainty, and not chosen
+    seconds = [choice.time.seconds for choice in found.best[1:]]
+    assert seconds == sorted(seconds)
+    shown = {choice.layout for choice in found.best}
+    for direction in found.directions:  # nothing that is nearer is left out
+        if direction.choice and direction.choice.layout not in shown:
+            assert direction.choice.time.seconds >= seconds[-1]
+    pp = next(direction for direction in found.directions if (direction.setting, direction.value) == ("pp", 2))
+    assert reason(pp, found.best[0], found.space.cluster).startswith("pp 2: equal (")
+
+
+def test_leaner_layouts_are_each_leaner_than_the_one_before() -> None:
+    there = space(50 * GB)
+    there = replace(there, cluster=replace(there.cluster, device=replace(there.cluster.device, memory=16 * GIB)))
+    best = search(there, 1).best[0]
+    totals = [choice.memory.total for choice in [best, *leaner_than(there, best)]]
+    assert len(totals) > 1
+    assert totals == sorted(set(totals), reverse=True)
 
 
 def job_of(config: dict[str, object]) -> Job:

@@ -9,7 +9,19 @@ import pytest
 from weft.planner.hardware import GIB, Cluster, find_device
 from weft.planner.layout import Layout
 from weft.planner.peak_memory import peak_memory
-from weft.planner.search import LEAN, Choice, Lean, Space, divisors, fewest_devices, look_around, reason, search
+from weft.planner.search import (
+    LEAN,
+    Choice,
+    Lean,
+    Space,
+    divisors,
+    fewest_devices,
+    look_around,
+    reason,
+    search,
+    simplest,
+    techniques,
+)
 from weft.planner.shape import Shape
 from weft.planner.stacks import STACKS
 from weft.planner.step_time import step_time
@@ -56,6 +68,18 @@ def test_the_best_of_all(shape: Shape, gib: float) -> None:
         if direction.choice:
             assert direction.choice.time.seconds == pytest.approx(same[0], rel=1e-12)
         assert reason(direction, found.best[0], where.cluster)
+
+
+@pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 5), (MOE, 4.5)])
+def test_the_simplest_of_all_that_are_fast_enough(shape: Shape, gib: float) -> None:
+    where = space(shape, gib)
+    every = everything(where)
+    for slower in (1.001, 1.03, 1.3):
+        limit = every[0].time.seconds * slower
+        expected = min((techniques(c.layout), c.time.seconds) for c in every if c.time.seconds < limit)
+        found = simplest(where, limit) or pytest.fail("nothing")
+        assert (techniques(found.layout), found.time.seconds) == (expected[0], pytest.approx(expected[1], rel=1e-12))
+    assert simplest(where, every[0].time.seconds) is None
 
 
 def test_every_budget() -> None:

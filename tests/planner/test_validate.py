@@ -1,6 +1,7 @@
 """Runs of a table are read, predicted, calibrated on one of them and scored."""
 
 import csv
+import math
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from weft.planner.validate import (
     judge,
     judge_fit,
     memory_errors,
+    order_by_difference,
     predicted_seconds,
     score,
     spearman,
@@ -199,6 +201,15 @@ def test_the_page_has_every_source(tmp_path: Path) -> None:
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "made-1: Llama-7B on 64 H100" in text
     assert "http" not in text.split("<main>")[1], "it loads nothing"
+
+
+def test_how_often_the_faster_of_two_is_known(tmp_path: Path) -> None:
+    outcomes, _ = judge(read_runs(sweep(tmp_path / "runs.csv", 1.2))[0])
+    found = order_by_difference(outcomes)
+    assert sum(order.pairs for order in found) == math.comb(len(outcomes), 2)
+    assert {order.right for order in found} == {1.0}  # all times are 1.2 of the predicted ones
+    turned = [one._replace(measured=1 / one.measured) for one in outcomes]
+    assert {order.right for order in order_by_difference(turned)} == {0.0}
 
 
 def test_ranks_are_correlated() -> None:

@@ -8,8 +8,9 @@ from torch import nn
 
 from tests.lab.bits import traces_of
 from tests.lab.families import FAMILIES, family
-from tests.lab.parity import Trace
+from tests.lab.parity import Trace, logits_of, packed_batches
 from tests.lab.pool import run_ranks
+from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_plain, read_config
 from weft.cluster.mesh import build_mesh
 from weft.comm.collectives import Recorder, gather
@@ -44,10 +45,33 @@ def distance(found: Trace, exact: Trace) -> float:
     )
 
 
+def chosen_experts(config: dict[str, Any], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of each layer with experts, the copies of each token for each expert, on the rows of the first step."""
+    source = Model(config={**config, "output_router_logits": False})  # its loss is not wanted
+    model: Any = build_plain(source, read_config(source), torch.float32).to(dtype)
+    found: list[torch.Tensor] = []
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = args[1] if len(args) > 1 else next(value for key, value in kwargs.items() if "ind" in key)
+        found.append(nn.functional.one_hot(index).sum(-2))
+
+    for name in (name for block in read_anatomy(model).blocks for name in block.experts):
+        model.get_submodule(name).register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad():
+        logits_of(model, packed_batches(96)[0])
+    return found
+
+
+def rounding_chooses_other_experts(config: dict[str, Any]) -> bool:
+    """Whether forward in bfloat16 sends a token to other experts than forward in float32."""
+    exact, rounded = (chosen_experts(config, dtype) for dtype in (torch.float32, torch.bfloat16))
+    return any(not torch.equal(one, other) for one, other in zip(exact, rounded, strict=True))
+
+
 def assert_nearer(config: dict[str, Any], ranks: int, parallel: dict[str, Any], memory: Memory, **more: Any) -> None:
     """Half of a bf16 step's error is that of forward, which stays; of the other half nearly nothing is left.
 
-    Of GPT-OSS nine tenths: where rounding in forward chooses other experts, backward matters little.
+    Where rounding in forward chooses other experts, as in GPT-OSS, nearly all of the error is that of forward.
     """
     plan = Plan(parallel=Parallel(**parallel), memory=memory, **more)
 
@@ -56,7 +80,8 @@ def assert_nearer(config: dict[str, Any], ranks: int, parallel: dict[str, Any], 
 
     exact, brain, half = run(Precision(forward="fp32")), run(Precision()), run(HALF)
     assert half.losses[0] == brain.losses[0]
-    assert distance(half, exact) < (1.02 if config["model_type"] == "gpt_oss" else 0.9) * distance(brain, exact)
+    limit = 1.02 if rounding_chooses_other_experts(config) else 0.9
+    assert distance(half, exact) < limit * distance(brain, exact)
     assert half.losses == pytest.approx(exact.losses, rel=5e-3)
 
 

@@ -1,5 +1,6 @@
 """Formats that a device does not have are refused before anything runs."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from weft.cluster.device import Cpu
 from weft.errors import PlanError
 from weft.plan import Precision
-from weft.precision.dtypes import check_formats
+from weft.precision.dtypes import check_formats, explain_precision
 
 
 class Older(Cpu):
@@ -22,11 +23,29 @@ class Older(Cpu):
     def supports(self, feature: Any) -> bool:
         return feature in ("fp16", "fp64")
 
+    @property
+    def emulates(self) -> bool:
+        return False
+
+
+class Native(Cpu):
+    """A processor with instructions for bfloat16."""
+
+    def supports(self, feature: Any) -> bool:
+        return True
+
+
+class Emulating(Cpu):
+    """A processor without."""
+
+    def supports(self, feature: Any) -> bool:
+        return feature not in ("bf16", "fp16")
+
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "cuda V100 does not compute in bf16(.|\n)*plan.precision.forward(.|\n)*loss_scale"),
+        ({"forward": "bf16"}, "cuda V100 does not compute in bf16(.|\n)*plan.precision.forward(.|\n)*loss_scale"),
         ({"forward": "fp16", "update": "bf16"}, 'bf16(.|\n)*plan.precision.update to "fp32"'),
         ({"forward": "fp32", "reduce": "bf16"}, 'bf16(.|\n)*plan.precision.reduce to "fp32"'),
     ],
@@ -38,5 +57,20 @@ def test_refused(settings: dict[str, Any], words: str) -> None:
 
 def test_what_the_device_has() -> None:
     check_formats(Precision(forward="fp16", loss_scale="dynamic"), Older())
-    check_formats(Precision(), Cpu())
-    check_formats(Precision(backward="fp16", loss_scale="dynamic", update="fp64"), Cpu())
+    check_formats(Precision().resolve(native_bf16=False), Older())
+    check_formats(Precision(forward="bf16", backward="fp16", loss_scale="dynamic", update="fp64"), Emulating())
+
+
+def test_the_choice_of_the_forward_dtype_is_explained() -> None:
+    assert "bf16, which this device computes natively" in explain_precision(Precision(), Native())
+    assert "fp32: this device has no native bf16" in explain_precision(Precision(), Emulating())
+    assert "fp32, as the plan says" in explain_precision(Precision(forward="fp32"), Native())
+    assert "fp32: this device" in explain_precision(Precision(), Older())
+
+
+def test_what_an_emulated_dtype_costs_is_said_in_one_line() -> None:
+    text = explain_precision(Precision(forward="bf16"), Emulating())
+    assert re.fullmatch(
+        r"forward in bf16 without native .* run at [\d.e+]+ GFLOP/s a thread, those of fp32 at [\d.e+]+", text
+    )
+    assert "another setting of the plan needs" in explain_precision(Precision(weights="split"), Emulating())

@@ -20,7 +20,7 @@ from tests.lab.pool import run_ranks
 from weft.cli import main
 from weft.data import Prepared, prepare
 from weft.errors import DataError, JobError
-from weft.job import Job
+from weft.job import Job, Optimizer
 from weft.parallel.expert import dispatch
 from weft.parallel.pipeline.runtime import Pipeline as PipelineOfModel
 from weft.parallel.pipeline.stage import Stage
@@ -181,14 +181,59 @@ def late_gradients_computed_twice(rank: int) -> Iterator[None]:
         yield
 
 
+def spoiling(spoil: Callable[[Session, list[int]], None]) -> Any:
+    """Lets a session be spoilt when it has been opened: given the session, and how many updates it has made, in a list."""
+    opened = open_session
+
+    def open_spoilt(*arguments: Any) -> Session:
+        session, updates = opened(*arguments), [0]
+        spoil(session, updates)
+        session.optimizer.register_step_post_hook(lambda *_: updates.__setitem__(0, updates[0] + 1))
+        return session
+
+    return mock.patch(f"{__name__}.open_session", open_spoilt)
+
+
+def forward_wrong_from_step_3(rank: int) -> Any:
+    """The second block gives a little more than it should, after two updates."""
+
+    def spoil(session: Session, updates: list[int]) -> None:
+        block: Any = session.model.model.layers[1]  # type: ignore[attr-defined]
+        block.mlp.register_forward_hook(lambda _, args, output: output * (1.05 if updates[0] >= 2 else 1.0))
+
+    return spoiling(spoil)
+
+
+def update_2_wrong(rank: int) -> Any:
+    """The second update leaves the last norm as it is; losses differ from the third step on."""
+
+    def spoil(session: Session, updates: list[int]) -> None:
+        weight: Any = session.model.model.norm.weight  # type: ignore[attr-defined]
+
+        def skip(*_: object) -> None:
+            if updates[0] == 1:
+                weight.grad = None
+
+        session.optimizer.register_step_pre_hook(skip)
+
+    return spoiling(spoil)
+
+
 def run_side(
-    rank: int, world_size: int, job: Job, prepared: Prepared, folder: Path, steps: int, bug: Callable[[int], Any]
+    rank: int,
+    world_size: int,
+    job: Job,
+    prepared: Prepared,
+    folder: Path,
+    steps: int,
+    bug: Callable[[int], Any],
+    recorded: int = 1,
 ) -> None:
     """What `weft.train.compare_rank` does, in a group that exists already."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch("weft.train.session.connect", return_value=(rank, world_size, rank)))
         stack.enter_context(bug(rank))
-        compare_rank.record(open_session(job, prepared), folder, steps)
+        compare_rank.record(open_session(job, prepared), folder, steps, recorded)
 
 
 def side(job: Job, folder: Path, bug: Callable[[int], Any] = no_bug) -> Path:
@@ -239,7 +284,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_equal_plans_agree(layout: str, tmp_path: Path) -> None:
     """In float64, where rounding is far below anything else; all tensors are there, in natural order."""
     name, plan = LAYOUTS[layout]
-    blocks = plan.get("pp", 2) * plan.get("pipeline", Pipeline()).virtual_stages
+    blocks = plan.get("pp", 2) * plan.get("pipeline", Pipeline()).stages_a_rank
     job = job_for(tmp_path, name, blocks=blocks, plan={"precision": FP64})
     found = compare_sides(job, tmp_path, ONE, plan, tolerance=1e-9)
     assert found.agrees, (found.first, found.steps)
@@ -416,9 +461,9 @@ def in_the_pool(bug: Callable[[int], Any]) -> Callable[..., None]:
     """Takes the place of `launch`: the ranks of the pool; side B has the bug."""
 
     def launch(argv: list[str], *, ranks: int, log_dir: Path, warm: bool) -> None:
-        folder, steps = Path(argv[-2]), int(argv[-1])
+        folder, steps, recorded = Path(argv[-3]), int(argv[-2]), int(argv[-1])
         job, prepared = Job.load(folder / "job.toml"), Prepared.from_json((folder / "prepared.json").read_text())
-        run_ranks(ranks, run_side, job, prepared, folder, steps, bug if folder.name == "b" else no_bug)
+        run_ranks(ranks, run_side, job, prepared, folder, steps, bug if folder.name == "b" else no_bug, recorded)
 
     return launch
 
@@ -444,6 +489,59 @@ def test_the_command_says_where_plans_differ(
     assert code == 0
 
 
+@pytest.mark.parametrize(
+    ("bug", "step", "steps", "first", "runs"),
+    [
+        (forward_wrong_from_step_3, 3, 4, "output of model.layers.1: ", 3),
+        (update_2_wrong, 2, 4, "weight of model.norm.weight: ", 2),
+    ],
+)
+def test_a_fault_that_begins_later_is_named(
+    bug: Callable[[int], Any],
+    step: int,
+    steps: int,
+    first: str,
+    runs: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By itself: the step before the first that differs is looked at, then that step. With --step at once."""
+    optimizer = Optimizer(lr=0.02, warmup_steps=0)  # as large as it must be for losses to show one update of one norm
+    job = job_for(tmp_path, train={"steps": 5}).model_copy(update={"optimizer": optimizer})
+    launches: list[list[str]] = []
+
+    def launch(argv: list[str], **others: Any) -> None:
+        launches.append(argv)
+        in_the_pool(bug)(argv, **others)
+
+    monkeypatch.setattr(compare_module, "launch", launch)
+    code, text = command(capsys, monkeypatch, job, *PLANS, "--steps", str(steps))
+    assert code == 1
+    assert f"The first tensor of step {step} that differs is the {first}" in text
+    assert f"tensors of step {step}" in text
+    assert len(launches) == 2 * runs
+    code, text = command(capsys, monkeypatch, job, *PLANS, "--steps", "1", "--step", str(step))
+    assert code == 1
+    assert f"The first tensor of step {step} that differs is the {first}" in text
+    assert len(launches) == 2 * runs + 2
+
+
+@pytest.mark.parametrize(("name", "plan"), [("gpt2", {"tp": 2, "zero": 1}), ("qwen3", STAGES)], ids=["tp", "pp"])
+def test_equal_plans_agree_at_a_later_step(name: str, plan: dict[str, Any], tmp_path: Path) -> None:
+    job = job_for(tmp_path, name, train={"steps": 3})
+    prepared = prepare(job.data, model_folder=None, say=lambda text: None)
+    for folder, layout in (("a", ONE), ("b", plan)):
+        (tmp_path / folder).mkdir()
+        one = with_plan(job, **layout)
+        run_ranks(least_ranks(one.plan), run_side, one, prepared, tmp_path / folder, 3, no_bug, 3)
+    found = compare_folders(tmp_path / "a", tmp_path / "b", 1e-4)
+    assert found.agrees, (found.first, found.steps)
+    assert found.step == 3
+    assert len(found.steps) == 3
+    assert len(found.by_kind()["weight"]) == len(found.by_kind()["gradient"]) >= 15
+
+
 def test_bad_input_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +554,7 @@ def test_bad_input_is_refused(
         ("--set-a", "plan.parallel.pp=3"): "2 blocks cannot fill 3 stages",
         ("--set-b", "plan.parallel.pp=3"): "2 blocks cannot fill 3 stages",
         ("--rows", "0"): "train.global_batch = 0",
+        ("--step", "9"): "step 9 of a job of 2 steps",
         ("--out", str(tmp_path)): "holds something else than a comparison",
     }
     for arguments, words in refusals.items():

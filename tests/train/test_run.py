@@ -1,6 +1,7 @@
 """Whole runs: two ranks as their own processes, from a job to a folder that Transformers loads."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,11 +17,14 @@ from tests.lab.jobs import write_job
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.folders import folder_of
+from weft.checkpoint.manifest import FORMAT_BYTES, read_manifest
+from weft.cluster.device import detect
 from weft.data import Prepared, Rows, evaluation_batches
 from weft.job import Job
 from weft.observe.report import write_report
-from weft.train.metrics import read_evaluations, read_metrics
-from weft.train.run import train
+from weft.train.metrics import format_count, read_evaluations, read_metrics
+from weft.train.run import check_model, train
+from weft.train.startup import checkpoint_bytes, startup_screen
 from weft.train.step import forward, token_loss
 
 
@@ -85,6 +89,47 @@ def test_the_export_has_its_tokenizer(finished: Path) -> None:
     assert config["use_cache"]
 
 
+def test_the_export_is_as_readable_as_other_files(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    usual = (tmp_path / "file").stat().st_mode
+    files = [path for path in finished.rglob("*") if path.is_file()]
+    assert finished / "export" / "model.safetensors" in files
+    assert [path for path in files if path.stat().st_mode != usual] == []
+
+
+def test_the_startup_screen_names_what_the_run_does(finished: Path) -> None:
+    job = Job.load(finished / "job.toml")
+    prepared = Prepared.from_json((finished / "prepared.json").read_text())
+    lines = startup_screen(job, prepared, detect(), 2, check_model(job)[1], finished)
+    screen = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+    assert list(screen) == ["device", "precision", "model", "data", "training", "checkpoint", "output"]
+    assert screen["device"].startswith(f"2 ranks on {detect().name}")
+    assert screen["device"].endswith("dp_shard 2, zero 3")
+    assert screen["precision"].startswith("fp32 forward")
+    assert screen["model"] == "llama, 34.7k parameters"
+    assert screen["data"].startswith(f"{format_count(prepared.train_tokens)} tokens to train on")
+    share = prepared.held_out_tokens / (prepared.train_tokens + prepared.held_out_tokens)
+    assert f"{format_count(prepared.held_out_tokens)} held out ({share:.1%})" in screen["data"]
+    assert screen["training"].startswith("12 steps of 4 rows x 32 tokens: 1.54k tokens")
+    assert "every 6 steps and at the end, the newest 2 are kept" in screen["checkpoint"]
+    assert screen["output"] == str(finished)
+    unset = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"every": 0})})
+    assert (
+        "only when a signal ends the run"
+        in startup_screen(unset, prepared, detect(), 2, check_model(job)[1], finished)[5]
+    )
+
+
+def test_the_announced_size_is_that_of_a_checkpoint(finished: Path) -> None:
+    parameters = json.loads((finished / "run.json").read_text())["parameters"]
+    announced = checkpoint_bytes(Job.load(finished / "job.toml").plan, parameters)
+    tensors = [
+        entry for entry in read_manifest(folder_of(finished, 6)).tensors.items() if not entry[0].startswith("rng/")
+    ]
+    written = sum(math.prod(entry.shape) * FORMAT_BYTES[entry.format] for _, entry in tensors)
+    assert announced <= written <= 1.01 * announced
+
+
 def test_checkpoints_export_and_differ_from_the_end(finished: Path, tmp_path: Path) -> None:
     for step in (6, 12):
         to_huggingface(folder_of(finished, step), tmp_path / str(step), dtype="fp32", run=finished)
@@ -128,9 +173,9 @@ def test_an_earlier_run_is_moved_aside(finished: Path, tmp_path: Path) -> None:
     assert (out / "export").is_dir()
 
 
-@pytest.mark.parametrize(("number", "pp"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_signal_ends_a_run_cleanly(number: signal.Signals, pp: int, tmp_path: Path) -> None:
-    plan = {"parallel": {"pp": pp}, "precision": {"forward": "fp32"}}
+def test_sigterm_ends_a_pipeline_cleanly(tmp_path: Path) -> None:
+    """SIGINT has its tests in test_interruption.py."""
+    number, plan = signal.SIGTERM, {"parallel": {"pp": 2}, "precision": {"forward": "fp32"}}
     job = write_job(tmp_path, train={"steps": 100_000, "global_batch": 4, "micro_batch": 1}, plan=plan)
     out = tmp_path / "run"
     command = [str(Path(sys.executable).parent / "weft"), "train", str(job), "--ranks", "2"]
@@ -147,8 +192,10 @@ def test_a_signal_ends_a_run_cleanly(number: signal.Signals, pp: int, tmp_path: 
     assert process.returncode == 128 + number, printed
     assert f"stopped by {number.name}" in printed
     assert "Traceback" not in printed
+    assert "error" not in printed
     rows = read_metrics(out / "metrics.jsonl")
     assert [row.step for row in rows] == list(range(1, len(rows) + 1))
     assert read_evaluations(out / "evaluations.jsonl")[-1].step == rows[-1].step
     AutoModelForCausalLM.from_pretrained(out / "export")
+    assert read_manifest(folder_of(out, rows[-1].step)).position.step == rows[-1].step
     assert (out / "report.html").exists()

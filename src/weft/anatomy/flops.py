@@ -10,12 +10,15 @@ def training_flops_per_token(anatomy: Anatomy, config: PretrainedConfig, seq_len
 
     N counts the active parameters that multiply: all but the input embedding (a tied head multiplies and counts). The
     second term is causal attention over the whole row, `width` = heads x mean of query and value head sizes; attention
-    that stays inside shorter documents does less. Recomputation is not counted.
+    that stays inside shorter documents does less. Recomputation is not counted. A model without attention heads (Mamba,
+    RWKV) has no second term.
     """
     text = config.get_text_config()
     embedding = anatomy.vocab_size * text.hidden_size
     multiplying = anatomy.active_parameters - (0 if anatomy.tied else embedding)
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None:
+        return 6.0 * multiplying
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     query_dim = getattr(text, "qk_head_dim", None) or head_dim
     value_dim = getattr(text, "v_head_dim", None) or head_dim

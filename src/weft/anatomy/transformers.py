@@ -1,14 +1,17 @@
 """Reads the anatomy of any Hugging Face causal language model from what the library publishes and from its module tree."""
 
-import inspect
 import re
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from weft.anatomy.roles import Anatomy, Block
 from weft.errors import ModelError
@@ -54,13 +57,22 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
     )
 
 
-def can_separate_documents(model: PreTrainedModel, anatomy: Anatomy) -> bool:
-    """Whether attention can be kept inside documents by positions that restart.
+def row_arguments(model: PreTrainedModel, position_ids: torch.Tensor, masks: bool = True) -> dict[str, Any]:
+    """Keyword arguments, besides `input_ids`, with which a model runs rows of documents in training.
 
-    A recurrence has no mask to be told by, and a model that takes no position ids (ALiBi) counts on from the document before.
+    Rows of one document each get no mask: the model's own code makes it, with all that a family adds. Other rows get the
+    masks of `document_masks`; `weft.anatomy.documents` tries at start whether these are right for a model.
+
+    Args:
+        model: a causal language model, parallelized or not.
+        position_ids: [rows, seq_len]; a document starts wherever they do not grow by one.
+        masks: make them, where rows need them; False for a model that makes its own from whole rows.
     """
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    return takes_positions and not any(block.recurrence for block in anatomy.blocks)
+    made = document_masks(model, position_ids) if masks and not bool((position_ids.diff() == 1).all()) else None
+    arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": made, "use_cache": False}
+    if getattr(model.config, "output_router_logits", False):  # the auxiliary loss is ours: `weft.parallel.balance`
+        arguments["output_router_logits"] = False
+    return arguments
 
 
 def document_masks(
@@ -105,6 +117,8 @@ def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     stacks = [name for name, module in lists.items() if all(map(is_block, module))]
     planned = [f"{model.base_model_prefix}.{key}" for key in getattr(model.config, "base_model_pp_plan", None) or ()]
     found = [name for name in stacks if name in planned] or stacks
+    if not found and kind_of_model(model.config):
+        raise refuse_kind(model.config)
     if not found:
         wanted = f"a list of blocks whose children match {ATTENTION.pattern} and {MLP.pattern}, or {RECURRENCE.pattern}"
         raise _unreadable(model, "blocks", f"{wanted}; module lists there are: {', '.join(lists) or 'none'}")
@@ -170,6 +184,28 @@ def _idle_parameters(model: PreTrainedModel, blocks: tuple[Block, ...]) -> int:
             share = 1 - min(top_k or num_experts, num_experts) / num_experts
             idle += round(prod(parameter.shape) * share)
     return idle
+
+
+def kind_of_model(config: PretrainedConfig) -> str | None:
+    """The kind of a model that is not decoder-only, by the library's lists of models; None where these say nothing."""
+    if config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return "an encoder-decoder model"
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "an encoder-only model"
+    return None
+
+
+def refuse_kind(config: PretrainedConfig) -> ModelError:
+    """The error about a model that is not a decoder-only language model."""
+    kind = kind_of_model(config)
+    return ModelError(
+        f"{config.model_type} is {kind}"
+        if kind
+        else f"Transformers cannot build a causal language model of {config.model_type}: it has none of this family",
+        where=f"model_type {config.model_type}",
+        rule="Weft trains decoder-only (causal) language models of Transformers",
+        fix="name a causal model, such as llama, qwen3 or gpt2; docs/families.md lists all families",
+    )
 
 
 def _unreadable(model: PreTrainedModel, role: str, looked_for: str) -> ModelError:

@@ -98,9 +98,11 @@ def to_huggingface(
     """
     kind = find_kind(source)
     if kind == "huggingface":
-        raise CheckpointError(f"{source} is a Hugging Face folder already", fix="use it as it is")
+        rule = "--to hf converts a checkpoint or a DCP folder"
+        raise CheckpointError(f"{source} is a Hugging Face folder already", rule=rule, fix="use it as it is")
     if tokenizer and not any(tokenizer.glob("tokenizer*")):
-        raise CheckpointError(f"there is no tokenizer in {tokenizer}", fix="name a folder with a tokenizer.json")
+        rule, fix = "--tokenizer is a folder with tokenizer files", "name a folder with a tokenizer.json"
+        raise CheckpointError(f"there is no tokenizer in {tokenizer}", rule=rule, fix=fix)
     with _writing(source, target) as part, ExitStack() as stack:
         if kind == "checkpoint":
             reader = stack.enter_context(Reader(source, verify_folder(source)))
@@ -141,7 +143,8 @@ def to_checkpoint(source: Path, target: Path, *, job: Job | None = None) -> Path
     """
     kind = find_kind(source)
     if kind == "checkpoint":
-        raise CheckpointError(f"{source} is a checkpoint already", fix="use it as it is: any plan reads it")
+        rule, fix = "--to weft converts a Hugging Face or DCP folder", "use it as it is: any plan reads it"
+        raise CheckpointError(f"{source} is a checkpoint already", rule=rule, fix=fix)
     with _writing(source, target) as part:
         plain, optimizer = source, None
         if kind == "huggingface":
@@ -233,7 +236,9 @@ def _writing(source: Path, target: Path) -> Iterator[Path]:
         yield part
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{target} could not be made: {error}", fix="look at the disk, and at who may write there"
+            f"{target} could not be made: {error}",
+            rule="a conversion writes a new folder",
+            fix="name a folder that you may write to, on a disk with enough space",
         ) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -1,9 +1,10 @@
 """Hugging Face in and out: configurations, weights into shards, and folders that `from_pretrained` reads."""
 
-import json
 import logging
 import os
+import re
 import shutil
+import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,13 +15,16 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from weft.anatomy.transformers import refuse_kind
 from weft.comm.objects import all_gather_json, broadcast_json
-from weft.errors import CheckpointError, ModelError
+from weft.errors import CheckpointError, ModelError, nearest
 from weft.job import Model
 from weft.memory.packed import join_packed
 from weft.precision.dtypes import DTYPES
+
+SHOWN = 300  # characters of what Transformers says of a configuration
 
 
 def read_config(source: Model) -> PretrainedConfig:
@@ -33,16 +37,53 @@ def read_config(source: Model) -> PretrainedConfig:
         if isinstance(source.config, dict):
             settings = dict(source.config)
         else:
-            path = Path(source.path) / "config.json" if source.path else Path(str(source.config))
-            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings = _read_table(Path(source.path) / "config.json" if source.path else Path(str(source.config)))
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
     except FileNotFoundError as error:
-        raise ModelError(f"there is no file {error.filename}", where="model", fix="check the path") from None
+        rule = "model.path is a folder with a config.json, model.config such a file"
+        fix = "check the path; it is relative to the current folder"
+        raise ModelError(f"there is no file {error.filename}", where="model", rule=rule, fix=fix) from None
     except KeyError as error:
         what = f"the model's configuration has no {error}" if error.args == ("model_type",) else str(error)
-        raise ModelError(what, where="model.config", rule="model_type names the family, such as llama") from None
+        raise ModelError(
+            what,
+            where="model.config",
+            rule="model_type names the family, such as llama",
+            fix='add it, for example model_type = "llama"',
+        ) from None
     except Exception as error:  # each family validates in its own way: whatever it says goes to the user
-        raise ModelError(f"the configuration is refused: {error}", where="model.config") from None
+        raise _refused_config(source, error) from None
+
+
+def _refused_config(source: Model, error: Exception) -> ModelError:
+    """The error about a configuration that Transformers, or its own class, refuses."""
+    where = "model.config" if isinstance(source.config, dict) else f"model {source.path or source.config}"
+    unknown = re.match(r"Unrecognized model identifier: (.*?)\. ", str(error))  # a list of all that there are follows
+    if unknown:
+        what, rule = (
+            f"no model_type is called {unknown[1]!r}",
+            "model_type names a family of Transformers, such as llama",
+        )
+        return ModelError(what, where=where, rule=rule, fix=nearest(unknown[1], CONFIG_MAPPING))
+    said = " ".join(str(error).split())
+    return ModelError(
+        f"the configuration is refused: {said[:SHOWN] + ' ...' * (len(said) > SHOWN)}",
+        where=where,
+        rule="a configuration is a table with model_type and the keys of that family, each with a value of its type",
+        fix="correct the value; a config.json that Transformers' save_pretrained wrote is accepted as it is",
+    )
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """The table of a config.json, by Transformers' own reader: it writes infinite numbers in a way of its own.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it is no JSON.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(None, None, str(path))
+    return PretrainedConfig.get_config_dict(str(path), local_files_only=True)[0]
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -51,13 +92,25 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
     Raises:
         ModelError: Transformers has no causal language model of this kind, or cannot build it.
     """
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 1:
+        raise ModelError(
+            f"num_hidden_layers = {layers}",
+            where=f"model_type {config.model_type}",
+            rule="a model has at least one block",
+            fix="set model.config.num_hidden_layers to 1 or more",
+        )
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_implementations(dtype))
     except Exception as error:
+        if type(error) is ValueError and str(error).startswith("Unrecognized configuration class"):
+            raise refuse_kind(config) from None  # its message lists all families that there are
         raise ModelError(
             f"Transformers cannot build a causal language model of this configuration: {error}",
             where=f"model_type {config.model_type}",
+            rule="sizes are positive, and those that divide each other do",
+            fix="correct the sizes in model.config",
         ) from None
     model.config.use_cache = False
     return model
@@ -86,6 +139,7 @@ def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> 
             f"the weights cannot be read: {error}",
             where=str(source.path),
             rule="a folder has config.json and *.safetensors files written by save_pretrained",
+            fix="copy or download the folder again; weights in .bin files are written anew by save_pretrained",
         ) from None
     model, report = loaded
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
@@ -94,6 +148,7 @@ def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> 
             f"{len(absent)} weights are missing or of another shape, the first is {absent[0]}",
             where=str(source.path),
             rule="every weight of the model must be in the folder",
+            fix="name the folder of this very model; model.config alone starts from fresh weights",
         )
     return model
 
@@ -254,9 +309,12 @@ def save_folder(
     model.tie_weights()
     model.config.use_cache = True
     model.save_pretrained(half)
+    mode = stat.S_IMODE((half / "config.json").stat().st_mode)  # which follows the umask
+    for file in half.glob("*.safetensors"):  # safetensors makes files that nobody else may read
+        file.chmod(mode)
     for file in sorted(tokenizer.iterdir()) if tokenizer else ():
         if file.is_file() and not (half / file.name).exists() and file.suffix not in (".safetensors", ".lock"):
-            shutil.copy2(file, half / file.name)
+            shutil.copyfile(file, half / file.name)
     shutil.rmtree(folder, ignore_errors=True)
     half.rename(folder)
 
@@ -273,9 +331,14 @@ def convert_folder(source: Path, target: Path, dtype: str) -> Path:
         CheckpointError: there is no such folder, its weights are damaged, or the target exists.
     """
     if not (source / "config.json").is_file():
-        raise CheckpointError(f"there are no weights in {source}", fix="name a run that ended, or a step it saved")
+        rule, fix = (
+            "a run that ended has its weights in export",
+            "name a run that ended, or a step it saved with --step",
+        )
+        raise CheckpointError(f"there are no weights in {source}", rule=rule, fix=fix)
     if target.exists():
         raise CheckpointError(f"{target} exists", rule="an export overwrites nothing", fix="name another folder")
-    model = build_plain(Model(path=str(source)), AutoConfig.from_pretrained(source), DTYPES[dtype])
+    folder = Model(path=str(source))
+    model = build_plain(folder, read_config(folder), DTYPES[dtype])
     save_folder(model.config, dict(model.state_dict()), source, target, DTYPES[dtype])
     return target

@@ -42,7 +42,8 @@ def list_run(run: Path, *, verify: bool) -> list[Row]:
         CheckpointError: there is no such folder.
     """
     if not run.is_dir():
-        raise CheckpointError(f"there is no folder {run}", fix="name the output folder of a run")
+        rule, fix = "checkpoints are folders below that of their run", "name the output folder of a run"
+        raise CheckpointError(f"there is no folder {run}", rule=rule, fix=fix)
     rows = []
     for folder in run.iterdir():
         if folder.is_dir() and _is_listed(folder):

@@ -2,17 +2,20 @@
 
 import sys
 
-from rich.console import Console
-
 from weft.cli.app import app
-from weft.errors import WeftError
+from weft.errors import Stopped, WeftError
 
 
 def main() -> None:
-    """Run a command; an error of Weft is printed once, and decides the exit code."""
+    """Run a command; an error of Weft is printed once, and decides the exit code. A signal is no error."""
     try:
         app()
+    except Stopped as stopped:
+        print(f"weft: {stopped}", file=sys.stderr)
+        sys.exit(stopped.exit_code)
     except WeftError as error:
+        from rich.console import Console
+
         Console(stderr=True).print(f"[bold red]error:[/bold red] {type(error).__name__}", highlight=False)
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

@@ -17,7 +17,10 @@ def advise(
         float, typer.Option(min=0, help="To train on; 0: 20 for each parameter that a token meets.")
     ] = 0.0,
 ) -> None:
-    """Say what can be trained on the devices at hand: models of usual sizes, their best plans, days and dollars."""
+    """Show which models the devices at hand can train.
+
+    Models of usual sizes, their best plans, days and dollars.
+    """
     from weft.observe.scenarios import print_options
     from weft.planner.cluster_file import choose_cluster
     from weft.planner.scenarios import find_scenario, options

@@ -7,7 +7,10 @@ import typer
 
 
 def anatomy(config: Annotated[Path, typer.Argument(help="A Hugging Face config.json, or a folder with one.")]) -> None:
-    """Print what a model is made of: roles and module names. No weights are needed."""
+    """Print what a model is made of: roles and module names.
+
+    No weights are needed.
+    """
     import torch
     from rich.console import Console
     from rich.table import Table

@@ -1,11 +1,18 @@
 """All commands, by name. Each one imports what it needs when it runs, so that `weft --help` is quick."""
 
+import signal
+from importlib.metadata import version
+from typing import Annotated, Any
+
 import typer
+from typer.core import TyperGroup
 
 from weft.cli.advise import advise
 from weft.cli.anatomy import anatomy
 from weft.cli.calibrate import calibrate
 from weft.cli.checkpoint import checkpoint
+from weft.cli.clean import clean
+from weft.cli.command import add_command
 from weft.cli.compare import compare
 from weft.cli.dryrun import dryrun
 from weft.cli.export import export
@@ -16,16 +23,44 @@ from weft.cli.schema import schema
 from weft.cli.topology import topology
 from weft.cli.train import train
 from weft.cli.validate import validate
+from weft.errors import Stopped
+
+
+class Commands(TyperGroup):
+    """The commands. Ctrl-C ends them with exit code 130, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Stopped(signal.SIGINT) from None
+
 
 app = typer.Typer(
     name="weft",
-    help="Trains the PyTorch models people already have, on many devices.",
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"weft {version('weft-train')}")
+        raise typer.Exit
+
+
+@app.callback()
+def weft(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Trains the PyTorch models people already have, on many devices."""
+
+
 PLANNING = (plan, advise, calibrate, validate, compare, dryrun, memory, topology)
-for command in (train, *PLANNING, export, report, anatomy, schema):
-    app.command()(command)
+for command in (train, *PLANNING, export, report, clean, anatomy, schema):
+    add_command(app, command)
 app.add_typer(checkpoint, name="checkpoint")

@@ -13,7 +13,14 @@ def calibrate(
     ] = None,
     out: Annotated[Path, typer.Option(help="File for what was measured, as a cluster.")] = Path("cluster.toml"),
 ) -> None:
-    """Measure this machine for the planner: products, attention, memory, links, and how far predictions are off."""
+    """Measure this machine for the planner.
+
+    Matmuls, attention, memory, links, and how far predictions are off.
+    """
+    from weft.cli.outputs import check_outputs
+
+    check_outputs(out=out)
+
     import transformers
 
     from weft.cluster.device import detect

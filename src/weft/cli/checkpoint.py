@@ -5,18 +5,24 @@ from typing import TYPE_CHECKING, Annotated, Literal, Optional
 
 import typer
 
+from weft.cli.command import add_command
+
 if TYPE_CHECKING:
     from weft.checkpoint.diff import Difference
+
+SHOWN = 5  # keys that differ, of each list that --all shows whole
 
 checkpoint = typer.Typer(help="List, verify, compare and convert checkpoints.", no_args_is_help=True)
 
 
-@checkpoint.command()
 def ls(
     run: Annotated[Path, typer.Argument(help="Folder of a run, or another in which checkpoints lie.")],
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte: only then one is called good.")] = False,
 ) -> None:
-    """List the checkpoints of a run, also those that are damaged, set aside or unfinished."""
+    """List the checkpoints of a run, with size, layout and state.
+
+    Checkpoints that are damaged, set aside or unfinished are listed too.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Column, Table
@@ -32,11 +38,13 @@ def ls(
     Console(highlight=False).print(table)
 
 
-@checkpoint.command()
 def verify(
     folders: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs for all of theirs.")],
 ) -> None:
-    """Check every byte of checkpoints. Exit code 0: all are good; 1: one does not verify."""
+    """Check every byte of checkpoints.
+
+    Exit code 0: all are good; 1: one does not verify.
+    """
     from weft.checkpoint.listing import checkpoints_at
     from weft.checkpoint.manifest import verify_folder
     from weft.errors import CheckpointError
@@ -53,25 +61,30 @@ def verify(
     raise typer.Exit(1 if bad else 0)
 
 
-@checkpoint.command()
 def diff(
     a: Annotated[Path, typer.Argument(help="A checkpoint.")],
     b: Annotated[Path, typer.Argument(help="Another, under any layout.")],
     generators: Annotated[bool, typer.Option("--generators", help="Compare random number generators too.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List every tensor and key that differs.")] = False,
 ) -> None:
-    """Compare two checkpoints bit by bit, and name the first tensor that differs.
+    """Compare two checkpoints bit by bit.
 
     Exit code 0: tensors and position are equal; 1: they differ; 2: one of them does not verify.
     """
     from weft.checkpoint.diff import diff as diff_folders
 
     found = diff_folders(a, b, generators=generators)
-    print_difference(found)
+    print_difference(found, every=every)
     raise typer.Exit(0 if found.equal else 1)
 
 
-def print_difference(found: "Difference") -> None:
-    """Print the first tensor that differs, then how many do by kind, and the keys of position and job that do."""
+def print_difference(found: "Difference", *, every: bool = False) -> None:
+    """Print the first tensor that differs, the number that do by kind, and names and keys that do.
+
+    Args:
+        found: what differs.
+        every: print every tensor, name and key; else the first few of each list, and how many more there are.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -87,14 +100,23 @@ def print_difference(found: "Difference") -> None:
     for side, names in (("A", found.only_a), ("B", found.only_b)):
         if names:
             console.print(f"{len(names)} tensors are in {side} alone, the first is {names[0]}")
-    for what, keys in (("position", found.position), ("job", found.job)):
-        for text in keys:
-            console.print(f"{what}.{text}")
+    lists = {
+        "tensors": [str(tensor) for tensor in found.tensors] * every,
+        "tensors of A alone": found.only_a * every,
+        "tensors of B alone": found.only_b * every,
+        "keys of the position": [f"position.{text}" for text in found.position],
+        "keys of the job": [f"job.{text}" for text in found.job],
+    }
+    for what, lines in lists.items():
+        shown = lines if every else lines[:SHOWN]
+        for line in shown:
+            console.print(line)
+        if len(shown) < len(lines):
+            console.print(f"{len(lines) - len(shown)} more {what} differ; --all lists them")
     if found.equal:
         console.print("The checkpoints are equal: tensors, bit by bit, and position.")
 
 
-@checkpoint.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="A checkpoint, a Hugging Face folder, or one of torch's DCP.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
@@ -112,15 +134,20 @@ def convert(
         typer.Option(help="Job as TOML: whose model a DCP folder holds; and what will go on from the checkpoint."),
     ] = None,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, or such a folder, or one of torch's DCP, as a checkpoint."""
+    """Convert between checkpoints, Hugging Face folders and DCP.
+
+    Write a checkpoint as a Hugging Face folder; or such a folder, or one of torch's DCP, as a checkpoint.
+    """
+    from weft.job import Job
+
+    chosen = Job.load(job) if job else None
+
     import transformers
 
     from weft.checkpoint.convert import to_checkpoint, to_huggingface
-    from weft.job import Job
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    chosen = Job.load(job) if job else None
     if to == "hf":
         print(to_huggingface(source, target, dtype=dtype, tokenizer=tokenizer, job=chosen))
         if not any(target.glob("tokenizer*")):
@@ -131,3 +158,7 @@ def convert(
         )
     else:
         print(to_checkpoint(source, target, job=chosen))
+
+
+for command in (ls, verify, diff, convert):
+    add_command(checkpoint, command)

@@ -14,33 +14,48 @@ def compare(
     set_a: Annotated[list[str], typer.Option(help="A key of side A, key=value; may be repeated.")] = [],  # noqa: B006
     set_b: Annotated[list[str], typer.Option(help="A key of side B: plan.* or train.micro_batch.")] = [],  # noqa: B006
     set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, for both sides.")] = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(min=1, help="Steps to run; tensors are those of the first.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 3,
+    step: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1, help="Step whose tensors are compared. Default the first; then where losses begin to differ."
+        ),
+    ] = None,
     rows: Annotated[Optional[int], typer.Option(help="Rows of a step, instead of train.global_batch.")] = None,  # noqa: UP045
     ranks_a: Annotated[Optional[int], typer.Option(min=1, help="Processes; default as few as the plan needs.")] = None,  # noqa: UP045
     ranks_b: Annotated[Optional[int], typer.Option(min=1, help="Processes; default as few as the plan needs.")] = None,  # noqa: UP045
     tolerance: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
+            min=0,
             help="Largest difference, as a share of a tensor's largest value, that counts as rounding. Default that of the "
-            "coarsest number format in both plans: fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2."
+            "coarsest number format in both plans: fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2.",
         ),
     ] = None,
     out: Annotated[Optional[Path], typer.Option(help="Folder for both sides; default the job's with .compare.")] = None,  # noqa: UP045
 ) -> None:
-    """Run two plans of one job on the same weights and rows; name the first tensor that differs by more than rounding.
+    """Compare two plans of one job, tensor by tensor.
+
+    Both run on the same weights and rows; the first tensor that differs by more than rounding is named.
 
     Exit code 0: the plans agree; 1: they differ; 2: the input was refused.
     """
-    import transformers
-
     from weft.job import Job
-    from weft.train.compare import compare as compare_jobs
+    from weft.train.run_folder import check_writable
 
-    transformers.logging.set_verbosity_error()
     both = [*set_, *([f"train.global_batch={rows}"] if rows is not None else [])]
     job_a, job_b = Job.load(job, [*both, *set_a]), Job.load(job, [*both, *set_b])
     folder = out or Path(f"{job_a.out}.compare")
-    found = compare_jobs(job_a, job_b, folder, steps=steps, ranks_a=ranks_a, ranks_b=ranks_b, tolerance=tolerance)
+    check_writable(job_a.model_copy(update={"out": str(folder)}), new=True)
+
+    import transformers
+
+    from weft.train.compare import compare as compare_jobs
+
+    transformers.logging.set_verbosity_error()
+    found = compare_jobs(
+        job_a, job_b, folder, steps=steps, step=step, ranks_a=ranks_a, ranks_b=ranks_b, tolerance=tolerance
+    )
     print_comparison(found, folder)
     raise typer.Exit(0 if found.agrees else 1)
 
@@ -66,7 +81,7 @@ def print_comparison(found: "Comparison", folder: Path) -> None:
         )
         steps.add_row(str(step), *numbers)
     console.print(steps)
-    kinds = Table("tensors of step 1", "compared", "differ", Column("largest difference", overflow="fold"))
+    kinds = Table(f"tensors of step {found.step}", "compared", "differ", Column("largest difference", overflow="fold"))
     for kind, tensors in found.by_kind().items():
         worst = max(tensors, key=lambda tensor: tensor.size / tensor.tolerance)
         kinds.add_row(
@@ -76,9 +91,12 @@ def print_comparison(found: "Comparison", folder: Path) -> None:
     for side, step, problem in found.problems():
         console.print(f"step {step} of {side} was skipped: {problem}", markup=False)
     if first := found.first:
-        console.print(f"The first tensor that differs is the {first}", markup=False)
+        of_step = f" of step {found.step}" if found.step > 1 else ""
+        console.print(f"The first tensor{of_step} that differs is the {first}", markup=False)
     elif found.first_step:
-        console.print(f"No tensor of step 1 differs, but losses or gradient norms do from step {found.first_step} on.")
+        console.print(
+            f"No tensor of step {found.step} differs, but losses or gradient norms do from step {found.first_step} on."
+        )
     else:
         console.print(f"The plans agree: no difference exceeds rounding, a share of {found.tolerance:g}.")
     console.print(f"Both sides are kept in {folder}.", markup=False)

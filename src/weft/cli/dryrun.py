@@ -19,16 +19,23 @@ def dryrun(
     ] = None,
     json: Annotated[Optional[Path], typer.Option(help="File for all figures, with every message.")] = None,  # noqa: UP045
 ) -> None:
-    """Count what a step costs each rank, on any number of ranks, without them: memory, messages, operations."""
+    """Count a step's memory, messages and FLOPs for each rank.
+
+    For any number of ranks, without launching them.
+    """
+    from weft.cli.outputs import check_outputs
+    from weft.job import Job
+
+    chosen = Job.load(job, set_)
+    check_outputs(json=json)
+
     import transformers
 
     from weft.cluster.device import detect
-    from weft.job import Job
     from weft.planner.table import print_traces, write_traces
     from weft.planner.trace import trace
 
     transformers.logging.set_verbosity_error()
-    chosen = Job.load(job, set_)
     traces = trace(chosen, world, rank or sorted({0, world - 1}), device or detect().type)
     print_traces(chosen, traces)
     if json is not None:

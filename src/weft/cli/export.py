@@ -12,7 +12,10 @@ def export(
     step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default the end of the run.")] = None,  # noqa: UP045
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Number format of the weights.")] = "fp32",
 ) -> None:
-    """Write a Hugging Face folder with tokenizer from a run: its export in another format, or one of its checkpoints."""
+    """Write a Hugging Face folder from a run.
+
+    Its export in another number format, or one of its checkpoints; with the tokenizer.
+    """
     import transformers
 
     from weft.checkpoint.convert import to_huggingface

@@ -17,15 +17,22 @@ def memory(
     ] = None,
     json: Annotated[Optional[Path], typer.Option(help="File for all figures.")] = None,  # noqa: UP045
 ) -> None:
-    """Show where a rank's memory goes, and what each way to hold less would save and cost, before anything runs."""
+    """Show where a rank's memory goes, and how to save it.
+
+    What each way to hold less would save and cost, before anything runs.
+    """
+    from weft.cli.outputs import check_outputs
+    from weft.job import Job
+
+    chosen = Job.load(job, set_)
+    check_outputs(json=json)
+
     import transformers
 
     from weft.cluster.device import detect
-    from weft.job import Job
     from weft.planner.ladder import climb, print_rungs, write_rungs
 
     transformers.logging.set_verbosity_error()
-    chosen = Job.load(job, set_)
     rungs = climb(chosen, world, rank, device or detect().type)
     print_rungs(rungs)
     if json is not None:

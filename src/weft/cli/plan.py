@@ -28,10 +28,18 @@ def plan(
     explain: Annotated[Optional[Path], typer.Option(help="Page with the comparison as charts.")] = None,  # noqa: UP045
     timeline: Annotated[Optional[Path], typer.Option(help="A step as a trace for Perfetto or Chrome.")] = None,  # noqa: UP045
 ) -> None:
-    """Find the fastest way to train a model on a cluster, before a device is rented, and say why not the others."""
+    """Find the fastest way to train a model on a cluster.
+
+    Before a device is rented; and say why not the others.
+    """
+    from weft.cli.outputs import check_outputs
+    from weft.job import Job
+
+    chosen = Job.load(job, set_)
+    check_outputs(out=out, explain=explain, timeline=timeline)
+
     import transformers
 
-    from weft.job import Job
     from weft.observe.proposal import print_proposal, write_plan
     from weft.observe.proposal_page import write_page
     from weft.planner.cluster_file import choose_cluster
@@ -41,7 +49,7 @@ def plan(
     transformers.logging.set_verbosity_error()
     machine = choose_cluster(cluster, device, hosts, per_host)
     found = propose(
-        Job.load(job, set_),
+        chosen,
         machine.cluster.within(max_devices, max_dollars),
         machine.scalar,
         margin,

@@ -31,9 +31,19 @@ def topology(
     ] = None,
     interface: Annotated[str | None, typer.Option(help="Of this host; default the one that leads to host 0.")] = None,
 ) -> None:
-    """Measure latency and bandwidth between ranks; show classes of links, those that are slow, and where axes run."""
+    """Measure latency and bandwidth between ranks.
+
+    Show classes of links, those that are slow, and over which of them the axes of a job run.
+    """
     if hosts > 1:  # torch prints a stack for each lost connection of its store
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    from weft.cli.outputs import check_outputs
+    from weft.job import Job
+
+    check_outputs(out=out, json=json)
+    recipe = job or Path(str(files("weft.recipes") / "first.toml"))
+    chosen = Job.load(recipe, set_) if job or set_ else None
 
     from weft.cluster.device import detect
     from weft.cluster.launch import default_ranks
@@ -42,11 +52,8 @@ def topology(
     from weft.cluster.placement import explain_plan
     from weft.cluster.topology import Topology, save_text
     from weft.comm.survey import survey
-    from weft.job import Job
     from weft.observe.topology import print_topology, write_topology
 
-    recipe = job or Path(str(files("weft.recipes") / "first.toml"))
-    chosen = Job.load(recipe, set_) if job or set_ else None
     measured = None
     if file is not None:
         found, source = Topology.load(file), f"declared in {file}"

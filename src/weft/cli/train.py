@@ -1,6 +1,7 @@
 """weft train"""
 
 import os
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Optional
@@ -11,7 +12,7 @@ import typer
 def train(
     job: Annotated[Optional[Path], typer.Argument(help="Job as TOML; without it the first run is trained.")] = None,  # noqa: UP045
     set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
-    ranks: Annotated[Optional[int], typer.Option(help="Processes; default one an accelerator, two on CPU.")] = None,  # noqa: UP045
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes; default one an accelerator, two on CPU.")] = None,
     resume: Annotated[
         str | None, typer.Option(help="auto: go on from the newest good checkpoint; or its folder.")
     ] = None,
@@ -23,30 +24,37 @@ def train(
     token_file: Annotated[Path | None, typer.Option(help="Secret of the job; default the variable WEFT_TOKEN.")] = None,
     interface: Annotated[str | None, typer.Option(help="Of this host; default the one that leads to host 0.")] = None,
 ) -> None:
-    """Train a model, write metrics, a report and a Hugging Face folder."""
+    """Train a model; write metrics, report and export."""
     if hosts > 1:  # torch prints a stack for each lost connection of its store; the guardian says who is lost
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import transformers
-
-    from weft.cluster.launch import Stopped
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait in a spin hold up whatever else runs here
     from weft.cluster.meeting import plan_meeting
     from weft.job import Job
+    from weft.train.run_folder import check_writable
+
+    assignments = [*set_, *([f'out="{out}"'] if out else [])]
+    recipe = job or Path(str(files("weft.recipes") / "first.toml"))
+    chosen = Job.load(recipe, assignments)
+    check_writable(chosen, new=resume is None)
+    if ranks and hosts == 1:
+        chosen.plan.resolve(ranks)
+    meeting = plan_meeting(host, hosts, meet, token_file, interface)
+
+    import transformers  # torch and Transformers take seconds: what is refused above is refused without them
+
+    from weft.errors import Stopped
     from weft.observe.report import write_report
-    from weft.observe.summary import print_summary
+    from weft.observe.summary import print_end
     from weft.train.run import train as train_job
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    assignments = [*set_, *([f'out="{out}"'] if out else [])]
-    recipe = job or Path(str(files("weft.recipes") / "first.toml"))
-    chosen = Job.load(recipe, assignments)
-    meeting = plan_meeting(host, hosts, meet, token_file, interface)
     try:
-        run = train_job(chosen, ranks=ranks, resume=resume, max_restarts=max_restarts, meeting=meeting)
+        train_job(chosen, ranks=ranks, resume=resume, max_restarts=max_restarts, meeting=meeting)
     except Stopped:
         if host == 0:
-            write_report(Path(chosen.out))
+            print_end(chosen, write_report(Path(chosen.out)), sys.argv)
         raise
     if host == 0:
-        print_summary(run, write_report(run))
+        print_end(chosen, write_report(Path(chosen.out)), sys.argv)

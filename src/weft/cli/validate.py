@@ -12,7 +12,14 @@ def validate(
         Path | None, typer.Option(help="Page to write, with every prediction against what was measured.")
     ] = None,
 ) -> None:
-    """Predict runs that others have measured, and show how far off the planner is, source by source."""
+    """Compare the planner's predictions with published runs.
+
+    Show how far off they are, source by source.
+    """
+    from weft.cli.outputs import check_outputs
+
+    check_outputs(out=out)
+
     from weft.planner.published import read_runs
     from weft.planner.validate import judge, print_scores
 

@@ -26,6 +26,11 @@ Feature = Literal["bf16", "fp16", "fp64", "grouped_matmul", "float8"]
 # Process group back end of each accelerator. Other accelerators of torch have none that we know, and count as cpu.
 COLLECTIVES = {"cuda": "nccl", "npu": "hccl"}
 
+RATE_DTYPES = (torch.float32, torch.bfloat16)  # fp16 and fp64 are faster than both on no processor
+PROBE_SIZE, PROBE_SECONDS = 512, 0.05
+EMULATION_SIZE = 128  # of a matmul without native instructions: 10 ms at 0.4 GFLOP/s
+NATIVE_GAIN = 1.25  # native bf16 is 2 to 16 times faster than fp32, emulated bf16 0.01 to 0.8 times
+
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of malloc.h
 TOP_PAD_BYTES = 2**26
 COMPILED_KERNELS = "8192"
@@ -58,10 +63,16 @@ class Device(ABC):
 
     @abstractmethod
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Dense matrix product rate in FLOP/s of one device; None if we have no figure.
+        """Peak dense matmul rate in FLOP/s of one device; None if it is not known.
 
-        On accelerators it is the published peak. On cpu it is measured, one thread for a tenth of a second.
+        On accelerators it is the published peak in this dtype. On cpu it is measured, for a tenth of a second, with the
+        threads of this process: the best rate that any dtype reaches, since emulated dtypes compute in another one.
         """
+
+    @property
+    @abstractmethod
+    def instruction_set(self) -> str:
+        """Instructions that matmuls use, in words; empty if that says nothing beyond the name."""
 
     @property
     def bears_forks(self) -> bool:
@@ -70,7 +81,12 @@ class Device(ABC):
 
     @abstractmethod
     def supports(self, feature: Feature) -> bool:
-        """Whether the device computes this natively (on cpu: whether torch has the operation)."""
+        """Whether the device computes this natively."""
+
+    @property
+    def emulates(self) -> bool:
+        """Whether dtypes that `supports` denies still compute, slowly."""
+        return False
 
     @abstractmethod
     def torch_device(self, local_rank: int) -> torch.device:
@@ -144,24 +160,39 @@ class Cpu(Device):
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         if not dtype.is_floating_point or dtype.itemsize < 2:
             return None
-        size, threads = 512, torch.get_num_threads()
-        a = torch.ones(size, size, dtype=dtype)
-        torch.set_num_threads(1)
-        try:
-            torch.mm(a, a)  # warm-up
-            fastest, end = float("inf"), time.perf_counter() + 0.1
-            while (start := time.perf_counter()) < end:
-                torch.mm(a, a)
-                fastest = min(fastest, time.perf_counter() - start)
-        finally:
-            torch.set_num_threads(threads)
-        return 2 * size**3 / fastest
+        known = [dtype for dtype in RATE_DTYPES if dtype != torch.bfloat16 or self.supports("bf16")]
+        return max(matmul_rate(dtype, PROBE_SIZE, torch.get_num_threads()) for dtype in known)
+
+    @property
+    def instruction_set(self) -> str:
+        parts = [torch.backends.cpu.get_cpu_capability()]
+        parts += ["AMX"] if torch.cpu._is_amx_tile_supported() else []
+        return f"{' + '.join(parts)}, {'native' if self.supports('bf16') else 'no native'} bf16"
 
     @property
     def bears_forks(self) -> bool:
         return sys.platform == "linux"
 
     def supports(self, feature: Feature) -> bool:
+        if feature == "bf16":
+            return self._native_bf16
+        if feature == "fp16":
+            return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        return feature != "float8"
+
+    @cached_property
+    def _native_bf16(self) -> bool:
+        """Whether bf16 matmuls are faster than fp32 matmuls on one thread.
+
+        That torch's oneDNN takes bf16 is not enough: without bf16 instructions it converts to fp32 in every matmul. One
+        thread, because a process that has computed on several cannot be forked.
+        """
+        if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+            return False
+        return matmul_rate(torch.bfloat16, PROBE_SIZE, 1) > NATIVE_GAIN * matmul_rate(torch.float32, PROBE_SIZE, 1)
+
+    @property
+    def emulates(self) -> bool:
         return True
 
     def torch_device(self, local_rank: int) -> torch.device:
@@ -203,6 +234,24 @@ class Cpu(Device):
 
     def reset_peak_memory(self) -> None:
         pass
+
+
+def matmul_rate(dtype: torch.dtype, size: int, threads: int) -> float:
+    """FLOP/s of the fastest of several square matmuls in this process, two at least, after a warm-up."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        a = torch.ones(size, size, dtype=dtype)
+        torch.mm(a, a)  # warm-up
+        seconds: list[float] = []
+        end = time.perf_counter() + PROBE_SECONDS
+        while len(seconds) < 2 or time.perf_counter() < end:
+            start = time.perf_counter()
+            torch.mm(a, a)
+            seconds.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(before)
+    return 2 * size**3 / min(seconds)
 
 
 class NoStream(AbstractContextManager["NoStream"]):
@@ -272,6 +321,10 @@ class Accelerator(Device):
     def peak_flops(self, dtype: torch.dtype) -> float | None:
         rates = published_rates(self.name)
         return rates.flops(dtype) if rates else None
+
+    @property
+    def instruction_set(self) -> str:
+        return ""
 
     def supports(self, feature: Feature) -> bool:
         if self.type == "npu":

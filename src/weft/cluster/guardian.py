@@ -147,6 +147,26 @@ class Guardian:
             self.tracks[rank].left = code == 0
         return self._watch()
 
+    # After a signal
+
+    def unfinished_work(self) -> str:
+        """The work that the ranks of this host finish after a signal, in words; "" if no pulse names a step."""
+        records = [read_pulse(self.pulses / str(rank)) for rank in sorted(self.tracks)]
+        record = next((record for record in records if record.step is not None), None)
+        if record is None:
+            return ""
+        if record.phase == "step":
+            return f"finishing step {record.step}"
+        return f"{record.phase} after step {record.step}, then ending"
+
+    def shows_progress(self, processes: Mapping[int, "Popen[Any]"]) -> bool:
+        """True if the pulse of a rank that still runs shows progress within the time that the limits allow."""
+        for rank, process in processes.items():
+            self._follow(rank, process.pid)
+        now = time.monotonic()
+        living = [self.tracks[rank] for rank, process in processes.items() if process.poll() is None]
+        return any(track.record.pid and now - track.active <= self._patience(track) for track in living)
+
     # Death
 
     def _repeat(self, failure: Failure) -> RankFailure:

@@ -36,7 +36,7 @@ from weft.cluster.hosts import open_store
 from weft.cluster.nursery import Nursery, NurseryContext
 from weft.cluster.pulse import PULSE_VARIABLE, create_pulse
 from weft.cluster.team import Team, spread
-from weft.errors import DeviceError, RankFailure, WeftError
+from weft.errors import DeviceError, RankFailure, Stopped, WeftError
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -50,23 +50,16 @@ RANK_ENVIRONMENT = {
 }
 # Segments of an accelerator's memory that grow, where a cache of blocks falls into pieces; a setting of the user counts.
 ALLOCATOR = {f"PYTORCH_{device}_ALLOC_CONF": "expandable_segments:True" for device in ("CUDA", "NPU")}
-SECONDS_TO_END = 60  # after a signal of the user: time to finish a step and to save
+SECONDS_TO_END = 60  # after a signal: time to finish a step and to save, for ranks whose pulse does not show progress
 SECONDS_TO_END_A_BROKEN_JOB = 5  # without one of the ranks no step can be finished
 LONGEST_WAIT = 60  # seconds between two attempts
+POLL_SECONDS = 0.1
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 ATTEMPT_VARIABLE, PATIENCE_VARIABLE = "WEFT_ATTEMPT", "WEFT_PATIENCE"  # in the environment of the ranks
 MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # else that of temporary files
 DEFAULT_GROUP_TIMEOUT = 1800.0  # of torch
 EXIT_SECONDS = 10  # for the agents of other hosts, when all ranks have ended well
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those the elastic agent takes over
-
-
-class Stopped(WeftError):
-    """The job was stopped by a signal to the launcher; the ranks have ended."""
-
-    def __init__(self, number: int):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
 
 
 def default_ranks(device: Device) -> int:
@@ -99,8 +92,10 @@ def launch(
     """Run a command as `ranks` processes of one job on this host, and wait until all have ended well.
 
     Rank 0 inherits stdout and stderr, and with them the terminal. Rank n > 0 writes `rank-n.out` and `rank-n.err` in
-    `log_dir`; the traceback of a failed rank is kept in `rank-n.traceback`. SIGINT, SIGTERM, SIGHUP and SIGQUIT are
-    passed on to the ranks, which have 60 s to end by themselves. Call it in the main thread, which handles signals.
+    `log_dir`; the traceback of a failed rank is kept in `rank-n.traceback`. Call it in the main thread, which handles signals.
+
+    SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks, which have 60 s to end by themselves, or longer, as long as
+    their pulses show progress. A second signal kills the ranks.
 
     A rank that died or stands still is named on stderr at once. After a death the others have 5 s to end.
 
@@ -125,7 +120,7 @@ def launch(
         RankFailure: a rank failed, or none made progress, or a host was lost; it names the one to blame, the same on every
             host. If that rank ended by a `WeftError` inside `rank_main`, it carries the same text and exit code.
         RendezvousError: the hosts did not meet.
-        Stopped: a signal came.
+        Stopped: a signal came; the ranks have ended.
     """
     log_dir = log_dir.resolve()  # ranks may change their folder
     furthest, restarts, attempt = -1, 0, 0
@@ -219,6 +214,7 @@ def rank_main(main: Callable[[], None]) -> None:
     report = os.environ.get(ERROR_VARIABLE)
     if not report:
         return main()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the rank handles signals it has nothing to save: no traceback
     faulthandler.enable()  # a crash in native code leaves a traceback in the rank's stderr
     try:
         main()
@@ -316,8 +312,37 @@ class GuardedAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SECONDS_TO_END) -> None:
-        if self._pcontext:
-            self._pcontext.close(death_sig, SECONDS_TO_END)
+        """Let the ranks that are left finish their step; a second signal kills them."""
+        context: Any = self._pcontext
+        if context is None:
+            return
+        workers = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
+        handlers = {rank: context.subprocess_handlers.get(number) for rank, number in workers.items()}
+        living = {rank: handler for rank, handler in handlers.items() if handler and handler.proc.poll() is None}
+        if living:
+            again: list[int] = []  # noted, not raised: an exception may get lost wherever the signal comes
+            for number in HANDLED:
+                signal.signal(number, lambda number, _: again.append(number))
+            if work := self.guardian.unfinished_work():
+                words = "press again" if death_sig == signal.SIGINT else f"send {death_sig.name} again"
+                _say(f"{work}, {words} to stop now")
+            for handler in living.values():
+                handler.close(death_sig)
+            self._await_end({rank: handler.proc for rank, handler in living.items()}, again)
+        context.close(signal.SIGKILL, SECONDS_TO_END_A_BROKEN_JOB)
+
+    def _await_end(self, processes: Mapping[int, Any], again: list[int]) -> None:
+        """Return when the ranks have ended, when no more is to be expected of them, or when a second signal comes."""
+        end = time.monotonic() + SECONDS_TO_END
+        while any(process.poll() is None for process in processes.values()):
+            now, failed = time.monotonic(), any(process.returncode for process in processes.values())
+            if again:
+                return _say("stopping now")
+            if failed:  # the others wait for that rank in vain
+                end = min(end, now + SECONDS_TO_END_A_BROKEN_JOB)
+            if now > end and (failed or not self.guardian.shows_progress(processes)):
+                return
+            time.sleep(POLL_SECONDS)
 
 
 class RankFiles(LogsSpecs):

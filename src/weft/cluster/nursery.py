@@ -63,6 +63,8 @@ class Nursery:
         assert self.wire is not None
         assert self.process is not None
         self.wire.close()  # it ends when nobody is left to ask
+        if kind is not None:  # it may have been asked for a rank that nobody would wait for
+            self.process.kill()
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:  # in the middle of its imports
@@ -147,18 +149,11 @@ class NurseryContext(SubprocessContext):
         super().__init__(entrypoint="", **settings)
 
     def _start(self) -> None:
-        self.subprocess_handlers = {
-            number: Handler(
-                self.nursery.start(
-                    list(self.args[number]),
-                    self.envs[number],
-                    self.stdouts[number],
-                    self.stderrs[number],
-                ),
-                number,
-            )  # type: ignore[misc]
-            for number in range(self.nprocs)
-        }
+        for number in range(self.nprocs):  # one by one: a signal between two ranks must find those that run
+            rank = self.nursery.start(
+                list(self.args[number]), self.envs[number], self.stdouts[number], self.stderrs[number]
+            )
+            self.subprocess_handlers[number] = Handler(rank, number)  # type: ignore[assignment]
 
 
 def _be_subreaper(wanted: bool) -> bool:

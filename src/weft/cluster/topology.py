@@ -44,6 +44,9 @@ UNKNOWN = -1  # in the matrix of classes: a rank and itself, or a link of which 
 LEVELS = ("inside_host", "same_rail", "same_switch", "between_hosts")
 
 
+SHOWN = 5  # errors of one message
+
+
 class Link(Table):
     """A class of links between two ranks."""
 
@@ -307,4 +310,11 @@ def _explain(error: ValidationError, where: str) -> TopologyError:
             fixes.append(f"add {key}")
         else:
             lines.append(f"{key} = {item['input']!r}: {item['msg']}")
-    return TopologyError("\n".join(lines), where=where, fix="; ".join(dict.fromkeys(fixes)) or None)
+            fixes.append(f"correct {key}")
+    more = [f"and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
+    return TopologyError(
+        "\n".join([*lines[:SHOWN], *more]),
+        where=where,
+        rule="a topology has the keys and values of docs/topology.md",
+        fix="; ".join(dict.fromkeys(fixes[:SHOWN])),
+    )

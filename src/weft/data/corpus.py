@@ -1,5 +1,6 @@
 """Documents: where they are found, and how each source is read, one document at a time."""
 
+import codecs
 import glob
 import hashlib
 import json
@@ -10,6 +11,28 @@ from pathlib import Path
 from weft.errors import DataError
 from weft.job import Data
 
+HEAD_BYTES = 4096
+SHOWN = 120  # characters of a wrong record that an error shows
+MAGIC = {
+    b"PAR1": "parquet",
+    b"\x93NUMPY": "tokens",
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+}
+"""Kinds of files by their first bytes."""
+FIXES = {
+    "text": 'the file looks like text: set data.source = "text"',
+    "jsonl": 'the file looks like JSON: write each record on a line of its own, and set data.source = "jsonl"',
+    "array": "the file looks like a JSON array: write each of its objects on a line of its own",
+    "parquet": 'the file looks like Parquet: set data.source = "parquet"',
+    "tokens": 'the file looks like an array of tokens: set data.source = "tokens"',
+    "binary": "the file looks binary: name the text files alone with a glob, such as data.path = 'corpus/**/*.txt'",
+    **{name: f"the file is compressed with {name}: decompress it" for name in ("gzip", "zstd", "bzip2", "xz", "zip")},
+}
+"""What to do with a file of a kind that its source does not read."""
 FOLDER_PATTERNS = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet"}
 
 
@@ -23,10 +46,15 @@ def find_files(data: Data) -> list[Path]:
     """
     if data.source == "python":
         library = Path(sysconfig.get_path("stdlib"))
-        installed = {"site-packages", "dist-packages"}
-        return sorted(p for p in library.rglob("*.py") if installed.isdisjoint(p.relative_to(library).parts))
+        left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        return sorted(p for p in library.rglob("*.py") if left_out.isdisjoint(p.relative_to(library).parts))
     if not data.path:
-        raise DataError(f"source {data.source} has no path", where="data.path", fix="set data.path to a file or folder")
+        raise DataError(
+            f"source {data.source} has no path",
+            where="data.path",
+            rule="every source but python reads files",
+            fix="set data.path to a file, a folder or a glob",
+        )
     path = Path(data.path).expanduser()
     if path.is_dir():
         pattern = FOLDER_PATTERNS[data.source]
@@ -42,6 +70,26 @@ def find_files(data: Data) -> list[Path]:
     return files
 
 
+def check_not_empty(data: Data, files: Sequence[Path]) -> None:
+    """Read up to the first document, before anything is made of it.
+
+    Args:
+        data: names the source.
+        files: as `find_files` gives them.
+
+    Raises:
+        DataError: no file has a document that is not empty, or a file before the first document is damaged.
+    """
+    if next(documents(data.source, files), None) is None:
+        size = sum(path.stat().st_size for path in files)
+        raise DataError(
+            f"the corpus is empty: no text in {len(files)} file{'s' * (len(files) > 1)} of {size:,} bytes",
+            where=f"data.path = {data.path}" if data.path else f"data.source = {data.source}",
+            rule="a corpus has at least one document that is not empty",
+            fix="set data.path to files with text",
+        )
+
+
 def digest_files(files: Sequence[Path], *, ordered: bool) -> str:
     """One digest of the contents of all files, whatever their names; `ordered` says whether their order counts.
 
@@ -54,7 +102,7 @@ def digest_files(files: Sequence[Path], *, ordered: bool) -> str:
             with path.open("rb") as file:
                 digests.append(hashlib.file_digest(file, "blake2b").digest())
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}", where=str(path)) from None
+            raise _unreadable(path, error) from None
     return hashlib.blake2b(b"".join(digests if ordered else sorted(digests))).hexdigest()
 
 
@@ -69,9 +117,21 @@ def documents(source: str, files: Sequence[Path]) -> Iterator[str]:
         DataError: a file is damaged or a record has no text; the message says where.
     """
     for path in files:
-        for text in READERS[source](path):
-            if text:
-                yield text
+        try:
+            for text in READERS[source](path):
+                if text:
+                    yield text
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"cannot read {path}: {error.strerror}",
+        where=str(path),
+        rule="every file of the corpus can be read",
+        fix="allow it to be read, or name the other files with a glob",
+    )
 
 
 def _read_python(path: Path) -> Iterator[str]:
@@ -92,12 +152,16 @@ def _read_text(path: Path) -> Iterator[str]:
             f"{path} is not UTF-8 text: {error.reason}",
             where=f"{path}, byte {error.start}",
             rule="text files are UTF-8",
-            fix="convert the file, or name the text files alone with a glob, such as data.path = 'corpus/**/*.txt'",
+            fix=_fix(
+                path,
+                "text",
+                "convert the file, or name the text files alone with a glob, such as data.path = 'corpus/**/*.txt'",
+            ),
         ) from None
 
 
 def _read_jsonl(path: Path) -> Iterator[str]:
-    offset = 0
+    offset, records = 0, 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}, byte {offset}"
@@ -107,9 +171,17 @@ def _read_jsonl(path: Path) -> Iterator[str]:
             try:
                 record = json.loads(line)
             except ValueError as error:  # also text that is not UTF-8
-                rule = "each line is one JSON object"
-                raise DataError(f"broken JSON record: {error}", where=where, rule=rule, fix="repair the line") from None
-            yield _checked(record.get("text") if isinstance(record, dict) else None, where)
+                rule, fix = "each line is one JSON object", "repair the line"
+                # A file whose first record is wrong is probably of another kind; one that began well is damaged.
+                fix = fix if records else _fix(path, "jsonl", f"{fix}; an object has one line")
+                raise DataError(f"broken JSON record: {error}", where=where, rule=rule, fix=fix) from None
+            if not isinstance(record, dict):
+                fix = 'write {"text": "..."} on the line'
+                raise _no_text(record, where, fix if records else _fix(path, "jsonl", fix))
+            if "text" not in record:
+                raise _no_text(record, where, f'rename the field that holds the text to "text"; {_fields(record)}')
+            yield _checked(record["text"], where)
+            records += 1
 
 
 def _read_parquet(path: Path) -> Iterator[str]:
@@ -120,8 +192,10 @@ def _read_parquet(path: Path) -> Iterator[str]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            if "text" not in file.schema_arrow.names:
-                _checked(None, f"{path}, whose columns are {', '.join(file.schema_arrow.names)}")
+            names = file.schema_arrow.names
+            if "text" not in names:
+                where = f"{path}, whose columns are {', '.join(names)}"
+                raise _no_text(None, where, 'rename the column that holds the text to "text"')
             for batch in file.iter_batches(batch_size=1024, columns=["text"]):
                 for text in batch.column(0).to_pylist():
                     yield _checked(text, f"{path}, record {number}")
@@ -131,20 +205,60 @@ def _read_parquet(path: Path) -> Iterator[str]:
             f"{path} is damaged or truncated: {error}",
             where=f"{path}, record {number}, file of {path.stat().st_size} bytes",
             rule="a Parquet file ends with its index; one that was cut off has none",
-            fix="copy or download the file again",
+            fix=_fix(path, "parquet", "copy or download the file again"),
         ) from None
 
 
 def _checked(text: object, where: str) -> str:
     """The text of a record, if it is one that a tokenizer takes."""
-    rule = 'each record has a field "text" that holds a string'
     if not isinstance(text, str):
-        raise DataError(f"record without text: {text!r}", where=where, rule=rule, fix="name the column or field text")
+        raise _no_text(text, where, "leave the record out, or put a string into its text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"text with half a character: {error}", where=where, rule="text is Unicode") from None
+        raise DataError(
+            f"text with half a character: {error}",
+            where=where,
+            rule="text is Unicode",
+            fix=r"write characters above U+FFFF as both of their \u escapes, or as UTF-8",
+        ) from None
     return text
+
+
+def _no_text(found: object, where: str, fix: str) -> DataError:
+    shown = repr(found)
+    rule = 'each record has a field "text" that holds a string'
+    return DataError(
+        f"record without text: {shown[:SHOWN] + ' ...' * (len(shown) > SHOWN)}", where=where, rule=rule, fix=fix
+    )
+
+
+def _fields(record: dict[str, object]) -> str:
+    return f"the record has {', '.join(record)}" if record else "the record has no fields"
+
+
+def _fix(path: Path, source: str, otherwise: str) -> str:
+    """What to do with a file that its source cannot read, by what it begins with."""
+    kind = _kind(path)
+    return otherwise if kind == source else FIXES.get(kind, otherwise)
+
+
+def _kind(path: Path) -> str:
+    """What a file looks like, one of the keys of `FIXES`; empty where its first bytes say nothing."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    for magic, kind in MAGIC.items():
+        if head.startswith(magic):
+            return kind
+    if b"\0" in head:
+        return "binary"
+    if begin := {b"{": "jsonl", b"[": "array"}.get(head.lstrip()[:1]):
+        return begin
+    try:  # incremental: the head may end inside a character
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return ""
+    return "text" if head.strip() else ""
 
 
 READERS = {"python": _read_python, "text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}

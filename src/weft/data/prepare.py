@@ -93,8 +93,8 @@ def prepare(data: Data, *, model_folder: Path | None, say: Callable[[str], None]
 
 def _prepare_rows(data: Data) -> Prepared:
     if not data.path:
-        fix = "set data.path to an .npy file"
-        raise DataError("source tokens has no path", where="data.path", fix=fix)
+        rule, fix = "it is one file of rows", "set data.path to an .npy file"
+        raise DataError("source tokens has no path", where="data.path", rule=rule, fix=fix)
     path = Path(data.path).expanduser().resolve()
     array = open_array(path, ndim=2, dtypes=ROW_TYPES)
     num_rows, width = array.shape
@@ -103,7 +103,8 @@ def _prepare_rows(data: Data) -> Prepared:
         fix = f"set data.seq_len = {width - 1}"
         raise DataError(f"{path} has the shape [{num_rows}, {width}]", where=str(path), rule=rule, fix=fix)
     if not num_rows:
-        raise DataError(f"{path} has no rows", where=str(path), fix="write at least one row")
+        rule = "a corpus has at least one row"
+        raise DataError(f"{path} has no rows", where=str(path), rule=rule, fix="write at least one row")
     num_held_out = max(1, round(num_rows * data.held_out)) if data.held_out else 0
     cut = (num_rows - num_held_out) * width
     return Prepared(
@@ -117,6 +118,7 @@ def _prepare_rows(data: Data) -> Prepared:
 
 def _prepare_text(data: Data, model_folder: Path | None, say: Callable[[str], None]) -> Prepared:
     files = corpus.find_files(data)
+    corpus.check_not_empty(data, files)
     content = corpus.digest_files(files, ordered=not data.shuffle)
     cache = Path(data.cache).expanduser().resolve()
     tokenizer_folder = _find_tokenizer(data, model_folder, files, content, cache, say)
@@ -136,9 +138,6 @@ def _prepare_text(data: Data, model_folder: Path | None, say: Callable[[str], No
             store.write_store(scratch, parts, shuffle=data.shuffle, facts=facts)
         say(f"tokenised in {time.monotonic() - began:.1f} s: {folder}")
     manifest = store.read_store(folder)
-    if not manifest["documents"]:
-        rule = "a corpus has at least one document that is not empty"
-        raise DataError(f"the corpus is empty: {len(files)} files", where=f"data.path = {data.path}", rule=rule)
     train, held_out = store.split_store(folder, manifest, data.held_out)
     return Prepared(train, held_out, str(tokenizer_folder), manifest["vocab_size"], manifest["end_of_text"])
 

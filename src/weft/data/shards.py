@@ -39,9 +39,11 @@ def open_array(path: str | Path, *, ndim: int, dtypes: Sequence[str]) -> np.ndar
             offset = file.tell()
             has_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", where=where) from None
+        rule, fix = "tokens are in an .npy file that can be read", "name such a file in data.path"
+        raise DataError(f"cannot read {path}: {error.strerror}", where=where, rule=rule, fix=fix) from None
     except (ValueError, KeyError) as error:
-        raise DataError(f"{path} is not an .npy file: {error}", where=where, fix="write it with numpy.save") from None
+        rule, fix = "tokens are in an .npy file", "write it with numpy.save"
+        raise DataError(f"{path} is not an .npy file: {error}", where=where, rule=rule, fix=fix) from None
     expected_bytes = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if dtype not in [np.dtype(name).newbyteorder("<") for name in dtypes]:
         rule, fix = f"its dtype is one of {', '.join(dtypes)}", f'save it as array.astype("{dtypes[0]}")'
@@ -49,7 +51,8 @@ def open_array(path: str | Path, *, ndim: int, dtypes: Sequence[str]) -> np.ndar
     if len(shape) != ndim or fortran_order:
         order = "column" if fortran_order else "row"
         rule = f"it has {ndim} dimension{'s' if ndim > 1 else ''}, in row-major order"
-        raise DataError(f"{path} has the shape {list(shape)} in {order}-major order", where=where, rule=rule)
+        what = f"{path} has the shape {list(shape)} in {order}-major order"
+        raise DataError(what, where=where, rule=rule, fix="write numpy.ascontiguousarray of an array of that shape")
     if has_bytes != expected_bytes:
         raise DataError(
             f"{path} is {'truncated' if has_bytes < expected_bytes else 'too long'}: "

@@ -18,6 +18,7 @@ from weft.errors import DataError
 
 SHARD_TOKENS = 64 * 2**20
 MANIFEST = "manifest.json"
+BOUNDARY_REACH = 0.25  # share of the smaller split by which a cut may move to fall between documents
 
 
 @contextmanager
@@ -50,8 +51,8 @@ def building(folder: Path, *, estimate: int) -> Iterator[Path]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             written = sum(path.stat().st_size for path in scratch.iterdir()) if scratch else 0
             raise _no_space(folder, f"more than {max(written, estimate)} bytes", free) from None
-        fix = "set data.cache to a folder that can be written"
-        raise DataError(f"cannot make the token cache: {error}", where=str(folder), fix=fix) from error
+        rule, fix = "tokens are kept below data.cache", "set data.cache to a folder that can be written"
+        raise DataError(f"cannot make the token cache: {error}", where=str(folder), rule=rule, fix=fix) from error
     finally:
         if scratch:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -133,7 +134,8 @@ def read_store(folder: Path) -> dict[str, Any]:
 def split_store(folder: Path, manifest: dict[str, Any], held_out: float) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     """Cut the stream into a train split and a held-out split: the last `held_out` share of the tokens.
 
-    The cut is the document boundary nearest to that share; in a corpus of one document it falls inside it.
+    The cut is the document boundary nearest to that share, if it changes neither split by more than a quarter; else the cut
+    falls inside a document.
     """
     shards, num_tokens, heads = [], 0, []
     for name in sorted(name for name in manifest["files"] if name.startswith("tokens-")):
@@ -145,7 +147,9 @@ def split_store(folder: Path, manifest: dict[str, Any], held_out: float) -> tupl
     cut = round(num_tokens * (1 - held_out))
     if held_out and manifest["documents"] > 1:
         boundaries = np.concatenate(heads)[1:]
-        cut = int(boundaries[np.argmin(np.abs(boundaries - cut))])
+        nearest = int(boundaries[np.argmin(np.abs(boundaries - cut))])
+        if abs(nearest - cut) <= BOUNDARY_REACH * min(cut, num_tokens - cut):
+            cut = nearest
 
     def spans(low: int, high: int) -> tuple[Span, ...]:
         return tuple(

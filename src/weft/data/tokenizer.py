@@ -18,6 +18,7 @@ FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.js
 TRAIN_CHARACTERS = 2**28  # merges settle long before this; it bounds the time to train on a large corpus
 PIECE_CHARACTERS = 2**17
 BATCH_CHARACTERS = 2**22
+SHOWN = 200  # characters of what the library says of a folder
 
 
 def has_tokenizer(folder: Path | None) -> bool:
@@ -35,12 +36,14 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 
     if not folder.is_dir():
         rule = 'data.tokenizer is a folder, or "train"'
-        raise DataError(f"there is no folder {folder}", where="data.tokenizer", rule=rule, fix="check the path")
+        what = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+        raise DataError(what, where="data.tokenizer", rule=rule, fix='check the path, or set it to "train"')
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds
-        what = f"cannot load a tokenizer from {folder}: {error}"
-        raise DataError(what, where="data.tokenizer", fix="give a folder with a tokenizer.json") from error
+        what = f"cannot load a tokenizer from {folder}: {' '.join(str(error).split())[:SHOWN]}"
+        rule, fix = "data.tokenizer is a folder with a tokenizer.json of Transformers", 'name one, or set it to "train"'
+        raise DataError(what, where="data.tokenizer", rule=rule, fix=fix) from error
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"the tokenizer in {folder} has no end-of-text token",

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from weft.anatomy.roles import Anatomy, Block
 from weft.memory.offload import Offload
@@ -66,6 +67,38 @@ def keep_less(
         if noted or sent:
             module = model.get_submodule(block.name)
             module.forward = partial(_taped, module.forward, tapes)
+
+
+def follow_library_recompute(model: nn.Module, remember: Remember) -> None:
+    """Let the recompute of Transformers (`model.gradient_checkpointing_enable`) see the weights of forward, in place.
+
+    It runs the forward of a layer once more without its hooks, which show it its weights in flight.
+
+    Args:
+        model: split over all axes but data.
+        remember: as in `keep_less`.
+    """
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+    def wrap(*_: object) -> None:
+        for layer in layers:  # the user may change the function between two forwards
+            own = getattr(layer, "_gradient_checkpointing_func", None)
+            if own is not None and getattr(own, "func", None) is not _recompute_layer:
+                layer._gradient_checkpointing_func = partial(_recompute_layer, own, layer, remember)
+
+    model.register_forward_pre_hook(wrap)
+
+
+def _recompute_layer(
+    recompute: Callable[..., Any], layer: nn.Module, remember: Remember, forward: Callable[..., Any], *args: Any
+) -> Any:
+    scene, runs = remember(layer), [nullcontext()]
+
+    def run(*inputs: Any) -> Any:
+        with runs.pop() if runs else scene():  # first in forward, as things are
+            return forward(*inputs)
+
+    return recompute(run, *args)
 
 
 def modules_of(block: Block, roles: tuple[str, ...]) -> tuple[str, ...]:

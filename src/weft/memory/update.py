@@ -28,7 +28,7 @@ def step_in_parts(optimizer: torch.optim.Optimizer, part_bytes: int | None = Non
     total = sum(map(_own_bytes, with_gradient))
     parts = list(_parts(with_gradient, part_bytes or min(max(total // PARTS, SMALLEST_PART), LARGEST_PART)))
     away = getattr(optimizer, "away_states", None)
-    for part, following in zip(parts, [*parts[1:], []], strict=True):
+    for part, following in zip(parts, [*parts[1:], []], strict=False):  # no part where nothing has a gradient
         if away:
             away.expect(part + following)
         for parameter in part:

@@ -7,13 +7,14 @@ import tomli_w
 from rich.console import Console
 from rich.table import Column, Table
 
-from weft.planner.hardware import GIB
+from weft.observe.figures import format_bytes
 from weft.planner.propose import Proposal, describe, planned
-from weft.planner.search import TERMS, reason
+from weft.planner.search import EQUAL, TERMS, reason
 from weft.planner.step_time import CALIBRATED, UNCALIBRATED
 from weft.planner.strategy import in_words, predict
 
 WORTH = 0.005  # less than that is not said
+MEMORY = ("states", "activations", "transient", "reserve", "framework")  # what the memory of a layout consists of
 WIDTH = 150  # letters of a line, at least: rather wrapped than cut
 
 
@@ -22,22 +23,25 @@ def print_proposal(found: Proposal) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)
     first, cost = found.best[0], found.costs[0]
-    console.print(f"{in_words(found.space.cluster)}, {found.space.shape.parameters / 1e9:,.1f} billion parameters")
+    console.print(f"{in_words(found.space.cluster)}, {parameters_in_words(found.space.shape.parameters)}")
     timed = ["by operators"] * bool(found.by_operators)
-    columns = ("step", "tokens/s", "MFU", "GiB", "slower", *timed)
+    columns = ("step", "tokens/s", "MFU", "memory", "slower", *timed)
     table = Table("layout", *(Column(name, justify="right") for name in columns))
     for number, (choice, its) in enumerate(zip(found.best, found.costs, strict=True)):
-        slower = choice.time.seconds / first.time.seconds - 1
         table.add_row(
             describe(choice),
             f"{choice.time.seconds * found.scalar:.3g} s",
             f"{its.tokens_per_second:,.0f}",
-            f"{its.mfu:.1%}",
-            f"{choice.memory.total / GIB:,.1f}",
-            f"{slower:.1%}" if slower else "",
+            "" if its.mfu is None else f"{its.mfu:.1%}",
+            format_bytes(choice.memory.total),
+            compared(found.slower[number]) if number else "chosen",
             *(f"{found.by_operators[number].seconds:.3g} s" for _ in timed),
         )
     console.print(table)
+    if any(abs(slower) < EQUAL for slower in found.slower[1:]):
+        console.print(
+            f"Predictions within {EQUAL:.0%} of each other are equal: the layout with the fewest techniques is chosen."
+        )
     calibrated = found.scalar != 1
     low, high = (first.time.seconds * found.scalar * factor for factor in (CALIBRATED if calibrated else UNCALIBRATED))
     how = "calibrated" if calibrated else "not calibrated on this machine"
@@ -54,9 +58,12 @@ def print_proposal(found: Proposal) -> None:
     for name, seconds in found.compressed.items():
         if (gained := seconds / first.time.seconds - 1) < -WORTH:
             console.print(f"gradients compressed, {name}: {gained:+.1%}", markup=False)
-    for choice in found.leaner:
-        slower = choice.time.seconds / first.time.seconds - 1
-        console.print(f"within {choice.memory.total / GIB:,.1f} GiB: {describe(choice)}, {slower:+.1%}", markup=False)
+    leaner = [
+        f"within {format_bytes(choice.memory.total)}: {describe(choice)}, {choice.time.seconds / first.time.seconds - 1:+.1%}"
+        for choice in found.leaner
+    ]
+    for line in dict.fromkeys(leaner):  # a small model's best layout fits into every share of the memory
+        console.print(line, markup=False)
     if found.fewest:
         cluster, choice = found.fewest
         console.print(
@@ -75,19 +82,28 @@ def print_proposal(found: Proposal) -> None:
         console.print("; ".join(parts))
 
 
+def parameters_in_words(count: float) -> str:
+    """A number of parameters with its unit: 0.14 M parameters, 30.5 B parameters."""
+    return f"{count / 1e9:.3g} B parameters" if count >= 1e9 else f"{count / 1e6:.3g} M parameters"
+
+
+def compared(slower: float) -> str:
+    """Relative difference of a predicted time to the chosen one's, or that it is within the uncertainty of both."""
+    return "equal" if abs(slower) < EQUAL else f"{slower:+.1%}"
+
+
 def terms_table(found: Proposal) -> Table:
     """Where the seconds and the bytes of the first layout go."""
     first = found.best[0]
-    table = Table("of the first", Column("s", justify="right"), "", Column("GiB", justify="right"))
+    table = Table("of the first", Column("s", justify="right"), "", Column("memory", justify="right"))
     times = [(name, value * found.scalar) for term, name in TERMS.items() if (value := getattr(first.time, term))]
-    parts = ("states", "activations", "transient", "reserve", "framework")
-    bytes_ = [(name, getattr(first.memory, name)) for name in parts]
+    bytes_ = [(name, getattr(first.memory, name)) for name in MEMORY]
     if found.traces:
         fullest = max(found.traces, key=lambda trace: trace.count.peak)
         bytes_ = [(f"{name}, counted on rank {fullest.rank}", size) for name, size in fullest.count.peak_bytes.items()]
     for number in range(max(len(times), len(bytes_))):
         time = (times[number][0], f"{times[number][1]:.3g}") if number < len(times) else ("", "")
-        size = (bytes_[number][0], f"{bytes_[number][1] / GIB:,.2f}") if number < len(bytes_) else ("", "")
+        size = (bytes_[number][0], format_bytes(bytes_[number][1])) if number < len(bytes_) else ("", "")
         table.add_row(*time, *size)
     return table
 

@@ -1,88 +1,96 @@
-"""What `weft plan` found, as a page with charts."""
+"""The page of `weft plan`: the best layouts as charts, and why not others."""
 
 from pathlib import Path
 
-import plotly.graph_objects as go
-
 from weft.observe import figures, page
+from weft.observe.chart import Row, bar_chart
+from weft.observe.figures import format_bytes, unit_of_bytes, unit_of_seconds
+from weft.observe.proposal import MEMORY, compared, parameters_in_words
 from weft.parallel.pipeline.gantt import bars
-from weft.planner.hardware import GIB
 from weft.planner.propose import Proposal, describe
-from weft.planner.search import TERMS, reason, setting_in_words
+from weft.planner.search import EQUAL, TERMS, reason, setting_in_words
 from weft.planner.strategy import in_words
 from weft.planner.timeline import timeline_of
-
-BARS = 4000  # of a pipeline that a page draws at most
 
 
 def write_page(found: Proposal, path: Path) -> None:
     """Write one page that opens anywhere: the best layouts by what their time and memory consist of, and why not others."""
-    first, cost = found.best[0], found.costs[0]
-    title = f"{found.space.shape.parameters / 1e9:,.1f} billion parameters on {in_words(found.space.cluster)}"
-    cards = [
-        ("Step", f"{first.time.seconds * found.scalar:.3g} s", "predicted"),
-        ("Throughput", f"{cost.tokens_per_second:,.0f}", "tokens/s"),
-        ("MFU", f"{cost.mfu:.1%}", "causal attention, nothing counted twice"),
-        ("Memory", f"{first.memory.total / GIB:,.1f} GiB", "fullest rank"),
-        ("Layouts", f"{found.size:,}", "in the space"),
-    ]
-    best = [
-        page.plot("plot-time", _time_figure(found), "Seconds of a step", f"The best: {describe(first)}.", wide=True),
-        page.plot(
-            "plot-memory", _memory_figure(found), "Memory of the fullest rank", "Of the same layouts.", wide=True
-        ),
-    ]
+    first = found.best[0]
+    title = f"{parameters_in_words(found.space.shape.parameters)} on {in_words(found.space.cluster)}"
     rows = [
         (
             setting_in_words(d.setting, d.value),
             describe(d.choice) if d.choice else "–",
-            reason(d, first, found.space.cluster),
+            reason(d, first, found.space.cluster).partition(": ")[2],
         )
         for d in found.directions
     ]
+    lead = (
+        f"Predictions that differ by less than {EQUAL:.0%} are equal, as the planner is not more exact. "
+        "Of equal layouts the one with the fewest techniques is chosen; it is the first here."
+    )
+    plots = [
+        page.plot("plot-time", _time_chart(found), "Time of a step", f"Chosen: {describe(first)}.", wide=True),
+        page.plot("plot-memory", _memory_chart(found), "Memory of the fullest rank", "The same layouts.", wide=True),
+    ]
     content = [
         page.header("Weft plan", title, describe(first)),
-        page.key_figures(cards),
-        page.section("The best layouts", page.group("plots", best)),
-        page.section("Why not another", page.table(("setting", "best with it", "compared"), rows)),
+        page.key_figures(_cards(found)),
+        page.section("The best layouts", page.lead(lead), page.group("plots", plots)),
+        page.section("Why not another", page.table(("Setting", "Best layout with it", "Compared"), rows)),
         *_pipeline(found),
     ]
     path.write_text(page.document(f"{title} · Weft", content), encoding="utf-8")
 
 
-def _names(found: Proposal) -> list[str]:
-    return [f"{number}. {describe(choice)}" for number, choice in enumerate(found.best, 1)]
+def _cards(found: Proposal) -> list[tuple[str, str, str]]:
+    """The first row of the page: (name, value, note)."""
+    first, cost = found.best[0], found.costs[0]
+    seconds = first.time.seconds * found.scalar
+    unit, size = unit_of_seconds(seconds)
+    cards = [
+        ("Step", f"{seconds / size:.3g} {unit}", "predicted"),
+        ("Throughput", f"{cost.tokens_per_second:,.0f}", "tokens/s"),
+    ]
+    if cost.mfu is not None:
+        cards.append(("MFU", f"{cost.mfu:.1%}", "causal attention, nothing counted twice"))
+    cards.append(("Memory", format_bytes(first.memory.total), "fullest rank"))
+    cards.append(("Layouts", f"{found.size:,}", "in the space"))
+    return cards
 
 
-def _time_figure(found: Proposal) -> go.Figure:
-    return _stacked(
-        _names(found),
-        {name: [getattr(choice.time, term) * found.scalar for choice in found.best] for term, name in TERMS.items()},
-        "s",
-    )
+def _time_chart(found: Proposal) -> str:
+    unit, size = unit_of_seconds(max(choice.time.seconds for choice in found.best) * found.scalar)
+    parts = [
+        [(name, getattr(choice.time, term) * found.scalar / size) for term, name in TERMS.items()]
+        for choice in found.best
+    ]
+    notes = ["chosen", *map(compared, found.slower[1:])]
+    rows = [Row(describe(choice), [bar], note) for choice, bar, note in zip(found.best, parts, notes, strict=True)]
+    return bar_chart(rows, f"{unit} per step", "{:.3g}".format)
 
 
-def _memory_figure(found: Proposal) -> go.Figure:
-    parts = ("states", "activations", "transient", "reserve", "framework")
-    return _stacked(
-        _names(found), {part: [getattr(choice.memory, part) / GIB for choice in found.best] for part in parts}, "GiB"
-    )
-
-
-def _stacked(names: list[str], parts: dict[str, list[float]], unit: str) -> go.Figure:
-    figure = go.Figure(
-        [go.Bar(y=names, x=values, name=name, orientation="h") for name, values in parts.items() if any(values)]
-    )
-    figure.update_layout(barmode="stack", xaxis_title=unit, yaxis={"autorange": "reversed"}, template="plotly_white")
-    return figure
+def _memory_chart(found: Proposal) -> str:
+    unit, size = unit_of_bytes(max(choice.memory.total for choice in found.best))
+    rows = [
+        Row(describe(choice), [[(part, getattr(choice.memory, part) / size) for part in MEMORY]])
+        for choice in found.best
+    ]
+    return bar_chart(rows, f"{unit} per rank", "{:.3g}".format)
 
 
 def _pipeline(found: Proposal) -> list[str]:
     layout = found.best[0].layout
     if layout.pp == 1:
         return []
-    drawn = bars(timeline_of(found.space, layout))
-    if len(drawn) > BARS:
-        return []
-    plot = page.plot("plot-pipeline", figures.pipeline_figure(drawn), "Pipeline", "One step, by rank of pp.", wide=True)
+    timeline = timeline_of(found.space, layout)
+    drawn = bars(timeline)
+    unit, size = unit_of_seconds(timeline.makespan * found.scalar)
+    if len(drawn) > figures.MOST_SLOTS:
+        plot = page.absent(
+            f"The schedule has {len(drawn):,} slots, too many to draw; weft plan --timeline writes them."
+        )
+    else:
+        chart = figures.pipeline_figure(drawn, unit, size / found.scalar)
+        plot = page.plot("plot-pipeline", chart, "Pipeline", "Forward and backward of one step, by rank of pp.")
     return [page.section("Pipeline", plot)]

@@ -14,6 +14,7 @@ from weft.data import count_micro_batches
 from weft.errors import PlanError
 from weft.job import Job
 from weft.observe import figures, page
+from weft.observe.figures import format_bytes
 from weft.observe.prediction import compare, in_words
 from weft.observe.record import Run, missing, read_run
 from weft.parallel.pipeline.gantt import bars
@@ -37,22 +38,30 @@ def write_report(run: Path) -> Path:
     """
     record = read_run(run)
     title = " · ".join([_family(record), *_size(record.facts)])
+    rows, facts = record.rows, record.facts
     content = [
         page.header("Weft training run", title, _summary(record)),
         page.notice("This run is not complete", missing(record)),
         page.key_figures(key_figures(record)),
-        page.section("Training", _training_plots(record)),
+        page.section("Training", _loss_plot(record)),
+        page.group(
+            "columns",
+            [
+                page.section("Sample", _text(facts.get("sample"), "No sample text was recorded.")),
+                page.section("Use this model", _usage(run, facts.get("sample"))),
+            ],
+        ),
+        *([page.section("Optimization", _optimization_plots(record))] if rows else []),
         page.section("Speed and memory", _resource_plots(record)),
-        *([page.section("Communication", _communication(record.rows))] if record.rows else []),
+        *([page.section("Communication", _communication(rows))] if rows else []),
         *(
             [page.section("Pipeline", _pipeline_plot(record.job))]
             if record.job and record.job.plan.parallel.pp > 1
             else []
         ),
         *_prediction(record),
-        page.section("Sample", _text(record.facts.get("sample"), "No sample text was recorded.")),
-        page.section("Plan", _plan_table(record.job)),
-        page.group("columns", [page.section("Job", _job_text(record)), _about(record.facts)]),
+        page.section("Plan", *_plan_tables(record.job)),
+        page.group("columns", _about(facts)),
         f"<footer>Written by Weft on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files in this folder.</footer>",
     ]
     path = run / "report.html"
@@ -61,7 +70,7 @@ def write_report(run: Path) -> Path:
 
 
 def key_figures(run: Run) -> list[tuple[str, str, str]]:
-    """The first row of the page: (name, value, note)."""
+    """The first row of the page: (name, value, note). MFU is left out where it is not known."""
     rows, unknown = run.rows, "–"
     cards = [
         ("Final loss", f"{rows[-1].loss:.4f}", f"from {rows[0].loss:.4f}") if rows else ("Final loss", unknown, "")
@@ -75,7 +84,8 @@ def key_figures(run: Run) -> list[tuple[str, str, str]]:
         cards += [("Held-out loss", unknown, "not evaluated"), ("Baseline beaten", unknown, "not evaluated")]
     speed, mfu = _median(rows, "tokens_per_second"), _median(rows, "mfu")
     cards.append(("Throughput", unknown if speed is None else format_count(speed), "tokens/s, median"))
-    cards.append(("MFU", unknown, "peak rate not known") if mfu is None else ("MFU", f"{mfu:.1%}", "of peak, median"))
+    if mfu is not None:
+        cards.append(("MFU", f"{mfu:.1%}", "of peak, median"))
     peak = max((row.peak_memory_bytes for row in rows), default=None)
     cards.append(("Peak memory", unknown if peak is None else format_bytes(peak), "largest rank"))
     cards.append(("Skipped steps", str(sum(row.skipped for row in rows)), f"of {len(rows)}"))
@@ -90,11 +100,6 @@ def best_baseline_beaten(held_out_loss: float, baselines: Mapping[str, float]) -
     if not beaten:
         return "none", f"lowest is {min(baselines.values()):.4f}"
     return beaten[min(beaten)], f"by {min(beaten) - held_out_loss:.3f} nats"
-
-
-def format_bytes(size: float) -> str:
-    """Bytes with four digits in MiB, or in GiB from one on."""
-    return f"{size / 2**30:.4g} GiB" if size >= 2**30 else f"{size / 2**20:.4g} MiB"
 
 
 def _pools(row: StepMetrics) -> str:
@@ -136,38 +141,70 @@ def _overflows(rows: list[StepMetrics]) -> str:
     return f" Steps whose gradients were not finite: {by_stage}." if counts else ""
 
 
-def _training_plots(run: Run) -> str:
+def _loss_plot(run: Run) -> str:
     rows, evaluations = run.rows, run.evaluations
     if not rows:
         return page.absent("No step was recorded.")
     baselines = run.facts.get("baselines", {})
-    clip_norm = run.job.optimizer.clip_norm if run.job else 0.0
     held_out = f" Held-out loss {evaluations[-1].held_out_loss:.4f}." if evaluations else ""
     against = f" Dashed: models that only count ({', '.join(baselines)})." if baselines else ""
+    return page.plot(
+        "plot-loss",
+        figures.loss_figure(rows, evaluations, baselines),
+        "Loss",
+        f"From {rows[0].loss:.4f} to {rows[-1].loss:.4f} in {len(rows)} steps.{held_out}{against}",
+        tall=True,
+    )
+
+
+def _usage(run: Path, sample: str | None) -> str:
+    """A program that loads the export with plain Transformers and generates; `sample` gives its first words as the prompt."""
+    export = (run / "export").resolve()
+    if not (export / "config.json").exists():
+        return page.absent(f"This run left no export. Make one from a checkpoint: weft export {run} TO --step STEP")
+    prompt = " ".join((sample or "The").split(" ")[:4])[:40]
+    lines = [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"folder = {str(export)!r}",
+        "model = AutoModelForCausalLM.from_pretrained(folder)",
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f'inputs = tokenizer({prompt!r}, return_tensors="pt")',
+        "written = model.generate(**inputs, max_new_tokens=40, do_sample=True)",
+        "print(tokenizer.decode(written[0], skip_special_tokens=True))",
+    ]
+    if not (export / "tokenizer_config.json").exists():  # the data were token ids
+        lines[0] = "import torch\nfrom transformers import AutoModelForCausalLM"
+        lines[4:] = [
+            "ids = torch.tensor([[1, 2, 3]])  # this run was given token ids, so there is no tokenizer",
+            "print(model.generate(ids, max_new_tokens=40, do_sample=True))",
+        ]
+    return page.preformatted("\n".join(lines))
+
+
+def _optimization_plots(run: Run) -> str:
+    rows = run.rows
+    clip_norm = run.job.optimizer.clip_norm if run.job else 0.0
     skipped = sum(row.skipped for row in rows)
     plots = [
-        page.plot(
-            "plot-loss",
-            figures.loss_figure(rows, evaluations, baselines),
-            "Loss",
-            f"From {rows[0].loss:.4f} to {rows[-1].loss:.4f} in {len(rows)} steps.{held_out}{against}",
-            wide=True,
-            tall=True,
-        ),
         page.plot(
             "plot-grad-norm",
             figures.grad_norm_figure(rows, clip_norm),
             "Gradient norm",
-            f"Before clipping, over all parameters and ranks. Skipped steps: {skipped}.",
+            f"Before clipping, over all parameters and ranks. Skipped steps: {skipped}.{_overflows(rows)}",
         ),
         page.plot(
             "plot-learning-rate",
-            figures.learning_rate_figure(rows),
-            "Learning rate and loss scale",
-            f"Learning rate at most {max(row.learning_rate for row in rows):.3g}; "
-            f"loss scale {rows[-1].loss_scale:g} at the end.{_overflows(rows)}",
+            figures.step_figure(rows, "learning_rate", "learning rate"),
+            "Learning rate",
+            f"At most {max(row.learning_rate for row in rows):.3g}.",
         ),
     ]
+    if any(row.loss_scale != 1 for row in rows):
+        figure = figures.step_figure(rows, "loss_scale", "loss scale")
+        plots.append(
+            page.plot("plot-loss-scale", figure, "Loss scale", f"{rows[-1].loss_scale:g} at the end.", wide=True)
+        )
     return page.group("plots", plots)
 
 
@@ -179,22 +216,20 @@ def _resource_plots(run: Run) -> str:
         plots += [
             page.plot(
                 "plot-throughput",
-                figures.throughput_figure(rows),
+                figures.step_figure(rows, "tokens_per_second", "tokens per second", format_count, with_median=True),
                 "Throughput",
                 f"Over all ranks, {format_count(sum(row.tokens for row in rows))} target tokens in all.",
             ),
             page.plot(
                 "plot-step-time",
-                figures.step_time_figure(rows),
+                figures.step_figure(rows, "step_seconds", "seconds", "{:.3g}".format, with_median=True),
                 "Step time",
                 f"Slowest: step {slowest.step}, {slowest.step_seconds:.3g} s.",
             ),
         ]
     if memory:
         figure = figures.memory_figure(memory)
-        plots.append(
-            page.plot("plot-memory", figure, "Memory by kind", "As measured and as the plan predicted.", wide=True)
-        )
+        plots.append(page.plot("plot-memory", figure, "Memory by kind", "As measured and as predicted.", wide=True))
     else:
         plots.append(page.absent("Memory by kind was not recorded."))
     watched = next((row for row in rows if row.peak), None)
@@ -228,30 +263,52 @@ def _pipeline_plot(job: Job) -> str:
         f"{plan.pipeline.schedule} with {micro_batches} micro-batches, if every stage takes as long: ranks idle {idle:.1%} of "
         f"a step, and hold the activations of {held} micro-batches of a stage."
     )
-    return page.plot("plot-pipeline", figures.pipeline_figure(bars(timeline)), "Pipeline", caption, wide=True)
+    drawn = bars(timeline)
+    if len(drawn) > figures.MOST_SLOTS:
+        return page.absent(f"{caption} Its {len(drawn):,} slots are too many to draw.")
+    figure = figures.pipeline_figure(drawn, "time, in forwards of one stage")
+    return page.plot("plot-pipeline", figure, "Pipeline", caption)
 
 
-def _plan_table(job: Job | None) -> str:
+def _plan_tables(job: Job | None) -> list[str]:
+    """The settings of the plan that differ from their defaults; folded, all others and the whole job."""
     if job is None:
-        return page.absent("job.toml is missing.")
-    rows = [
-        (f"{name}.{key}", str(getattr(getattr(job.plan, name), key)), field.description or "")
-        for name in Plan.model_fields
-        if name != "prediction"  # which has a section of its own
-        for key, field in type(getattr(job.plan, name)).model_fields.items()
+        return [page.absent("job.toml is missing.")]
+    changed, others = [], []
+    for name in Plan.model_fields:
+        if name == "prediction":  # which has a section of its own
+            continue
+        table = getattr(job.plan, name)
+        for key, field in type(table).model_fields.items():
+            value, default = getattr(table, key), field.get_default(call_default_factory=True)
+            meaning = field.description or ""
+            if value == default:
+                others.append((f"{name}.{key}", _setting(value), meaning))
+            else:
+                changed.append((f"{name}.{key}", _setting(value), _setting(default), meaning))
+    return [
+        page.table(["Setting", "Value", "Default", "Meaning"], changed)
+        if changed
+        else page.absent("All settings have their defaults."),
+        page.folded(f"{len(others)} settings at their defaults", page.table(["Setting", "Value", "Meaning"], others)),
+        page.folded("The whole job, job.toml", page.preformatted(job.to_toml())),
     ]
-    return page.table(["Setting", "Value", "Meaning"], rows)
 
 
-def _job_text(run: Run) -> str:
-    return page.preformatted(run.job.to_toml()) if run.job else page.absent("job.toml is missing.")
+def _setting(value: Any) -> str:
+    """A value of the plan as text."""
+    if isinstance(value, tuple | list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _about(facts: Mapping[str, Any]) -> str:
+def _about(facts: Mapping[str, Any]) -> list[str]:
     environment = [(name, str(value)) for name, value in facts.get("environment", {}).items()]
     anatomy = [(role, _names(value)) for role, value in facts.get("anatomy", {}).items()]
-    tables = ("Environment", ["Name", "Value"], environment), ("Anatomy", ["Role", "Modules"], anatomy)
-    return f"<div>{''.join(page.section(title, page.table(columns, rows)) for title, columns, rows in tables)}</div>"
+    return [
+        page.section("Environment", page.table(["Name", "Value"], environment)),
+        page.section("Anatomy", page.table(["Role", "Modules"], anatomy)),
+    ]
 
 
 def _names(value: Any) -> str:

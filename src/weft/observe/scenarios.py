@@ -28,7 +28,7 @@ def print_options(scenario: Scenario, cluster: Cluster, found: list[Option], day
             f"{option.global_batch:,}",
             f"{option.choice.time.seconds:.3g} s",
             f"{option.cost.tokens_per_second:,.0f}",
-            f"{option.cost.mfu:.0%}",
+            "" if option.cost.mfu is None else f"{option.cost.mfu:.0%}",
             f"{option.choice.memory.total / GIB:.0f}",
             f"{option.tokens / 1e9:,.1f}",
             f"{option.days:,.3g}",

@@ -45,6 +45,8 @@ class RouterWatch:
                 self._watch_load(name, model.get_submodule(name))
             for name in block.router if self.coefficient else ():
                 model.get_submodule(name).register_forward_hook(self._keep_logits)
+        if self.coefficient:  # in a loop that never asks for the sums, logits of earlier forwards must not pile up
+            model.register_forward_pre_hook(lambda *_: self.logits.clear())
 
     def is_on(self) -> bool:
         """Whether the auxiliary loss takes part in the forward that is to come."""

@@ -30,16 +30,46 @@ def check_tensors(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
     """Refuse a number of tp ranks that heads, KV heads or hidden units cannot be divided by, and what has no known role.
 
     Raises:
-        PlanError: with the numbers.
+        PlanError: with the numbers; where another number of ranks would do, with all that pass.
     """
+    try:
+        _check_number(model, anatomy, tp)
+    except PlanError as error:
+        if error.fix is None:
+            heads = count_heads(model.config.get_text_config())
+            holding = [number for number in divisors(heads) if number == 1 or _holds(model, anatomy, number)]
+            error.fix = f"set plan.parallel.tp to {one_of(holding)}"
+        raise
+
+
+def _holds(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> bool:
+    try:
+        _check_number(model, anatomy, tp)
+    except PlanError:
+        return False
+    return True
+
+
+def divisors(number: int) -> list[int]:
+    """Of a positive number, ascending, itself included."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def one_of(numbers: list[int]) -> str:
+    """`4`, or `one of 1, 2, 4`."""
+    return ("one of " if len(numbers) > 1 else "") + ", ".join(map(str, numbers))
+
+
+def _check_number(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
+    """What a wrong number of ranks breaks has no fix yet: `check_tensors` finds one."""
     config = model.config.get_text_config()
     check_decoder(model, anatomy, "tp")
     _check_rest(model, anatomy)
     heads, kv_heads = count_heads(config), count_kv_heads(config)
     if heads % tp:
-        raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}", heads)
+        raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}")
     if kv_heads % tp and tp % kv_heads:
-        raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by them", kv_heads)
+        raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by them")
     for block in anatomy.blocks:
         for name in (child for part in block.attention + block.mlp for child in _children(model, part)):
             last = name.rpartition(".")[2]
@@ -134,7 +164,6 @@ def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> N
             f"{kv_heads} KV heads cannot be divided by tp = {tp}, and those of {name} {reason}",
             where="plan.parallel.tp",
             rule="KV heads are copied to several ranks only where they have a matrix and a norm of their own",
-            fix=f"set plan.parallel.tp to a divisor of {kv_heads} (and of {heads})",
         )
 
 
@@ -172,15 +201,12 @@ def _check_matrices(name: str, part: nn.Module, known: tuple[re.Pattern[str], ..
                     f"{units} hidden units of {full} cannot be divided by tp = {tp}",
                     where="plan.parallel.tp",
                     rule="every tp rank has as many hidden units of an MLP",
-                    fix="choose a tp that divides them",
                 )
 
 
-def _refusal(anatomy: Anatomy, what: str, number: int) -> PlanError:
-    divisors = [str(i) for i in range(1, number + 1) if number % i == 0]
+def _refusal(anatomy: Anatomy, what: str) -> PlanError:
     return PlanError(
         what,
         where=f"plan.parallel.tp, model_type {anatomy.family}",
         rule="every tp rank has as many whole heads; with fewer KV heads than ranks, as many ranks for each KV head",
-        fix=f"set plan.parallel.tp to one of {', '.join(divisors)}",
     )

@@ -73,26 +73,33 @@ class ContextParallel:
         return self.rank // self.ulysses
 
 
+def sequence_parts(ulysses: int, ring: int) -> int:
+    """Number of parts that a sequence is cut into: its length is a multiple of it."""
+    return 2 * ring * ulysses if ring > 1 else ulysses
+
+
 def check_sequence(seq_len: int, ulysses: int, ring: int) -> None:
     """Raises PlanError unless a sequence can be split over the grid."""
-    parts = 2 * ring * ulysses if ring > 1 else ulysses
+    parts = sequence_parts(ulysses, ring)
     if seq_len % parts:
         raise PlanError(
             f"a sequence of {seq_len} tokens cannot be split for ulysses {ulysses} x ring {ring}",
             where="parallel.cp",
             rule=f"seq_len is a multiple of {parts}: of ulysses, or of 2 x ring x ulysses if ring is larger than 1",
-            fix=f"use seq_len {seq_len - seq_len % parts or parts}, or fewer ranks of cp",
+            fix=f"pad rows to {seq_len + -seq_len % parts} tokens (data.seq_len of a job, or pad_to_multiple_of={parts} of a "
+            "collator), or use fewer ranks of cp",
         )
 
 
 def check_heads(heads: int, kv_heads: int, ulysses: int) -> None:
     """Raises PlanError unless heads can be split over the ranks of Ulysses."""
     if heads % kv_heads or heads % ulysses:
+        fewer = f"set plan.parallel.cp_ulysses to {math.gcd(heads, ulysses)}, for a longer ring"
         raise PlanError(
             f"{heads} query heads with {kv_heads} heads of keys and values cannot be split over ulysses {ulysses}",
-            where="parallel.cp",
+            where="plan.parallel.cp, plan.parallel.cp_ulysses",
             rule="ulysses, and the heads of keys and values, divide the query heads that a rank has after tensor parallelism",
-            fix=f"use ulysses {math.gcd(heads, ulysses)} and a longer ring",
+            fix="set plan.parallel.cp to 1" if heads % kv_heads else fewer,
         )
 
 

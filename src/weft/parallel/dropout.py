@@ -81,8 +81,15 @@ def has_attention_dropout(model: PreTrainedModel) -> bool:
     return any(float(getattr(config, name, 0) or 0) > 0 for name in ("attention_dropout", "attn_pdrop"))
 
 
-def place_dropout(model: Any, anatomy: Anatomy, mesh: DeviceMesh) -> None:
-    """Replace every dropout of a model by one that knows its place, in place; nothing happens without dropout."""
+def place_dropout(model: Any, anatomy: Anatomy, mesh: DeviceMesh, multiple: int = 1) -> None:
+    """Replace every dropout of a model by one that knows its place, in place; nothing happens without dropout.
+
+    Args:
+        model: split over tp.
+        anatomy: its roles.
+        mesh: with the axes of `weft.cluster.mesh`.
+        multiple: number of tokens that rows are padded to a multiple of (`weft.parallel.rows.row_multiple`).
+    """
     dropouts = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
     }
@@ -104,7 +111,8 @@ def place_dropout(model: Any, anatomy: Anatomy, mesh: DeviceMesh) -> None:
         tokens = args[0] if args else kwargs.get("input_ids")
         if tokens is not None:
             place.rows = row_numbers(tokens)
-            place.tokens = own_positions(tokens.shape[1], mesh).to(tokens.device)
+            padded = tokens.shape[1] + -tokens.shape[1] % multiple
+            place.tokens = own_positions(padded, mesh).to(tokens.device)
 
     model.register_forward_pre_hook(look, with_kwargs=True)
 

@@ -18,6 +18,7 @@ Shapes: T tokens of this rank, K experts a token, H hidden size, R rows that com
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from weft.anatomy.roles import Anatomy
 from weft.cluster.hierarchy import TwoLevelGroup
 from weft.comm.collectives import all_to_all, exchange, start_all_to_all
 from weft.errors import PlanError
+from weft.parallel.checks import divisors, one_of
 
 # What an experts module of Transformers (5.17 to 5.23) is called with: the second as GPT-OSS names it.
 SIGNATURES = (
@@ -308,6 +310,16 @@ def check_experts(model: nn.Module, anatomy: Anatomy, ep: int) -> None:
         )
     for name in names if ep > 1 else ():
         _check_module(name, model.get_submodule(name), ep)
+    counts = {name: int(model.get_submodule(name).num_experts) for name in names} if ep > 1 else {}  # type: ignore[arg-type]
+    for name, num_experts in counts.items():
+        if num_experts % ep:
+            common = math.gcd(ep, *counts.values())  # its divisors divide what ep divides, such as the ranks
+            raise PlanError(
+                f"ep = {ep} does not divide {num_experts} experts",
+                where=f"plan.parallel.ep, {name}",
+                rule="every rank holds the same number of whole experts",
+                fix=f"set plan.parallel.ep to {one_of(divisors(common))}",
+            )
 
 
 def takes_indices(experts: nn.Module) -> bool:
@@ -329,14 +341,7 @@ def _check_module(name: str, experts: Any, ep: int) -> None:
     if problem:
         raise PlanError(
             f"ep = {ep}, but the experts of this model cannot be split: {type(experts).__name__} {problem}",
-            where=name,
+            where=f"plan.parallel.ep, {name}",
             rule=f"forward({', '.join(SIGNATURES[0])}), num_experts, and parameters [num_experts, ...]",
             fix="leave plan.parallel.ep at 1",
-        )
-    if num_experts % ep:
-        raise PlanError(
-            f"ep = {ep} does not divide {num_experts} experts",
-            where=name,
-            rule="every rank holds the same number of whole experts",
-            fix=f"set plan.parallel.ep to a divisor of {num_experts}",
         )

@@ -81,8 +81,8 @@ class Source:
     def multiply(self, module: nn.Module, fan: list[nn.Module]) -> Tensor:
         """The output of one matrix of a fan; its first call computes all of them, in recompute once more."""
         if module not in self.products:
-            matrices, biases, later = zip(*(_operands(one, self.border.queue) for one in fan), strict=True)
             overlap, x = self.border.overlap, self.x
+            matrices, biases, later = zip(*(_operands(one, x, self.border.queue) for one in fan), strict=True)
             if self.border.sp:
                 found = multiply_gathered(x, matrices, biases, overlap, self.border.dim, later)
             else:
@@ -195,17 +195,18 @@ def _take_product(module: Any, fan: list[nn.Module], x: Tensor) -> Tensor:
 
 
 def _multiply_and_reduce(module: Any, border: Border, x: Tensor) -> Tensor:
-    matrix, bias, later = _operands(module, border.queue)
+    matrix, bias, later = _operands(module, x, border.queue)
     if border.sp:
         return multiply_scattered(x, matrix, bias, border.overlap, border.dim, later)
     return multiply_reduced(x, matrix, bias, border.overlap, later)
 
 
-def _operands(module: Any, queue: WeightGradients | None) -> tuple[Tensor, Tensor | None, Later | None]:
-    """Matrix with its outputs as rows, bias, and where the gradient of the matrix goes if it is computed later."""
+def _operands(module: Any, x: Tensor, queue: WeightGradients | None) -> tuple[Tensor, Tensor | None, Later | None]:
+    """Matrix with its outputs as rows, bias, and where the gradient of the matrix goes if it is computed later: behind that of
+    the input `x`, so not where that has none."""
     weight, later = module.weight, None
     shares = getattr(module, "shares_gradients", False)
-    if queue is not None and torch.is_grad_enabled() and weight.requires_grad and not shares:
+    if queue is not None and torch.is_grad_enabled() and weight.requires_grad and x.requires_grad and not shares:
         later = partial(_leave_product, queue, weight, isinstance(module, Conv1D))
         weight = weight.detach()
     return _rows_first(module, weight), module.bias, later

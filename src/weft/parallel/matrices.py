@@ -17,7 +17,7 @@ PACKED_QUERY_KEY_VALUE = re.compile(r"qkv_proj|c_attn")
 PACKED_UP = re.compile(r"gate_up_proj")
 # Families whose packed matrices are known to have one projection below the other. Others (GPT-NeoX) mix them head by head:
 # a split by the wrong order would give wrong numbers without a word.
-PACKED_FAMILIES = ("gpt2", "phi3")
+PACKED_FAMILIES = ("glm", "glm4", "gpt2", "phi3")
 UP = re.compile(r"gate_proj|up_proj|c_fc|fc1|fc_in|w1|w3|dense_h_to_4h")
 DOWN = re.compile(r"o_proj|out_proj|down_proj|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h")
 REPLICATED = re.compile(r"q_a_proj|kv_a_proj_with_mqa|.*norm.*|ln_.*")

@@ -11,23 +11,25 @@ from weft.anatomy.transformers import read_anatomy
 from weft.cluster.device import detect
 from weft.cluster.mesh import build_expert_mesh, ranks_along
 from weft.comm.compression.codecs import build_feedback
+from weft.comm.objects import all_gather_json
 from weft.comm.overlap import check_chunks
 from weft.errors import PlanError
 from weft.memory.offload import build_offload
-from weft.memory.recompute import keep_less
+from weft.memory.recompute import follow_library_recompute, keep_less
 from weft.memory.weights import split_weights
 from weft.parallel.balance import RouterWatch
 from weft.parallel.checks import check_tensors
-from weft.parallel.context import check_sequence
 from weft.parallel.data import gather_ahead, prefetch_inside_stages, shard_data_parallel
+from weft.parallel.documents import check_rows
 from weft.parallel.dropout import place_dropout
 from weft.parallel.expert import check_experts, compute_shared_experts_meanwhile, split_experts
-from weft.parallel.pipeline.cut import Chain, Relay, cut_model, let_stages_run, read_chain, split_blocks
+from weft.parallel.labels import average_over_all_targets
+from weft.parallel.pipeline.cut import Chain, Relay, check_ranks, cut_model, let_stages_run, read_chain, split_blocks
 from weft.parallel.pipeline.order import read_order, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import Pipeline
 from weft.parallel.pipeline.weight_gradients import WeightGradients, defer_weight_gradients
 from weft.parallel.replicate import replicate_data_parallel
-from weft.parallel.rows import split_sequences, take_whole_rows, takes_over_attention
+from weft.parallel.rows import row_multiple, split_sequences, take_whole_rows, takes_over_attention
 from weft.parallel.scene import remember_scene
 from weft.parallel.tensor import split_tensors
 from weft.parallel.weights import Layout, LocalWeights, shard_parameter
@@ -41,8 +43,9 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     """Split an unmodified Transformers model over the ranks of a mesh, in place, as the plan says.
 
     The model keeps its class, its forward and its parameter names. Afterwards parameters are sharded: make the optimizer
-    from `model.parameters()` now. Gradients are means over the data ranks, as under DistributedDataParallel. With a
-    pipeline a rank keeps the blocks of its own stages, and `weft.train.step` runs the model.
+    from `model.parameters()` now. Gradients are means over the data ranks, as under DistributedDataParallel; the loss of
+    `labels` is the mean over the targets of all ranks, with the gradients of that mean (`labels.py`). With a pipeline a
+    rank keeps the blocks of its own stages, and `weft.train.step` runs the model.
 
     Args:
         model: causal language model with equal weights on all ranks, or on the meta device (see `weft.materialize`).
@@ -56,7 +59,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         PlanError: the plan does not fit the mesh.
         ModelError: the model's anatomy cannot be read.
     """
-    plan = plan.resolve(mesh.size())
+    plan = plan.resolve(mesh.size()).resolve_precision(_native_bf16(plan))
     whole = anatomy = read_anatomy(model)
     p = plan.parallel
     chain = check_axes(model, anatomy, plan)
@@ -72,11 +75,13 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         split_tensors(model, anatomy, plan, mesh, queue)
     if p.ep > 1:
         compute_shared_experts_meanwhile(model, anatomy)
-    place_dropout(model, anatomy, mesh)
+    place_dropout(model, anatomy, mesh, row_multiple(whole, plan))
     if own_attention:
         split_sequences(model, anatomy, mesh, plan.comm.head_groups)
-    if p.tp > 1 or own_attention:
-        take_whole_rows(model, mesh)
+    splits_rows = p.tp > 1 or own_attention
+    if splits_rows:
+        take_whole_rows(model, whole, plan, mesh)
+    average_over_all_targets(model, mesh, row_multiple(whole, plan) if splits_rows else None)
     if queue is not None:
         defer_weight_gradients(model, anatomy, queue)
     compute_in_float32(model, whole, plan.precision.float32)
@@ -87,6 +92,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         model.offload = build_offload(plan.memory, detect())
         own_blocks = {block.name for block in anatomy.blocks}
         keep_less(model, whole, own_blocks, plan.memory, partial(remember_scene, model), model.offload)
+    follow_library_recompute(model, partial(remember_scene, model))
     if plan.precision.weights != "whole":
         split_weights(model, even=plan.precision.weights == "split_even")
     model.feedback = build_feedback(plan.comm)
@@ -101,6 +107,11 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         let_stages_run(model, whole, relay)
         model.pipeline = Pipeline(model, whole, relay, plan, mesh, queue)
     return model
+
+
+def _native_bf16(plan: Plan) -> bool:
+    """Whether the devices of all ranks compute bf16 natively; asked where the plan leaves the choice, on all ranks alike."""
+    return plan.precision.forward == "auto" and all(all_gather_json(detect().supports("bf16")))
 
 
 def cut_for_rank(
@@ -125,7 +136,7 @@ def check_axes(
     Args:
         model: whole.
         anatomy: its roles.
-        plan: resolved.
+        plan: resolved; its forward dtype may be "auto".
         seq_len: of the rows, where it is known.
         num_micro_batches: of a step, where it is known.
 
@@ -139,23 +150,34 @@ def check_axes(
     check_experts(model, anatomy, p.ep)
     if p.tp > 1:
         check_tensors(model, anatomy, p.tp)
-    takes_over_attention(model, anatomy, plan)
+    check_rows(model, anatomy, plan, seq_len)
     if p.pp > 1:
+        check_ranks(len(anatomy.blocks), plan)
         split_blocks(len(anatomy.blocks), len(stage_ranks(plan)), plan.pipeline)
         if num_micro_batches is not None:
             read_order(plan, num_micro_batches)
     if seq_len is not None:
-        check_sequence(seq_len, p.cp_ulysses, p.cp // p.cp_ulysses)
-        if p.tp > 1 and (p.sp or anatomy.has_experts) and seq_len // p.cp % p.tp:
-            raise PlanError(
-                f"{seq_len // p.cp} tokens of a row on each rank of cp cannot be divided by tp = {p.tp}",
-                where="data.seq_len",
-                rule="tp ranks hold as many tokens each, between matrices (sp) and in front of experts",
-                fix=f"choose a sequence length that {p.cp * p.tp} divides",
-            )
+        _check_row_length(seq_len, anatomy, plan)
         if p.tp > 1 and plan.comm.overlap_chunks != "auto":
             check_chunks(plan.comm.overlap_chunks, seq_len // p.cp // (p.tp if p.sp else 1))
-    return read_chain(model, anatomy, DTYPES[plan.precision.forward]) if p.pp > 1 else None
+    forward = plan.precision.resolve(native_bf16=True).forward  # whether the blocks form a chain does not depend on it
+    return read_chain(model, anatomy, DTYPES[forward]) if p.pp > 1 else None
+
+
+def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:
+    """Refuse rows whose tokens the ranks of tp and cp do not divide; a longer row loses no token, a shorter one may."""
+    p, multiple = plan.parallel, row_multiple(anatomy, plan)
+    if seq_len % multiple == 0:
+        return
+    longer = seq_len + -seq_len % multiple
+    fits = anatomy.max_positions is None or longer <= anatomy.max_positions
+    rest = "" if fits else f", as the {anatomy.max_positions} positions of the model leave no room for {longer}"
+    raise PlanError(
+        f"rows of {seq_len} tokens cannot be divided by tp = {p.tp} and cp = {p.cp}",
+        where="data.seq_len",
+        rule=f"the ranks of a row hold as many tokens each: here its length is a multiple of {multiple}",
+        fix=f"set data.seq_len = {longer if fits else longer - multiple}{rest}",
+    )
 
 
 def split_all_experts(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh) -> None:

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from weft.anatomy.roles import Anatomy
 from weft.cluster.mesh import CONTEXT_AXES, join_axes
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import AllReduce, PlainAllReduce, levels_of
+from weft.memory.packed import has_values
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
@@ -48,7 +50,7 @@ def replicate_data_parallel(
     # Weights may still be on the meta device: their hooks wait for the first forward.
     model.register_forward_pre_hook(reducer.prepare)
     if plan.precision.forward != plan.precision.update:
-        _cast_in_forward(model, DTYPES[plan.precision.forward])
+        _cast_in_forward(model, anatomy, DTYPES[plan.precision.forward])
 
 
 class Unit(NamedTuple):
@@ -71,7 +73,9 @@ def is_split(parameter: Tensor) -> bool:
 
 
 class Bucket:
-    """Gradients of some parameters, side by side in one tensor."""
+    """Gradients of some parameters, side by side in one tensor, and behind them one number for each parameter: the share of
+    ranks that have a gradient of it. A parameter that no rank uses has no gradient, and an optimizer leaves it alone.
+    """
 
     def __init__(
         self, parameters: list[nn.Parameter], unit: Unit, feedback: Feedback | None = None, compress_level: str = "all"
@@ -82,22 +86,52 @@ class Bucket:
         self.parameters = parameters
         locals_ = [to_local(p.detach()) for p in parameters]
         sizes = [local.numel() for local in locals_]
-        self.flat = torch.zeros(sum(sizes), dtype=locals_[0].dtype, device=locals_[0].device)
-        pieces = self.flat.split(sizes)
+        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=locals_[0].dtype, device=locals_[0].device)
+        self.gradients, self.used = self.flat.split([sum(sizes), len(sizes)])
+        pieces = self.gradients.split(sizes)
         views = [piece.view_as(local) for piece, local in zip(pieces, locals_, strict=True)]
         self.views = [_like(view, p) for view, p in zip(views, parameters, strict=True)]
         self.missing = len(parameters)
+        self.absent: list[int] = []
+        self.works: list[AllReduce | PlainAllReduce] = []
 
-    def reduce(self) -> AllReduce | PlainAllReduce:
+    def reduce(self) -> None:
         """Start the average over ranks; a parameter without gradient on this rank adds zeros."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is None:
-                parameter.grad = view.zero_()
+        self.absent = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
+        self.used.fill_(1)
+        for index in self.absent:
+            self.views[index].zero_()
+            self.used[index] = 0
         self.missing = len(self.parameters)
         unit, feedback = self.unit, self.feedback
-        if feedback is not None and feedback.is_on and self.levels.outer_size > 1:
-            return AllReduce(self.name, self.flat, self.levels, feedback, momentum=unit.makes_momentum)
-        return PlainAllReduce(self.name, self.flat, unit.group, feedback if unit.makes_momentum else None)
+        if feedback is None:
+            self.works = [PlainAllReduce(self.name, self.flat, unit.group)]
+            return
+        if feedback.is_on and self.levels.outer_size > 1:
+            momentum = unit.makes_momentum
+            main: Any = AllReduce(self.name, self.gradients, self.levels, feedback, momentum=momentum)
+        else:
+            main = PlainAllReduce(self.name, self.gradients, unit.group, feedback if unit.makes_momentum else None)
+        self.works = [main, PlainAllReduce(f"{self.name}.used", self.used, unit.group)]
+
+    def advance(self) -> None:
+        """Start the second message of a compressed reduction."""
+        for work in self.works:
+            work.advance()
+
+    def wait(self) -> None:
+        """End the reduction. The host waits for the device only where this rank lacks a gradient."""
+        for work in self.works:
+            work.wait()
+        self.works = []
+        if not has_values(self.flat):  # a dry run, in which no rank uses what this one does not
+            return
+        used = self.used[self.absent].tolist() if self.absent else []
+        for index, share in zip(self.absent, used, strict=True):
+            # What compressed messages of earlier steps have left out may come in a step that does not use the parameter.
+            arrived = self.feedback is not None and bool(to_local(self.views[index]).any())
+            if share > 0 or arrived:
+                self.parameters[index].grad = self.views[index]
 
 
 def _like(view: Tensor, parameter: Tensor) -> Tensor:
@@ -123,7 +157,7 @@ class GradientReducer:
         self.communicates = makes_momenta or any(unit.group.size() > 1 for unit in units)
         self.last_micro_batch = True
         self.buckets: list[Bucket] = []
-        self.works: list[AllReduce | PlainAllReduce] = []
+        self.reducing: list[Bucket] = []
         self.finish_is_queued = False
 
     def prepare(self, model: nn.Module, _: object) -> None:
@@ -162,28 +196,32 @@ class GradientReducer:
             self.finish_is_queued = True
         self.buckets[index].missing -= 1
         # In one order on every rank, whichever is full first: a rank may not use what another does.
-        while len(self.works) < len(self.buckets) and self.buckets[len(self.works)].missing == 0:
+        while len(self.reducing) < len(self.buckets) and self.buckets[len(self.reducing)].missing == 0:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
-        self.works.append(self.buckets[len(self.works)].reduce())
-        for work in self.works[-IN_FLIGHT - 1 : -IN_FLIGHT]:
-            work.advance()
+        bucket = self.buckets[len(self.reducing)]
+        bucket.reduce()
+        self.reducing.append(bucket)
+        for earlier in self.reducing[-IN_FLIGHT - 1 : -IN_FLIGHT]:
+            earlier.advance()
 
     def finish(self) -> None:
         """At the end of backward: reduce what never got full, and wait for all."""
-        while len(self.works) < len(self.buckets):
+        while len(self.reducing) < len(self.buckets):
             self._reduce_next()
-        for work in self.works:
-            work.advance()
-        for work in self.works:
-            work.wait()
-        self.works.clear()
+        for bucket in self.reducing:
+            bucket.advance()
+        for bucket in self.reducing:
+            bucket.wait()
+        self.reducing.clear()
         self.finish_is_queued = False
 
 
-def _cast_in_forward(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let forward see the weights in another format; backward casts their gradients back."""
+def _cast_in_forward(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> None:
+    """Cast the weights for forward, and their gradients back in backward. The inputs of each block are cast too, as FSDP2
+    does: masks and buffers (XGLM's positions) have the dtype of the weights at rest.
+    """
     originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
 
     def swap_in(*_: object) -> None:
@@ -201,5 +239,13 @@ def _cast_in_forward(model: nn.Module, dtype: torch.dtype) -> None:
             table[name] = parameter
         originals.clear()
 
+    def cast(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)
+
+    for block in anatomy.blocks:
+        model.get_submodule(block.name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
     model.register_forward_pre_hook(swap_in)
     model.register_forward_hook(swap_out, always_call=True)

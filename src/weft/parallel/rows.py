@@ -1,6 +1,6 @@
 """How whole rows enter a model whose sequences are split over ranks (context parallelism), and which part a rank has."""
 
-from functools import partial
+import math
 from typing import Any
 
 import torch
@@ -12,13 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import ATTENTION, document_masks
 from weft.cluster.mesh import CONTEXT_AXES, context_rank, ranks_along
-from weft.comm.collectives import all_reduce
-from weft.data import IGNORED
 from weft.errors import ModelError, PlanError
 from weft.parallel.checks import check_decoder
-from weft.parallel.context import ContextParallel, check_heads, context_attention, own_positions
+from weft.parallel.context import ContextParallel, check_heads, context_attention, own_positions, sequence_parts
 from weft.parallel.dropout import has_attention_dropout
-from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.matrices import count_heads, count_kv_heads
 from weft.plan import Plan
 
@@ -28,6 +25,9 @@ REFUSED_FAMILIES = {
     "doge": "makes its masks from values of the tokens that a rank holds",
     "moshi": "has a sliding window that only its mask knows",
 }
+# Families that count positions by the attention mask; all others that tp or cp take count them by the place in the row
+# (tests/parallel/test_rows.py looks at every one).
+POSITIONS_FROM_MASK = ("opt",)
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -53,15 +53,37 @@ def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, 
         attention.config._attn_implementation = IMPLEMENTATION  # where tensor parallelism gave it a copy
 
 
-def take_whole_rows(model: Any, mesh: DeviceMesh) -> None:
+def row_multiple(anatomy: Anatomy, plan: Plan) -> int:
+    """Number of tokens that a row of a split model must be a multiple of; take_whole_rows pads other rows to it.
+
+    Args:
+        anatomy: of the whole model.
+        plan: resolved.
+    """
+    p = plan.parallel
+    splits_tokens = p.tp > 1 and (p.sp or anatomy.has_experts)  # between matrices, and in front of experts
+    return math.lcm(sequence_parts(p.cp_ulysses, p.cp // p.cp_ulysses), p.cp * p.tp if splits_tokens else 1)
+
+
+def take_whole_rows(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
     """Let a split model be called as before, with whole rows, the same on all ranks of tp and cp, in place.
 
     `input_ids` and, if rows hold several documents, `position_ids` that restart with each. What the model would otherwise
-    make from the part of the rows that it sees (positions, masks) is made from the whole; outputs are those of this
-    rank's tokens, in the order of `part_of_rows`. With `labels` the loss is the mean over all targets of the rows.
+    make from the part of the rows that it sees (positions, masks) is made from the whole, as its family makes it; outputs
+    are those of this rank's tokens, in the order of `part_of_rows`. Rows whose length the ranks do not divide are padded
+    inside: at the end, where no token sees the padding.
+
+    Args:
+        model: split over tp or cp.
+        anatomy: of the whole model.
+        plan: resolved.
+        mesh: with the axes of `weft.cluster.mesh`.
     """
     config = model.config.get_text_config()
     own_attention = model.config._attn_implementation == IMPLEMENTATION
+    multiple = row_multiple(anatomy, plan)
+    sees_whole_rows = multiple == 1 and not own_attention
+    lengths: list[int] = []
 
     def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = ({"input_ids": args[0]} if args else {}) | kwargs
@@ -78,48 +100,79 @@ def take_whole_rows(model: Any, mesh: DeviceMesh) -> None:
                 rule="each rank has logits of its own tokens, which need not be the last ones of a row",
                 fix="leave logits_to_keep out, and pick from the logits of all tokens",
             )
+        if arguments.get("past_key_values") is not None:
+            raise ModelError(
+                "a split model was called with past_key_values",
+                rule="rows are whole, and each rank has logits of its own tokens or of its part of the vocabulary",
+                fix="generate with a model that is not split: export the weights (weft export) and load them with Transformers",
+            )
+        lengths.clear()  # of a forward that failed
+        if positions is None and sees_whole_rows:
+            return None  # the model makes positions and masks as on one rank
+        by_token = isinstance(mask, Tensor) and mask.ndim == 2
         if positions is None:
-            positions = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
+            positions = _positions(anatomy.family, rows, mask if by_token else None)
+        lengths.append(rows.shape[1])
+        if rows.shape[1] % multiple:
+            _check_padding(mask, rows.shape[1], multiple)
+            # Position 0 is within the limits of every model; each token of padding is a document of its own.
+            rows, positions = pad_rows(rows, multiple, 0), pad_rows(positions, multiple, 0)
+            mask = mask if mask is None else pad_rows(mask, multiple, 0)
         if own_attention:
-            mask = _carry_documents(positions, mask, config, whole=ranks_along(mesh, *CONTEXT_AXES) == 1)
-        elif mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+            mask = carry_documents(positions, mask, config)
+        elif mask is None or by_token:
             mask = document_masks(model, positions, mask)
         own = {"input_ids": part_of_rows(rows, mesh), "position_ids": part_of_rows(positions, mesh)}
         return (), arguments | own | {"attention_mask": mask}
 
+    def leave(_: Any, args: Any, output: Any) -> Any:
+        length = lengths.pop() if lengths else 0
+        logits = output.get("logits") if isinstance(output, dict) else None
+        if plan.parallel.cp == 1 and logits is not None and logits.shape[1] > length > 0:
+            output["logits"] = logits[:, :length].clone()  # FSDP2 warns of a view
+        return output
+
     model.register_forward_pre_hook(enter, with_kwargs=True)
-    model.loss_function = partial(_loss, model, mesh)
+    model.register_forward_hook(leave)
     model.takes_whole_rows = True
 
 
-def _carry_documents(positions: Tensor, mask: Any, config: Any, whole: bool) -> Any:
+def _positions(family: str, rows: Tensor, mask: Tensor | None) -> Tensor:
+    """The positions that a family gives the tokens of whole rows when it is told none."""
+    if family in POSITIONS_FROM_MASK and mask is not None:
+        return (mask.long().cumsum(1) * mask - 1).long()
+    return torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
+
+
+def pad_rows(rows: Tensor, multiple: int, value: int) -> Tensor:
+    """Whole rows [batch, tokens], padded at their ends to a multiple of tokens."""
+    return F.pad(rows, (0, -rows.shape[1] % multiple), value=value)
+
+
+def _check_padding(mask: Any, length: int, multiple: int) -> None:
+    """Refuse to pad rows under a mask that is not by token."""
+    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+        return
+    raise ModelError(
+        f"rows of {length} tokens with an attention mask that is not [rows, tokens]",
+        where="attention_mask",
+        rule=f"rows are padded to a multiple of {multiple} tokens, which tp and cp ranks divide, and their mask with them",
+        fix=f"pad rows and mask yourself (pad_to_multiple_of={multiple} of a collator), or pass a mask of [rows, tokens]",
+    )
+
+
+def carry_documents(positions: Tensor, mask: Any, config: Any) -> Any:
     """The number of each token's document, in the place of a mask: Transformers passes four dims on as they are.
 
-    Padding at the ends of whole rows is a document of its own.
+    Padding at the ends of rows is a document of its own.
     """
     borders = positions.diff(prepend=positions[:, :1]) != 1
     if mask is not None:
-        _check_mask(mask, whole)
+        _check_mask(mask)
         borders |= mask.diff(prepend=mask[:, :1]) != 0
     documents = borders.cumsum(1).cpu()[:, None, None]
     kinds = set(getattr(config, "layer_types", None) or ())
     return dict.fromkeys(kinds, documents) if kinds else documents
-
-
-def _loss(model: Any, mesh: DeviceMesh, logits: Tensor, labels: Tensor, *_: Any, **kwargs: Any) -> Tensor:
-    """What a model makes of its `labels`: the mean over the targets of these rows, with gradients for means over ranks.
-
-    Ranks of cp each have a part of the sum, and their gradients will be averaged: each counts for as many ranks.
-    """
-    ignored = kwargs.get("ignore_index", IGNORED)
-    targets = kwargs.get("shift_labels")
-    if targets is None:
-        targets = F.pad(labels[:, 1:], (0, 1), value=ignored)
-    count = (targets != ignored).sum().clamp(min=1) if (n := kwargs.get("num_items_in_batch")) is None else n
-    parts = part_of_rows(targets, mesh)
-    own = cross_entropy_sum(logits, parts, ignored, mesh.get_group("tp"), vocab_size(model)) / count
-    total, ranks = all_reduce(own.detach().clone(), mesh, CONTEXT_AXES), ranks_along(mesh, *CONTEXT_AXES)
-    return own * ranks + (total - own.detach() * ranks)
 
 
 def register_attention() -> None:
@@ -200,22 +253,15 @@ def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> Non
     check_heads(heads // p.tp, max(count_kv_heads(config) // p.tp, 1), p.cp_ulysses)
 
 
-def _check_mask(mask: Any, whole: bool) -> None:
-    """A mask that hides nothing is fine; one that hides padding at the ends of rows is, where rows are whole."""
+def _check_mask(mask: Any) -> None:
+    """A mask that hides nothing, or padding at the ends of rows, is carried as documents; another cannot be."""
     by_token = isinstance(mask, Tensor) and mask.ndim == 2
-    if by_token and bool(mask.all()):
-        return
-    if not whole:
-        raise PlanError(
-            "an attention mask together with context parallelism",
-            where="attention_mask",
-            rule="rows are split by token; which tokens see each other is told by position_ids that restart",
-            fix="leave attention_mask out and pass position_ids, or set plan.parallel.cp = 1",
-        )
     if not by_token or bool((F.pad(mask.int(), (1, 0)).diff() == 1).sum(1).gt(1).any()):
         raise PlanError(
             "an attention mask that is not [rows, tokens] with one run of ones in each row",
             where="attention_mask",
-            rule="attention whose dropout is the same for every layout knows causality, documents, windows and padding",
-            fix="tell documents by position_ids that restart, or set the model's attention dropout to 0",
+            rule="attention over split rows (plan.parallel.cp), and attention whose dropout is the same for every layout, know "
+            "causality, documents, windows and padding",
+            fix="tell documents by position_ids that restart, or set plan.parallel.cp = 1 and the model's attention dropout "
+            "to 0",
         )

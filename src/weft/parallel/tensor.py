@@ -345,7 +345,8 @@ def _embed_own_tokens(embedding: Any, start: int, length: int, group: dist.Proce
                 f"a sequence of {tokens.shape[-1]} tokens cannot be divided by tp = {group.size()}",
                 where="plan.parallel.sp = true",
                 rule="sequence parallelism gives every tp rank as many tokens",
-                fix="choose a sequence length that tp divides, or set plan.parallel.sp = false",
+                fix=f"pad rows to a multiple of {group.size()} tokens (pad_to_multiple_of of a collator), or set "
+                "plan.parallel.sp = false",
             )
         return (torch.where(found[-1], tokens, 0), *args[1:])
 

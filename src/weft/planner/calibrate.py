@@ -68,10 +68,10 @@ def element_wise(numbers: int) -> Operation:
     return Operation("aten.add.Tensor", ((vector, vector), Named(())))
 
 
-def attention() -> Operation:
+def attention(dtype: torch.dtype) -> Operation:
     """Causal, of one row."""
     strides = (HEADS * SEQ * HEAD_DIM, SEQ * HEAD_DIM, HEAD_DIM, 1)
-    x = Like((1, HEADS, SEQ, HEAD_DIM), strides, torch.bfloat16)
+    x = Like((1, HEADS, SEQ, HEAD_DIM), strides, dtype)
     return Operation("aten.scaled_dot_product_attention.default", ((x, x, x, None, 0.0, True), Named(())))
 
 
@@ -95,6 +95,7 @@ def calibrate(ranks: int, say: Callable[[str], None] = print) -> tuple[ClusterFi
     cores = len(os.sched_getaffinity(0)) if on_cpu else 0
     memory = detected.total_memory_bytes // (ranks if on_cpu else 1)
     preset = replace(find_device("CPU") if on_cpu else recognise(detected.name), cores=cores)
+    preset = replace(preset, native_bf16=detected.supports("bf16"))
     say("products, attention and memory")
     device, missed = measure_figures(preset, detected.type, min(ranks, cores) if on_cpu else 1)
     device = replace(device, per_host=ranks, memory=float(memory))
@@ -116,14 +117,20 @@ def calibrate(ranks: int, say: Callable[[str], None] = print) -> tuple[ClusterFi
 
 
 def measure_figures(preset: Device, device_type: str, processes: int) -> tuple[Device, float]:
-    """A preset with measured rates, and the mean error of the formula for products of all sizes, of one."""
-    formats = {name: FORMATS[name] for name in preset.peak if name in FORMATS}
+    """A preset with measured rates, and the mean error of the formula for products of all sizes, of one.
+
+    Emulated bf16 is not measured, which takes minutes; nothing is planned in it, and attention is measured in fp32 there.
+    """
+    formats = {
+        name: FORMATS[name] for name in preset.peak if name in FORMATS and (name == "fp32" or preset.native_bf16)
+    }
     products = {
         (name, m, n, k): product(m, n, k, dtype)
         for name, dtype in formats.items()
         for m, n, k in itertools.product(SIZES, repeat=3)
     }
-    vector, one, attended = element_wise(STREAM_BYTES // 4), element_wise(1), attention()
+    vector, one = element_wise(STREAM_BYTES // 4), element_wise(1)
+    attended = attention(FORMATS["bf16" if preset.native_bf16 else "fp32"])
     seconds = time_operations([*products.values(), vector, one, attended], processes, device_type)
     rates = {
         (name, m, n, k): 2.0 * m * n * k / (seconds[operation] or math.inf)
@@ -155,7 +162,8 @@ def fit_products(device: Device, rates: dict[tuple[str, int, int, int], float]) 
         middle = {number: statistics.median(logs) for number, logs in long.items()}
         missed = statistics.mean(abs(value - middle[number]) for number, logs in long.items() for value in logs)
         if missed < least:
-            peak = device.peak | {number: math.exp(value) for number, value in middle.items()}
+            measured = {number: math.exp(value) for number, value in middle.items()}
+            peak = device.peak | {"bf16": measured["fp32"]} | measured
             best, least = replace(tried, peak=peak, efficiency=dict.fromkeys(peak, 1.0)), missed
     return best, math.expm1(least)
 
@@ -211,6 +219,7 @@ def file_of(cluster: Cluster, by_formula: float, by_operators: float) -> Cluster
         figures=Figures(
             bf16_tflops=device.peak["bf16"] / TERA,
             fp32_tflops=device.peak["fp32"] / TERA,
+            native_bf16=device.native_bf16,
             memory_gib=device.memory / GIB,
             memory_gb_per_second=device.bandwidth / GB,
             efficiency=device.efficiency["bf16"],

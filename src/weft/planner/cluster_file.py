@@ -59,6 +59,8 @@ class Figures(Table):
     bf16_tflops: Positive | None = None
     fp8_tflops: Positive | None = None
     fp32_tflops: Positive | None = None
+    native_bf16: bool | None = None
+    """Whether the device has instructions for bf16."""
     memory_gib: Positive | None = None
     memory_gb_per_second: Positive | None = None
     host_gb_per_second: Positive | None = None
@@ -128,6 +130,7 @@ class ClusterFile(Table):
             "depth": found.depth,
             "inside": self.inside and self.inside.wire(),
             "between": self.between and self.between.wire(),
+            "native_bf16": found.native_bf16,
             "watts": self.watts,
             "dollars_per_hour": self.dollars_per_hour,
         }

@@ -70,6 +70,8 @@ class Device:
     """That the ranks of a host share, where ranks are processes; 0: each has a device of its own."""
     watts: float = 0.0
     dollars_per_hour: float = 0.0
+    native_bf16: bool = True
+    """Whether it has instructions for bf16; without them precision.forward = "auto" means fp32."""
 
     def rate(self, number: str) -> float:
         """FLOP/s of long products in a format; a format that the device lacks runs in bf16."""
@@ -210,6 +212,7 @@ DEVICES: dict[str, Device] = {
             attention=0.5,
             watts=350,
             dollars_per_hour=1.5,
+            native_bf16=False,  # the rate is that of fp16
         ),
         Device(
             name="L40S",

@@ -198,7 +198,7 @@ def layout_of(plan: Plan, seq: int, global_batch: int, micro_batch: int) -> Layo
         tp=p.tp,
         sp=p.sp and p.tp > 1,
         pp=p.pp,
-        vpp=plan.pipeline.virtual_stages,
+        vpp=plan.pipeline.stages_a_rank,
         cp=p.cp,
         ulysses=p.cp_ulysses,
         ep=p.ep,

@@ -116,7 +116,7 @@ def measured_step(
     most = works[busiest]
     pipeline = 0.0
     if len(works) > 1:
-        schedule = build_schedule(plan.pipeline.schedule, len(works), micro_batches, plan.pipeline.virtual_stages)
+        schedule = build_schedule(plan.pipeline.schedule, len(works), micro_batches, plan.pipeline.stages_a_rank)
         owners, per_rank = schedule.rank_of_stage, schedule.num_stages // len(works)
         share = 1 / (micro_batches * per_rank)
         forward = [(works[rank].forward + inside[rank] / 3) * share for rank in owners]

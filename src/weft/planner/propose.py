@@ -20,7 +20,18 @@ from weft.planner.hardware import GIB, Cluster
 from weft.planner.layout import Layout, local_parameters
 from weft.planner.measured import time_step
 from weft.planner.roofline import stream
-from weft.planner.search import MARGIN, Choice, Direction, Space, fewest_devices, look_around, search
+from weft.planner.search import (
+    EQUAL,
+    MARGIN,
+    Choice,
+    Direction,
+    Space,
+    fewest_devices,
+    look_around,
+    search,
+    simplest,
+    techniques,
+)
 from weft.planner.shape import Shape, from_config
 from weft.planner.step_time import StepTime
 from weft.planner.strategy import RECOMPUTE, Cost, cost_of, in_words, plan_of, stack_for
@@ -40,7 +51,9 @@ class Proposal:
     space: Space
     scalar: float
     best: list[Choice]
-    """The fastest first; with a pipeline, their bubble is of the schedule itself."""
+    """The chosen layout, then others, the fastest first; with a pipeline, their bubble is of the schedule itself.
+
+    The chosen one is the simplest of those that are equal to the fastest within the planner's uncertainty."""
     costs: list[Cost]
     traces: list[Trace]
     """Dry runs of the first of them, if it was confirmed."""
@@ -56,6 +69,12 @@ class Proposal:
     """Layouts in the space."""
     by_operators: list[StepTime]
     """Seconds of the best ones, in their order, by operators that were timed; empty where none were."""
+
+    @property
+    def slower(self) -> list[float]:
+        """Relative difference of the predicted time of each of the best to that of the chosen one."""
+        seconds = seconds_of(self.best, self.by_operators)
+        return [time / seconds[0] - 1 for time in seconds]
 
 
 def planned(job: Job, space: Space, layout: Layout) -> Job:
@@ -93,6 +112,7 @@ def propose(
         DeviceError: operators are to be timed for devices of another kind than are here.
         PlanError: nothing fits, however lean; says the smallest cluster on which something does.
     """
+    job = job.model_copy(update={"plan": job.plan.resolve_precision(cluster.device.native_bf16)})
     space = space_of(job, cluster, margin)
     if by_operators is not None:
         check_here(type_of(cluster), in_words(cluster))
@@ -112,9 +132,9 @@ def propose(
         traces, why, peak = dry_run(job, space, best[0], limit)
         if not why:
             break
-        first, *best = best
+        first = best[0]
         refused.append((first, why))
-        times = times[1:]
+        best, times = simple_first(best[1:], times[1:])
         if peak:  # what formulas miss of it they miss of its like: look again, for what holds as much less
             fixed = first.memory.framework
             room = fixed + (limit - fixed) * (first.memory.total - fixed) / (peak - fixed)
@@ -128,6 +148,15 @@ def propose(
             where="weft plan",
             fix="take more devices, or devices with more memory",
         )
+    directions = [
+        there._replace(choice=exact(space, there.choice)) if there.choice else there
+        for there in look_around(space, best[0])
+    ]
+    if not times:
+        # The search ranks pipelines by a formula; by their own schedules, layouts with another value may be nearer.
+        nearby = [there.choice for there in directions if there.choice]
+        best = best[:1] + nearest([*best[1:], *nearby], [choice for choice, _ in refused])
+    best, times = best[: max(count, 3)], times[: max(count, 3)]
     return Proposal(
         job,
         space,
@@ -136,8 +165,8 @@ def propose(
         [cost_of(space.shape, choice.layout, choice.time.seconds, cluster, failure_hours, scalar) for choice in best],
         traces,
         refused,
-        directions=look_around(space, best[0]),
-        leaner=[found for share in HEADROOMS for found in search(replace(space, margin=share), 1).best],
+        directions=directions,
+        leaner=leaner_than(space, best[0]),
         compressed=compressed_steps(space, best[0].layout),
         fewest=fewest_devices(space),
         size=size,
@@ -145,19 +174,69 @@ def propose(
     )
 
 
+def nearest(choices: list[Choice], refused: list[Choice]) -> list[Choice]:
+    """Each layout once, the fastest first, without those that were refused."""
+    without = {choice.layout for choice in refused}
+    by_layout = {choice.layout: choice for choice in choices if choice.layout not in without}
+    return sorted(by_layout.values(), key=lambda choice: choice.time.seconds)
+
+
 def shortlist(
     job: Job, space: Space, found: list[Choice], by_operators: float | None, say: Callable[[str], None]
 ) -> tuple[list[Choice], list[StepTime], list[tuple[Choice, str]]]:
-    """Layouts of a search, the fastest first, their bubble that of the schedule itself; arguments as of `propose`.
+    """Layouts of a search and the simplest that is as fast, in the order of `simple_first`; arguments as of `propose`.
 
     Returns:
-        The layouts; their seconds by operators, if these were timed; and those that were refused then.
+        The layouts, their bubble that of the schedule itself; their seconds by operators, if these were timed; and those
+        that were refused then.
     """
-    best = sorted(
-        (choice._replace(time=refined(space, choice.layout, choice.time)) for choice in found),
-        key=lambda choice: choice.time.seconds,
-    )
-    return (best, [], []) if by_operators is None else time_operators(job, space, best, by_operators, say)
+    best = [exact(space, choice) for choice in found]
+    simple = simplest(space, min(choice.time.seconds for choice in best) * (1 + EQUAL))
+    if simple and all(choice.layout != simple.layout for choice in best):
+        best.append(exact(space, simple))
+    if by_operators is None:
+        return *simple_first(best, []), []
+    best, times, refused = time_operators(job, space, best, by_operators, say)
+    return *simple_first(best, times), refused
+
+
+def simple_first(best: list[Choice], times: list[StepTime]) -> tuple[list[Choice], list[StepTime]]:
+    """Layouts in the order of their time, but with the simplest of those that are equal to the fastest before all others.
+
+    Args:
+        best: layouts.
+        times: their seconds by operators, in the same order, or nothing.
+    """
+    if not best:
+        return best, times
+    seconds = seconds_of(best, times)
+    order = sorted(range(len(best)), key=seconds.__getitem__)
+    equal = [place for place in order if seconds[place] < seconds[order[0]] * (1 + EQUAL)]
+    chosen = min(equal, key=lambda place: (techniques(best[place].layout), seconds[place]))
+    order.remove(chosen)
+    order.insert(0, chosen)
+    return [best[place] for place in order], [times[place] for place in order] if times else []
+
+
+def seconds_of(best: list[Choice], times: list[StepTime]) -> list[float]:
+    """Seconds of a step of each layout: by operators where these were timed, else by formula."""
+    return [time.seconds for time in times or (choice.time for choice in best)]
+
+
+def exact(space: Space, choice: Choice) -> Choice:
+    """A layout whose bubble is that of its schedule, not of the formula."""
+    return choice._replace(time=refined(space, choice.layout, choice.time))
+
+
+def leaner_than(space: Space, best: Choice) -> list[Choice]:
+    """The fastest layouts within shares of a device's memory, each leaner than the one before it."""
+    found: list[Choice] = []
+    for share in HEADROOMS:
+        room = share * space.cluster.device.memory
+        if room >= (found or [best])[-1].memory.total:
+            continue  # which fits there too
+        found += [exact(space, choice) for choice in search(replace(space, margin=share), 1).best]
+    return found
 
 
 def compressed_steps(space: Space, layout: Layout) -> dict[str, float]:
@@ -218,7 +297,7 @@ def space_of(job: Job, cluster: Cluster, margin: float = MARGIN) -> Space:
     Raises:
         ModelError: the model's configuration cannot be read.
     """
-    precision = job.plan.precision
+    precision = job.plan.precision.resolve(cluster.device.native_bf16)
     number = "bf16" if precision.forward in ("bf16", "fp16") else "fp32"
     stack = stack_for(precision)
     return Space(

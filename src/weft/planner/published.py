@@ -130,10 +130,10 @@ def read_runs(path: Path) -> tuple[list[Run], dict[str, str]]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}", where=str(path), fix="name a CSV file of runs"
-        ) from None
+    except (OSError, ValueError, csv.Error) as error:
+        what = f"cannot read {path}: {error.strerror if isinstance(error, OSError) else error}"
+        rule, fix = "a table of runs is a CSV file in UTF-8", "name a CSV file of runs; docs/planner.md has its columns"
+        raise DataError(what, where=str(path), rule=rule, fix=fix) from None
     missing = [name for name in COLUMNS if rows and name not in rows[0]]
     if missing or not rows:
         raise DataError(

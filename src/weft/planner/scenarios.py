@@ -135,12 +135,13 @@ def options(
         margin: of a device's memory that a plan may fill.
         say: takes lines of progress.
     """
-    stack, found = stack_for(Precision()), []
+    precision = Precision().resolve(cluster.device.native_bf16)
+    stack, found = stack_for(precision), []
     for name, shape in scenario.models.items():
         say(f"searching for {name}")
         batch = batch_of(scenario.seq, cluster.num_devices)
         unsplit = {} if scenario.is_decoder else DATA_ONLY
-        space = Space(shape, scenario.seq, batch, cluster, stack, margin, unsplit=unsplit)
+        space = Space(shape, scenario.seq, batch, cluster, stack, margin, number=precision.forward, unsplit=unsplit)
         best = search(space, 1).best
         wanted = tokens or ENOUGH * shape.active_parameters
         cost = cost_of(shape, best[0].layout, best[0].time.seconds, cluster, 0.0, scalar) if best else None

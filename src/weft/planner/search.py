@@ -6,6 +6,7 @@ that bound, and a list of the best is complete when the next bound is above its 
 the best layout with each value near a chosen one, so that what was not chosen has its reason.
 """
 
+import bisect
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,9 @@ LARGEST_MICRO_BATCH = 64
 SHARING_HOSTS = (1, 16, 128)  # whose data ranks share states among themselves under ZeRO 3, beside all of them
 FEW = 4  # layers in flight on a rank: what is offloaded, or computed again, is one or two of them at any moment
 INTERLEAVED = (2, 3, 4, 5, 6, 8)  # stages of a rank
+EQUAL = (
+    0.03  # relative difference of two predicted step times below which neither is known to be less (`weft validate`)
+)
 
 
 Value = int | tuple[str, int]
@@ -340,6 +344,11 @@ class Space:
         leanest = self.leanest(skeleton)
         if leanest > self.budget:
             return None, leanest
+        best = min(self.fitting(skeleton), key=lambda choice: choice.time.seconds)
+        return (best if best.time.seconds < limit else None), leanest
+
+    def fitting(self, skeleton: Skeleton) -> list[Choice]:
+        """The ways to hold as little as there is room for, without those that do more than another one that fits."""
         fitting: list[Lean] = []
         choices = []
         for lean in LEAN:
@@ -350,8 +359,7 @@ class Space:
             if memory.total <= self.budget:
                 fitting.append(lean)
                 choices.append(Choice(layout, self.time(layout), memory))
-        best = min(choices, key=lambda choice: choice.time.seconds)
-        return (best if best.time.seconds < limit else None), leanest
+        return choices
 
 
 def search(space: Space, count: int = 5) -> Found:
@@ -371,6 +379,39 @@ def search(space: Space, count: int = 5) -> Found:
         if choice is not None:
             best = sorted([*best, choice], key=lambda found: found.time.seconds)[:count]
     return Found(best, len(space.bounds) * len(LEAN), timed, least if math.isfinite(least) else 0.0)
+
+
+def techniques(layout: Layout | Skeleton) -> int:
+    """Number of techniques that a layout uses beside data parallelism and ZeRO; of a skeleton, those of its degrees."""
+    axes = [getattr(layout, axis) > 1 for axis in ("tp", "cp", "pp", "ep", "vpp")]
+    used = sum(axes) + (layout.schedule != "1f1b") + (layout.shard > 0)
+    if isinstance(layout, Skeleton):
+        return used
+    return used + (layout.recompute != "none") + layout.offload + layout.optimizer_on_host
+
+
+def simplest(space: Space, limit: float) -> Choice | None:
+    """The layout that fits with the fewest techniques, and the fastest of these; None where none is fast enough.
+
+    Args:
+        space: where to look.
+        limit: seconds that a step must stay below.
+    """
+    best: Choice | None = None
+    quick = space.bounds[: bisect.bisect_left(space.bounds, limit, key=lambda pair: pair[0])]
+    for bound, skeleton in sorted(quick, key=lambda pair: (techniques(pair[1]), pair[0])):
+        if best and (techniques(skeleton), bound) >= _simplicity(best):
+            break
+        if not space.fastest(skeleton, limit)[0]:
+            continue
+        choice = min((one for one in space.fitting(skeleton) if one.time.seconds < limit), key=_simplicity)
+        if best is None or _simplicity(choice) < _simplicity(best):
+            best = choice
+    return best
+
+
+def _simplicity(choice: Choice) -> tuple[int, float]:
+    return techniques(choice.layout), choice.time.seconds
 
 
 def look_around(space: Space, best: Choice) -> list[Direction]:
@@ -463,7 +504,7 @@ def divisors(number: int) -> list[int]:
 
 
 def reason(direction: Direction, best: Choice, cluster: Cluster) -> str:
-    """Why another value was not chosen, in one line: how much slower, and by what, or what does not fit."""
+    """Why another value was not chosen, in one line: equal, how much slower and by what, or what does not fit."""
     name = setting_in_words(direction.setting, direction.value)
     if direction.choice is None:
         if direction.least_memory:
@@ -472,6 +513,8 @@ def reason(direction: Direction, best: Choice, cluster: Cluster) -> str:
         return f"{name}: does not fit, model states alone are too large"
     other, mine = direction.choice.time, best.time
     slower = other.seconds / mine.seconds - 1
+    if abs(slower) < EQUAL:
+        return f"{name}: equal ({slower:+.1%})"
     terms = {term: getattr(other, term) - getattr(mine, term) for term in vars(mine)}
     worst = max(terms, key=lambda term: terms[term])
     if terms[worst] <= 0:

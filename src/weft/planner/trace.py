@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import allocate, build_on_meta, read_config
-from weft.cluster.device import detect
+from weft.cluster.device import Cpu, detect
 from weft.cluster.mesh import build_mesh
 from weft.data import MicroBatch
 from weft.errors import JobError, PlanError
@@ -74,7 +74,7 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
         PlanError: the plan does not fit the model or the number of ranks.
         ModelError: the model cannot be built or read.
     """
-    plan = job.plan.resolve(world_size)
+    plan = job.plan.resolve(world_size).resolve_precision(native_bf16(device_type))
     check_model(job.model_copy(update={"plan": plan}))
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise JobError(
@@ -84,6 +84,12 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
             fix="name one of them",
         )
     return trace_all([(job, world_size, rank, device_type) for rank in ranks])
+
+
+def native_bf16(device_type: str) -> bool:
+    """Whether devices of a type compute bf16 natively: those of this machine as they say, others as the newest do."""
+    device = Cpu() if device_type == "cpu" else detect()
+    return device.type != device_type or device.supports("bf16")
 
 
 def trace_stages(job: Job, world_size: int, device_type: str = "cpu") -> list[Trace]:
@@ -128,7 +134,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         JobError: there is a process group already.
     """
     started = time.perf_counter()
-    plan = job.plan.resolve(world_size)
+    plan = job.plan.resolve(world_size).resolve_precision(native_bf16(device_type))
     job = job.model_copy(update={"plan": plan})
     absent = device_type not in ("cpu", detect().type)
     place = torch.device("cpu" if absent else device_type)

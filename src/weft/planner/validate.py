@@ -22,6 +22,7 @@ from rich.table import Column, Table
 from weft.planner.hardware import GB, GIB, MIB
 from weft.planner.peak_memory import peak_memory, stage_memory
 from weft.planner.published import USABLE, Run, measured_seconds
+from weft.planner.search import EQUAL
 from weft.planner.step_time import CALIBRATED, UNCALIBRATED, step_time
 
 WIDTH = 150  # letters of a line
@@ -118,12 +119,7 @@ def score(outcomes: Sequence[Outcome], baseline: bool = False) -> Score:
     """Of some outcomes, of the planner or of the constant rate."""
     guesses = [outcome.baseline if baseline else outcome.planner for outcome in outcomes]
     errors = [guess / outcome.measured - 1 for guess, outcome in zip(guesses, outcomes, strict=True)]
-    groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
-    for guess, (run, measured, *_) in zip(guesses, outcomes, strict=True):
-        tokens = run.layout.global_batch * run.layout.seq
-        key = run.family, run.model, run.layout.seq, run.num_devices, run.cluster.device.name
-        groups[key].append((guess / tokens, measured / tokens))
-    large = [pairs for pairs in groups.values() if len(pairs) >= 8]
+    large = [pairs for pairs in comparable(outcomes, guesses) if len(pairs) >= 8]
     ranks = [spearman([a for a, _ in pairs], [b for _, b in pairs]) for pairs in large]
     regrets = [min(pairs)[1] / min(b for _, b in pairs) - 1 for pairs in large]
     return Score(
@@ -134,6 +130,41 @@ def score(outcomes: Sequence[Outcome], baseline: bool = False) -> Score:
         groups=len(large),
         regret=statistics.fmean(regrets) if regrets else None,
     )
+
+
+def comparable(outcomes: Sequence[Outcome], guesses: Sequence[float]) -> list[list[tuple[float, float]]]:
+    """Guessed and measured seconds of a token, in groups of one source, model, length, and number and kind of devices."""
+    groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for guess, (run, measured, *_) in zip(guesses, outcomes, strict=True):
+        tokens = run.layout.global_batch * run.layout.seq
+        key = run.family, run.model, run.layout.seq, run.num_devices, run.cluster.device.name
+        groups[key].append((guess / tokens, measured / tokens))
+    return list(groups.values())
+
+
+class Order(NamedTuple):
+    """How often the faster of two runs is predicted to be the faster one."""
+
+    low: float
+    high: float
+    """Relative difference of the two predictions, from and to."""
+    pairs: int
+    right: float
+
+
+def order_by_difference(outcomes: Sequence[Outcome]) -> list[Order]:
+    """Pairs of comparable runs by how far their predictions are apart: below `EQUAL`, and twice and more above it."""
+    found: list[tuple[float, bool]] = []
+    for group in comparable(outcomes, [outcome.planner for outcome in outcomes]):
+        for (guess, measured), (other, seen) in itertools.combinations(group, 2):
+            found.append((max(guess, other) / min(guess, other) - 1, (guess < other) == (measured < seen)))
+    limits = (0.0, EQUAL, 2 * EQUAL, 4 * EQUAL, float("inf"))
+    orders = []
+    for low, high in itertools.pairwise(limits):
+        right = [agrees for difference, agrees in found if low <= difference < high]
+        if right:
+            orders.append(Order(low, high, len(right), sum(right) / len(right)))
+    return orders
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
@@ -226,7 +257,7 @@ def print_scores(runs: list[Run], refused: dict[str, str]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)  # rather wrapped than cut
     outcomes, calibrations = judge(runs)
-    names = (
+    names: tuple[str, ...] = (
         "runs",
         "MAPE",
         "constant",
@@ -269,6 +300,11 @@ def print_scores(runs: list[Run], refused: dict[str, str]) -> None:
                 *(f"x {low:.2f}", f"x {high:.2f}", f"{coverage:.0%}"),
                 *(f"x {stated[0]} to {stated[1]}", f"{_share(stated, _ratios(outcomes, calibrated)):.0%}"),
             )
+        console.print(table)
+        names = ("to", "pairs", "faster one known")
+        table = Table("predictions apart, from", *(Column(name, justify="right") for name in names))
+        for low, high, pairs, right in order_by_difference(outcomes):
+            table.add_row(f"{low:.0%}", f"{high:.0%}" if high < 1 else "", str(pairs), f"{right:.0%}")
         console.print(table)
     console.print(f"{len(runs)} runs read, {len(refused)} left out for what their lines say, or do not.")
 

@@ -107,9 +107,14 @@ class Checkpoints:
         found = self._newest(step)
         return self.load(found) if found else None
 
-    def due(self, step: int, last: bool) -> Target | None:
-        """Where a checkpoint goes after a step, if one is due."""
-        if self.settings.every and (last or step % self.settings.every == 0):
+    def due(self, step: int, last: bool, interrupted: bool = False) -> Target | None:
+        """Target of the checkpoint after a step; None if none is due. An interrupted run always leaves one on the disk.
+
+        Args:
+            last: training ends with this step.
+            interrupted: training ends by a signal, before all steps are done.
+        """
+        if interrupted or (self.settings.every and (last or step % self.settings.every == 0)):
             return self.disk
         if self.memory and step % self.settings.memory_every == 0:
             return self.memory.target()

@@ -1,16 +1,20 @@
 """Two plans of one job on the same weights and the same rows: do they do the same, and if not, where does it begin?
 
 Each side runs as ranks of its own (`weft.train.compare_rank`) and leaves a folder: side.json, and every tensor it saw, whole,
-in natural order. The folders are compared tensor by tensor, in the order in which a fault travels: outputs of step 1 as forward
-makes them, gradients as backward makes them, weights after step 1. So the first tensor that differs stands close to the fault.
+in natural order. The folders are compared tensor by tensor, in the order in which a fault travels: outputs of a step as forward
+makes them, gradients as backward makes them, weights after it. So the first tensor that differs stands close to the fault.
 It is the same idea as a parity test, for any job, without a second program to compare with.
+
+The step is the first one. Where its tensors agree, but losses or gradient norms differ later, both sides run again and leave
+the tensors of the step before the first that differs, whose update may be wrong, and then of that step.
 
 How large a difference may be, as a share of a scale:
 
     output      the largest value of the tensor
     gradient    the same; but at least a thousandth of the largest gradient of all, as some gradients are nothing but rounding
     weight      the learning rate, for that is how far Adam goes, plus the rounding of the weight itself. Elements whose
-                gradients are mere rounding go as far in any direction: they are left out
+                gradients are mere rounding go as far in any direction: they are left out. After another step than the first,
+                what that step has changed is compared
 """
 
 import json
@@ -18,7 +22,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Literal
@@ -30,7 +34,7 @@ from torch import Tensor
 from weft.checkpoint.huggingface import read_config
 from weft.cluster.device import detect
 from weft.cluster.launch import launch
-from weft.data import prepare
+from weft.data import Prepared, prepare
 from weft.errors import DataError, JobError
 from weft.job import Job, keys
 from weft.plan import BYTES, Plan
@@ -41,7 +45,8 @@ SMALL_GRADIENT = 1e-3  # of the largest gradient of all tensors
 ROUNDINGS = 8  # of a weight's format that its update may be off by
 MAY_DIFFER = ("plan.", "train.micro_batch")
 
-Kind = Literal["output", "gradient", "weight"]
+Kind = Literal["output", "gradient", "weight", "weight before"]
+"""Kinds of tensors that a side writes; the weights before a step only where it is not the first, to see what it changes."""
 KINDS: tuple[Kind, ...] = ("output", "gradient", "weight")
 """In the order in which they are compared."""
 
@@ -75,9 +80,11 @@ class Side:
 
     steps: list[SeenStep]
     learning_rate: float
-    """Of step 1."""
+    """Of the step whose tensors are here."""
     tensors: list[Seen]
     """In the order in which they are compared."""
+    step: int = 1
+    """Whose tensors they are, from 1."""
 
     def write(self, folder: Path) -> None:
         (folder / "side.json").write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
@@ -86,7 +93,7 @@ class Side:
     def read(cls, folder: Path) -> "Side":
         fields = json.loads((folder / "side.json").read_text(encoding="utf-8"))
         steps, tensors = [SeenStep(**step) for step in fields["steps"]], [Seen(**seen) for seen in fields["tensors"]]
-        return cls(steps, fields["learning_rate"], tensors)
+        return cls(steps, fields["learning_rate"], tensors, fields["step"])
 
 
 def tensor_file(folder: Path, kind: Kind, name: str, piece: int = 0) -> Path:
@@ -127,6 +134,8 @@ class Comparison:
     steps: list[tuple[SeenStep, SeenStep]]
     tensors: list[Difference]
     tolerance: float
+    step: int = 1
+    """Whose tensors they are, from 1."""
 
     @property
     def first(self) -> Difference | None:
@@ -174,6 +183,7 @@ def compare(
     out: Path,
     *,
     steps: int = 3,
+    step: int | None = None,
     ranks_a: int | None = None,
     ranks_b: int | None = None,
     tolerance: float | None = None,
@@ -185,40 +195,70 @@ def compare(
         job_a: a job.
         job_b: the same job, but for the keys of `MAY_DIFFER`.
         out: folder for both sides, `a` and `b`; the sides of an earlier comparison there are replaced. Each side takes
-            twice the weights on disk (gradients and updated weights), and the outputs.
+            twice the weights on disk (gradients and updated weights), three times for another step than the first, and the
+            outputs.
         steps: steps to run; all there are if the job has fewer.
+        step: whose tensors are compared, from 1; `steps` is at least as many. None: the first, and if they agree but losses
+            or gradient norms differ later, the step where that begins, or the one before, for which both sides run again.
         ranks_a: processes of each side; as few as the plan needs by default.
         ranks_b: the same.
         tolerance: see `TOLERANCE`; by default that of the coarsest number format in both plans.
         say: receives lines of progress.
 
     Raises:
-        JobError: the jobs differ in more than how they run, or `out` holds something else.
+        JobError: the jobs differ in more than how they run, they have no such step, or `out` holds something else.
         DataError: there is no space on the disk.
         WeftError: what else is refused before a run, or fails in it; see `weft.errors`.
     """
     check_same_job(job_a, job_b)
+    if step is not None and step > job_a.train.steps:
+        raise JobError(
+            f"step {step} of a job of {job_a.train.steps} steps",
+            where="--step",
+            rule="the tensors of one step are compared, from 1 to train.steps",
+            fix=f"choose a --step of at most {job_a.train.steps}",
+        )
     ranks = ranks_a or least_ranks(job_a.plan), ranks_b or least_ranks(job_b.plan)
     jobs = [
-        job.model_copy(update={"plan": job.plan.resolve(count)})
+        job.model_copy(update={"plan": job.plan.resolve(count).resolve_precision(detect().supports("bf16"))})
         for job, count in zip((job_a, job_b), ranks, strict=True)
     ]
     (config, anatomy), _ = (check_model(job) for job in jobs)
     prepared = prepare(job_a.data, model_folder=Path(job_a.model.path) if job_a.model.path else None, say=say)
     check_tokens(job_a, prepared, config)
-    _clear(out)
-    _check_space(jobs, out, anatomy.parameters, len(anatomy.blocks))
-    for name, job, count in zip("ab", jobs, ranks, strict=True):
-        folder = out / name
-        folder.mkdir()
-        (folder / "job.toml").write_text(job.to_toml(), encoding="utf-8")
-        (folder / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
-        say(f"{name.upper()}: {describe(job, count)}")
-        argv = [sys.executable, "-m", "weft.train.compare_rank", str(folder), str(steps)]
-        launch(argv, ranks=count, log_dir=folder / "logs", warm=detect().bears_forks)
+    for name, job, count in zip("AB", jobs, ranks, strict=True):
+        say(f"{name}: {describe(job, count)}")
     precisions = [job.plan.precision for job in jobs]
     formats = {value for precision in precisions for value in (precision.forward, precision.update, precision.reduce)}
-    return compare_folders(out / "a", out / "b", tolerance or max(TOLERANCE[name] for name in formats))
+    tolerance = tolerance or max(TOLERANCE[name] for name in formats)
+
+    def run(steps: int, recorded: int) -> Comparison:
+        _clear(out)
+        _check_space(jobs, out, anatomy.parameters, len(anatomy.blocks), recorded)
+        for name, job, count in zip("ab", jobs, ranks, strict=True):
+            _run_side(job, prepared, out / name, count, steps, recorded)
+        return compare_folders(out / "a", out / "b", tolerance)
+
+    found = run(max(steps, step or 1), step or 1)
+    begins = found.first_step
+    if step is None and found.first is None and begins is not None and begins > 1:
+        for recorded in range(max(2, begins - 1), begins + 1):  # losses differ one step behind a wrong update
+            say(
+                f"The tensors of step {found.step} agree, losses differ from step {begins} on: now those of step {recorded}"
+            )
+            found = replace(run(recorded, recorded), steps=found.steps)
+            if found.first is not None:
+                break
+    return found
+
+
+def _run_side(job: Job, prepared: Prepared, folder: Path, ranks: int, steps: int, recorded: int) -> None:
+    """Let the ranks of one side run its steps and leave the tensors of one of them in a folder."""
+    folder.mkdir()
+    (folder / "job.toml").write_text(job.to_toml(), encoding="utf-8")
+    (folder / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
+    argv = [sys.executable, "-m", "weft.train.compare_rank", str(folder), str(steps), str(recorded)]
+    launch(argv, ranks=ranks, log_dir=folder / "logs", warm=detect().bears_forks)
 
 
 def check_same_job(a: Job, b: Job) -> None:
@@ -254,7 +294,7 @@ def describe(job: Job, ranks: int) -> str:
     p, pipeline, precision = job.plan.parallel, job.plan.pipeline, job.plan.precision
     names = ("dp_replicate", "dp_shard", "tp", "cp", "cp_ulysses", "ep", "pp")
     degrees = [f"{name} {getattr(p, name)}" for name in names if getattr(p, name) > 1]
-    virtual = f", {pipeline.virtual_stages} virtual stages a rank" if pipeline.virtual_stages > 1 else ""
+    virtual = f", {pipeline.stages_a_rank} virtual stages a rank" if pipeline.stages_a_rank > 1 else ""
     order = [f"schedule {pipeline.schedule}{virtual}"] if p.pp > 1 else []
     sequence = [f"sp {str(p.sp).lower()}"] if p.tp > 1 else []
     formats = f"{precision.forward} forward, {precision.update} update, {precision.reduce} reduce"
@@ -278,12 +318,12 @@ def _clear(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def _check_space(jobs: list[Job], out: Path, parameters: int, blocks: int) -> None:
+def _check_space(jobs: list[Job], out: Path, parameters: int, blocks: int, recorded: int) -> None:
     config = read_config(jobs[0].model).get_text_config()
     numbers = (blocks + 2) * config.hidden_size + config.vocab_size  # a token
     tokens = jobs[0].train.global_batch * jobs[0].data.seq_len
     needed = sum(
-        2 * parameters * BYTES[precision.update] + tokens * numbers * BYTES[precision.forward]
+        (2 + (recorded > 1)) * parameters * BYTES[precision.update] + tokens * numbers * BYTES[precision.forward]
         for precision in (job.plan.precision for job in jobs)
     )
     free = shutil.disk_usage(out).free
@@ -321,7 +361,7 @@ def compare_folders(a: Path, b: Path, tolerance: float) -> Comparison:
             continue
         pair = seen[0][kind, name], seen[1][kind, name]
         tensors.append(_compare_tensor((a, b), pair, tolerance, floor, sides[0].learning_rate))
-    return Comparison(list(zip(sides[0].steps, sides[1].steps, strict=False)), tensors, tolerance)
+    return Comparison(list(zip(sides[0].steps, sides[1].steps, strict=False)), tensors, tolerance, sides[0].step)
 
 
 def _compare_tensor(
@@ -338,6 +378,9 @@ def _compare_tensor(
             note = f"shape {tuple(x.shape)} in A, {tuple(y.shape)} in B"
             return Difference(kind, name, math.inf, tolerance, note=note)
         apart = _apart(x, y)
+        before = [tensor_file(folder, "weight before", name) for folder in folders]
+        if kind == "weight" and all(file.exists() for file in before):
+            apart = _apart(*(after - load_file(file)["tensor"] for after, file in zip((x, y), before, strict=True)))
         if kind == "weight":
             apart = apart.masked_fill(_direction_is_chance(folders, name, tolerance), 0)
             rounding = ROUNDINGS * max(torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps)

@@ -1,4 +1,4 @@
-"""What each rank of `weft compare` runs: python -m weft.train.compare_rank FOLDER STEPS."""
+"""What each rank of `weft compare` runs: python -m weft.train.compare_rank FOLDER STEPS STEP."""
 
 import logging
 import shutil
@@ -39,10 +39,10 @@ from weft.train.step import StepResult, train_step
 STAGE_AXES = AXES[1:]  # all but pp: the ranks of one stage, which do the same at the same time
 
 
-def record(session: Session, folder: Path, steps: int) -> None:
+def record(session: Session, folder: Path, steps: int, recorded: int = 1) -> None:
     """Run the first steps of a job, and leave in a folder what `weft.train.compare.compare_folders` compares.
 
-    Step 1 runs twice: in a rehearsal, which looks at outputs and gradients and updates nothing, then as it would in training.
+    One step runs twice: in a rehearsal, which looks at outputs and gradients and updates nothing, then as it would in training.
     Every rank must call it; the first rank of each stage of a pipeline writes what the stage has, so that all need the same
     folder. A rank holds one whole tensor at a time beside its share of the model.
 
@@ -50,26 +50,33 @@ def record(session: Session, folder: Path, steps: int) -> None:
         session: of this rank; its model is trained.
         folder: exists; files in it are overwritten.
         steps: how many, at most those of the job.
+        recorded: the step, from 1 to `steps`, whose tensors are written.
     """
     job, model = session.job, session.model
-    batches = list(islice(train_batches(session, session.position), steps))
-    tensors = _rehearse(session, folder, batches[0])
+    tensors: list[Seen] = []
     seen, scale = [], LossScale.from_plan(job.plan.precision.loss_scale)
-    for step, micro_batches in enumerate(batches, 1):
+    for step, micro_batches in enumerate(islice(train_batches(session, session.position), steps), 1):
         set_learning_rate(session.optimizer, learning_rate(step, job.train.steps, job.optimizer))
+        if step == recorded:
+            tensors = _rehearse(session, folder, micro_batches, step, scale)
+        if step == recorded > 1:  # at step 1 both sides begin with the same weights
+            for name, parameter in model.named_parameters():
+                _write_whole(session, folder, "weight before", name, parameter)
         result = _step(session, session.optimizer, micro_batches, step, scale, job.optimizer.clip_norm)
         scale = result.loss_scale
         seen.append(SeenStep(result.loss, result.grad_norm, result.problem))
-        if step == 1:
+        if step == recorded:
             tensors += [_write_whole(session, folder, "weight", name, p) for name, p in model.named_parameters()]
     tensors = _join_stages(session, tensors)
     if session.rank == 0:
         tensors = _count_tied_once(session, folder, tensors)
-        Side(seen, learning_rate(1, job.train.steps, job.optimizer), tensors).write(folder)
+        Side(seen, learning_rate(recorded, job.train.steps, job.optimizer), tensors, recorded).write(folder)
 
 
-def _rehearse(session: Session, folder: Path, micro_batches: list[MicroBatch]) -> list[Seen]:
-    """Forward and backward of step 1: outputs and gradients of this rank's stages, as they are in the files."""
+def _rehearse(
+    session: Session, folder: Path, micro_batches: list[MicroBatch], step: int, scale: LossScale
+) -> list[Seen]:
+    """Forward and backward of a step: outputs and gradients of this rank's stages, as they are in the files."""
     gradients: list[Seen] = []
 
     def look() -> None:
@@ -78,11 +85,11 @@ def _rehearse(session: Session, folder: Path, micro_batches: list[MicroBatch]) -
                 gradients.append(_write_whole(session, folder, "gradient", name, parameter.grad))
 
     observer = GradientObserver([p for group in session.optimizer.param_groups for p in group["params"]], look)
-    scale, before = LossScale.from_plan(session.job.plan.precision.loss_scale), None
+    before = None
     with _calls_noted(session.model) as calls, _outputs_written(session, folder, micro_batches) as outputs:
         while scale != before:  # an overflow lowers a dynamic scale: try again with the next one
             before = scale
-            result = _step(session, observer, micro_batches, 1, scale, clip_norm=0)
+            result = _step(session, observer, micro_batches, step, scale, clip_norm=0)
             scale = result.loss_scale if result.problem else scale
     return [Seen("output", name, largest) for name, largest in outputs.items()] + gradients
 
@@ -108,7 +115,7 @@ class GradientObserver(torch.optim.Optimizer):
     """Stands in the place of an optimizer: where that would update the weights, it looks at their gradients."""
 
     def __init__(self, parameters: list[nn.Parameter], look: Callable[[], None]):
-        super().__init__(parameters, {})
+        super().__init__([{"params": parameters}], {})  # of a rank whose stages are frozen there are none
         self.look = look
 
     def step(self, closure: Any = None) -> Any:
@@ -301,9 +308,9 @@ def main() -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+    folder, steps, recorded = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     prepared = Prepared.from_json((folder / "prepared.json").read_text(encoding="utf-8"))
-    record(open_session(Job.load(folder / "job.toml"), prepared), folder, steps)
+    record(open_session(Job.load(folder / "job.toml"), prepared), folder, steps, recorded)
     dist.destroy_process_group()
 
 

@@ -92,16 +92,21 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
             if result.problem:
                 say(f"step {step} skipped, weights untouched: {result.problem}")
             last = step == job.train.steps or stop > 0
-            target = checkpoints.due(step, last)
+            interrupted = stop > 0 and step < job.train.steps
+            target = checkpoints.due(step, last, interrupted)
             pulse.phase("checking", step)
             position, went_back = recovery.look(_after(position, result), due=target is not None)
             if went_back:
                 batches, blocked = train_batches(session, position), 0.0
                 continue
+            if interrupted and target:  # what sent the signal may not wait for the evaluation and the export
+                pulse.phase("saving", step)
+                checkpoints.snapshots.take(position, target)
+                checkpoints.finish()
             if last or _is_due(step, job.train.evaluate_every):
                 _evaluate(session, step, observers, pulse)
             pulse.phase("saving", step)
-            blocked = checkpoints.snapshots.take(position, target) if target else 0.0
+            blocked = checkpoints.snapshots.take(position, target) if target and not interrupted else 0.0
             for text in checkpoints.snapshots.take_news():
                 say(text)
         pulse.phase("saving", position.step)
@@ -238,7 +243,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             tokens=result.tokens,
             step_seconds=seconds,
             tokens_per_second=result.tokens / seconds,
-            mfu=flops_per_token * result.tokens / seconds / available if available else None,
+            mfu=mfu(flops_per_token * result.tokens / seconds, available),
             peak_memory_bytes=peak_memory,
             comm_bytes=sum(int(sent["bytes"]) for sent in comm.values()),
             comm=comm or None,
@@ -253,6 +258,14 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
         )
 
     return to_metrics
+
+
+def mfu(rate: float, peak: float | None) -> float | None:
+    """Model FLOPs utilization: the share of a peak rate; None where the peak is not known or was measured too low.
+
+    A peak that is measured while other processes compute can be below the rate of a later step.
+    """
+    return rate / peak if peak and rate <= peak else None
 
 
 def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:

@@ -7,6 +7,7 @@ appends to the file later.
 
 import json
 import math
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Self, TextIO, TypeVar
@@ -17,6 +18,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from weft.errors import DataError
+
+WARM_UP_STEPS = 2  # of a process: the first step prepares what others reuse, the second is watched
 
 Record = TypeVar("Record")
 
@@ -178,7 +181,8 @@ def _read_lines(path: Path, kind: type[Record]) -> list[Record]:
 class Progress:
     """Shows a run on the terminal: a live bar where there is one, else 25 to 50 plain lines for the whole run.
 
-    A context manager. Tokens a second and the time left are smoothed over about the last ten steps.
+    A context manager. Tokens a second and the time left are those of the last step at first, because the first two steps take
+    longer than others, and then smoothed over about ten steps. The third step prints what is expected of the whole run.
 
     Args:
         total_steps: optimizer steps of the whole run.
@@ -190,6 +194,7 @@ class Progress:
         self._every = max(1, total_steps // 25)
         self._seconds = self._tokens = 0.0
         self._last: StepMetrics | None = None
+        self._seen = 0
         self._held_out: float | None = None
         columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.fields[status]}")
         self._bar = Bar(*columns, console=console, expand=True, disable=not console.is_terminal)
@@ -198,13 +203,18 @@ class Progress:
     def step(self, metrics: StepMetrics) -> None:
         """Show one optimizer step."""
         first = self._last is None
-        weight = 1.0 if first else 0.1
+        self._seen += 1
+        weight = 1.0 if self._seen <= WARM_UP_STEPS + 1 else 0.1
         self._seconds += weight * (metrics.step_seconds - self._seconds)
         self._tokens += weight * (metrics.tokens - self._tokens)
         self._last = metrics
         self._bar.update(self._task, completed=metrics.step, status=self._status(metrics))
         if self._bar.disable and (first or metrics.step % self._every == 0 or metrics.step == self._total):
             self.message(f"step {metrics.step}/{self._total}  {self._status(metrics)}")
+        if self._seen == WARM_UP_STEPS + 1 and metrics.step < self._total:
+            left = self._seconds * (self._total - metrics.step)
+            end = time.strftime("%a %H:%M", time.localtime(time.time() + left))
+            self.message(f"expected: {self._speed()} tokens/s, {format_seconds(left)} of training left, until {end}")
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Show one evaluation; its loss stays in sight from then on."""
@@ -218,13 +228,16 @@ class Progress:
         """Print a line as it is: above the bar, or between the lines."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def _speed(self) -> str:
+        """Tokens a second of the recent steps."""
+        return format_count(self._tokens / self._seconds if self._seconds else math.nan)
+
     def _status(self, metrics: StepMetrics) -> str:
         """The numbers beside the bar."""
         held_out = "" if self._held_out is None else f"  held-out {self._held_out:.4f}"
-        speed = self._tokens / self._seconds if self._seconds else math.nan
         left = format_seconds(self._seconds * (self._total - metrics.step))
         memory = metrics.peak_memory_bytes / 2**30
-        return f"loss {metrics.loss:.4f}{held_out}  {format_count(speed)} tokens/s  {memory:.2f} GiB  {left} left"
+        return f"loss {metrics.loss:.4f}{held_out}  {self._speed()} tokens/s  {memory:.2f} GiB  {left} left"
 
     def __enter__(self) -> Self:
         self._bar.start()

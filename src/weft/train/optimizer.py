@@ -1,14 +1,17 @@
 """The update: AdamW over shards, the course of the learning rate, and the norm of the gradient."""
 
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.errors import ModelError, WeftError
 from weft.job import Optimizer
 from weft.train.one_bit_adam import OneBitAdam
 
@@ -25,7 +28,7 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
     groups = [
         {"params": parameters, "weight_decay": settings.weight_decay if decays else 0.0}
         for (decays, _), parameters in by_mesh.items()
-    ]
+    ] or [{"params": []}]  # of a rank of a pipeline whose stages are frozen
     if settings.name == "onebit-adam":
         return OneBitAdam(groups, settings.lr, settings.betas, settings.eps, settings.freeze_steps)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
@@ -63,19 +66,105 @@ def square_of_gradients(parameters: Iterable[nn.Parameter], ranks: int) -> torch
     Returns:
         A float64 scalar.
     """
-    local: dict[int, list[torch.Tensor]] = defaultdict(list)
+    total = torch.zeros((), dtype=torch.float64)
+    for shards, norms in _local_norms(parameters, 2.0):
+        total = total.to(norms.device) + norms.square().sum() * shards / ranks
+    return total
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Clip the norm of the whole gradient, in place: `torch.nn.utils.clip_grad_norm_` for a parallelized model.
+
+    The norm is that of the gradient on one process, under any plan without a pipeline: each element counts once, whether
+    ranks hold shards of it (zero, tp, ep) or copies (dp_replicate, zero 0, norms under tp). Call it on every rank, between
+    `backward` and `optimizer.step`.
+
+    Args:
+        parameters: those of `model.parameters()`, or some of them; the same ones on every rank. Those without a gradient
+            do not count.
+        max_norm: largest norm; gradients of a larger one are multiplied by max_norm / (norm + 1e-6).
+        norm_type: p of the p-norm; may be math.inf.
+        error_if_nonfinite: raise where the norm is NaN or infinite, gradients untouched; reads the norm on the host.
+
+    Returns:
+        The norm before clipping, float64 scalar, the same on every rank.
+
+    Raises:
+        ModelError: ranks hold other parameters, which are the stages of a pipeline.
+        WeftError: the norm is not finite, and `error_if_nonfinite`.
+    """
+    own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    _check_same_parameters(own, ranks)
+    place = _to_local(own[0]).device if own else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=place)
+    largest = norm_type == math.inf
+    for shards, norms in _local_norms(own, norm_type):
+        total = torch.maximum(total, norms.max()) if largest else total + norms.pow(norm_type).sum() * shards / ranks
+    if ranks > 1:
+        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    norm = total if largest else total.pow(1 / norm_type)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise WeftError(
+            f"the norm of the gradient is {norm.item()}",
+            where="weft.clip_grad_norm_",
+            rule="with error_if_nonfinite, gradients must be finite",
+            fix="skip this step, or look for the batch or the learning rate that caused it",
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradients in _local_gradients(own).values():
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device, _norm_dtype(gradients[0])))
+    return norm
+
+
+def _check_same_parameters(parameters: list[torch.Tensor], ranks: int) -> None:
+    """Refuse ranks with different parameters. Compared on the host, so that no accelerator is waited for."""
+    if ranks == 1:
+        return
+    code = zlib.crc32(repr([tuple(parameter.shape) for parameter in parameters]).encode())
+    extremes = torch.tensor([code, -code])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    if extremes.sum() != 0:
+        raise ModelError(
+            "ranks hold different parameters",
+            where="weft.clip_grad_norm_",
+            rule="the norm is taken over the same parameters on every rank; with plan.parallel.pp > 1 each rank has the "
+            "parameters of its own stages",
+            fix="with a pipeline, run weft.train.step.train_step, which clips over all stages; else pass the same parameters",
+        )
+
+
+def _local_gradients(parameters: Iterable[torch.Tensor]) -> dict[tuple[int, torch.dtype], list[torch.Tensor]]:
+    """This rank's parts of all gradients, by the number of ranks that hold the other parts, and by dtype."""
+    found: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         shards = 1
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             shards = math.prod(mesh.size(axis) for axis, p in enumerate(gradient.placements) if not p.is_replicate())
-            gradient = gradient.to_local()
-        local[shards].append(gradient)
-    total = torch.zeros((), dtype=torch.float64)
-    for shards, gradients in local.items():
-        norms = torch.stack(torch._foreach_norm(gradients, dtype=_norm_dtype(gradients[0])))
-        total = total.to(norms.device) + norms.double().square().sum() * shards / ranks
-    return total
+        local = _to_local(gradient)
+        if local.numel():  # more ranks than rows leave some without
+            found[shards, local.dtype].append(local)
+    return found
+
+
+def _local_norms(parameters: Iterable[torch.Tensor], norm_type: float) -> list[tuple[int, torch.Tensor]]:
+    """Numbers of shards, and float64 norms of this rank's parts of the gradients that have so many."""
+    found = []
+    for (shards, _), gradients in _local_gradients(parameters).items():
+        norms = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=_norm_dtype(gradients[0])))
+        found.append((shards, norms.double()))
+    return found
+
+
+def _to_local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _norm_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -84,6 +173,6 @@ def _norm_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by a factor, in place."""
-    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
+    if factor != 1.0:
+        for gradients in _local_gradients(parameters).values():
+            torch._foreach_mul_(gradients, factor)

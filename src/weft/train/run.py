@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.transformers import can_separate_documents, read_anatomy
+from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import clean, list_checkpoints
 from weft.checkpoint.huggingface import build_on_meta, read_config
 from weft.checkpoint.manifest import read_manifest
@@ -27,14 +28,17 @@ from weft.cluster.placement import explain_plan
 from weft.cluster.team import Team
 from weft.cluster.topology import Topology, of_hosts
 from weft.data import Prepared, Rows, count_micro_batches, prepare, scored_pairs, unigram_and_bigram
-from weft.errors import CheckpointError, JobError, RankFailure, WeftError
+from weft.errors import CheckpointError, JobError, RankFailure, Stopped, WeftError
 from weft.job import Job
+from weft.parallel.documents import check_packing
 from weft.parallel.parallelize import check_axes
 from weft.parallel.replicas import check_replicas
+from weft.parallel.rows import row_multiple
 from weft.plan import Plan
-from weft.precision.dtypes import check_formats
+from weft.precision.dtypes import check_formats, explain_precision
 from weft.train.checkpoints import check_same_batches, checkpoint_folder
-from weft.train.metrics import format_count
+from weft.train.run_folder import check_writable, move_aside
+from weft.train.startup import startup_screen
 
 WORD = "meeting"  # file in the run folder of several hosts, by which they know that it is one
 SHARING_SECONDS = 10.0  # until what one host wrote is seen by another
@@ -66,18 +70,21 @@ def train(
         say: receives lines of progress; the ranks print to the terminal themselves.
 
     Raises:
-        WeftError: one of its subclasses, see `weft.errors`.
+        WeftError: one of its subclasses, see `weft.errors`; `Stopped` after a signal, when the ranks have ended.
     """
+    check_writable(job, new=resume is None)
     device = detect()
+    forward = explain_precision(job.plan.precision, device)
+    job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
     check_formats(job.plan.precision, device)
     ranks = ranks or default_ranks(device)
     if meeting is None:
-        return _train_here(job, ranks, device, resume, max_restarts, None, say)
+        return _train_here(job, ranks, device, forward, resume, max_restarts, None, say)
     team = Team.join(meeting, ranks, rejoin_seconds=job.guard.rejoin_seconds)
     failure: WeftError | None = None
     try:
         if meeting.host == 0:
-            return _train_here(job, ranks, device, resume, max_restarts, team, say)
+            return _train_here(job, ranks, device, forward, resume, max_restarts, team, say)
         return _help(job, ranks, device, team, say)
     except WeftError as error:
         failure = error
@@ -90,6 +97,7 @@ def _train_here(
     job: Job,
     ranks: int,
     device: Device,
+    forward: str,
     resume: str | None,
     max_restarts: int,
     team: Team | None,
@@ -104,7 +112,9 @@ def _train_here(
     prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, say=say)
     check_tokens(resolved, prepared, config)
     check_resume(job, prepared, resume)
-    out = Path(job.out) if resume else _new_folder(Path(job.out), say)
+    out = Path(job.out)
+    if not resume and (aside := move_aside(out)):
+        say(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
     out.mkdir(parents=True, exist_ok=True)
     clean(checkpoint_folder(job))
     (out / "job.toml").write_text(resolved.to_toml(), encoding="utf-8")
@@ -113,9 +123,7 @@ def _train_here(
         word = secrets.token_hex(8)
         (out / WORD).write_text(word, encoding="utf-8")
         team.announce({"word": word, "resume": resume or ""})
-    size = format_count(anatomy.parameters)
-    say(f"{anatomy.family} with {size} parameters on {all_ranks} x {device.name}, output in {out}")
-    for line in lines:
+    for line in [*startup_screen(resolved, prepared, device, all_ranks, anatomy, out, forward), *lines]:
         say(line)
     summary = out / "run.json"
     before = summary.stat().st_mtime_ns if summary.exists() else None
@@ -135,7 +143,10 @@ def _train_here(
     finally:
         if summary.exists() and summary.stat().st_mtime_ns != before:  # the ranks came to their end, or to a signal
             say("counting baselines on the same tokens, and writing a sample")
-            _complete_summary(resolved, prepared, out)
+            try:
+                _complete_summary(resolved, prepared, out)
+            except KeyboardInterrupt:
+                raise Stopped(signal.SIGINT) from None
     return out
 
 
@@ -288,20 +299,16 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
     model = build_on_meta(config, torch.float32)
     anatomy = read_anatomy(model)
     limit = anatomy.max_positions
+    multiple = row_multiple(anatomy, job.plan)
     if limit is not None and job.data.seq_len > limit:
         raise JobError(
             f"data.seq_len = {job.data.seq_len} is longer than the model's {limit} positions",
             where=f"model_type {anatomy.family}",
             rule="a row fits into max_position_embeddings of the model's configuration",
-            fix=f"set data.seq_len to {limit} or less",
+            fix=f"set data.seq_len to {limit - limit % multiple or limit} or less",
         )
-    if job.data.packing and job.data.source != "tokens" and not can_separate_documents(model, anatomy):
-        raise JobError(
-            f"{anatomy.family} cannot keep packed documents apart",
-            where="data.packing = true",
-            rule="attention stays inside a document only where positions restart and nothing is carried along the row",
-            fix="set data.packing = false: one piece of one document a row",
-        )
+    if job.data.packing and job.data.source != "tokens":
+        check_packing(model, anatomy, job.plan, job.data.seq_len)
     train = job.train
     micro_batches = count_micro_batches(train.global_batch, train.micro_batch, job.plan.parallel.data_ranks)
     check_axes(model, anatomy, job.plan, job.data.seq_len, micro_batches)
@@ -324,17 +331,6 @@ def check_tokens(job: Job, prepared: Prepared, config: PretrainedConfig) -> None
             rule="every token has an entry in the model's embedding",
             fix=f"set model.config.vocab_size to {prepared.vocab_size} or more, or data.vocab_size to {entries} or less",
         )
-
-
-def _new_folder(out: Path, say: Callable[[str], None]) -> Path:
-    """An empty run folder; an older run there is moved aside, never overwritten."""
-    if (out / "job.toml").exists():
-        number = 1
-        while (aside := out.with_name(f"{out.name}.{number}")).exists():
-            number += 1
-        out.rename(aside)
-        say(f"the earlier run in {out} is now {aside}")
-    return out
 
 
 def _complete_summary(job: Job, prepared: Prepared, out: Path) -> None:

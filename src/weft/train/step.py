@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from weft.anatomy.transformers import document_masks
+from weft.anatomy.transformers import row_arguments
 from weft.cluster.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.comm.collectives import all_reduce
 from weft.comm.compression.feedback import Feedback
@@ -55,11 +55,8 @@ def forward(model: PreTrainedModel, batch: MicroBatch) -> Any:
         model: any causal language model of Transformers, parallelized or not.
         batch: input_ids, position_ids and targets, [rows, seq_len] each; the same on all ranks that share rows.
     """
-    masks = None if getattr(model, "takes_whole_rows", False) else document_masks(model, batch.position_ids)
-    arguments: dict[str, Any] = {"position_ids": batch.position_ids, "attention_mask": masks, "use_cache": False}
-    if getattr(model.config, "output_router_logits", False):  # the auxiliary loss is ours: `weft.parallel.balance`
-        arguments["output_router_logits"] = False
-    return model(input_ids=batch.input_ids, **arguments)
+    makes_masks = not getattr(model, "takes_whole_rows", False)
+    return model(input_ids=batch.input_ids, **row_arguments(model, batch.position_ids, masks=makes_masks))
 
 
 def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch, mesh: DeviceMesh | None) -> Tensor:

@@ -12,8 +12,10 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from weft.errors import PlanError
 from weft.parallel.pipeline.formulas import max_in_flight_formula
 from weft.parallel.pipeline.generate import SCHEDULES, build_schedule, rounds
+from weft.parallel.pipeline.order import read_order
 from weft.parallel.pipeline.schedule import Schedule, parse_schedule, peak_in_flight, slot_text
 from weft.parallel.pipeline.verify import verify
+from weft.plan import Parallel, Pipeline, Plan
 
 fast = settings(max_examples=60, deadline=None)
 
@@ -202,7 +204,7 @@ def test_dual_pipe_v_has_the_counts_of_deepseek() -> None:
         (("1f1b", 0, 4), "a pipeline of 0 ranks", "1 or more"),
         (("1f1b", 2, 0), "0 micro-batches", "1 or more"),
         (("1f1b", 2, 4, 2), "virtual_stages 2 with 1f1b", "virtual_stages to 1"),
-        (("interleaved", 2, 4), "virtual_stages 1 with interleaved", "or use 1f1b"),
+        (("interleaved", 2, 4), "virtual_stages 1 with interleaved", 'or plan.pipeline.schedule to "1f1b"'),
         (("zbv", 2, 4, 3), "virtual_stages 3 with zbv", "virtual_stages to 2"),
         (("dualpipev", 4, 7, 2), "7 micro-batches with dualpipev on 4 ranks", "8 or more"),
     ],
@@ -213,6 +215,25 @@ def test_refusals(arguments: tuple[Any, ...], what: str, fix: str) -> None:
     assert what in error.value.what
     assert fix in (error.value.fix or "")
     assert error.value.rule
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_takes_its_fewest_stages_by_itself(name: str) -> None:
+    kind = SCHEDULES[name]
+    plan = Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=name)).resolve(2)
+    assert plan.pipeline.virtual_stages == kind.virtual_stages[0]
+    assert read_order(plan, 4).num_stages == 2 * kind.virtual_stages[0]
+    assert Plan.model_validate(plan.model_dump()) == plan
+    assert Plan(pipeline=Pipeline(schedule=name)).resolve(2).pipeline.virtual_stages == 1
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_another_number_of_stages_in_a_v_is_refused(name: str, stages: int) -> None:
+    plan = Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=name, virtual_stages=stages)).resolve(2)
+    with pytest.raises(PlanError, match=f"virtual_stages {stages} with {name}") as error:
+        read_order(plan, 4)
+    assert error.value.fix == "set plan.pipeline.virtual_stages to 2"
 
 
 def test_no_torch() -> None:

@@ -5,10 +5,11 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad
 
 from weft.errors import PlanError
-from weft.parallel.pipeline.generate import build_schedule
-from weft.parallel.pipeline.schedule import Action, Schedule, parse_schedule
+from weft.parallel.pipeline.generate import SCHEDULES, build_schedule
+from weft.parallel.pipeline.schedule import Action, Schedule, parse_schedule, slot_text
 from weft.parallel.pipeline.verify import verify
 
 
@@ -104,6 +105,10 @@ def test_memory() -> None:
         ("0F0,0B0\n1F0,0F1", "0F1 on rank 1, but stage 0 is on rank 0", "line 2"),
         ("0F0,0B0\n2F0,2B0", "no rank runs stage 1", ""),
         ("0F0,0B0", "1 lines for 2 ranks", ""),
+        ("0F0,0REDUCE_GRAD,0B0\n1F0,1B0", "0B0 behind 0REDUCE_GRAD", "line 1, cell 3"),
+        ("0F0,0B0,1REDUCE_GRAD\n1F0,1B0", "1REDUCE_GRAD on a rank without stage 1", "line 1"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0", "0SEND_F0 in a schedule", "line 1, cell 2"),
+        ("0UNSHARD,0F0,0B0\n1F0,1B0", "0UNSHARD in a schedule", "line 1, cell 1"),
     ],
 )
 def test_unreadable_tables(text: str, what: str, where: str) -> None:
@@ -148,3 +153,20 @@ def test_shuffled_schedules_are_refused_exactly_where_they_cannot_run(data: st.D
         verify(shuffled)
     else:
         refusal(shuffled)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-overlap", "dualpipev"])
+def test_the_reductions_that_torch_writes_are_read(name: str) -> None:
+    schedule = build_schedule(name, 2, 4, SCHEDULES[name].virtual_stages[0])
+    rows = [[_Action.from_str(slot_text(slot)) for slot in slots] for slots in schedule.slots]
+    text = "\n".join(",".join(map(str, _add_reduce_grad(row, 4))) for row in rows)
+    assert text.count("REDUCE_GRAD") == schedule.num_stages
+    assert parse_schedule(text, 2, 4, name) == schedule
+
+
+def test_a_bidirectional_pipeline_is_refused_with_its_reason() -> None:
+    """DualPipe: each rank holds a stage from the front and one from the back, so that each stage is on two ranks."""
+    with pytest.raises(PlanError, match="0F1 on rank 1, but stage 0 is on rank 0") as error:
+        parse_schedule("0F0,1F1,1B1,0B0\n0F1,1F0,1B0,0B1", 2, 2)
+    assert "bidirectional" in (error.value.rule or "")
+    assert "dualpipev" in (error.value.fix or "")

@@ -178,10 +178,11 @@ def test_steps_may_differ_in_length(schedule: str, stages: int) -> None:
 
 
 def test_a_table_of_ones_own(tmp_path: Path) -> None:
-    """The same as 1F1B, with one joint slot, in a file."""
+    """The same as 1F1B, with one joint slot and one of torch's reductions, in a file."""
     file = tmp_path / "own.csv"
     file.write_text(
-        "0F0,0F1,0F2,0B0,0F3,,0B1,0B2,0B3\n1F0,1B0,1F1,(1F2;1B1)OVERLAP_F_B,1I2,1F3,1W2,1B3\n", encoding="utf-8"
+        "0F0,0F1,0F2,0B0,0F3,,0B1,0B2,0B3,0REDUCE_GRAD\n1F0,1B0,1F1,(1F2;1B1)OVERLAP_F_B,1I2,1F3,1W2,1B3\n",
+        encoding="utf-8",
     )
     plan = plan_for("fp32", Pipeline(schedule=str(file)), pp=2, zero=1)
     assert_parity(LLAMA, plan, 2, micro_batch=1)

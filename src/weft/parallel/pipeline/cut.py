@@ -24,7 +24,8 @@ from weft.anatomy.transformers import EXPERTS, document_masks
 from weft.checkpoint.huggingface import build_on_meta
 from weft.errors import ModelError, PlanError
 from weft.parallel.pipeline.flow import Chain, CrossingError, follow
-from weft.plan import Pipeline
+from weft.parallel.pipeline.generate import SCHEDULES
+from weft.plan import Pipeline, Plan
 
 WHERE = "plan.parallel.pp"
 PROBE_SHAPE = (1, 4)  # rows and tokens of the forward that shows how blocks are called
@@ -42,31 +43,55 @@ def split_blocks(num_blocks: int, num_stages: int, settings: Pipeline) -> list[r
         PlanError: a stage would be empty, or the given numbers do not fit.
     """
     if num_stages > num_blocks:
-        raise PlanError(
-            f"{num_blocks} blocks cannot fill {num_stages} stages",
-            where=f"{WHERE}, plan.pipeline.virtual_stages",
-            rule="every stage has at least one block",
-            fix=f"choose pp x virtual_stages of at most {num_blocks}",
-        )
+        raise _too_many_stages(num_blocks, num_stages, settings.stages_a_rank)
     counts, costs = settings.stage_blocks, settings.block_costs or (1.0,) * num_blocks
     if counts and (len(counts) != num_stages or sum(counts) != num_blocks):
         raise PlanError(
             f"stage_blocks names {sum(counts)} blocks in {len(counts)} stages",
             where="plan.pipeline.stage_blocks",
             rule=f"there are {num_blocks} blocks, and pp x virtual_stages = {num_stages} stages",
-            fix="give one number for each stage; together they are all blocks",
+            fix=f"give {num_stages} numbers whose sum is {num_blocks}, or none",
         )
     if len(costs) != num_blocks:
         raise PlanError(
             f"block_costs has {len(costs)} numbers",
             where="plan.pipeline.block_costs",
             rule=f"there are {num_blocks} blocks",
-            fix="give one number for each block, or none",
+            fix=f"give {num_blocks} numbers, or none",
         )
     if not counts:
         counts = _cheapest_cut(costs, num_stages, settings.embedding_cost, settings.head_cost)
     borders = [sum(counts[:stage]) for stage in range(num_stages + 1)]
     return [range(low, high) for low, high in pairwise(borders)]
+
+
+def check_ranks(num_blocks: int, plan: Plan) -> None:
+    """Refuse a number of pp ranks that blocks are too few for, whatever the number of stages a rank.
+
+    Raises:
+        PlanError: with a number that is small enough, or another schedule.
+    """
+    settings = plan.pipeline
+    kind = SCHEDULES.get(settings.schedule)
+    fewest, most = kind.virtual_stages if kind else (1, None)
+    if plan.parallel.pp * fewest > num_blocks:
+        each = max(fewest, settings.stages_a_rank) if most is None else fewest
+        raise _too_many_stages(num_blocks, plan.parallel.pp * fewest, each)
+
+
+def _too_many_stages(num_blocks: int, num_stages: int, stages_a_rank: int) -> PlanError:
+    most = num_blocks // stages_a_rank
+    fewer = (
+        'set plan.pipeline.schedule to "1f1b", which needs fewer stages'
+        if num_blocks > 1
+        else "set plan.parallel.pp = 1"
+    )
+    return PlanError(
+        f"{num_blocks} blocks cannot fill {num_stages} stages",
+        where=f"{WHERE}, plan.pipeline.virtual_stages",
+        rule="every stage has at least one block",
+        fix=f"set plan.parallel.pp to {most} or less" if most > 1 else fewer,
+    )
 
 
 def _cheapest_cut(costs: tuple[float, ...], num_stages: int, embedding: float, head: float) -> tuple[int, ...]:
@@ -176,6 +201,8 @@ class Relay:
     own: tuple[int, ...]
     """Stages of this rank."""
     chain: Chain
+    first_trained: int
+    """The first stage with a parameter that trains; the number of stages where none does."""
     active: int | None = None
     sequence_parts: int = 1
     """Ranks of tp that hold a part of each sequence between matrices."""
@@ -272,7 +299,7 @@ def cut_model(
     Returns:
         The anatomy of what is left, with an empty name for an embedding or head that is elsewhere; and the relay.
     """
-    relay = Relay(stages, own, chain)
+    relay = Relay(stages, own, chain, _first_trained(model, anatomy, chain, stages))
     kept = {number for stage in own for number in stages[stage]}
     for number, block in enumerate(anatomy.blocks):
         if number not in kept:
@@ -289,6 +316,28 @@ def cut_model(
         tied=anatomy.tied and relay.has_first() and relay.has_last(),
     )
     return left, relay
+
+
+def stage_modules(anatomy: Anatomy, chain: Chain, stages: list[range], stage: int) -> list[str]:
+    """Names of the modules with weights of one stage: its blocks, and the ends of the model that it has.
+
+    Args:
+        anatomy: of the whole model.
+        chain: from `read_chain`.
+        stages: blocks of each stage.
+        stage: number of the stage.
+    """
+    first = chain.first if stage == 0 else ()
+    last = chain.last if stage == len(stages) - 1 else ()
+    return [*first, *(anatomy.blocks[number].name for number in stages[stage]), *last]
+
+
+def _first_trained(model: nn.Module, anatomy: Anatomy, chain: Chain, stages: list[range]) -> int:
+    for stage in range(len(stages)):
+        for name in stage_modules(anatomy, chain, stages, stage):
+            if any(parameter.requires_grad for parameter in model.get_submodule(name).parameters()):
+                return stage
+    return len(stages)
 
 
 def let_stages_run(model: PreTrainedModel, anatomy: Anatomy, relay: Relay) -> None:

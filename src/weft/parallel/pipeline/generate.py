@@ -267,6 +267,34 @@ SCHEDULES: dict[str, Kind] = {
 """Every schedule by its name: the Plan, the planner and the docs read it."""
 
 
+def find_kind(name: str, virtual_stages: int) -> Kind:
+    """The schedule of a name.
+
+    Raises:
+        PlanError: an unknown name, or stages a rank that the schedule does not take.
+    """
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.3)
+        raise PlanError(
+            f"unknown schedule {name!r}",
+            where=WHERE,
+            rule=f"the schedules are {', '.join(SCHEDULES)}",
+            fix=f"did you mean {near[0]!r}?" if near else "take one of them",
+        )
+    kind = SCHEDULES[name]
+    fewest, most = kind.virtual_stages
+    if virtual_stages < fewest or (most is not None and virtual_stages > most):
+        takes = f"{fewest} or more" if most is None else f"exactly {fewest}"
+        raise PlanError(
+            f"virtual_stages {virtual_stages} with {name}",
+            where="plan.pipeline.virtual_stages",
+            rule=f"{name} holds {takes} stages a rank",
+            fix=f"set plan.pipeline.virtual_stages to {fewest}"
+            + (', or plan.pipeline.schedule to "1f1b"' if name == "interleaved" else ""),
+        )
+    return kind
+
+
 def build_schedule(name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
     """The schedule of a name, for a pipeline.
 
@@ -280,30 +308,13 @@ def build_schedule(name: str, num_ranks: int, num_micro_batches: int, virtual_st
     Raises:
         PlanError: an unknown name, no rank, too few micro-batches, or stages a rank that the schedule does not take.
     """
-    if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.3)
-        raise PlanError(
-            f"unknown schedule {name!r}",
-            where=WHERE,
-            rule=f"the schedules are {', '.join(SCHEDULES)}",
-            fix=f"did you mean {near[0]!r}?" if near else "take one of them",
-        )
-    kind = SCHEDULES[name]
-    fewest, most = kind.virtual_stages
+    kind = find_kind(name, virtual_stages)
     if num_ranks < 1:
         raise PlanError(
             f"a pipeline of {num_ranks} ranks",
             where="plan.parallel.pp",
             rule="a pipeline has a rank",
             fix="set pp to 1 or more",
-        )
-    if virtual_stages < fewest or (most is not None and virtual_stages > most):
-        takes = f"{fewest} or more" if most is None else f"exactly {fewest}"
-        raise PlanError(
-            f"virtual_stages {virtual_stages} with {name}",
-            where="plan.pipeline.virtual_stages",
-            rule=f"{name} holds {takes} stages a rank",
-            fix=f"set plan.pipeline.virtual_stages to {fewest}" + (", or use 1f1b" if name == "interleaved" else ""),
         )
     enough = max(1, kind.micro_batches_a_rank * num_ranks)
     if num_micro_batches < enough:

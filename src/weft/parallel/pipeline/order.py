@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from weft.errors import PlanError
-from weft.parallel.pipeline.generate import SCHEDULES, build_schedule
+from weft.parallel.pipeline.generate import build_schedule, find_kind
 from weft.parallel.pipeline.schedule import WHERE, Schedule, parse_schedule
 from weft.parallel.pipeline.simulate import Costs, Timeline, simulate
 from weft.parallel.pipeline.verify import verify
@@ -23,14 +23,16 @@ def read_order(plan: Plan, num_micro_batches: int) -> Schedule:
     """
     p, settings = plan.parallel, plan.pipeline
     if not is_file(plan):
-        return build_schedule(settings.schedule, p.pp, num_micro_batches, settings.virtual_stages)
+        return build_schedule(settings.schedule, p.pp, num_micro_batches, settings.stages_a_rank)
     schedule = _read_table(plan, num_micro_batches)
-    if schedule.num_stages != p.pp * settings.virtual_stages:
+    if schedule.num_stages != p.pp * settings.stages_a_rank:
+        each, rest = divmod(schedule.num_stages, p.pp)
+        table = f"write the table for {p.pp * settings.stages_a_rank} stages"
         raise PlanError(
             f"{settings.schedule} has {schedule.num_stages} stages",
             where=WHERE,
-            rule=f"pp {p.pp} x virtual_stages {settings.virtual_stages} is the number of stages",
-            fix=f"set plan.pipeline.virtual_stages to {schedule.num_stages // p.pp or 1}, or change the table",
+            rule=f"pp {p.pp} x virtual_stages {settings.stages_a_rank} is the number of stages",
+            fix=table if rest else f"set plan.pipeline.virtual_stages to {each}, or {table}",
         )
     verify(schedule)
     return schedule
@@ -45,9 +47,7 @@ def stage_ranks(plan: Plan) -> tuple[int, ...]:
     p, settings = plan.parallel, plan.pipeline
     if is_file(plan):
         return _read_table(plan, 1).rank_of_stage
-    if settings.schedule not in SCHEDULES:
-        read_order(plan, 1)  # says what is wrong
-    return SCHEDULES[settings.schedule].place(p.pp, settings.virtual_stages)
+    return find_kind(settings.schedule, settings.stages_a_rank).place(p.pp, settings.stages_a_rank)
 
 
 def plan_timeline(plan: Plan, num_micro_batches: int) -> Timeline:

@@ -14,7 +14,7 @@ from weft.cluster.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.data import MicroBatch
 from weft.errors import ModelError
 from weft.parallel.data import add_up_gradients, begin_pipelined_step, reduce_gradients
-from weft.parallel.pipeline.cut import Relay
+from weft.parallel.pipeline.cut import Relay, stage_modules
 from weft.parallel.pipeline.order import read_order, stage_ranks
 from weft.parallel.pipeline.schedule import Schedule
 from weft.parallel.pipeline.stage import Runtime, Stage
@@ -50,7 +50,7 @@ class Pipeline:
         self.split = ranks_along(mesh, *CONTEXT_AXES) * (ranks_along(mesh, "tp") if plan.parallel.sp else 1)
         relay.sequence_parts = ranks_along(mesh, "tp") if plan.parallel.sp else 1
         self.shares_tied = anatomy.tied and self.ranks[0] != self.ranks[-1]
-        self.ends = anatomy.embedding, anatomy.head
+        self.anatomy, self.ends = anatomy, (anatomy.embedding, anatomy.head)
         self.runtimes: dict[int, Runtime] = {}
         self.batches: Sequence[MicroBatch] = ()
         self.forward: Forward | None = None
@@ -83,7 +83,11 @@ class Pipeline:
             forward: runs the model.
             finish: called on the last stage.
             before_reduction: called once on each rank, when it has all its gradients.
+
+        Raises:
+            ModelError: nothing trains, or a parameter of a stage that was frozen when the model was split does.
         """
+        self._check_trained()
         self._begin(batches, forward, finish)
         self.before_reduction = before_reduction
         if len(batches) not in self.runtimes:
@@ -112,6 +116,30 @@ class Pipeline:
         for stage in stages.values():
             stage.finish_sending()
 
+    def _check_trained(self) -> None:
+        """Refuse a step without a weight that trains, and one whose weights were frozen when the model was split.
+
+        Raises:
+            ModelError: with the weight.
+        """
+        first = self.relay.first_trained
+        if first == len(self.ranks):
+            raise ModelError(
+                "no weight of the model trains",
+                rule="a step trains the parameters whose requires_grad was True when weft.parallelize split the model",
+                fix="set requires_grad of the parameters to train before weft.parallelize",
+            )
+        for stage in (stage for stage in self.relay.own if stage < first):
+            for module in stage_modules(self.anatomy, self.relay.chain, self.relay.stages, stage):
+                for name, parameter in self.model.get_submodule(module).named_parameters():
+                    if parameter.requires_grad:
+                        raise ModelError(
+                            f"{module}.{name} trains, but was frozen when the model was split",
+                            where=f"stage {stage} of the pipeline",
+                            rule="stages before the first one with a trained parameter get no gradients",
+                            fix="set its requires_grad before weft.parallelize",
+                        )
+
     def _begin(self, batches: Sequence[MicroBatch], forward: Forward, finish: Finish) -> None:
         self.batches, self.forward, self.finish = batches, forward, finish
 
@@ -129,6 +157,7 @@ class Pipeline:
                 partial(add_up_gradients, self.model, self.plan),
                 self._reduced,
                 carries,
+                self.relay.first_trained,
             )
             for number in self.relay.own
         ]
@@ -146,8 +175,7 @@ class Pipeline:
         sums = None
         if watch.is_on():
             sums = watch.take_sums(len(batch.input_ids), batch.input_ids.device)
-            # The next stage sends a gradient back, also to a first stage that has no routers.
-            sums = sums + inputs[1] if inputs else sums.requires_grad_()
+            sums = sums + inputs[1] if inputs else sums
         if number == len(self.ranks) - 1:
             return [self.finish(output, batch, sums)]
         sent, shape, dtype = self.relay.take_sent(), self._hidden_shape(batch), self.relay.chain.dtype
@@ -185,7 +213,10 @@ class Pipeline:
         has = {self.ranks[0]: self.ends[0], self.ranks[-1]: self.ends[1]}
         if self.rank not in has:
             return
-        own = to_local(self.model.get_submodule(has.pop(self.rank)).weight.grad)
+        weight: Any = self.model.get_submodule(has.pop(self.rank)).weight
+        if not weight.requires_grad:
+            return
+        own = to_local(weight.grad)
         (peer,) = has
         other = torch.empty_like(own)
         send = dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)

@@ -21,6 +21,8 @@ WHERE = "plan.pipeline.schedule"
 JOINT = "OVERLAP_F_B"
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 JOINT_CELL = re.compile(rf"\(([^;()]*);([^;()]*)\){JOINT}")
+REDUCE = re.compile(r"(\d+)REDUCE_GRAD")
+MESSAGE = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD)\d*")
 
 
 class Action(NamedTuple):
@@ -100,7 +102,8 @@ class Schedule:
 def parse_schedule(text: str, num_ranks: int, num_micro_batches: int, name: str = "table") -> Schedule:
     """Read a schedule from a table: one line a rank, one cell a slot, in torch's notation. Empty cells are ignored.
 
-    A stage lives on the rank whose line names it. Call `verify` on the result: the table may still be wrong.
+    A stage lives on the rank whose line names it. Call `verify` on the result: the table may still be wrong. torch's
+    `0REDUCE_GRAD` is read, and not kept: gradients are reduced when a rank has all of them, whatever the table says.
 
     Args:
         text: as `Schedule.to_csv` writes it.
@@ -109,8 +112,8 @@ def parse_schedule(text: str, num_ranks: int, num_micro_batches: int, name: str 
         name: of the schedule.
 
     Raises:
-        PlanError: a cell cannot be read (its line and cell, both from 1), the number of lines is not that of the ranks, or
-            a stage is on two ranks or on none.
+        PlanError: a cell cannot be read (its line and cell, both from 1), the number of lines is not that of the ranks, a
+            stage is on two ranks or on none, or a `REDUCE_GRAD` is on another rank than its stage, or before a backward of it.
     """
     lines = text.rstrip("\n").split("\n")
     if len(lines) != num_ranks:
@@ -120,14 +123,7 @@ def parse_schedule(text: str, num_ranks: int, num_micro_batches: int, name: str 
             rule="a table of a schedule has one line a rank",
             fix=f"write {num_ranks} lines",
         )
-    slots = tuple(
-        tuple(
-            _read_cell(cell.strip(), f"line {line}, cell {number}")
-            for number, cell in enumerate(row, 1)
-            if cell.strip()
-        )
-        for line, row in enumerate((text.split(",") for text in lines), 1)
-    )
+    slots = tuple(_read_line(row, line) for line, row in enumerate(lines, 1))
     owners: dict[int, int] = {}
     for rank, of_rank in enumerate(slots):
         for action in (action for slot in of_rank for action in slot):
@@ -136,8 +132,9 @@ def parse_schedule(text: str, num_ranks: int, num_micro_batches: int, name: str 
                 raise PlanError(
                     f"{action} on rank {rank}, but stage {action.stage} is on rank {owner}",
                     where=f"{WHERE}, line {rank + 1}",
-                    rule="a stage lives on one rank",
-                    fix=f"move {action} to line {owner + 1}",
+                    rule="a stage lives on one rank: a bidirectional pipeline (DualPipe, Chimera), in which two ranks hold "
+                    "each stage, takes twice the memory for weights, and is not supported",
+                    fix=f"move {action} to line {owner + 1}, or use dualpipev, which keeps each stage on one rank",
                 )
     for stage in range(max(owners, default=-1) + 1):
         if stage not in owners:
@@ -150,7 +147,42 @@ def parse_schedule(text: str, num_ranks: int, num_micro_batches: int, name: str 
     return Schedule(name, num_micro_batches, tuple(owners[stage] for stage in sorted(owners)), slots)
 
 
+def _read_line(text: str, line: int) -> tuple[Slot, ...]:
+    """The slots of one rank, from a line of a table."""
+    slots: list[Slot] = []
+    reduced: set[int] = set()
+    for number, cell in enumerate(map(str.strip, text.split(",")), 1):
+        place = f"line {line}, cell {number}"
+        if reduces := REDUCE.fullmatch(cell):
+            reduced.add(int(reduces[1]))
+        elif cell:
+            slots.append(_read_cell(cell, place))
+            late = next((action for action in slots[-1] if action.kind in "BW" and action.stage in reduced), None)
+            if late:
+                raise PlanError(
+                    f"{late} behind {late.stage}REDUCE_GRAD",
+                    where=f"{WHERE}, {place}",
+                    rule="gradients of a stage are reduced when all of them have been computed",
+                    fix=f"move {late.stage}REDUCE_GRAD to the end of the line, or leave it out",
+                )
+    if elsewhere := reduced - {action.stage for slot in slots for action in slot}:
+        raise PlanError(
+            f"{min(elsewhere)}REDUCE_GRAD on a rank without stage {min(elsewhere)}",
+            where=f"{WHERE}, line {line}",
+            rule="a rank reduces the gradients of its own stages",
+            fix=f"move {min(elsewhere)}REDUCE_GRAD to the line of its stage, or leave it out",
+        )
+    return tuple(slots)
+
+
 def _read_cell(cell: str, place: str) -> Slot:
+    if MESSAGE.fullmatch(cell):
+        raise PlanError(
+            f"{cell} in a schedule",
+            where=f"{WHERE}, {place}",
+            rule="a table says what ranks compute; Weft adds messages and gathered weights by itself",
+            fix='leave out SEND, RECV, UNSHARD and RESHARD: torch writes such a table with _dump_csv(format="compute_only")',
+        )
     joint = JOINT_CELL.fullmatch(cell)
     parts = [ACTION.fullmatch(part.strip()) for part in (joint.groups() if joint else (cell,))]
     read = [Action(int(part[1]), part[2], int(part[3])) for part in parts if part]

@@ -40,6 +40,7 @@ class Stage(_PipelineStageBase):
         add_up: Callable[[], None],
         reduce: Callable[[], None],
         carries: bool = False,
+        first_trained: int = 0,
     ):
         """
         Args:
@@ -53,17 +54,21 @@ class Stage(_PipelineStageBase):
             add_up: called when gradients of matrices have come out of the queue.
             reduce: called when all gradients of the stage are there.
             carries: whether gradients of bfloat16 are held in float16.
+            first_trained: the first stage with weights that train: those before it have no backward.
         """
         super().__init__(nn.Module(), number, num_stages, device, group)
         self.run, self.message, self.queue, self.carries = run, message, queue, carries
         self.add_up, self.reduce = add_up, reduce
+        self.has_backward, self.gives_back = number >= first_trained, number > first_trained
+        """Whether this stage has a backward, and whether the stage before it has one, which waits for gradients."""
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # torch looks for skip connections here
         self.inputs: dict[int, list[Tensor]] = {}
         """Received and not yet used, by micro-batch."""
         self.outputs: dict[int, list[Tensor]] = {}
         """Computed and not yet sent."""
         self.kept: dict[int, tuple[list[Tensor], list[Any]]] = {}
-        """Between forward and backward: inputs, and the edges of the graph where gradients enter."""
+        """Between forward and backward: inputs, and for each output the edge of the graph where its gradient enters, None where
+        no trained parameter had a part in it."""
         self.output_gradients: dict[int, list[Tensor]] = {}
         self.input_gradients: dict[int, list[Tensor]] = {}
         self.sending: list[dist.Work] = []
@@ -84,13 +89,13 @@ class Stage(_PipelineStageBase):
         return []
 
     def get_bwd_recv_ops(self, micro_batch: int) -> list[dist.P2POp]:
-        if self.is_last:
+        if self.is_last or not self.has_backward:
             return []
         self.output_gradients[micro_batch] = self.message(micro_batch)
         return self._transfers(dist.irecv, self.output_gradients[micro_batch], self.stage_index + 1)
 
     def get_bwd_send_ops(self, micro_batch: int) -> list[dist.P2POp]:
-        if not self.is_first:
+        if self.gives_back:
             self.send(self.input_gradients.pop(micro_batch), self.stage_index - 1)
         return []
 
@@ -113,10 +118,11 @@ class Stage(_PipelineStageBase):
         self.inputs[micro_batch] = [tensor.detach() for tensor in outputs]
 
     def get_local_bwd_output(self, micro_batch: int) -> Any:
-        return self.input_gradients.pop(micro_batch)
+        return self.input_gradients.pop(micro_batch) if self.gives_back else []
 
     def set_local_bwd_input(self, gradients: Any, micro_batch: int) -> None:
-        self.output_gradients[micro_batch] = gradients
+        if self.has_backward:
+            self.output_gradients[micro_batch] = gradients
 
     # Work
 
@@ -124,11 +130,12 @@ class Stage(_PipelineStageBase):
         self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = True
     ) -> list[Tensor]:
         inputs = self.inputs.pop(fwd_chunk_id, [])
-        trains = torch.is_grad_enabled()
-        inputs = [tensor.requires_grad_(trains) for tensor in inputs]
+        trains = torch.is_grad_enabled() and self.has_backward
+        inputs = [tensor.requires_grad_(trains and self.gives_back) for tensor in inputs]
         outputs = self.run(self.stage_index, fwd_chunk_id, inputs)
         if trains:
-            self.kept[fwd_chunk_id] = inputs, [get_gradient_edge(tensor) for tensor in outputs]
+            edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in outputs]
+            self.kept[fwd_chunk_id] = inputs, edges
         outputs = [tensor.detach() for tensor in outputs]
         if not self.is_last and self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
             self.outputs[fwd_chunk_id] = outputs
@@ -137,12 +144,15 @@ class Stage(_PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        if not self.has_backward:
+            return
         inputs, edges = self.kept.pop(bwd_chunk_id)
-        gradients: Any = self.output_gradients.pop(bwd_chunk_id, None)
-        if gradients and self.carries:
+        gradients: list[Any] = self.output_gradients.pop(bwd_chunk_id, [None] * len(edges))
+        if self.carries and not self.is_last:
             gradients = [from_message(gradient) for gradient in gradients]
-        torch.autograd.backward(edges, gradients)
-        if inputs:
+        used = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if edge is not None]
+        torch.autograd.backward([edge for edge, _ in used], [gradient for _, gradient in used])
+        if self.gives_back:
             self.input_gradients[bwd_chunk_id] = [
                 torch.zeros_like(tensor) if tensor.grad is None else to_message(tensor.grad) for tensor in inputs
             ]
@@ -152,6 +162,8 @@ class Stage(_PipelineStageBase):
                 self.backward_weight_one_chunk(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.has_backward:
+            return
         WeightGradients.finish(self.products.pop(bwd_chunk_id))
         self.add_up()
 

@@ -1,8 +1,9 @@
 """The split of a backward: gradients of inputs at once, those of matrices when their turn comes (Qi et al., Zero Bubble, 2023).
 
 A linear module of a block runs a function whose backward gives the gradient of its input and leaves the other product, of
-the same input and output gradient, in a queue. Nothing is computed twice. Vectors (norms, biases), embeddings, experts and
-matrices whose gradient tp ranks share have theirs with the gradient of the inputs.
+the same input and output gradient, in a queue. Nothing is computed twice. Vectors (norms, biases), embeddings, experts,
+matrices whose gradient tp ranks share, and matrices whose input has no gradient (all before them is frozen) have theirs with
+the gradient of the inputs.
 """
 
 from functools import partial
@@ -69,7 +70,7 @@ def defer_weight_gradients(model: nn.Module, anatomy: Anatomy, queue: WeightGrad
 def _linear(module: Any, queue: WeightGradients, x: Tensor) -> Tensor:
     rows_first = isinstance(module, nn.Linear)
     weight, bias = module.weight, module.bias
-    if torch.is_grad_enabled() and weight.requires_grad:
+    if torch.is_grad_enabled() and weight.requires_grad and x.requires_grad:
         return _Linear.apply(x, weight.detach(), bias, rows_first, (weight,), queue)
     return F.linear(x, weight if rows_first else weight.T, bias)
 

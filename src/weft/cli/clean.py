@@ -1,0 +1,40 @@
+"""weft clean"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def clean(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/first. It stays.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+) -> None:
+    """List and remove earlier runs that were moved aside.
+
+    They are named RUN.1, RUN.2 and so on, and are removed after a question.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    from weft.train.run_folder import list_aside, remove_aside
+
+    found = list_aside(run)
+    if not found:
+        print(f"There are no runs beside {run} that were moved aside.")
+        return
+    table = Table("folder", Column("MiB", justify="right"), "last written", "")
+    for folder in found:
+        note = f"stays: {folder.refusal}" if folder.refusal else ""
+        size = "" if folder.refusal else f"{folder.bytes / 2**20:.1f}"
+        table.add_row(escape(str(folder.path)), size, f"{folder.modified:%Y-%m-%d %H:%M}", escape(note))
+    Console(highlight=False).print(table)
+    runs = [folder for folder in found if not folder.refusal]
+    total = f"{len(runs)} run{'s' * (len(runs) != 1)}, {sum(folder.bytes for folder in runs) / 2**20:.1f} MiB"
+    if not runs or not (yes or typer.confirm(f"Remove {total}?")):
+        print("Nothing was removed.")
+        return
+    for folder in runs:
+        remove_aside(folder)
+    print(f"Removed {total}.")

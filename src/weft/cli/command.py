@@ -1,0 +1,13 @@
+"""Registration of commands."""
+
+from collections.abc import Callable
+from inspect import getdoc
+from typing import Any
+
+import typer
+
+
+def add_command(app: typer.Typer, command: Callable[..., Any]) -> None:
+    """Add a command, whose summary in the list of commands is the whole first paragraph of its docstring."""
+    summary, _, _ = (getdoc(command) or "").partition("\n\n")
+    app.command(short_help=summary)(command)

@@ -1,0 +1,110 @@
+"""What the command answers without torch: help, version, completion, and jobs that are refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weft
+from tests.lab.jobs import write_job
+
+HEAVY = {"torch", "transformers", "numpy", "plotly", "pyarrow", "tokenizers"}
+MAIN = f"""
+import json, sys
+from weft.cli import main
+calls = json.loads(sys.argv[1])
+for sys.argv in calls:
+    try:
+        main()
+    except SystemExit as left:
+        print(f"exit code {{left.code}}", file=sys.stderr)
+print({{name.partition(".")[0] for name in sys.modules}} & {HEAVY!r}, file=sys.stderr)
+"""
+
+
+def call(*commands: list[str], code: int) -> subprocess.CompletedProcess[str]:
+    """Run commands in one process, each of which ends with a code; nothing heavy may have been imported."""
+    calls = json.dumps([["weft", *command] for command in commands])
+    done = subprocess.run([sys.executable, "-c", MAIN, calls], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stderr.count(f"exit code {code}\n") == len(commands), done.stderr
+    assert done.stderr.splitlines()[-1] == "set()"
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_every_help_comes_without_torch_transformers_and_numpy() -> None:
+    from weft.cli.app import app
+    from weft.cli.checkpoint import checkpoint
+
+    commands = [info.callback.__name__ for info in app.registered_commands if info.callback]
+    nested = [["checkpoint", info.callback.__name__] for info in checkpoint.registered_commands if info.callback]
+    assert len(commands) > 10
+    assert len(nested) == 4
+    done = call(
+        *([*words, "--help"] for words in ([], *([name] for name in commands), ["checkpoint"], *nested)), code=0
+    )
+    assert done.stdout.count("Usage: ") == len(commands) + len(nested) + 2
+
+
+def test_summaries_of_commands_are_not_cut_off() -> None:
+    summaries = call(["--help"], ["checkpoint", "--help"], code=0).stdout.split()
+    assert [word for word in summaries if word.endswith("...")] == ["[ARGS]...", "[ARGS]..."]
+
+
+def test_a_job_is_refused_without_torch(tmp_path: Path) -> None:
+    job, broken, file = str(write_job(tmp_path)), tmp_path / "broken.toml", tmp_path / "file"
+    broken.write_text("[train")
+    file.write_text("")
+    refused = [
+        ["train", "nowhere.toml"],
+        ["train", str(tmp_path)],
+        ["train", str(broken)],
+        ["train", job, "--set", "train.stepz=3"],
+        ["train", job, "--set", "train.steps=0"],
+        ["train", job, "--ranks", "2", "--set", "plan.parallel.tp=3"],
+        ["train", job, "--out", str(file)],
+        ["train", job, "--set", f"checkpoint.folder={file}/checkpoints"],
+        ["plan", "nowhere.toml", "--device", "H100"],
+        ["dryrun", "nowhere.toml", "--world", "2"],
+        ["memory", "nowhere.toml"],
+        ["compare", "nowhere.toml"],
+        ["topology", "nowhere.toml"],
+        ["checkpoint", "convert", "a", "b", "--to", "hf", "--job", "nowhere.toml"],
+    ]
+    call(*refused, code=2)
+
+
+def test_the_version() -> None:
+    assert call(["--version"], code=0).stdout == f"weft {weft.__version__}\n"
+    assert weft.__version__[0].isdecimal()
+
+
+def test_shell_completion_knows_the_commands() -> None:
+    """What a shell asks after its user has written `weft ca` and pressed the tab key."""
+    weft_command = str(Path(sys.executable).parent / "weft")
+    environment = os.environ | {"_WEFT_COMPLETE": "complete_bash", "COMP_WORDS": "weft ca", "COMP_CWORD": "1"}
+    done = subprocess.run([weft_command], capture_output=True, text=True, timeout=100, check=True, env=environment)
+    assert done.stdout.split() == ["calibrate"]
+
+
+def test_ctrl_c_is_exit_code_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """In a command that starts no ranks, which handle signals themselves."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("weft.job.Job.model_json_schema", interrupted)
+    monkeypatch.setattr(sys, "argv", ["weft", "schema"])
+    with pytest.raises(SystemExit) as left:
+        weft_main()
+    assert left.value.code == 130
+    assert capsys.readouterr() == ("", "weft: stopped by SIGINT\n")
+
+
+def weft_main() -> None:
+    from weft.cli import main
+
+    main()

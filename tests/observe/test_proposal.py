@@ -1,0 +1,65 @@
+"""The page of `weft plan`: titles of small models, units on axes, equal layouts called equal, small, without scripts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.lab.families import family
+from weft.job import Job
+from weft.observe.proposal import parameters_in_words, print_proposal
+from weft.observe.proposal_page import write_page
+from weft.planner.hardware import Cluster, find_device
+from weft.planner.propose import Proposal, propose
+
+
+@pytest.fixture(scope="module")
+def found() -> Proposal:
+    data = {"source": "tokens", "path": "none.npy", "seq_len": 32}
+    job = Job.parse({"model": {"config": family("llama")}, "data": data, "train": {"global_batch": 16}})
+    return propose(job, Cluster(find_device("CPU"), 1, 2), confirm=False, say=lambda _: None)
+
+
+def test_the_page_names_units_and_equal_layouts(found: Proposal, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write_page(found, path)
+    html = path.read_text(encoding="utf-8")
+    assert "M parameters on 2 CPU</h1>" in html
+    assert html.count("<em>chosen</em>") == 1
+    assert html.count("<em>equal</em>") == sum(abs(slower) < 0.03 for slower in found.slower[1:]) > 0
+    assert "ms per step" in html
+    assert "GiB per rank" in html
+    assert "plot-pipeline" not in html
+    assert "<script" not in html
+    assert len(html) < 100_000
+
+
+def test_the_pipeline_of_the_chosen_layout_is_drawn_in_seconds(found: Proposal, tmp_path: Path) -> None:
+    piped = next(there.choice for there in found.directions if there.setting == "pp" and there.choice)
+    write_page(replace(found, best=[piped], costs=found.costs[:1]), tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    drawn = html[html.index("plot-pipeline") :]
+    assert 'title="0F0"' in drawn
+    assert '<p class="foot">ms</p>' in drawn or '<p class="foot">μs</p>' in drawn
+
+
+def test_an_unknown_mfu_is_left_out(found: Proposal, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = replace(found, costs=[replace(cost, mfu=None) for cost in found.costs])  # type: ignore[arg-type]
+    write_page(unknown, tmp_path / "page.html")
+    assert "MFU" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+    print_proposal(unknown)
+    assert "chosen" in capsys.readouterr().out
+
+
+def test_each_smaller_memory_is_printed_once(found: Proposal, capsys: pytest.CaptureFixture[str]) -> None:
+    print_proposal(found)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("within")]
+    assert len(lines) == len(set(lines))
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(34_720, "0.0347 M parameters"), (140_000, "0.14 M parameters"), (30_532_122_624, "30.5 B parameters")],
+)
+def test_parameters_in_words(count: int, words: str) -> None:
+    assert parameters_in_words(count) == words

@@ -1,0 +1,132 @@
+"""Rows of one document are computed by the model's own masks; what a plan would lose is refused at start."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.lab.families import family
+from tests.lab.parity import compare, plan_for, run_plan
+from tests.lab.pool import run_ranks
+from tests.lab.shrink import shrunk
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_on_meta, build_plain, read_config
+from weft.data import MicroBatch
+from weft.errors import JobError, PlanError
+from weft.job import Job, Model
+from weft.parallel.parallelize import check_axes
+from weft.train.run import check_model
+
+BIDIRECTIONAL = {**family("gemma3_text"), "use_bidirectional_attention": True}
+ROWS = 4
+
+
+def one_document_batches(steps: int = 3, seq_len: int = 16) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, 96, (steps, ROWS, seq_len + 1), generator=generator)
+    positions = torch.arange(seq_len).repeat(ROWS, 1)
+    return [MicroBatch(row[:, :-1].contiguous(), positions, row[:, 1:].contiguous()) for row in tokens]
+
+
+def alone(source: Model, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits and gradients of the mean loss of the untouched eager model, without masks and positions, row by row."""
+    model = build_plain(source, read_config(source), torch.float32).train()
+    model.set_attn_implementation("eager")
+    logits = torch.cat([model(input_ids=row[None], use_cache=False).logits for row in batch.input_ids])
+    F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), gradients
+
+
+@pytest.mark.parametrize(
+    ("config", "axes"),
+    [
+        (BIDIRECTIONAL, {"zero": 3}),
+        (BIDIRECTIONAL, {"pp": 2, "zero": 1}),
+        (shrunk("moshi"), {"zero": 1}),
+        (shrunk("inkling_text"), {"zero": 2}),
+        (shrunk("inkling_text"), {"pp": 2, "zero": 1}),
+        (shrunk("mamba"), {"zero": 1}),
+        (family("gemma3_text"), {"tp": 2, "zero": 1}),
+        (family("gemma3_text"), {"cp": 2, "zero": 1}),
+        (family("gpt_oss"), {"pp": 2, "zero": 1}),
+    ],
+    ids=lambda value: value.get("model_type", "-".join(f"{k}{v}" for k, v in value.items())),
+)
+def test_rows_of_one_document_equal_the_untouched_model(config: dict[str, Any], axes: dict[str, int]) -> None:
+    source, batches = Model(config=config), one_document_batches()
+    logits, gradients = alone(source, batches[0])
+    traces = run_ranks(2, run_plan, source, plan_for("fp32", **axes), batches, 2, timeout=120)
+    shares = {trace.data_rank: trace.logits for trace in traces if len(trace.logits)}
+    compare("logits", torch.cat([shares[rank] for rank in sorted(shares)]), logits, 1e-5)
+    tied = next(iter(gradients.values()))  # of the embedding: a pipeline has a copy of it in the head
+    for trace in traces:
+        for name, gradient in trace.gradients.items():
+            compare(f"gradient of {name}", gradient, gradients.get(name, tied), 2e-5)
+    assert {name for trace in traces for name in trace.gradients} >= set(gradients)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_attention_that_an_axis_would_lose_is_refused(axis: str) -> None:
+    model = build_on_meta(read_config(Model(config=BIDIRECTIONAL)), torch.float32)
+    plan = plan_for("fp32", **{axis: 2}).resolve(2)
+    with pytest.raises(PlanError, match=f"is lost under {axis}") as refusal:
+        check_axes(model, read_anatomy(model), plan)
+    assert f"set plan.parallel.{axis} = 1" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["minimax", "kimi_linear", "bailing_hybrid", "zaya", "deepseek_v4", "inkling_text", "inkling2_text"]
+)
+def test_packed_documents_that_leak_are_refused(name: str) -> None:
+    refusal = packing_refused(shrunk(name))
+    assert "another first document moves the logits" in refusal
+    assert "set data.packing = false" in refusal
+
+
+@pytest.mark.parametrize("config", [BIDIRECTIONAL, shrunk("moshi"), shrunk("bart")], ids=lambda c: c["model_type"])
+def test_packed_documents_that_differ_from_each_alone_are_refused(config: dict[str, Any]) -> None:
+    assert "from those of the document alone" in packing_refused(config)
+
+
+def test_packed_documents_of_a_model_that_cannot_be_tried_are_refused() -> None:
+    assert "no small copy of blt can be built" in packing_refused(shrunk("blt"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "afmoe", "mpt", "opt"])
+def test_packed_documents_that_stay_apart_are_accepted(name: str) -> None:
+    check_model(job_of(shrunk(name)))
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_models_that_return_router_logits_are_accepted(axis: str) -> None:
+    config = read_config(Model(config={**family("gpt_oss"), "output_router_logits": True}))
+    model = build_on_meta(config, torch.float32)
+    check_axes(model, read_anatomy(model), plan_for("fp32", **{axis: 2}).resolve(2))
+
+
+def test_what_is_longer_than_the_rows_does_not_count() -> None:
+    """A window, the keys that sparse attention selects, and the length at which rotary embeddings change."""
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    phi = {**family("phi3"), "rope_parameters": longrope, "original_max_position_embeddings": 16}
+    for config in (
+        {**shrunk("moshi"), "sliding_window": 16},
+        {**shrunk("glm_moe_dsa"), "index_topk": 16, "index_n_heads": 2},
+        phi,
+    ):
+        check_model(job_of(config, seq_len=16))
+        packing_refused(config, seq_len=32)
+
+
+def packing_refused(config: dict[str, Any], seq_len: int = 32) -> str:
+    with pytest.raises(JobError, match="cannot keep packed documents apart") as refusal:
+        check_model(job_of(config, seq_len))
+    check_model(job_of(config, seq_len, packing=False))  # the fix leads to a job that is accepted
+    return str(refusal.value)
+
+
+def job_of(config: dict[str, Any], seq_len: int = 32, packing: bool = True) -> Job:
+    data = {"source": "python", "seq_len": seq_len, "packing": packing}
+    job = Job.parse({"model": {"config": config}, "data": data})
+    return job.model_copy(update={"plan": job.plan.resolve(1)})
