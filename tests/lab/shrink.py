@@ -146,7 +146,7 @@ BIASED = (
 LEAKING = (
     "axk2", "bailing_hybrid", "bamba", "bigbird_pegasus", "bloom", "deepseek_v32", "deepseek_v4", "falcon_h1",
     "glm_moe_dsa", "granitemoehybrid", "hy_v4", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lfm2_moe",
-    "lfm3", "minimax", "nemotron_h",
+    "lfm3", "minimax", "moshi", "nemotron_h",
     "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "xlstm",
     "zaya",
 )

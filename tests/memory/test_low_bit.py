@@ -191,7 +191,7 @@ def train(folder: Path, layout: str, out: str, form: str, **settings: Any) -> Pa
     return train_in_the_pool(job, ranks, **settings)[0]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("form", ["int8", "bf16"])
 def test_resume(form: str, tmp_path: Path) -> None:
     """Under the same layout bit by bit; under another one, a curve that is near."""

@@ -19,6 +19,7 @@ def job_of(name: str, changes: dict[str, Any], **plan: Any) -> Job:
     return Job.parse({"model": {"config": config}, "data": data, "train": train, "plan": plan})
 
 
+@pytest.mark.slow("a dry run of all 14 layers")
 @pytest.mark.thin(10)
 @pytest.mark.parametrize(
     ("name", "changes", "ranks", "plan"),

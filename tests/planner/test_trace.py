@@ -97,7 +97,7 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan[0]['model_type']} {plan[1]} {plan[2]} {plan[3]}")
 def test_dry_run_equals_a_real_run(plan: tuple[dict[str, Any], str, int, dict[str, Any]]) -> None:
     model, precision, micro_batch, parallel = plan

@@ -52,7 +52,7 @@ def test_what_is_computed_again_is_not_kept(model: str) -> None:
     assert found.ends > 4096 * 8  # a logit and its gradient in float32, at least
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [

@@ -168,7 +168,7 @@ def test_an_earlier_run_is_moved_aside(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = [f"out={out}", "train.steps=1", "train.evaluate_every=0", "checkpoint.every=0"]
     for _ in range(2):
-        train_in_the_pool(Job.load(finished / "job.toml", settings), ranks=1)
+        train_in_the_pool(Job.load(finished / "job.toml", settings), ranks=2)
     assert (tmp_path / "run.1" / "export").is_dir()
     assert (out / "export").is_dir()
 

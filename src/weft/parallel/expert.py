@@ -222,8 +222,9 @@ def compute_shared_experts_meanwhile(model: nn.Module, anatomy: Anatomy) -> None
         for name in block.shared_experts:
             layer = next((mlp for mlp in block.mlp if name.startswith(f"{mlp}.")), None)
             experts = [model.get_submodule(other) for other in block.experts if layer and other.startswith(f"{layer}.")]
-            if layer is not None and len(experts) == 1:
-                shared: Any = model.get_submodule(name)
+            shared: Any = model.get_submodule(name)
+            takes_tokens_alone = len(inspect.signature(type(shared).forward).parameters) == 2  # self, tokens
+            if layer is not None and len(experts) == 1 and takes_tokens_alone:
                 ahead = SharedExperts(shared.forward)
                 shared.forward = ahead
                 mixture: Any = model.get_submodule(layer)
