@@ -41,7 +41,7 @@ def test_a_layout_is_that_of_its_plan() -> None:
 
 def test_formats_decide_the_bytes_of_a_parameter() -> None:
     def sizes(**formats: str) -> tuple[float, float, float]:
-        stack = stack_for(Precision.model_validate(formats).resolve(native_bf16=True))
+        stack = stack_for(Precision.model_validate(formats))
         return stack.weights, stack.gradients, stack.optimizer
 
     assert sizes() == (2, 4, 12)

@@ -100,12 +100,14 @@ def test_the_export_is_as_readable_as_other_files(finished: Path, tmp_path: Path
 def test_the_startup_screen_names_what_the_run_does(finished: Path) -> None:
     job = Job.load(finished / "job.toml")
     prepared = Prepared.from_json((finished / "prepared.json").read_text())
-    lines = startup_screen(job, prepared, detect(), 2, check_model(job)[1], finished)
+    anatomy = check_model(job)[1]
+    lines = startup_screen(job, prepared, detect(), 2, anatomy, finished, "forward in fp32, as the plan says")
     screen = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
     assert list(screen) == ["device", "precision", "model", "data", "training", "checkpoint", "output"]
     assert screen["device"].startswith(f"2 ranks on {detect().name}")
+    assert detect().instruction_set in screen["device"]
     assert screen["device"].endswith("dp_shard 2, zero 3")
-    assert screen["precision"].startswith("fp32 forward")
+    assert screen["precision"] == "forward in fp32, as the plan says; fp32 reduction, fp32 update"
     assert screen["model"] == "llama, 34.7k parameters"
     assert screen["data"].startswith(f"{format_count(prepared.train_tokens)} tokens to train on")
     share = prepared.held_out_tokens / (prepared.train_tokens + prepared.held_out_tokens)
@@ -114,10 +116,7 @@ def test_the_startup_screen_names_what_the_run_does(finished: Path) -> None:
     assert "every 6 steps and at the end, the newest 2 are kept" in screen["checkpoint"]
     assert screen["output"] == str(finished)
     unset = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"every": 0})})
-    assert (
-        "only when a signal ends the run"
-        in startup_screen(unset, prepared, detect(), 2, check_model(job)[1], finished)[5]
-    )
+    assert "only when a signal ends the run" in startup_screen(unset, prepared, detect(), 2, anatomy, finished, "")[5]
 
 
 def test_the_announced_size_is_that_of_a_checkpoint(finished: Path) -> None:

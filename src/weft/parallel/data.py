@@ -258,10 +258,10 @@ def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str
     Args:
         parameters: trainable parameters of one rank before ZeRO shards them: of the whole model, or what tensor
             parallelism leaves of it; see `count_split`.
-        plan: resolved.
+        plan: resolved; a forward dtype of "auto" counts as bf16.
         experts: the same, of experts that are on a mesh of their own.
     """
-    p, precision = plan.parallel, plan.precision
+    p, precision = plan.parallel, plan.precision.resolve(native_bf16=True)
     shards = 1 if p.zero == 0 else p.dp_shard * p.cp
     expert_shards = 1 if p.zero == 0 else p.dp_shard * p.cp * p.tp // p.ep
     sharded = parameters / shards + experts / expert_shards

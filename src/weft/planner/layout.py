@@ -209,7 +209,7 @@ def layout_of(plan: Plan, seq: int, global_batch: int, micro_batch: int) -> Layo
         recompute=recompute,
         recompute_share=1 / plan.memory.recompute_every,
         offload=bool(plan.memory.offload),
-        number="bf16" if plan.precision.forward in ("bf16", "fp16") else "fp32",
+        number="fp32" if plan.precision.forward in ("fp32", "fp64") else "bf16",
         schedule=cast(Schedule, order) if order in get_args(Schedule) else "1f1b",
         optimizer_on_host=plan.memory.optimizer != "device",
     )

@@ -24,7 +24,8 @@ RESTART_SECONDS = 180.0  # from a failure to the next step: noticed, started aga
 
 
 def stack_for(precision: Precision) -> Stack:
-    """Weft, with the formats of a plan."""
+    """Weft, with the dtypes of a plan; a forward dtype of "auto" counts as bf16."""
+    precision = precision.resolve(native_bf16=True)
     copy = BYTES[precision.forward] if precision.forward != precision.update else 0
     master = BYTES[precision.update] - (copy if precision.weights != "whole" else 0)
     return replace(
