@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
-HOUSE = (
-    "errors plan job cluster anatomy comm precision compute memory checkpoint data parallel train planner observe cli"
-)
+HOUSE = "errors plan refusal job cluster anatomy comm precision compute memory checkpoint data parallel train planner observe cli"
 ROOMS = HOUSE.split()
 
 
