@@ -96,6 +96,7 @@ import torch
 from weft.cluster.device import Cpu, matmul_rate
 rates = [matmul_rate(dtype, 256, 1) for dtype in (torch.bfloat16, torch.float32)]
 print(Cpu().supports("bf16"), rates[0] > 1.25 * rates[1], "|", Cpu().instruction_set)
+print(Cpu().peak_flops(torch.bfloat16) / max(rates))
 """
 
 
@@ -110,6 +111,8 @@ def test_cpu_supports_bf16_only_where_its_matmuls_are_faster_than_fp32(variables
     assert claimed == faster
     assert ("no native bf16" in found.stdout) == (claimed == "False")
     assert not variables or claimed == "False"
+    # The peak is that of the fastest dtype, so that no share of it is above 1: emulated bf16 is 0.01 of it on AVX2.
+    assert float(found.stdout.splitlines()[1]) > 0.3
 
 
 def test_cpu_streams_and_events_keep_the_interface() -> None:

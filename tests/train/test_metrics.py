@@ -22,6 +22,7 @@ from weft.train.metrics import (
     format_seconds,
     read_evaluations,
     read_metrics,
+    utilization,
 )
 
 STEP = StepMetrics(
@@ -177,3 +178,9 @@ def test_counts_have_a_unit(value: float, text: str) -> None:
 )
 def test_durations_have_two_units_at_most(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_a_rate_above_the_peak_has_no_utilization() -> None:
+    assert utilization(40e9, 160e9) == 0.25
+    assert utilization(161e9, 160e9) is None
+    assert utilization(40e9, None) is None

@@ -29,7 +29,7 @@ from weft.parallel.data import count_split, model_state_bytes
 from weft.parallel.dropout import set_dropout_seed
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
-from weft.train.metrics import Evaluation, MetricsWriter, Progress, StepMetrics
+from weft.train.metrics import Evaluation, MetricsWriter, Progress, StepMetrics, utilization
 from weft.train.optimizer import learning_rate, set_learning_rate
 from weft.train.recovery import Recovery
 from weft.train.session import Session, held_out_batches, save_weights, train_batches
@@ -243,7 +243,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             tokens=result.tokens,
             step_seconds=seconds,
             tokens_per_second=result.tokens / seconds,
-            mfu=mfu(flops_per_token * result.tokens / seconds, available),
+            mfu=utilization(flops_per_token * result.tokens / seconds, available),
             peak_memory_bytes=peak_memory,
             comm_bytes=sum(int(sent["bytes"]) for sent in comm.values()),
             comm=comm or None,
@@ -258,14 +258,6 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
         )
 
     return to_metrics
-
-
-def mfu(rate: float, peak: float | None) -> float | None:
-    """Model FLOPs utilization: the share of a peak rate; None where the peak is not known or was measured too low.
-
-    A peak that is measured while other processes compute can be below the rate of a later step.
-    """
-    return rate / peak if peak and rate <= peak else None
 
 
 def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:

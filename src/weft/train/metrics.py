@@ -247,6 +247,14 @@ class Progress:
         self._bar.stop()
 
 
+def utilization(rate: float, peak: float | None) -> float | None:
+    """Model FLOPs utilization: the share of a peak rate; None where the peak is not known or was measured too low.
+
+    A peak that is measured while other processes compute can be below the rate of a later step.
+    """
+    return rate / peak if peak and rate <= peak else None
+
+
 def format_count(value: float) -> str:
     """A count with three digits and a unit of thousands: 950, 12.3k, 1.27M, 30.5B."""
     for unit, size in ("B", 1e9), ("M", 1e6), ("k", 1e3):
