@@ -162,7 +162,7 @@ def tensors_equal(one: Path, other: Path) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-@pytest.mark.slow("eight restarts, each on another layout")
+@pytest.mark.sweep  # eight restarts, each on another layout
 def test_every_restart_may_have_another_layout(tmp_path: Path) -> None:
     """dp 4 -> 2 -> 1, then other axes: one curve."""
     whole, _ = train_in_the_pool(*job_of(tmp_path, "one rank", "whole", train={"steps": 16}))
