@@ -179,6 +179,8 @@ def check_two_by_two(measured: Measurement, bits_per_second: int, least_together
     assert find_slow(measured) == []
 
 
+@pytest.mark.exclusive("measures the rate of a link")
+@pytest.mark.sweep  # test_a_host_with_a_slow_link_is_named and tests/cli/test_topology.py are in make test
 def test_two_hosts_by_the_command(tmp_path: Path) -> None:
     """`weft topology` on each, at 100 Mbit/s: what it prints, and what it leaves on each host."""
     rate = 100_000_000

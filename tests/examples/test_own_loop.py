@@ -103,6 +103,7 @@ def test_the_printed_program_equals_one_process(layout: str, expected: list[floa
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow("torchrun and two ranks import torch and Transformers")
 @pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["python", "torchrun"])
 def test_runs_as_printed(launcher: list[str], expected: list[float], tmp_path: Path) -> None:
     (tmp_path / "own_loop.py").write_text(printed_program())

@@ -55,6 +55,7 @@ def test_a_run_that_ends_by_itself_leaves_no_checkpoint_without_an_interval(tmp_
     assert list_checkpoints(run) == []
 
 
+@pytest.mark.slow("two whole commands, the second of which resumes")
 def test_ctrl_c_finishes_the_step_saves_and_prints_the_command_that_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
