@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -139,7 +140,8 @@ def test_the_program_of_the_report_loads_the_export_and_generates(tmp_path: Path
     folder, text = write_run(tmp_path, steps=3), ['The quick brown fox jumps. It\'s "so" \\ quick.']
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(text, vocab_size=300, special_tokens=["</s>"])
-    config = LlamaConfig(**{**family("llama"), "vocab_size": 300})
+    config = LlamaConfig(**{**family("llama"), "vocab_size": 300, "eos_token_id": None})  # no token ends a text early
+    torch.manual_seed(0)  # of the weights and of what is drawn below
     LlamaForCausalLM(config).save_pretrained(folder / "export")
     without = program_of(write_report(folder))  # the data were token ids: no tokenizer was exported
     PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer).save_pretrained(folder / "export")
