@@ -20,11 +20,13 @@ import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import transformers  # noqa: F401
+from hypothesis import settings
 
 from tests.lab import lanes
 from tests.lab.pool import close_pools
 
 torch.set_num_threads(1)  # a fork after a multi-threaded operation hangs in the child
+settings.load_profile("ci")  # the same examples each time; --hypothesis-profile=default draws others
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -267,18 +267,24 @@ class Rule(Table):
 
 
 def _fix(rule: Rule, plan: Plan) -> str:
-    """The fix of a broken rule: those of its candidates that break no other rule, and leave none that is about the same key."""
+    """The fix of a broken rule: those of its candidates that break no other rule, and leave none that is about the same key.
+
+    Where every candidate breaks another rule, those after which another key is to be set.
+    """
     before = {other.name for other in RULES if other.broken(plan)}
-    found = []
-    for key, values in rule.candidates.items():
-        mending = []
-        for value in values:
-            left = [other for other in RULES if other.broken(_changed(plan, key, value))]
-            if all(other.name in before and key not in other.candidates for other in left):
-                mending.append(value)
-        if mending:
-            found.append(f"plan.{key} to {' or '.join(map(json.dumps, mending))}")
-    return f"set {', or '.join(found)}" if found else rule.fix
+    for allowed in (before, {other.name for other in RULES}):
+        found = []
+        for key, values in rule.candidates.items():
+            mending = []
+            for value in values:
+                left = [other for other in RULES if other.broken(_changed(plan, key, value))]
+                if all(other.name in allowed and key not in other.candidates for other in left):
+                    mending.append(value)
+            if mending:
+                found.append(f"plan.{key} to {' or '.join(map(json.dumps, mending))}")
+        if found:
+            return f"set {', or '.join(found)}"
+    return rule.fix
 
 
 def _changed(plan: Plan, key: str, value: str | int) -> Plan:
