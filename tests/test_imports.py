@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
 HOUSE = (
-    "errors plan refusal job",
+    "errors lock plan refusal job",
     "cluster anatomy comm precision compute memory checkpoint data parallel train planner observe cli",
 )
 ROOMS = " ".join(HOUSE).split()
