@@ -1,4 +1,4 @@
-"""Advisory locks on files (flock), which the system releases when their last holder is gone, by kill -9 too. Imports no torch."""
+"""Advisory locks on files (flock): the system releases them when their last holder is gone. Imports no torch."""
 
 import fcntl
 import json
