@@ -192,6 +192,7 @@ def test_a_rank_that_is_stopped_and_goes_on_is_named_twice(tmp_path: Path, said:
     assert goes_on.startswith("rank 1 goes on after 2 s")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 def test_a_stopped_rank_is_named_in_time_and_ends_the_job_when_patience_ends(
     shared: bool, tmp_path: Path, said: list[tuple[float, str]]
@@ -205,6 +206,7 @@ def test_a_stopped_rank_is_named_in_time_and_ends_the_job_when_patience_ends(
     assert_ended(tmp_path)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 def test_a_rank_that_sleeps_is_named_with_its_line(shared: bool, tmp_path: Path, said: list[tuple[float, str]]) -> None:
     with pytest.raises(RankFailure, match="rank 1 made no progress") as caught:

@@ -115,6 +115,7 @@ OTHERS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_what_else_must_go_on_bit_by_bit(kind: str, tmp_path: Path) -> None:
     whole, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "whole", **OTHERS[kind]))

@@ -109,7 +109,7 @@ def close_to_uncompressed(world_size: int, source: str, plan: Plan) -> None:
     assert expected[0] - losses[-1] >= share * (expected[0] - expected[-1])
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_training_comes_to_the_same(compression: str, zero: int) -> None:
@@ -134,7 +134,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(14)
+@pytest.mark.thin(30)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("compression", ["int8", "2:4", "1-bit"])
 def test_every_axis(compression: str, layout: str) -> None:

@@ -20,7 +20,7 @@ def job_of(name: str, changes: dict[str, Any], **plan: Any) -> Job:
 
 
 @pytest.mark.slow("a dry run of all 14 layers")
-@pytest.mark.thin(10)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "changes", "ranks", "plan"),
     [

@@ -104,6 +104,7 @@ def test_dry_run_equals_a_real_run(plan: tuple[dict[str, Any], str, int, dict[st
     assert_dry_equals_real(job_for(model, precision, micro_batch, **parallel))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("compression", "parallel"), [("2:4", {"zero": 0}), ("int8", {"zero": 3})])
 def test_compressed_reductions_are_counted(compression: str, parallel: dict[str, Any]) -> None:
     job = job_for(DENSE, "fp32", 2, **parallel)
@@ -118,7 +119,7 @@ def test_a_dry_run_of_one_bit_adam() -> None:
     assert_dry_equals_real(Job.parse(tables), 2)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("sp", "ranks"), [(True, 2), (True, 4), (False, 4)])
 def test_products_in_chunks(sp: bool, ranks: int) -> None:
     job = job_for(DENSE, "fp32", 2, tp=2, sp=sp, zero=1)
@@ -138,6 +139,7 @@ def test_memory_is_what_recompute_leaves() -> None:
     assert peaks[0] > max(peaks[1:])  # two blocks: of each, backward holds one whole
 
 
+@pytest.mark.sweep
 def test_split_weights_hold_no_casts() -> None:
     """Two bytes a weight less at the peak, which is where all casts for forward are there."""
     job = job_for({**DENSE, "tie_word_embeddings": True}, "bf16", 2, zero=0)

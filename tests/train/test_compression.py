@@ -45,6 +45,7 @@ def losses_of(out: Path) -> list[float]:
     return [row.loss for row in read_metrics(out / "metrics.jsonl")]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("compression", "layout"), [("2:4", "zero 0"), ("int8", "zero 3"), ("1-bit", "zero 3"), ("1-bit", "hsdp")]
 )
@@ -65,6 +66,7 @@ def test_a_resumed_run_has_the_same_bits(compression: str, layout: str, tmp_path
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("compression", "before", "after"),
     [("2:4", "zero 0", "zero 3"), ("1-bit", "zero 3", "zero 0"), ("1-bit", "hsdp", "tp")],

@@ -101,7 +101,7 @@ def test_every_family_schedule_and_axis(name: str, layout: str, schedule: str) -
     check(name, ranks, schedule, virtual_stages(schedule)[-1], pp=2, **parallel)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-overlap", "zb-h1"])
 @pytest.mark.parametrize(
     ("name", "parallel"),
@@ -134,7 +134,7 @@ def test_in_float64(name: str, schedule: str) -> None:
     check(name, 2, schedule, virtual_stages(schedule)[0], "fp64", pp=2, zero=1)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
 def test_gradients_in_bf16_are_added_up_in_fp32(schedule: str, zero: int) -> None:
