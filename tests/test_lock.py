@@ -24,6 +24,7 @@ def test_one_holder_at_a_time_who_is_named(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     lock = take_lock(path)
     assert lock is not None
+    lock.sign()
     assert take_lock(path) is None
     assert take_lock(path, shared=True) is None
     holder = read_holder(path)

@@ -13,7 +13,7 @@ MOST_BYTES = 4096  # read of what a holder wrote
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that took a lock, as it wrote itself down."""
+    """The process that signed a lock."""
 
     host: str
     pid: int
@@ -30,6 +30,12 @@ class Lock:
     def __init__(self, path: Path, descriptor: int):
         self.path, self.descriptor = path, descriptor
 
+    def sign(self) -> None:
+        """Write into the file who holds it."""
+        holder = Holder(socket.gethostname(), os.getpid(), datetime.now().astimezone().isoformat(timespec="seconds"))
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, json.dumps(asdict(holder)).encode(), 0)
+
     def release(self) -> None:
         """Let go in this process. Forks that inherited the descriptor still hold it."""
         os.close(self.descriptor)
@@ -40,10 +46,10 @@ def take_lock(path: Path, *, shared: bool = False) -> Lock | None:
 
     Args:
         path: of a file that serves as a lock alone; links are not followed.
-        shared: several processes may hold it shared; one alone holds it otherwise, and writes itself down in it.
+        shared: several processes may hold it shared; one alone holds it otherwise.
 
     Returns:
-        None if another process holds it in a way that excludes this one; `read_holder` says who.
+        None if another process holds it in a way that excludes this one; `read_holder` says who, if it has signed.
 
     Raises:
         OSError: the file cannot be made or opened.
@@ -61,15 +67,11 @@ def take_lock(path: Path, *, shared: bool = False) -> Lock | None:
         except FileNotFoundError:
             pass
         os.close(descriptor)  # its folder was moved or removed meanwhile: the lock of the file that is there now counts
-    if not shared:
-        holder = Holder(socket.gethostname(), os.getpid(), datetime.now().astimezone().isoformat(timespec="seconds"))
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
     return Lock(path, descriptor)
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Who last took a lock alone; None if its file does not say. It does not tell whether the lock is still held."""
+    """Who last signed a lock; None if its file does not say. It does not tell whether the lock is still held."""
     try:
         with path.open("rb") as file:
             facts = json.loads(file.read(MOST_BYTES))

@@ -22,12 +22,18 @@ Trouble = Callable[[Session], None]
 
 
 def train_in_the_pool(
-    job: Job, ranks: int, *, resume: str | None = None, trouble: Trouble | None = None
+    job: Job,
+    ranks: int,
+    *,
+    resume: str | None = None,
+    accept_changes: bool = False,
+    trouble: Trouble | None = None,
 ) -> tuple[Path, list[str]]:
     """Train a job; its run folder, and what each rank printed."""
     printed: list[str] = []
     with mock.patch.object(run_module, "launch", partial(_in_the_pool, printed, trouble)):
-        return run_module.train(job, ranks=ranks, resume=resume, say=lambda text: None), printed
+        out = run_module.train(job, ranks=ranks, resume=resume, accept_changes=accept_changes, say=lambda text: None)
+        return out, printed
 
 
 def _in_the_pool(

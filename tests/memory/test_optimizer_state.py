@@ -111,7 +111,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("weights", ["whole", "split_even"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_bit_changes_in_any_layout(layout: str, weights: str, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def possible() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.thin(23)
+@pytest.mark.thin(60)
 @pytest.mark.parametrize(("one", "other"), possible())
 def test_pair(one: str, other: str, tmp_path: Path) -> None:
     """Two splits of the work: the untouched model. What rounds, with a split or not: near the plan that does not. Else: the

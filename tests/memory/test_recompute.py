@@ -46,7 +46,7 @@ def test_no_bit_changes(name: str) -> None:
     assert_same_bits_with(family(name), plan_for("fp32", zero=0), 1, *memories)
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(15)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:

@@ -53,7 +53,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.thin(13)
+@pytest.mark.thin(40)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_float32(name: str, layout: str) -> None:
     ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]

@@ -12,7 +12,7 @@ from weft.job import Model
 ROWS_AT_ONCE = {("gemma3_text", "fp64"): 1, ("deepseek_v3", "fp64"): 1, ("glm4_moe", "fp64"): 1}
 
 
-@pytest.mark.thin(17)
+@pytest.mark.thin(60)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -23,7 +23,7 @@ def test_two_ranks(name: str, dtype: str, zero: int) -> None:
     )
 
 
-@pytest.mark.thin(17)
+@pytest.mark.thin(60)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("name", FAMILIES)

@@ -46,7 +46,7 @@ def trace_of_one_rank(name: str, blocks: int) -> Trace:
     return trace(name, *ONE, blocks)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_drops_the_same(name: str, layout: str) -> None:

@@ -56,7 +56,7 @@ def plan_of(chunks: int | str, tables: dict[str, Any]) -> Plan:
     return Plan.model_validate({"precision": FP32, **tables, "comm": {"overlap_chunks": chunks}})
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_families(name: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
@@ -82,7 +82,7 @@ def test_float64(name: str, layout: str) -> None:
     assert_parity(Model(config=family(name)), plan, ranks, micro_batch=1)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("composition", COMPOSED)
 def test_with_other_techniques(composition: str, name: str) -> None:

@@ -71,6 +71,7 @@ def assert_same(
                 compare(key, found[key], gradient, 1e-6)  # the library's own loss is in float32
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "phi3"])
 def test_labels(name: str, layout: str) -> None:
@@ -81,6 +82,7 @@ def padded_source(name: str) -> Model:
     return Model(config=shrunk(name) if name == "opt" else family(name))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["opt", "gpt2", "gpt_oss"])
 def test_padding_on_the_left_and_on_the_right(name: str, layout: str) -> None:

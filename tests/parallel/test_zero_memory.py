@@ -78,7 +78,7 @@ def test_what_messages_leave_out_is_counted(zero: int) -> None:
         assert by_kind["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.01, abs=4096)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [

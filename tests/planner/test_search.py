@@ -49,6 +49,7 @@ def everything(where: Space) -> list[Choice]:
     return sorted(found, key=lambda choice: choice.time.seconds)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 6), (DENSE, 5), (MOE, 80), (MOE, 4.5)])
 def test_the_best_of_all(shape: Shape, gib: float) -> None:
     where = space(shape, gib)
@@ -70,6 +71,7 @@ def test_the_best_of_all(shape: Shape, gib: float) -> None:
         assert reason(direction, found.best[0], where.cluster)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 5), (MOE, 4.5)])
 def test_the_simplest_of_all_that_are_fast_enough(shape: Shape, gib: float) -> None:
     where = space(shape, gib)

@@ -72,7 +72,7 @@ def test_ctrl_c_finishes_the_step_saves_and_prints_the_command_that_resumes(
     assert read_evaluations(out / "evaluations.jsonl")[-1].step == last
     AutoModelForCausalLM.from_pretrained(out / "export")
     resume = shlex.split(line_with(command, "resume with: ").removeprefix("resume with: "))
-    monkeypatch.setattr(sys, "argv", [*resume, "--set", f"train.steps={last + 2}"])
+    monkeypatch.setattr(sys, "argv", [*resume, "--accept-changes", "--set", f"train.steps={last + 2}"])
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 0

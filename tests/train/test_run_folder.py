@@ -1,9 +1,12 @@
-"""The folder of a run: what cannot be written is refused at once; runs are moved aside; only runs are removed."""
+"""The folder of a run: refused at once if it cannot be written, held, moved aside; only runs are removed."""
 
 import io
 import json
 import os
+import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,17 @@ from tests.lab.jobs import write_job
 from weft.cli import main
 from weft.errors import JobError
 from weft.job import Job
-from weft.train.run_folder import check_writable, list_aside, move_aside, remove_aside
+from weft.train.checkpoints import check_run_id
+from weft.train.run_folder import (
+    HeldFolders,
+    check_free,
+    check_writable,
+    join_folders,
+    list_aside,
+    make_run_id,
+    read_run_id,
+    remove_aside,
+)
 
 
 def run_in(folder: Path, text: str = "contents") -> Path:
@@ -71,13 +84,92 @@ def test_only_a_new_run_needs_to_move_an_earlier_one_aside(tmp_path: Path) -> No
         check_writable(job, new=True)
 
 
+def job_in(folder: Path, out: str = "run", checkpoints: str = "") -> Job:
+    return Job.load(write_job(folder), [f"out={folder / out}", f"checkpoint.folder={checkpoints}"])
+
+
+def in_a_fork(hold: Callable[[], object]) -> int:
+    """A process that holds something until it is killed."""
+    reading, writing = os.pipe()
+    if not (fork := os.fork()):
+        hold()
+        os.write(writing, b"x")
+        time.sleep(60)
+        os._exit(0)
+    os.close(writing)
+    assert os.read(reading, 1)
+    os.close(reading)
+    return fork
+
+
+def end(fork: int) -> None:
+    os.kill(fork, signal.SIGKILL)
+    os.waitpid(fork, 0)
+
+
 def test_earlier_runs_are_numbered(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert move_aside(out) is None
-    assert move_aside(run_in(out)) == tmp_path / "run.1"
-    (tmp_path / "run.2").symlink_to(tmp_path / "nowhere")
-    assert move_aside(run_in(out)) == tmp_path / "run.3"
+    with HeldFolders(job_in(tmp_path)) as folders:
+        assert folders.move_aside() is None
+        run_in(out)
+        assert folders.move_aside() == tmp_path / "run.1"
+        (tmp_path / "run.2").symlink_to(tmp_path / "nowhere")
+        run_in(out)
+        assert folders.move_aside() == tmp_path / "run.3"
+        with pytest.raises(JobError, match=rf"run is in use by process {os.getpid()} on host"):
+            check_free(job_in(tmp_path))
+        assert [path.name for path in out.iterdir()] == [".launcher.lock", ".ranks.lock"]
     assert not out.exists()
+    assert not list((tmp_path / "run.1").glob(".*"))
+
+
+def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with HeldFolders(job_in(tmp_path, checkpoints=str(tmp_path / "a/b"))):
+        pass
+    assert (tmp_path / "run").is_dir()
+    assert not (tmp_path / "a/b").exists()
+
+
+def test_two_jobs_share_no_checkpoint_folder(tmp_path: Path) -> None:
+    shared = str(tmp_path / "checkpoints")
+    with HeldFolders(job_in(tmp_path, "one", shared)):
+        with pytest.raises(JobError) as refused:
+            check_writable(job_in(tmp_path, "other", shared), new=True)
+        assert refused.value.where == f"checkpoint.folder = {shared!r}"
+        assert "set checkpoint.folder" in (refused.value.fix or "")
+        with pytest.raises(JobError), HeldFolders(job_in(tmp_path, "other", shared)):
+            pass
+        assert not (tmp_path / "other").exists()
+        check_writable(job_in(tmp_path, "other", str(tmp_path / "elsewhere")), new=True)
+        check_writable(job_in(tmp_path, "one", shared), new=True, leads=False)  # another host of the run
+
+
+def test_ranks_keep_the_folder_of_a_launcher_that_is_gone(tmp_path: Path) -> None:
+    job = job_in(tmp_path)
+    (tmp_path / "run").mkdir()
+    launcher = in_a_fork(lambda: HeldFolders(job).__enter__())
+    ranks = [in_a_fork(lambda: join_folders(job, tmp_path / "run")) for _ in range(2)]
+    end(launcher)
+    for rank in ranks:
+        with pytest.raises(JobError, match=rf"in use by ranks of a run whose launcher has ended: process {launcher} "):
+            check_free(job)
+        end(rank)
+    check_free(job)
+    with HeldFolders(job):
+        pass
+
+
+def test_a_run_keeps_its_identity(tmp_path: Path) -> None:
+    assert read_run_id(tmp_path) == ""
+    first = make_run_id(tmp_path)
+    assert make_run_id(tmp_path) == read_run_id(tmp_path) == first
+    (tmp_path / "other").mkdir()
+    assert make_run_id(tmp_path / "other") != first
+    check_run_id(tmp_path, first)
+    with pytest.raises(JobError, match=f"belongs to run {first} by now, this is run abc"):
+        check_run_id(tmp_path, "abc")
+    check_run_id(tmp_path / "missing", "abc")  # the folder was renamed: writing will fail, and say so
 
 
 def aside_folders(tmp_path: Path) -> Path:

@@ -101,6 +101,8 @@ class Manifest(Table):
     """The job with its plan resolved."""
     data: str = ""
     """`identity` of the prepared tokens; empty where nothing has been trained."""
+    run: str = ""
+    """Identity of the run that it was made by."""
     versions: dict[str, str]
     """Of the libraries that wrote it."""
     files: dict[str, File]

@@ -91,6 +91,7 @@ class Snapshots:
         place: its own device.
         mesh: of all ranks.
         data: which tokens the job trains on.
+        run: identity of the run.
     """
 
     def __init__(
@@ -103,8 +104,9 @@ class Snapshots:
         place: torch.device,
         mesh: DeviceMesh,
         data: str = "",
+        run: str = "",
     ):
-        self.data = data
+        self.data, self.run = data, run
         self.job, self.model, self.anatomy, self.optimizer = job, model, anatomy, optimizer
         self.device, self.place, self.mesh = device, place, mesh
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -264,6 +266,7 @@ class Snapshots:
             world_size=self.world_size,
             job=self.job.model_dump(mode="json"),
             data=self.data,
+            run=self.run,
             versions=library_versions(),
             files={file_name(rank): File(**report["file"]) for rank, report in enumerate(reports)},
             tensors=self._merged([report["parts"] for report in reports]),

@@ -16,6 +16,9 @@ def train(
     resume: Annotated[
         str | None, typer.Option(help="auto: go on from the newest good checkpoint; or its folder.")
     ] = None,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on with another optimizer, schedule or configuration.")
+    ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of a failed job that get it no further.")] = 0,
     out: Annotated[Optional[Path], typer.Option(help="Output folder, instead of the job's.")] = None,  # noqa: UP045
     hosts: Annotated[int, typer.Option(min=1, help="Hosts of the job; each runs this command.")] = 1,
@@ -32,10 +35,11 @@ def train(
     from weft.job import Job
     from weft.train.run_folder import check_writable
 
-    assignments = [*set_, *([f'out="{out}"'] if out else [])]
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
-    chosen = Job.load(recipe, assignments)
-    check_writable(chosen, new=resume is None)
+    chosen = Job.load(recipe, set_)
+    if out:
+        chosen = chosen.model_copy(update={"out": str(out)})
+    check_writable(chosen, new=resume is None, leads=host == 0)
     if ranks and hosts == 1:
         chosen.plan.resolve(ranks)
     meeting = plan_meeting(host, hosts, meet, token_file, interface)
@@ -51,7 +55,14 @@ def train(
     transformers.logging.disable_progress_bar()
 
     try:
-        train_job(chosen, ranks=ranks, resume=resume, max_restarts=max_restarts, meeting=meeting)
+        train_job(
+            chosen,
+            ranks=ranks,
+            resume=resume,
+            accept_changes=accept_changes,
+            max_restarts=max_restarts,
+            meeting=meeting,
+        )
     except Stopped:
         if host == 0:
             print_end(chosen, write_report(Path(chosen.out)), sys.argv)

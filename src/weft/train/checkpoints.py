@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +24,8 @@ from weft.checkpoint.restore import (
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.errors import JobError
 from weft.job import Job
+from weft.train.optimizer import learning_rate
+from weft.train.run_folder import RUN_ID, read_run_id
 
 SAME_BATCHES = (
     "train.global_batch",
@@ -34,7 +37,10 @@ SAME_BATCHES = (
     "data.held_out",
 )
 """Keys that decide which rows a global batch has."""
+SAME_UPDATE = ("optimizer", "model.config")
+"""Keys and tables that decide what an update does; train.steps besides, where the learning rate has depended on it."""
 ANY_STEP = 2**62
+MOST_RATES = 10_000  # learning rates that two schedules are compared by
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Checkpoints:
 
     def __init__(self, job: Job, run: Path, data: str):
         self.job, self.settings, self.data = job, job.checkpoint, data
+        self.run, self.run_id = run, read_run_id(run)
         self.folder = checkpoint_folder(job, run)
         self.leads = dist.get_rank() == 0
         self.disk = Target(self.folder, self.leads, self.settings.keep, self.settings.keep_hours)
@@ -112,9 +119,13 @@ class Checkpoints:
 
         Args:
             last: training ends with this step.
+
+        Raises:
+            JobError: the run folder is that of another run by now.
             interrupted: training ends by a signal, before all steps are done.
         """
         if interrupted or (self.settings.every and (last or step % self.settings.every == 0)):
+            check_run_id(self.run, self.run_id)
             return self.disk
         if self.memory and step % self.settings.memory_every == 0:
             return self.memory.target()
@@ -174,6 +185,68 @@ def checkpoint_folder(job: Job, run: Path | None = None) -> Path:
         run: its run folder; by default that of the job.
     """
     return Path(job.checkpoint.folder or run or job.out)
+
+
+def check_same_update(job: Job, before: dict[str, Any], step: int, where: str) -> None:
+    """Refuse to go on with other updates than those that were made so far. Layouts and formats may change.
+
+    More train.steps are no change as long as the learning rates of all steps so far stay what they were: those of a constant
+    schedule, and of wsd before it falls.
+
+    Args:
+        job: the one that is to go on.
+        before: the job of the updates so far, as a table.
+        step: how many there were.
+        where: what is gone on from.
+
+    Raises:
+        JobError: with every key that differs, its value then and now.
+    """
+    if step == 0:
+        return
+    now = job.model_dump(mode="json")
+    changed = []
+    for key in SAME_UPDATE:
+        table, _, name = key.partition(".")
+        then_table = before.get(table, {})
+        names = [name] if name else [name for name in now[table] if name in then_table]
+        changed += [
+            f"{table}.{name} = {now[table][name]!r}, it was {then_table.get(name)!r}"
+            for name in names
+            if now[table][name] != then_table.get(name)
+        ]
+    steps = before.get("train", {}).get("steps")
+    if isinstance(steps, int) and not changed and steps != job.train.steps:
+        looked_at = range(1, step + 1, step // MOST_RATES + 1)
+        if any(
+            learning_rate(number, steps, job.optimizer) != learning_rate(number, job.train.steps, job.optimizer)
+            for number in (*looked_at, step)
+        ):
+            schedule = job.optimizer.schedule
+            changed = [f"train.steps = {job.train.steps}, it was {steps}: the {schedule} schedule depends on it"]
+    if changed:
+        raise JobError(
+            "\n".join(changed),
+            where=where,
+            rule="a resumed run goes on with the updates that it began with, unless told otherwise",
+            fix="set it back, or add --accept-changes",
+        )
+
+
+def check_run_id(run: Path, run_id: str) -> None:
+    """Refuse to write into the folder of another run.
+
+    Raises:
+        JobError: another one has taken the folder.
+    """
+    found = read_run_id(run)
+    if found and found != run_id:
+        raise JobError(
+            f"{run} belongs to run {found} by now, this is run {run_id}",
+            where=str(run / RUN_ID),
+            rule="a folder belongs to one run at a time",
+            fix="give each run an output folder of its own; `--resume auto` there goes on from its last checkpoint",
+        )
 
 
 def check_same_batches(job: Job, data: str, manifest: Manifest, folder: Path) -> None:

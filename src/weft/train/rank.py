@@ -12,6 +12,7 @@ from weft.cluster.pulse import Pulse
 from weft.data import Prepared
 from weft.job import Job
 from weft.train.loop import train
+from weft.train.run_folder import join_folders
 from weft.train.session import open_session
 
 
@@ -24,7 +25,9 @@ def main() -> None:
     out = Path(sys.argv[1])
     prepared = Prepared.from_json((out / "prepared.json").read_text(encoding="utf-8"))
     pulse = Pulse.open()
-    session = open_session(Job.load(out / "job.toml"), prepared, out, sys.argv[2:])
+    job = Job.load(out / "job.toml")
+    join_folders(job, out)  # until this process ends
+    session = open_session(job, prepared, out, sys.argv[2:])
     train(session, out, pulse)
     dist.destroy_process_group()
 

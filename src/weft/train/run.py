@@ -8,6 +8,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,8 @@ from weft.parallel.replicas import check_replicas
 from weft.parallel.rows import row_multiple
 from weft.plan import Plan
 from weft.precision.dtypes import check_formats, explain_precision
-from weft.train.checkpoints import check_same_batches, checkpoint_folder
-from weft.train.run_folder import check_writable, move_aside
+from weft.train.checkpoints import check_same_batches, check_same_update, checkpoint_folder
+from weft.train.run_folder import RUN_ID, HeldFolders, check_writable, join_folders, make_run_id
 from weft.train.startup import startup_screen
 
 WORD = "meeting"  # file in the run folder of several hosts, by which they know that it is one
@@ -50,6 +52,7 @@ def train(
     *,
     ranks: int | None = None,
     resume: str | None = None,
+    accept_changes: bool = False,
     max_restarts: int = 0,
     meeting: Meeting | None = None,
     say: Callable[[str], None] = print,
@@ -63,6 +66,7 @@ def train(
         ranks: how many processes on this host; by default one an accelerator, or two on CPU.
         resume: "auto" goes on in the run folder from its newest checkpoint that verifies, or begins where there is none; or
             the folder of a checkpoint. By default a run begins, and an earlier one in its folder is moved aside.
+        accept_changes: a resumed run may have another optimizer, schedule or configuration than before.
         max_restarts: how often a failed job is started again, from its newest good checkpoint, without getting any further.
             A rank that fails twice in a row is left out, where fewer data ranks fit the plan; so is a host that is lost.
         meeting: where the hosts of the job meet, if there are several. All of them call this with the same job and the same
@@ -72,19 +76,37 @@ def train(
     Raises:
         WeftError: one of its subclasses, see `weft.errors`; `Stopped` after a signal, when the ranks have ended.
     """
-    check_writable(job, new=resume is None)
+    leads = meeting is None or meeting.host == 0
+    check_writable(job, new=resume is None, leads=leads)
+    with HeldFolders(job) if leads else nullcontext() as folders:
+        return _train(job, folders, ranks, resume, accept_changes, max_restarts, meeting, say)
+
+
+def _train(
+    job: Job,
+    folders: HeldFolders | None,
+    ranks: int | None,
+    resume: str | None,
+    accept_changes: bool,
+    max_restarts: int,
+    meeting: Meeting | None,
+    say: Callable[[str], None],
+) -> Path:
+    """Train in folders that are held; None on another host than 0."""
     device = detect()
     forward = explain_precision(job.plan.precision, device)
     job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
     check_formats(job.plan.precision, device)
     ranks = ranks or default_ranks(device)
+    going_on = Resume(resume, accept_changes, max_restarts)
     if meeting is None:
-        return _train_here(job, ranks, device, forward, resume, max_restarts, None, say)
+        assert folders is not None
+        return _train_here(job, folders, ranks, device, forward, going_on, None, say)
     team = Team.join(meeting, ranks, rejoin_seconds=job.guard.rejoin_seconds)
     failure: WeftError | None = None
     try:
-        if meeting.host == 0:
-            return _train_here(job, ranks, device, forward, resume, max_restarts, team, say)
+        if folders:
+            return _train_here(job, folders, ranks, device, forward, going_on, team, say)
         return _help(job, ranks, device, team, say)
     except WeftError as error:
         failure = error
@@ -93,17 +115,28 @@ def train(
         team.end(failure)
 
 
+@dataclass(frozen=True)
+class Resume:
+    """What a run begins from, and how it goes on after a failure."""
+
+    source: str | None
+    """"auto", the folder of a checkpoint, or None."""
+    accept_changes: bool
+    max_restarts: int
+
+
 def _train_here(
     job: Job,
+    folders: HeldFolders,
     ranks: int,
     device: Device,
     forward: str,
-    resume: str | None,
-    max_restarts: int,
+    going_on: Resume,
     team: Team | None,
     say: Callable[[str], None],
 ) -> Path:
     """Prepare a run, start its ranks on this host, and complete what they leave; on the only host, or on host 0."""
+    resume = going_on.source
     all_ranks = team.all_ranks() if team else ranks
     plan = job.plan.resolve(all_ranks)
     resolved = job.model_copy(update={"plan": plan})
@@ -111,11 +144,13 @@ def _train_here(
     lines = explain_links(plan, team.ranks_by_host() if team else [ranks])
     prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, say=say)
     check_tokens(resolved, prepared, config)
-    check_resume(job, prepared, resume)
+    check_resume(job, prepared, resume, accept_changes=going_on.accept_changes)
     out = Path(job.out)
-    if not resume and (aside := move_aside(out)):
-        say(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
-    out.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        if aside := folders.move_aside():
+            say(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
+        (out / RUN_ID).unlink(missing_ok=True)
+    make_run_id(out)
     clean(checkpoint_folder(job))
     (out / "job.toml").write_text(resolved.to_toml(), encoding="utf-8")
     (out / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
@@ -134,7 +169,7 @@ def _train_here(
             log_dir=out / "logs",
             environment=_network(team),
             limits=Limits(patience=job.guard.patience_seconds),
-            max_restarts=max_restarts,
+            max_restarts=going_on.max_restarts,
             again=_command(out, "auto", resume),
             resize=Resize(job, all_ranks, out / "job.toml"),
             team=team,
@@ -155,6 +190,7 @@ def _help(job: Job, ranks: int, device: Device, team: Team, say: Callable[[str],
     out = Path(job.out)
     facts = team.facts()
     _check_shared(out, facts["word"])
+    join_folders(job, out)
     say(f"{team.place} has {ranks} ranks of the job, output in {out}")
     launch(
         _command(out, facts["resume"]),
@@ -192,12 +228,15 @@ def explain_links(plan: Plan, ranks: Sequence[int]) -> list[str]:
     return explain_plan(topology, plan)
 
 
-def check_resume(job: Job, prepared: Prepared, resume: str | None) -> None:
-    """Refuse, before anything is touched, to go on from a checkpoint that is none or had other batches.
+def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_changes: bool = False) -> None:
+    """Refuse, before anything is touched, to go on from a checkpoint that is none, or had other batches or updates.
+
+    Args:
+        accept_changes: updates may be others.
 
     Raises:
         CheckpointError: `resume` names a folder without a manifest that can be read.
-        JobError: its batches are others.
+        JobError: its batches are others, or its updates.
     """
     if resume is None:
         return
@@ -208,7 +247,15 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None) -> None:
             if resume != "auto":
                 raise
             continue
-        return check_same_batches(job, prepared.identity, manifest, folder)
+        check_same_batches(job, prepared.identity, manifest, folder)
+        if not accept_changes:
+            check_same_update(job, manifest.job, manifest.position.step, str(folder))
+        return
+    earlier = Path(job.out) / "job.toml"
+    if resume == "auto" and not accept_changes and earlier.exists():  # copies of its state may be in memory
+        before = Job.load(earlier)
+        if before.checkpoint.memory_every:
+            check_same_update(job, before.model_dump(mode="json"), before.train.steps, str(earlier))
 
 
 def _network(team: Team | None) -> dict[str, str]:

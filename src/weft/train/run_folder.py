@@ -1,29 +1,43 @@
-"""The folder of a run: checked before anything is computed, moved aside for a later run, and removed. Imports no torch."""
+"""The folder of a run: checked before anything is computed, held while the run lives, moved aside, removed. Imports no torch.
 
+Two locks lie in it, and in the folder of its checkpoints. The launcher holds the first alone, each rank holds the second shared
+with the others; whoever wants to begin needs both. So ranks whose launcher was killed keep their folder.
+"""
+
+import errno
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import TracebackType
 
 from weft.errors import JobError
 from weft.job import Job
+from weft.lock import Lock, read_holder, take_lock
 
+LAUNCHER_LOCK, RANKS_LOCK = ".launcher.lock", ".ranks.lock"
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of some network file systems
+RUN_ID = "run_id"  # file: a random name that the run keeps when it is resumed
 RUN_FILES = ("job.toml", "prepared.json")  # every run has both, before its first step
 KEYS_OF_PREPARED = {"train", "held_out", "tokenizer", "vocab_size"}
 
 
-def check_writable(job: Job, *, new: bool) -> None:
+def check_writable(job: Job, *, new: bool, leads: bool = True) -> None:
     """Refuse an output or checkpoint folder that cannot be written, and leave nothing behind.
 
     Args:
         new: True for a new run, which moves an earlier one in its folder aside; False for one that is resumed.
+        leads: False on another host than 0, which joins a run.
 
     Raises:
-        JobError: the folder, or the nearest one above it that exists, cannot be written.
+        JobError: the folder, or the nearest one above it that exists, cannot be written; or another run is in it.
     """
+    if leads:
+        check_free(job)
     _check_folder(Path(job.out), "out")
     if new and (Path(job.out) / "job.toml").exists():  # it is moved aside
         _check_folder(Path(job.out).absolute().parent, "out")
@@ -52,15 +66,175 @@ def _check_folder(folder: Path, key: str) -> None:
         ) from None
 
 
-def move_aside(out: Path) -> Path | None:
-    """Rename an earlier run in a folder to NAME.1, NAME.2 ...; its new path, or None if there is no run."""
-    if not (out / "job.toml").exists():
-        return None
-    number = 1
-    while os.path.lexists(aside := out.with_name(f"{out.name}.{number}")):
-        number += 1
-    out.rename(aside)
-    return aside
+class HeldFolders:
+    """The folders of a run, held by its launcher; a context manager.
+
+    Args:
+        job: of which `out` and `checkpoint.folder` are held. They are made if they are missing.
+    """
+
+    def __init__(self, job: Job):
+        self.folders = _folders(job)
+        self.locks: dict[Path, Lock | None] = {}
+        self.made: list[Path] = []
+        """Folders that were not there before."""
+
+    def __enter__(self) -> "HeldFolders":
+        try:
+            for folder, key in self.folders.items():
+                self._take(folder, key)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for folder in self.made:  # nothing is left behind where a run was refused before it wrote anything
+            _remove_if_unused(folder)
+        for lock in self.locks.values():
+            if lock:
+                lock.release()
+        self.locks = {}
+
+    def move_aside(self) -> Path | None:
+        """Rename an earlier run in `out` to NAME.1, NAME.2 ...; its new path, or None if there is no run.
+
+        Raises:
+            JobError: another run has taken the name meanwhile.
+        """
+        out = next(iter(self.folders))
+        if not (out / "job.toml").exists():
+            return None
+        number = 1
+        while os.path.lexists(aside := out.with_name(f"{out.name}.{number}")):
+            number += 1
+        out.rename(aside)
+        earlier = self.locks.pop(out)
+        for name in (LAUNCHER_LOCK, RANKS_LOCK):
+            (aside / name).unlink(missing_ok=True)
+        if earlier:
+            earlier.release()
+        self._take(out, self.folders[out])
+        return aside
+
+    def _take(self, folder: Path, key: str) -> None:
+        if not folder.exists():
+            self.made.append(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _take_folder(folder, key)
+        if lock:
+            lock.sign()
+        self.locks[folder] = lock
+
+
+def check_free(job: Job) -> None:
+    """Refuse folders that another run holds; nothing is made.
+
+    Raises:
+        JobError: it says which process holds them.
+    """
+    for folder, key in _folders(job).items():
+        if (folder / LAUNCHER_LOCK).exists():
+            lock = _take_folder(folder, key)
+            if lock:
+                lock.release()
+
+
+def join_folders(job: Job, out: Path) -> list[Lock]:
+    """Hold the folders of a run together with its other ranks, and its launchers on other hosts; each of them calls this.
+
+    Args:
+        job: of the run.
+        out: its folder.
+
+    Raises:
+        JobError: another run is taking them over.
+    """
+    locks = []
+    for folder, key in {**_folders(job), out: "out"}.items():
+        try:
+            lock = take_lock(folder / RANKS_LOCK, shared=True)
+        except OSError as error:
+            if error.errno in WITHOUT_LOCKS:
+                continue
+            raise
+        if lock is None:
+            raise _held(folder, key)
+        locks.append(lock)
+    return locks
+
+
+def _folders(job: Job) -> dict[Path, str]:
+    """Folders that a run writes into, the one of the run first, and the keys that name them."""
+    folders = {Path(job.out): "out"}
+    if job.checkpoint.folder and Path(job.checkpoint.folder).absolute() != Path(job.out).absolute():
+        folders[Path(job.checkpoint.folder)] = "checkpoint.folder"
+    return folders
+
+
+def _take_folder(folder: Path, key: str) -> Lock | None:
+    """The launcher's lock of a folder; None on a file system that has no locks."""
+    before = read_holder(folder / LAUNCHER_LOCK)
+    try:
+        if (lock := take_lock(folder / LAUNCHER_LOCK)) is None:
+            raise _held(folder, key)
+        ranks = take_lock(folder / RANKS_LOCK)
+    except OSError as error:
+        if error.errno in WITHOUT_LOCKS:
+            return None
+        raise JobError(
+            f"{folder} cannot be locked: {error.strerror} ({error.filename})",
+            where=f"{key} = {str(folder)!r}",
+            rule="a folder belongs to one run at a time",
+            fix="name a folder of your own",
+        ) from None
+    if ranks is None:
+        lock.release()
+        raise JobError(
+            f"{folder} is in use by ranks of a run whose launcher has ended: {before or 'unknown'}",
+            where=f"{key} = {str(folder)!r}",
+            rule="a folder belongs to one run at a time",
+            fix="wait until they have ended, or end them, or name another folder",
+        )
+    ranks.release()
+    return lock
+
+
+def _held(folder: Path, key: str) -> JobError:
+    return JobError(
+        f"{folder} is in use by {read_holder(folder / LAUNCHER_LOCK) or 'another run'}",
+        where=f"{key} = {str(folder)!r}",
+        rule="a folder belongs to one run at a time",
+        fix="wait until that run has ended, or name another folder"
+        + (", with --out FOLDER" if key == "out" else f": set {key}"),
+    )
+
+
+def _remove_if_unused(folder: Path) -> None:
+    try:
+        if {path.name for path in folder.iterdir()} <= {LAUNCHER_LOCK, RANKS_LOCK}:
+            shutil.rmtree(folder)
+    except OSError:  # somebody else was quicker
+        pass
+
+
+def make_run_id(out: Path) -> str:
+    """The identity of the run in a folder, made if it has none."""
+    if not (found := read_run_id(out)):
+        found = secrets.token_hex(8)
+        (out / RUN_ID).write_text(found, encoding="utf-8")
+    return found
+
+
+def read_run_id(out: Path) -> str:
+    """The identity of the run in a folder; empty if it has none, as a folder of an earlier version."""
+    try:
+        with (out / RUN_ID).open(encoding="utf-8") as file:
+            return file.read(64).strip()
+    except (OSError, ValueError):
+        return ""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,9 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
     settle = place_states(optimizer, plan, device, mesh.get_local_rank("pp"))
     position = Position(step=0, next_batch=0, loss_scale=LossScale.from_plan(plan.precision.loss_scale))
     if checkpoints:
-        snapshots = Snapshots(job, model, anatomy, optimizer, device, place, mesh, prepared.identity)
+        snapshots = Snapshots(
+            job, model, anatomy, optimizer, device, place, mesh, prepared.identity, checkpoints.run_id
+        )
         checkpoints.attach(snapshots, settle)
         position = checkpoints.load(found) if found else position
     data, seed = job.data, job.train.seed

@@ -46,7 +46,7 @@ def test_every_schedule(pp: int, schedule: str, stages: int) -> None:
     check("llama", pp, schedule, stages, pp=pp, zero=0)
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(20)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved", "dualpipev"])
 @pytest.mark.parametrize("name", FAMILIES[1:])
 def test_every_family(name: str, schedule: str) -> None:
@@ -72,7 +72,7 @@ def applies(name: str, layout: str) -> bool:
     return "ep2" not in layout or name in HAS_EXPERTS
 
 
-@pytest.mark.thin(11)
+@pytest.mark.thin(30)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
