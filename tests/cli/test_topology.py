@@ -31,7 +31,7 @@ def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatc
     """Measured, shown, and left in a file that can be declared."""
     out, figures = tmp_path / "cluster.toml", tmp_path / "figures.json"
     files = ["--out", str(out), "--json", str(figures), "--cache", str(tmp_path / "cache")]
-    options = ["--ranks", "2", "--seconds", "1", "--set", "plan.parallel.tp=2"]
+    options = ["--ranks", "2", "--seconds", "10", "--set", "plan.parallel.tp=2"]
     assert run(monkeypatch, "topology", *options, *files) == 0
     printed = capfd.readouterr().out
     assert "1 host, 2 ranks, measured in" in printed

@@ -86,8 +86,12 @@ def test_signal_of_a_rank_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "text", "exit_code"),
     [
-        # rank 0 fails later, both before the agent looks
-        ("if rank == 0: time.sleep(0.03)\nraise ValueError(f'boom {rank}')", "ValueError: boom 1", 1),
+        # rank 0 fails as soon as rank 1 has
+        (
+            "while rank == 0 and not os.path.exists(REPORT_OF_1): time.sleep(0.001)\nraise ValueError(f'boom {rank}')",
+            "ValueError: boom 1",
+            1,
+        ),
         # rank 0 speaks of its lost peer before rank 1 is seen to fail
         (
             "if rank == 0: raise RuntimeError('Connection closed by peer')\ntime.sleep(0.03)\nraise ValueError('boom')",
@@ -103,7 +107,8 @@ def test_first_error_arrives_once(code: str, text: str | None, exit_code: int, t
         "    open(f'{os.path.dirname(__file__)}/here-{rank}', 'w')\n"
         "    while not os.path.exists(f'{os.path.dirname(__file__)}/here-{1 - rank}'): time.sleep(0.001)\n"
     )
-    head = "from weft.cluster.launch import rank_main\nfrom weft.errors import DataError\ndef main():\n"
+    head = "from weft.cluster.launch import rank_main\nfrom weft.errors import DataError\n"
+    head += f"REPORT_OF_1 = {str(tmp_path / 'logs' / 'rank-1.error')!r}\ndef main():\n"
     with pytest.raises(RankFailure) as caught:
         launch(script(tmp_path, f"{head}{together}{body}\nrank_main(main)"), ranks=2, log_dir=tmp_path / "logs")
     error = caught.value

@@ -92,10 +92,31 @@ def test_the_second_starts_at_once(nursery: Nursery, tmp_path: Path) -> None:
 def test_a_module_that_cannot_be_imported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with (
         Nursery("no_such_module_here", dict(os.environ)) as nursery,
-        pytest.raises(ChildProcessError, match="ranks of no_such_module_here has ended"),
+        pytest.raises(RankFailure, match="ranks of no_such_module_here left with exit code 1"),
     ):
         start(nursery, tmp_path, "0")
     assert "No module named 'no_such_module_here'" in capfd.readouterr().err
+
+
+def test_it_starts_again_after_it_was_killed(nursery: Nursery, tmp_path: Path) -> None:
+    assert start(nursery, tmp_path, "7")[0].wait(20) == 7
+    before = nursery.process
+    assert before is not None
+    before.kill()
+    before.wait()
+    assert start(nursery, tmp_path, "7")[0].wait(60) == 7
+    assert nursery.process is not before
+
+
+def test_killed_while_it_is_asked_for_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "slow_rank.py").write_text(SLOW_MODULE)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with Nursery("slow_rank", {**os.environ, "PYTHONPATH": path}) as nursery:
+        assert nursery.process is not None
+        threading.Timer(1.0, nursery.process.kill).start()
+        with pytest.raises(RankFailure, match="ranks of slow_rank was killed by SIGKILL"):
+            start(nursery, tmp_path, "0")
+    assert not (tmp_path / "started").exists()
 
 
 def test_no_nursery_outlives_its_launcher(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Real runs whose ranks are killed at random: each goes on by itself, and ends with the bits of one that was left alone.
+"""Real runs whose processes are killed at random: each ends with the bits of one that was left alone, and leaves nothing alive.
+
+Victims are ranks, also while they save, the process that starts ranks, and the launcher, with its guardian, also while it writes
+the report. After the death of its launcher a run is resumed by a second command, else it goes on by itself.
 
     python -m tests.faults.kill --trials 100 [--kills 5] [--seed 0] [--minutes 40]      # five kills a run, layouts in turn
     python -m tests.faults.kill --every 15 --steps 300 [--layout "zero3 on 2"]       # one run, a kill 15 seconds after the last
@@ -8,6 +11,7 @@ Prints a line for each fault, and a table; exits with 1 if a run did not go on a
 
 import argparse
 import glob
+import json
 import os
 import random
 import re
@@ -19,7 +23,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -31,8 +36,9 @@ from rich.table import Table
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from weft.checkpoint.folders import list_checkpoints, part_of
-from weft.cluster.launch import MEMORY_FOLDER
+from weft.cluster.guardian import process_state
 from weft.cluster.pulse import PulseRecord, read_pulse
+from weft.cluster.scratch import PREFIX, SHARED_MEMORY
 from weft.job import Job
 from weft.train.metrics import read_metrics
 
@@ -100,10 +106,24 @@ class Rank(NamedTuple):
 def ranks_of(launcher: int) -> dict[int, Rank]:
     """The ranks that live now and have a pulse, by number: children of a launcher that are called so."""
     children = {pid: name for pid, parent, name in processes() if parent == launcher}
-    pattern = os.path.join(MEMORY_FOLDER or tempfile.gettempdir(), "weft-*/[0-9]*")
-    pulses = [Path(path) for path in glob.glob(pattern)]  # folders of other runs may go at any moment
+    pulses = [
+        Path(path) for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}*/[0-9]*")
+    ]  # folders of other runs may go at any moment
     ranks = [Rank(Rank(0, path).record().pid, path) for path in pulses]
     return {int(rank.pulse.name): rank for rank in ranks if children.get(rank.pid) == f"weft-rank-{rank.pulse.name}"}
+
+
+def nursery_of(launcher: int) -> int:
+    """The process that starts ranks for a launcher."""
+    children = [pid for pid, parent, name in processes() if parent == launcher and not name.startswith("weft-rank")]
+    (found,) = [pid for pid in children if b"weft.cluster.nursery" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return found
+
+
+def leftovers_of(out: Path) -> list[str]:
+    """Folders in shared memory that belong to a run."""
+    owners = [Path(path) for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}*/run.json")]
+    return [str(path) for path in owners if json.loads(path.read_text())["file"].startswith(f"{out.resolve()}/")]
 
 
 def processes() -> Iterator[tuple[int, int, str]]:
@@ -207,14 +227,24 @@ def differences(whole: Path, parts: Path) -> list[str]:
     return found
 
 
+RANK, SAVING, NURSERY, LAUNCHER = "rank", "saving rank", "starter of ranks", "launcher"
+RANKS = {RANK: 7, SAVING: 3}  # and how often
+VICTIMS = {**RANKS, NURSERY: 2, LAUNCHER: 2}
+REPORT = "launcher at its report"  # in place of the last kill, in one run of REPORTS
+REPORTS = 3
+WRITING_REPORT = "counting baselines"
+
+
 @dataclass
 class Trial:
     """A kill, and what came of it."""
 
     layout: str
-    rank: int
+    victim: str
+    rank: int | None
+    """None for a launcher: it has no number, and nobody is left to name it."""
     moment: str
-    naming_seconds: float
+    naming_seconds: float | None
     problems: list[str]
 
 
@@ -223,8 +253,10 @@ def steps_of(kills: int) -> int:
     return STEPS + MORE_STEPS * (kills - 1)
 
 
-def trials(folder: Path, layout: str, whole: Path, chance: random.Random, kills: int = 1) -> list[Trial]:
-    """Kill random ranks at random moments of a run, one after the other, and look how it goes on and ends.
+def trials(
+    folder: Path, layout: str, whole: Path, chance: random.Random, kills: int = 1, victims: Mapping[str, int] = RANKS
+) -> list[Trial]:
+    """Kill random processes at random moments of a run, one after the other, and look how it goes on and ends.
 
     No rank is killed twice in a row: the run would leave it out, and go on with another layout.
 
@@ -233,23 +265,57 @@ def trials(folder: Path, layout: str, whole: Path, chance: random.Random, kills:
         layout: one of LAYOUTS.
         whole: an undisturbed run of the same job.
         chance: decides all that is random.
+        victims: what is killed, and how often; with REPORT among them that comes last.
     """
     out, steps, done = folder / "run", steps_of(kills), list[Trial]()
-    job = job_file(folder, layout, train={"steps": steps})
-    with weft_train(job, layout, out, "--max-restarts", "3") as command:
+    job, restarts = job_file(folder, layout, train={"steps": steps}), ("--max-restarts", "3")
+    with ExitStack() as stack:
+        command = stack.enter_context(weft_train(job, layout, out, *restarts))
         for number in range(kills):
-            ranks = {*range(LAYOUTS[layout][0])} - {trial.rank for trial in done[-1:]}
-            done.append(kill_one(command, layout, chance.choice(sorted(ranks)), MORE_STEPS * number, out, chance))
+            (victim,) = chance.choices(sorted(victims), [victims[name] for name in sorted(victims)])
+            if number == kills - 1 and REPORT in victims:
+                victim = REPORT
+            first_step = MORE_STEPS * number
+            if victim in (LAUNCHER, REPORT):
+                done.append(kill_launcher(command, layout, victim, first_step, chance))
+                command = stack.enter_context(weft_train(job, layout, out, "--resume", "auto", *restarts))
+            else:
+                ranks = {*range(LAYOUTS[layout][0])} - {trial.rank for trial in done[-1:]}
+                done.append(kill_one(command, layout, victim, chance.choice(sorted(ranks)), first_step, out, chance))
         exit_code = command.wait()
     found = [f"exit code {exit_code}"] if exit_code else differences(whole, out)
+    found += [f"{path} is left" for path in (*out.glob(".step-*"), *leftovers_of(out))]
     for trial in done:
         trial.problems += found
     return done
 
 
-def kill_one(command: Command, layout: str, rank: int, first_step: int, out: Path, chance: random.Random) -> Trial:
+def kill_launcher(command: Command, layout: str, victim: str, first_step: int, chance: random.Random) -> Trial:
+    """Kill a launcher at a random moment behind a step, or while it writes the report; whether nothing outlives it."""
+    if victim == REPORT:
+        command.until(lambda: any(WRITING_REPORT in line.text for line in command.lines), WRITING_REPORT)
+        processes, moment = [], "after the last step"
+    else:
+        step = first_step + chance.randrange(1, STEPS)
+        ranks = [command.rank_at(rank, step) for rank in range(LAYOUTS[layout][0])]
+        processes = [*(rank.pid for rank in ranks), nursery_of(command.process.pid)]
+        moment = f"step {step}"
+    time.sleep(chance.uniform(0, STEP_SECONDS))
+    command.process.kill()
+    command.process.wait()
+    end = time.monotonic() + NAMING_SECONDS
+    while living := [pid for pid in processes if process_state(pid) not in ("", "Z")]:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    return Trial(layout, victim, None, moment, None, [f"process {pid} lives on" for pid in living])
+
+
+def kill_one(
+    command: Command, layout: str, kind: str, rank: int, first_step: int, out: Path, chance: random.Random
+) -> Trial:
     """Kill a rank at a random moment behind a step, and wait for the announcement of the next attempt."""
-    writing = chance.random() < 0.3
+    writing = kind == SAVING
     # While writing: at least two checkpoints are still to be written
     step = first_step + chance.randrange(1, STEPS - EVERY if writing else STEPS)
     delay = chance.uniform(0, STEP_SECONDS)
@@ -259,6 +325,8 @@ def kill_one(command: Command, layout: str, rank: int, first_step: int, out: Pat
         command.until(lambda: any(path.exists() for path in drafts), WRITING)
         delay /= 10
     time.sleep(delay)
+    if kind == NURSERY:  # it is needed again for the next attempt only
+        os.kill(nursery_of(command.process.pid), signal.SIGKILL)
     before = victim.record()
     killed = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
@@ -277,7 +345,7 @@ def kill_one(command: Command, layout: str, rank: int, first_step: int, out: Pat
     }
     moment = f"{before.phase}{' ' if before.phase == 'step' else ' at step '}{before.step}"
     moment += f", {WRITING}" if writing else ""
-    return Trial(layout, rank, moment, seconds, [text for text, good in checks.items() if not good])
+    return Trial(layout, kind, rank, moment, seconds, [text for text, good in checks.items() if not good])
 
 
 def many_runs(folder: Path, count: int, kills: int, minutes: float, chance: random.Random) -> bool:
@@ -292,25 +360,27 @@ def many_runs(folder: Path, count: int, kills: int, minutes: float, chance: rand
         layout, place, start = FOUR_RANKS[number % len(FOUR_RANKS)], folder / f"run-{number}", time.monotonic()
         if layout not in wholes:
             wholes[layout] = run_alone(folder, layout, train={"steps": steps_of(kills)})
-        found = trials(place, layout, wholes[layout], chance, kills)
+        victims = {**VICTIMS, REPORT: 0} if number % REPORTS == 0 else VICTIMS
+        found = trials(place, layout, wholes[layout], chance, kills, victims)
         for result in found:
             done.append(result)
+            who = result.victim if result.rank is None else f"{result.victim}, rank {result.rank}"
+            named = "" if result.naming_seconds is None else f" named in {result.naming_seconds:.2f} s,"
             print(
-                f"{len(done):3}  {layout:11} rank {result.rank} killed in {result.moment}: named in "
-                f"{result.naming_seconds:.2f} s, {'; '.join(result.problems) or 'bit-equal'}"
+                f"{len(done):3}  {layout:11} {who} killed in {result.moment}:{named} "
+                f"{'; '.join(result.problems) or 'bit-equal'}"
             )
         print(f"run {number + 1}: {time.monotonic() - start:.0f} s", flush=True)
         if not any(result.problems for result in found):
             shutil.rmtree(place)
-    table = Table("layout", "trials", "bit-equal", "median naming time", "worst")
-    for layout in (*FOUR_RANKS, "all"):
-        of = [result for result in done if layout in (result.layout, "all")]
+    table = Table("of", "trials", "bit-equal", "median naming time", "worst")
+    for group in (*FOUR_RANKS, *VICTIMS, REPORT, "all"):
+        of = [result for result in done if group in (result.layout, result.victim, "all")]
         if of:
-            seconds = [result.naming_seconds for result in of]
+            seconds = [result.naming_seconds for result in of if result.naming_seconds is not None]
+            times = [f"{statistics.median(seconds):.2f} s", f"{max(seconds):.2f} s"] if seconds else ["", ""]
             good = sum(not result.problems for result in of)
-            table.add_row(
-                layout, str(len(of)), str(good), f"{statistics.median(seconds):.2f} s", f"{max(seconds):.2f} s"
-            )
+            table.add_row(group, str(len(of)), str(good), *times)
     Console().print(table)
     return all(not result.problems for result in done)
 

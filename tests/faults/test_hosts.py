@@ -143,7 +143,7 @@ def test_a_wrong_token_is_refused(lab: Lab) -> None:
     assert "the gate of host 0 refused the token of this host" in printed
     assert "give every host the same WEFT_TOKEN or token file" in printed
     assert lab.token not in printed + right.printed()
-    assert not lab.out.exists()  # host 0 waits for a host that knows it
+    assert not (lab.out / "job.toml").exists()  # host 0 waits for a host that knows it
 
 
 @pytest.mark.sweep

@@ -10,11 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.kill import FOUR_RANKS, Command, differences, job_file, run_alone, steps_of, trials, weft_train
+from tests.faults.kill import (
+    FOUR_RANKS,
+    Command,
+    differences,
+    job_file,
+    leftovers_of,
+    nursery_of,
+    ranks_of,
+    run_alone,
+    steps_of,
+    trials,
+    weft_train,
+)
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.cluster.guardian import Limits, process_state
 from weft.job import Job
 from weft.train.run import train
+from weft.train.run_folder import LAUNCHER_LOCK
 
 LAYOUT = "zero3 on 2"
 PATIENCE = 8.0  # seconds
@@ -32,11 +45,14 @@ def job(tmp_path: Path) -> Path:
     return job_file(tmp_path, LAYOUT)
 
 
+PASSING = ("logs", "report.html", LAUNCHER_LOCK)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a run folder but its logs and its page, which holds the time."""
+    """Every file of a run folder but its logs, and what holds the time: its page and the lock."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     own = [path.relative_to(folder) for path in files]
-    return {str(name): (folder / name).read_bytes() for name in own if name.parts[0] not in ("logs", "report.html")}
+    return {str(name): (folder / name).read_bytes() for name in own if name.parts[0] not in PASSING}
 
 
 # Death
@@ -46,6 +62,32 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_rank_is_killed_and_the_run_goes_on(whole: Path, tmp_path: Path) -> None:
     for result in trials(tmp_path, LAYOUT, whole, random.Random(3)):
         assert not result.problems, result
+
+
+@pytest.mark.slow("two whole commands, one of them with a restart")
+def test_the_launcher_is_killed_then_the_process_that_starts_ranks(whole: Path, tmp_path: Path) -> None:
+    job, out = job_file(tmp_path, LAYOUT, checkpoint={"memory_every": 1}), tmp_path / "run"
+    with weft_train(job, LAYOUT, out) as command:
+        pids = [command.rank_at(rank, 3).pid for rank in range(2)]
+        pids.append(nursery_of(command.process.pid))
+        left = [rank.pulse.parent for rank in ranks_of(command.process.pid).values()]
+        command.process.kill()
+        command.process.wait()
+        deadline = time.monotonic() + 2
+        while living := [pid for pid in pids if process_state(pid) not in ("", "Z")]:
+            assert time.monotonic() < deadline, living
+            time.sleep(0.01)
+    assert left[0].exists()
+    with weft_train(job, LAYOUT, out, "--resume", "auto", "--max-restarts", "3") as command:
+        first = command.rank_at(1, 4)
+        assert not left[0].exists()
+        os.kill(nursery_of(command.process.pid), signal.SIGKILL)
+        os.kill(first.pid, signal.SIGKILL)
+        assert command.wait() == 0, command.printed()
+        assert any("restart 1 of 3" in line for line in command.errors())
+    assert differences(whole, out) == []
+    assert not list(out.glob(".step-*"))
+    assert leftovers_of(out) == []
 
 
 @pytest.mark.sweep

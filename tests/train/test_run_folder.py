@@ -15,6 +15,7 @@ from tests.lab.jobs import write_job
 from weft.cli import main
 from weft.errors import JobError
 from weft.job import Job
+from weft.train import run_folder
 from weft.train.checkpoints import check_run_id
 from weft.train.run_folder import (
     HeldFolders,
@@ -145,7 +146,8 @@ def test_two_jobs_share_no_checkpoint_folder(tmp_path: Path) -> None:
         check_writable(job_in(tmp_path, "one", shared), new=True, leads=False)  # another host of the run
 
 
-def test_ranks_keep_the_folder_of_a_launcher_that_is_gone(tmp_path: Path) -> None:
+def test_ranks_keep_the_folder_of_a_launcher_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "DYING_SECONDS", 0.1)
     job = job_in(tmp_path)
     (tmp_path / "run").mkdir()
     launcher = in_a_fork(lambda: HeldFolders(job).__enter__())

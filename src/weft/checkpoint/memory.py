@@ -21,10 +21,11 @@ from torch import Tensor
 from weft.checkpoint.folders import clean, folder_of, list_checkpoints, step_of
 from weft.checkpoint.manifest import NAME, Manifest, file_name, read_manifest, verify_file
 from weft.checkpoint.snapshot import Target
+from weft.cluster.scratch import PREFIX, SHARED_MEMORY, hold_for_run
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError
+from weft.lock import Lock
 
-SHARED_MEMORY = Path("/dev/shm")
 PIECE = 2**26  # bytes of one message between hosts
 
 
@@ -44,38 +45,37 @@ class HostMemory:
     """The checkpoints of a run in the memory of its hosts. All ranks make one, and call its methods together.
 
     Args:
-        run: the run folder, whose path names the folder in memory.
+        id_file: of the run folder, whose path names the folder in memory.
+        run_id: what that file says.
 
     Raises:
         CheckpointError: the system has no file system in memory, or the folder there belongs to somebody else.
     """
 
-    def __init__(self, run: Path):
-        name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
-        self.folder = SHARED_MEMORY / f"weft-{os.getuid()}-{name}"
+    def __init__(self, id_file: Path, run_id: str):
+        name = hashlib.sha256(str(id_file.parent.resolve()).encode()).hexdigest()[:16]
+        self.folder = SHARED_MEMORY / f"{PREFIX}{os.getuid()}-{name}"
+        self.lock: Lock | None = None
         self.rank = dist.get_rank()
         places = all_gather_json(place_of_host())
         self.hosts = [[r for r, other in enumerate(places) if other == found] for found in _unique(places)]
         """Ranks of each host."""
         self.host = next(number for number, ranks in enumerate(self.hosts) if self.rank in ranks)
         self.leads = self.rank == self.hosts[self.host][0]
-        problem = self._open() if self.leads else None
+        problem = self._open(id_file, run_id) if self.leads else None
         for text in all_gather_json(problem):
             if text:
                 raise CheckpointError(text, where="checkpoint.memory_every", fix="set checkpoint.memory_every = 0")
         # Beside the groups of training: its messages come from another thread.
         self.group = dist.new_group(backend="gloo") if len(self.hosts) > 1 else None
 
-    def _open(self) -> str | None:
+    def _open(self, id_file: Path, run_id: str) -> str | None:
         if not SHARED_MEMORY.is_dir():
             return f"this host has no {SHARED_MEMORY}, a file system in memory"
         try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            status = self.folder.lstat()
+            self.lock = hold_for_run(self.folder, id_file, run_id)
         except OSError as error:
             return str(error)
-        if status.st_uid != os.getuid() or status.st_mode & 0o077 or self.folder.is_symlink():
-            return f"{self.folder} is open to others: what it holds cannot be trusted"
         return None
 
     def target(self) -> Target:

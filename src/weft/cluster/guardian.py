@@ -21,6 +21,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
+from weft.cluster.memory_kills import ControlGroup, resident_bytes
 from weft.cluster.pulse import PulseRecord, read_pulse
 from weft.cluster.team import Failure, Team
 from weft.errors import RankFailure
@@ -84,6 +85,8 @@ class _Track:
     """Since when."""
     left: bool = False
     """Whether it has ended with exit code 0."""
+    resident: int = 0
+    """Bytes of memory that it had when it was last looked at."""
 
 
 class Guardian:
@@ -101,6 +104,8 @@ class Guardian:
     ):
         self.log_dir, self.pulses, self.limits, self.say, self.team = log_dir, pulses, limits, say, team
         self.host = team.place if team else platform.node()
+        self.group = ControlGroup.of_this_process()
+        self.memory_kills = self.group.kills() if self.group else None  # before this attempt
         self.furthest = -1  # step that a rank has come to
         self.ended: dict[int, float] = {}  # ranks that have ended, and when that was seen
         self.tracks: dict[int, _Track] = {}
@@ -186,7 +191,9 @@ class Guardian:
     def _bury(self, rank: int, code: int, report: dict[str, Any], own: bool) -> RankFailure:
         """Name a dead rank, and make the error of the job."""
         code = report.get("exit_code", code)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        for_memory = self._killed_for_memory(rank) if code == -signal.SIGKILL else ""
+        by_signal = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        how = for_memory or by_signal or f"left with exit code {code}"
         if code == 0:
             how += " while others were at work"
         line = ""
@@ -201,13 +208,22 @@ class Guardian:
         log = self._log_path(rank, report)
         lines = log.read_text(errors="replace").rstrip().splitlines()[-TAIL_LINES:] if log.exists() else []
         place = f" on {self.host}" if self.team else ""
+        fix = "if nobody sent it, the kernel did for want of memory: see dmesg" if code == -signal.SIGKILL else None
         error = RankFailure(
             "\n".join([f"rank {rank}{place} {how}", *(f"  | {text}" for text in lines)]),
             rank=rank,
             where=str(log) if log.exists() else "its output is above",
-            fix="if nobody sent it, the kernel did for want of memory: see dmesg" if code == -signal.SIGKILL else None,
+            fix="allow more memory, or use less of it: `weft memory` says what takes how much" if for_memory else fix,
         )
         return self._tell(error, own, line)
+
+    def _killed_for_memory(self, rank: int) -> str:
+        """How a rank was killed, if the counters of its control group prove that it was for want of memory."""
+        if self.group is None or (self.group.kills() or 0) <= (self.memory_kills or 0):
+            return ""
+        limit, had = self.group.limit(), self.tracks[rank].resident
+        allowed = f"limit {limit / 2**30:.1f} GiB, " if limit else ""
+        return f"was killed by the kernel for memory ({allowed}it had {had / 2**30:.1f} GiB)"
 
     def _log_path(self, rank: int, report: dict[str, Any]) -> Path:
         return self.log_dir / f"rank-{rank}.{'traceback' if report else 'err'}"
@@ -246,6 +262,7 @@ class Guardian:
         if state and not track.state:
             track.stopped = now
         track.state = state
+        track.resident = resident_bytes(pid) or track.resident
         no_pulse = not record.pid and not state  # a rank without a pulse is watched for its death and for a stop
         if no_pulse or _progress(record) != _progress(before):
             track.active = now

@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +33,9 @@ from weft.cluster.device import Device
 from weft.cluster.guardian import REFUSED, Guardian, Limits
 from weft.cluster.hosts import open_store
 from weft.cluster.nursery import Nursery, NurseryContext
+from weft.cluster.parent import LAUNCHER_VARIABLE, end_with_launcher
 from weft.cluster.pulse import PULSE_VARIABLE, create_pulse
+from weft.cluster.scratch import remove_leftovers, scratch_folder
 from weft.cluster.team import Team, spread
 from weft.errors import DeviceError, RankFailure, Stopped, WeftError
 
@@ -56,7 +57,6 @@ LONGEST_WAIT = 60  # seconds between two attempts
 POLL_SECONDS = 0.1
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 ATTEMPT_VARIABLE, PATIENCE_VARIABLE = "WEFT_ATTEMPT", "WEFT_PATIENCE"  # in the environment of the ranks
-MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # else that of temporary files
 DEFAULT_GROUP_TIMEOUT = 1800.0  # of torch
 EXIT_SECONDS = 10  # for the agents of other hosts, when all ranks have ended well
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # those the elastic agent takes over
@@ -122,10 +122,11 @@ def launch(
         RendezvousError: the hosts did not meet.
         Stopped: a signal came; the ranks have ended.
     """
+    remove_leftovers()
     log_dir = log_dir.resolve()  # ranks may change their folder
     furthest, restarts, attempt = -1, 0, 0
     memory = {} if any(name.endswith("ALLOC_CONF") for name in os.environ) else ALLOCATOR
-    common = {**RANK_ENVIRONMENT, **memory, **environment}
+    common = {**RANK_ENVIRONMENT, **memory, LAUNCHER_VARIABLE: str(os.getpid()), **environment}
     with (
         _signals_raise(),
         Nursery(argv[2], {**os.environ, **common}) if warm else nullcontext() as nursery,
@@ -137,8 +138,8 @@ def launch(
             folder.mkdir(parents=True, exist_ok=True)
             own = {ATTEMPT_VARIABLE: str(attempt), PATIENCE_VARIABLE: str(limits.patience)}
             command = again if attempt and again else argv
-            with tempfile.TemporaryDirectory(prefix="weft-", dir=MEMORY_FOLDER) as pulses:
-                guardian = Guardian(folder, Path(pulses), limits, _say, team)
+            with scratch_folder() as pulses:
+                guardian = Guardian(folder, pulses, limits, _say, team)
                 try:
                     return _run(command, ranks, guardian, {**own, **common}, team, nursery)
                 except RankFailure as failure:
@@ -214,6 +215,7 @@ def rank_main(main: Callable[[], None]) -> None:
     report = os.environ.get(ERROR_VARIABLE)
     if not report:
         return main()
+    end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the rank handles signals it has nothing to save: no traceback
     faulthandler.enable()  # a crash in native code leaves a traceback in the rank's stderr
     try:

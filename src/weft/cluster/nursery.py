@@ -5,10 +5,12 @@ nursery imports once, in a process that computes nothing and has no threads, and
 does so twice over, and the process between goes: the system gives the rank to the launcher, which becomes its parent as of any
 process that it started.
 
-    launcher          asks: arguments, environment, files     waits for the rank as for its child
+    launcher          asks: arguments, environment, files     says go, waits for the rank as for its child
     nursery           forks                                   forgets it
     (between)         forks, leaves
-    rank              imports nothing, runs main
+    rank              imports nothing, waits for the go, runs main
+
+A rank that the launcher does not know of, because the nursery was killed before it could answer, gets no go, and ends.
 
 Linux alone can do that; elsewhere ranks start as ordinary processes. So they do where they have accelerators, whose libraries
 do not bear to be forked if an import has touched them.
@@ -30,12 +32,15 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from weft.cluster.parent import LAUNCHER_VARIABLE, end_with_launcher
+from weft.errors import RankFailure
+
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.02
 
 
 class Nursery:
-    """The process, seen from the launcher. A context manager; ranks outlive it."""
+    """The process, seen from the launcher. A context manager; ranks outlive it. Killed, it is started again."""
 
     def __init__(self, module: str, environment: Mapping[str, str]):
         """
@@ -48,14 +53,21 @@ class Nursery:
         self.wire: socket.socket | None = None
 
     def __enter__(self) -> "Nursery":
+        self._open()
+        return self
+
+    def _open(self) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
             argv = [sys.executable, "-m", "weft.cluster.nursery", self.module, str(there.fileno())]
             self.process = subprocess.Popen(
-                argv, env=self.environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                argv,
+                env={**self.environment, LAUNCHER_VARIABLE: str(os.getpid())},
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         self.wire = here
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -81,21 +93,41 @@ class Nursery:
             stderr: the same.
 
         Raises:
-            ChildProcessError: the nursery has ended, its error is above; the module cannot be imported, say.
+            RankFailure: the nursery has ended instead; it was killed, or the module cannot be imported, say.
         """
-        assert self.wire is not None
+        assert self.process is not None
+        if self.process.poll() is not None:  # since the last rank
+            assert self.wire is not None
+            self.wire.close()
+            self._open()
         request = {"arguments": arguments, "environment": dict(environment), "stdout": stdout, "stderr": stderr}
+        reading, writing = os.pipe()  # for the go
         own = _be_subreaper(True)
         try:
-            self.wire.sendall(json.dumps(request).encode())
+            assert self.wire is not None
+            socket.send_fds(self.wire, [json.dumps(request).encode()], [reading])
             answer = self.wire.recv(64)
+            if answer:
+                os.write(writing, b"1")
         except ConnectionError:
             answer = b""
         finally:
             _be_subreaper(own)
+            os.close(reading)
+            os.close(writing)
         if not answer:
-            raise ChildProcessError(f"the process that starts ranks of {self.module} has ended")
+            raise self._failure()
         return Rank(int(answer))
+
+    def _failure(self) -> RankFailure:
+        assert self.process is not None
+        code = self.process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        return RankFailure(
+            f"the process that starts ranks of {self.module} {how}",
+            where=f"process {self.process.pid}",
+            fix=None if code < 0 else "its error is above",
+        )
 
 
 class Rank:
@@ -172,8 +204,13 @@ def serve(module: str, wire: socket.socket) -> None:
     """Import a module, then fork a rank for each request, until the launcher has gone. In a rank it does not return."""
     from weft.cluster.launch import rank_main
 
+    end_with_launcher()
     main = importlib.import_module(module).main
-    while request := wire.recv(2**20):
+    while True:
+        request, received, _, _ = socket.recv_fds(wire, 2**20, 1)
+        if not request:
+            return
+        (go,) = received
         reading, writing = os.pipe()
         between = os.fork()
         if not between:
@@ -182,12 +219,17 @@ def serve(module: str, wire: socket.socket) -> None:
                 os.close(reading)
                 os.close(writing)
                 wire.close()
+                if not os.read(go, 1):  # it comes when this process is a child of the launcher
+                    os._exit(1)
+                os.close(go)
+                end_with_launcher()
                 _become(module, **json.loads(request))
                 rank_main(main)
                 os._exit(0)
             os.write(writing, str(rank).encode())
             os._exit(0)
         os.close(writing)
+        os.close(go)
         os.waitpid(between, 0)  # the rank has its new parent
         wire.sendall(os.read(reading, 64))
         os.close(reading)

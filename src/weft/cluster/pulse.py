@@ -31,6 +31,7 @@ from weft.cluster.shared_memory import SharedMemoryGroup
 
 PULSE_VARIABLE = "WEFT_PULSE"  # path of the file, in the environment of a rank
 SAMPLE_SECONDS = 0.2
+LOOKS = 3  # of a sample, at most
 KNOWN_STEPS = 2  # steps after which a rank's step time is known
 PLACE_BYTES = 2048
 HEAD = Struct("qII")  # number of the note, bytes of its text, checksum
@@ -136,10 +137,8 @@ class Pulse:
         """Note where the main thread is, again and again."""
         main = threading.main_thread().ident
         while True:
-            frame = sys._current_frames().get(main or 0)
-            if frame is not None:
-                where, call = locate(frame)
-                del frame  # it holds the tensors of a step
+            if place := _look_at(main or 0):
+                where, call = place
                 self._notes[SAMPLE].write(f"{time.monotonic()}\n{call}\n{where}")
             time.sleep(SAMPLE_SECONDS)
 
@@ -161,8 +160,7 @@ class _Note:
 
 def create_pulse(path: Path) -> None:
     """Make the file of a rank that has not started; for the launcher."""
-    with path.open("wb") as file:
-        file.truncate(PULSE_BYTES)
+    path.write_bytes(bytes(PULSE_BYTES))  # not truncated: a rank would die of SIGBUS where there is no room any more
 
 
 def read_pulse(path: Path) -> PulseRecord:
@@ -203,6 +201,20 @@ def _newest(data: bytes, kind: int) -> tuple[int, str]:
         if number > best and zlib.crc32(body, number) == checksum:
             best, text = number, body.decode(errors="replace")
     return best, text
+
+
+def _look_at(thread: int) -> tuple[str, str] | None:
+    """Where a thread is, as `locate` says; None if it has ended."""
+    place = None
+    for _ in range(LOOKS):  # the thread goes on meanwhile, and a frame that it leaves no longer knows its callers
+        frame = sys._current_frames().get(thread)
+        if frame is None:
+            return None
+        place = locate(frame)
+        del frame  # it holds the tensors of a step
+        if not _is_library(place[0]):
+            break
+    return place
 
 
 def locate(frame: FrameType) -> tuple[str, str]:

@@ -68,7 +68,7 @@ class Checkpoints:
         self.folder = checkpoint_folder(job, run)
         self.leads = dist.get_rank() == 0
         self.disk = Target(self.folder, self.leads, self.settings.keep, self.settings.keep_hours)
-        self.memory = HostMemory(run) if self.settings.memory_every else None
+        self.memory = HostMemory(run / RUN_ID, self.run_id) if self.settings.memory_every else None
 
     def attach(self, snapshots: Snapshots, settle: Callable[[nn.Parameter], object]) -> None:
         """Say what takes them, and with that what is in them; and what moves a parameter's states to where they live."""

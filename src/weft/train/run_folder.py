@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from weft.job import Job
 from weft.lock import Lock, read_holder, take_lock
 
 LAUNCHER_LOCK, RANKS_LOCK = ".launcher.lock", ".ranks.lock"
+DYING_SECONDS = 5.0  # that ranks may need to go when their launcher was killed
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of some network file systems
 RUN_ID = "run_id"  # file: a random name that the run keeps when it is resumed
 RUN_FILES = ("job.toml", "prepared.json")  # every run has both, before its first step
@@ -180,7 +182,9 @@ def _take_folder(folder: Path, key: str) -> Lock | None:
     try:
         if (lock := take_lock(folder / LAUNCHER_LOCK)) is None:
             raise _held(folder, key)
-        ranks = take_lock(folder / RANKS_LOCK)
+        end = time.monotonic() + DYING_SECONDS
+        while (ranks := take_lock(folder / RANKS_LOCK)) is None and time.monotonic() < end:
+            time.sleep(0.05)
     except OSError as error:
         if error.errno in WITHOUT_LOCKS:
             return None
