@@ -1,7 +1,7 @@
 """Real runs whose processes are killed at random: each ends with the bits of one that was left alone, and leaves nothing alive.
 
-Victims are ranks, also while they save, the process that starts ranks, and the launcher, with its guardian, also while it writes
-the report. After the death of its launcher a run is resumed by a second command, else it goes on by itself.
+Victims are ranks, also while they save, the process that starts ranks, and the launcher, with its guardian, also while it
+writes the report. After the death of its launcher a run is resumed by a second command, else it goes on by itself.
 
     python -m tests.faults.kill --trials 100 [--kills 5] [--seed 0] [--minutes 40]      # five kills a run, layouts in turn
     python -m tests.faults.kill --every 15 --steps 300 [--layout "zero3 on 2"]       # one run, a kill 15 seconds after the last
