@@ -6,6 +6,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,20 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from weft.anatomy.transformers import refuse_kind
+from weft.checkpoint.weight_files import check_weight_files
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError, ModelError, nearest
 from weft.job import Model
 from weft.memory.packed import join_packed
 from weft.precision.dtypes import DTYPES
 
+EXPORTED = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "tokenizer.model.v*", "sentencepiece.bpe.model", "spiece.model", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *("generation_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+)
+"""Files of tokenizers, chat templates, generation and processors: all that an export takes from beside a tokenizer."""
 SHOWN = 300  # characters of what Transformers says of a configuration
 
 
@@ -125,6 +134,7 @@ def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> 
     if source.path is None:
         torch.manual_seed(source.init_seed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **_implementations(dtype))
+    check_weight_files(Path(source.path))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
@@ -313,10 +323,16 @@ def save_folder(
     for file in half.glob("*.safetensors"):  # safetensors makes files that nobody else may read
         file.chmod(mode)
     for file in sorted(tokenizer.iterdir()) if tokenizer else ():
-        if file.is_file() and not (half / file.name).exists() and file.suffix not in (".safetensors", ".lock"):
-            shutil.copyfile(file, half / file.name)
+        regular = stat.S_ISREG(file.lstat().st_mode)  # what a link names may be anything
+        if regular and not (half / file.name).exists() and _goes_along(file.name):
+            shutil.copyfile(file, half / file.name, follow_symlinks=False)
     shutil.rmtree(folder, ignore_errors=True)
     half.rename(folder)
+
+
+def _goes_along(name: str) -> bool:
+    """Whether a file beside a tokenizer is exported with it."""
+    return any(fnmatchcase(name, pattern) for pattern in EXPORTED)
 
 
 def convert_folder(source: Path, target: Path, dtype: str) -> Path:

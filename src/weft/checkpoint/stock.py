@@ -44,14 +44,6 @@ def of_checkpoint(reader: Reader) -> Stock:
 
 def of_huggingface(folder: Path, dtype: torch.dtype) -> Stock:
     """The model in a Hugging Face folder, as Transformers loads it: with its buffers, and held in memory, once."""
-    if not any(folder.glob("*.safetensors")):
-        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-        raise CheckpointError(
-            f"the weights are in {pickles[0]}" if pickles else "there are no weights",
-            where=str(folder),
-            rule="weights are read from *.safetensors files; nothing is unpickled",
-            fix="load and save them with Transformers 5 in a place you trust: save_pretrained writes safetensors",
-        )
     source = Model(path=str(folder))
     model = build_plain(source, read_config(source), dtype)
     held: dict[str, Tensor] = {f"weights/{name}": value for name, value in _weights(model).items()}
