@@ -86,6 +86,12 @@ class CheckpointError(WeftError):
     exit_code = 2
 
 
+class NumericError(WeftError):
+    """Training makes no finite numbers any more. Starting it again would not help."""
+
+    exit_code = 2
+
+
 class RankFailure(WeftError):
     """One rank failed while the job ran, or a whole host; the message names it.
 

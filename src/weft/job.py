@@ -124,6 +124,8 @@ class Guard(Table):
     replicas_every: Number = 0
     """Steps between comparisons of the weights that several ranks hold, and before each checkpoint; where they differ,
     training goes back and runs the steps again; 0: none."""
+    max_skipped: Annotated[int, Field(ge=1)] = 20
+    """Training ends when the updates of so many steps in a row were left out. fp16's loss scale may need 16 to come down."""
     patience_seconds: Annotated[float, Field(gt=0, lt=1800)] = 600.0
     """A job is ended, or started again, when no rank has made progress for that long. After 1800 s collectives give up by
     themselves, without naming a culprit."""

@@ -1,9 +1,13 @@
 """Metrics: what is written is read back to the bit; torn and damaged files; terminal output."""
 
+import errno
 import io
 import json
 import math
+import os
 import re
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,3 +188,45 @@ def test_a_rate_above_the_peak_has_no_utilization() -> None:
     assert utilization(40e9, 160e9) == 0.25
     assert utilization(161e9, 160e9) is None
     assert utilization(40e9, None) is None
+
+
+def test_a_damaged_line_is_cut_off_when_a_run_goes_on_and_kept_aside(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 4):
+            writer.step(replace(STEP, step=step))
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(lines[0] + b'{"step": "odd"}\n' + lines[2] + b'{"torn')
+    said: list[str] = []
+    with MetricsWriter(tmp_path, said.append) as writer:
+        writer.step(replace(STEP, step=2))
+    assert [row.step for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    (aside,) = tmp_path.glob("metrics.jsonl.damaged-*")
+    assert aside.read_bytes() == b'{"step": "odd"}\n' + lines[2] + b'{"torn'
+    assert said == [
+        f"{tmp_path / 'metrics.jsonl'} is damaged from line 2 on: it is cut there, and the rest kept in {aside}"
+    ]
+
+
+def test_lines_wait_for_room_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that takes no more than so many bytes: what is on it is whole lines at every moment."""
+    said: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(tmp_path, said.append) as writer:
+        writer.step(replace(STEP, step=1))
+        size = path.stat().st_size
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + size // 2, before[1]))
+        try:
+            writer.step(replace(STEP, step=2))
+            writer.step(replace(STEP, step=3))
+            assert path.stat().st_size == size
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, ignored)
+        writer.step(replace(STEP, step=4))
+    assert [row.step for row in read_metrics(path)] == [1, 2, 3, 4]
+    assert [text for text in said if "metrics.jsonl" in text] == [
+        f"{path} cannot be written: {os.strerror(errno.ENOSPC)}; training goes on, lines wait in memory",
+        f"{path} is written again",
+    ]

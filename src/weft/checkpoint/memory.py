@@ -21,7 +21,7 @@ from torch import Tensor
 from weft.checkpoint.folders import clean, folder_of, list_checkpoints, step_of
 from weft.checkpoint.manifest import NAME, Manifest, file_name, read_manifest, verify_file
 from weft.checkpoint.snapshot import Target
-from weft.cluster.scratch import PREFIX, SHARED_MEMORY, hold_for_run
+from weft.cluster.scratch import PREFIX, SHARED_MEMORY, belongs_to, hold_for_run
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError
 from weft.lock import Lock
@@ -53,8 +53,7 @@ class HostMemory:
     """
 
     def __init__(self, id_file: Path, run_id: str):
-        name = hashlib.sha256(str(id_file.parent.resolve()).encode()).hexdigest()[:16]
-        self.folder = SHARED_MEMORY / f"{PREFIX}{os.getuid()}-{name}"
+        self.folder = _folder_of_run(id_file)
         self.lock: Lock | None = None
         self.rank = dist.get_rank()
         places = all_gather_json(place_of_host())
@@ -188,6 +187,22 @@ class HostMemory:
         for text in all_gather_json(problem):
             if text:
                 raise CheckpointError(text, where=str(folder), rule="a file arrives as it was sent", fix="try again")
+
+
+def holds_copies(id_file: Path, run_id: str) -> bool:
+    """Whether this host has checkpoints of a run in its memory.
+
+    Args:
+        id_file: of the run folder.
+        run_id: what it says.
+    """
+    folder = _folder_of_run(id_file)
+    return belongs_to(folder, id_file, run_id) and bool(list_checkpoints(folder))
+
+
+def _folder_of_run(id_file: Path) -> Path:
+    name = hashlib.sha256(str(id_file.parent.resolve()).encode()).hexdigest()[:16]
+    return SHARED_MEMORY / f"{PREFIX}{os.getuid()}-{name}"
 
 
 def place_of_host() -> list[str]:

@@ -47,7 +47,6 @@ def train(
     import transformers  # torch and Transformers take seconds: what is refused above is refused without them
 
     from weft.errors import Stopped
-    from weft.observe.report import write_report
     from weft.observe.summary import print_end
     from weft.train.run import train as train_job
 
@@ -65,7 +64,19 @@ def train(
         )
     except Stopped:
         if host == 0:
-            print_end(chosen, write_report(Path(chosen.out)), sys.argv)
+            print_end(chosen, _report(Path(chosen.out)), sys.argv)
         raise
     if host == 0:
-        print_end(chosen, write_report(Path(chosen.out)), sys.argv)
+        print_end(chosen, _report(Path(chosen.out)), sys.argv)
+
+
+def _report(out: Path) -> Path | None:
+    """Write the report; None if that cannot be, which is no reason to call a run a failure."""
+    from weft.errors import WeftError
+    from weft.observe.report import write_report
+
+    try:
+        return write_report(out)
+    except (OSError, WeftError) as error:
+        print(f"the report cannot be written: {error}\n`weft report {out}` writes it later", flush=True)
+        return None

@@ -126,7 +126,9 @@ class Guardian:
         codes = {rank: process.poll() for rank, process in processes.items()}
         for rank, process in processes.items():
             self._follow(rank, process.pid)
-        reports = {rank: report for rank in codes if (report := read_report(self.log_dir, rank))}
+        places = self.log_dir, self.pulses  # the second where the disk is full
+        found = {rank: [read_report(place, rank) for place in places] for rank in codes}
+        reports = {rank: next(filter(None, both)) for rank, both in found.items() if any(both)}
         for rank, code in codes.items():
             if code is not None or rank in reports:
                 self.ended.setdefault(rank, time.time())

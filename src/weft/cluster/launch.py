@@ -14,10 +14,11 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -135,11 +136,10 @@ def launch(
             attempt, ranks = team.begin()
         while True:
             folder = log_dir / f"attempt-{attempt}" if attempt else log_dir
-            folder.mkdir(parents=True, exist_ok=True)
             own = {ATTEMPT_VARIABLE: str(attempt), PATIENCE_VARIABLE: str(limits.patience)}
             command = again if attempt and again else argv
             with scratch_folder() as pulses:
-                guardian = Guardian(folder, pulses, limits, _say, team)
+                guardian = Guardian(_log_folder(folder, pulses), pulses, limits, _say, team)
                 try:
                     return _run(command, ranks, guardian, {**own, **common}, team, nursery)
                 except RankFailure as failure:
@@ -163,6 +163,19 @@ def launch(
                 shares = spread(available, total, team.host_of(cause.rank) if team else None)
                 ranks = team.go_on(attempt, shares, seconds) if team else total
             time.sleep(seconds)
+
+
+def _log_folder(folder: Path, pulses: Path) -> Path:
+    """Where ranks log; beside their pulses where the disk has no room, so that they can start all the same."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"-")
+    except OSError as error:
+        _say(f"{folder} cannot be written: {error.strerror}; the output of ranks other than 0 is not kept")
+        folder = pulses / "logs"
+        folder.mkdir()
+    return folder
 
 
 def _first_line(failure: RankFailure) -> str:
@@ -399,7 +412,7 @@ def _signals_raise() -> Iterator[None]:
 @contextmanager
 def _elastic_log(path: Path) -> Iterator[None]:
     """Send what the elastic agent logs to a file, which exists only if there is something to say."""
-    logger, handler = logging.getLogger("torch.distributed.elastic"), logging.FileHandler(path, "w", delay=True)
+    logger, handler = logging.getLogger("torch.distributed.elastic"), _QuietFileHandler(path, "w", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     propagate = logger.propagate
     logger.addHandler(handler)
@@ -409,7 +422,20 @@ def _elastic_log(path: Path) -> Iterator[None]:
     finally:
         logger.propagate = propagate
         logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # of what is left in its buffer: it would hide why the block ends
+            handler.close()
+
+
+class _QuietFileHandler(logging.FileHandler):
+    """On a full disk it loses its lines, which nobody needs to go on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, if that can be."""
+        with suppress(OSError):  # where the file cannot be made
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Where it cannot be written, say nothing."""
 
 
 def _leave(code: int) -> NoReturn:
@@ -429,9 +455,15 @@ def _write_report(path: Path, error: Exception, exit_code: int, fields: dict[str
     The exit code stands in it because the rank may be ended by SIGTERM before it has left by itself.
     """
     now, stack = time.time(), traceback.format_exc()
-    path.with_suffix(".traceback").write_text(stack, encoding="utf-8")
     message = {"message": str(error), "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}}
     report = {"message": message, "seconds": now, "traceback": stack, "exit_code": exit_code, "fields": fields}
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(report), encoding="utf-8")
-    draft.replace(path)  # the guardian may look at any moment
+    places = [path, *(Path(pulse).with_name(path.name) for pulse in [os.environ.get(PULSE_VARIABLE)] if pulse)]
+    for place in places:  # where the disk is full there is room beside the pulse
+        try:
+            place.with_suffix(".traceback").write_text(stack, encoding="utf-8")
+            place.with_suffix(".draft").write_text(json.dumps(report), encoding="utf-8")
+            place.with_suffix(".draft").replace(place)  # the guardian may look at any moment
+            return
+        except OSError:
+            continue
+    print(stack, file=sys.stderr)

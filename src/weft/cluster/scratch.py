@@ -62,19 +62,29 @@ def hold_for_run(folder: Path, id_file: Path, run_id: str) -> Lock:
         OSError: it cannot be made, belongs to another user, or processes of another run hold it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if not _is_private(folder):
         raise PermissionError(f"{folder} is open to others: what it holds cannot be trusted")
-    owner = {"file": str(id_file.resolve()), "id": run_id}
-    if _read_owner(folder) != owner:
+    if not belongs_to(folder, id_file, run_id):
         lock = _wait_for_lock(folder, shared=False)
         for path in folder.iterdir():
             if path.name != LOCK:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        owner = {"file": str(id_file.resolve()), "id": run_id}
         (folder / f".{RUN}").write_text(json.dumps(owner), encoding="utf-8")
         (folder / f".{RUN}").rename(folder / RUN)
         lock.release()
     return _wait_for_lock(folder, shared=True)
+
+
+def belongs_to(folder: Path, id_file: Path, run_id: str) -> bool:
+    """Whether a folder that only this user can read holds what a run has left there."""
+    owner = {"file": str(id_file.resolve()), "id": run_id}
+    return os.path.lexists(folder) and _is_private(folder) and _read_owner(folder) == owner
+
+
+def _is_private(folder: Path) -> bool:
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _wait_for_lock(folder: Path, *, shared: bool) -> Lock:

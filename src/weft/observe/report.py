@@ -35,6 +35,7 @@ def write_report(run: Path) -> Path:
     Raises:
         DataError: there is no such folder, or a file in it is damaged.
         JobError: `job.toml` is no job of this version.
+        OSError: it cannot be written; an earlier one stays.
     """
     record = read_run(run)
     title = " · ".join([_family(record), *_size(record.facts)])
@@ -64,8 +65,13 @@ def write_report(run: Path) -> Path:
         page.group("columns", _about(facts)),
         f"<footer>Written by Weft on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files in this folder.</footer>",
     ]
-    path = run / "report.html"
-    path.write_text(page.document(f"{title} · Weft", content), encoding="utf-8")
+    path, draft = run / "report.html", run / ".report.html"
+    try:
+        draft.write_text(page.document(f"{title} · Weft", content), encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     return path
 
 

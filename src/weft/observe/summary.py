@@ -15,7 +15,7 @@ from weft.observe.record import read_run
 from weft.train.checkpoints import checkpoint_folder
 
 
-def print_summary(folder: Path, report: Path) -> None:
+def print_summary(folder: Path, report: Path | None) -> None:
     """Print what a run reached, a sample of its text, and where its files are."""
     run = read_run(folder)
     baselines, sample = run.facts.get("baselines") or {}, run.facts.get("sample")
@@ -28,7 +28,8 @@ def print_summary(folder: Path, report: Path) -> None:
         lines[f"{name} baseline"] = f"{loss:.4f}"
     if (folder / "export").is_dir():
         lines["model"] = str(folder / "export")
-    lines["report"] = str(report)
+    if report:
+        lines["report"] = str(report)
     if sample:
         console.rule("a sample of its text")
         console.print(sample, markup=False, highlight=False)
@@ -46,7 +47,7 @@ def print_summary(folder: Path, report: Path) -> None:
         )
 
 
-def print_end(job: Job, report: Path, argv: Sequence[str]) -> None:
+def print_end(job: Job, report: Path | None, argv: Sequence[str]) -> None:
     """Print what a run reached; if a signal ended it, also where it is saved, and the command that resumes it.
 
     Args:

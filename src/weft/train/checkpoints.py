@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from weft.checkpoint.folders import list_checkpoints, step_of
+from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.manifest import Manifest, Position
-from weft.checkpoint.memory import HostMemory
+from weft.checkpoint.memory import HostMemory, holds_copies
 from weft.checkpoint.pieces import set_generators
 from weft.checkpoint.restore import (
     Reader,
@@ -22,6 +22,7 @@ from weft.checkpoint.restore import (
     verify_together,
 )
 from weft.checkpoint.snapshot import Snapshots, Target
+from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import JobError
 from weft.job import Job
 from weft.train.optimizer import learning_rate
@@ -68,7 +69,9 @@ class Checkpoints:
         self.folder = checkpoint_folder(job, run)
         self.leads = dist.get_rank() == 0
         self.disk = Target(self.folder, self.leads, self.settings.keep, self.settings.keep_hours)
-        self.memory = HostMemory(run / RUN_ID, self.run_id) if self.settings.memory_every else None
+        kept = any(all_gather_json(holds_copies(run / RUN_ID, self.run_id)))  # when the disk was full
+        wanted = self.settings.memory_every or kept
+        self.memory = HostMemory(run / RUN_ID, self.run_id) if wanted else None
 
     def attach(self, snapshots: Snapshots, settle: Callable[[nn.Parameter], object]) -> None:
         """Say what takes them, and with that what is in them; and what moves a parameter's states to where they live."""
@@ -127,9 +130,37 @@ class Checkpoints:
         if interrupted or (self.settings.every and (last or step % self.settings.every == 0)):
             check_run_id(self.run, self.run_id)
             return self.disk
-        if self.memory and step % self.settings.memory_every == 0:
+        if self.memory and self.settings.memory_every and step % self.settings.memory_every == 0:
             return self.memory.target()
         return None
+
+    def is_saved(self, step: int, interrupted: bool) -> bool:
+        """Whether the checkpoint of the last step lies on the disk, or none was wanted. The same on all ranks."""
+        wanted = step > 0 and (interrupted or self.settings.every > 0)
+        return not wanted or broadcast_json(folder_of(self.folder, step).exists())
+
+    def keep(self, position: Position, *, try_disk: bool = True) -> str:
+        """Save the last state, on the disk or else in the memory of hosts; on all ranks together.
+
+        Args:
+            try_disk: False where the disk is known to be full.
+
+        Returns:
+            "" if it is on the disk, else what became of it, in words.
+        """
+        self.finish()
+        if try_disk and not self.is_saved(position.step, interrupted=True):
+            self.snapshots.take(position, self.disk)
+            self.finish()
+        if self.is_saved(position.step, interrupted=True):
+            return ""
+        self.memory = self.memory or HostMemory(self.run / RUN_ID, self.run_id)
+        self.snapshots.take(position, self.memory.target())
+        self.finish()
+        copy = self.memory.newest(position.step)
+        if copy is None or copy.step < position.step:
+            return f"the state after step {position.step} could be kept neither on the disk nor in memory"
+        return f"the state after step {position.step} is kept in memory, as long as no host is started anew"
 
     def finish(self) -> None:
         """Wait until everything is written."""

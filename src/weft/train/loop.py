@@ -23,6 +23,7 @@ from weft.comm.collectives import Message, Recorder, all_reduce
 from weft.comm.objects import broadcast_json
 from weft.comm.stopwatch import Stopwatch
 from weft.data import MicroBatch
+from weft.errors import CheckpointError, NumericError
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.pool import pools_of
 from weft.parallel.data import count_split, model_state_bytes
@@ -57,6 +58,7 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
     routers: Any = session.model.router_watch
     recovery = Recovery(job.guard, checkpoints, session.model, session.optimizer, session.mesh, position, say)
     batches, blocked, stop, has_watched = train_batches(session, position), 0.0, 0.0, False
+    skipped, interrupted = 0, False  # steps in a row
     messages: list[list[Message]] = []
     with _observers(session, out, console) as observers:
         if job.train.evaluate_every and position.step == 0:
@@ -91,6 +93,10 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
                 )
             if result.problem:
                 say(f"step {step} skipped, weights untouched: {result.problem}")
+            skipped = skipped + 1 if result.problem else 0
+            if skipped == job.guard.max_skipped:
+                checkpoints.keep(_after(position, result))
+                raise _endless_skipping(skipped, step, result)
             last = step == job.train.steps or stop > 0
             interrupted = stop > 0 and step < job.train.steps
             target = checkpoints.due(step, last, interrupted)
@@ -111,12 +117,32 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
                 say(text)
         pulse.phase("saving", position.step)
         checkpoints.finish()
+        unsaved = "" if checkpoints.is_saved(position.step, interrupted) else checkpoints.keep(position)
         for text in checkpoints.snapshots.take_news():
             say(text)
     pulse.phase("exporting", position.step)
-    save_weights(session, out / "export")
+    if problem := save_weights(session, out / "export"):
+        unsaved = unsaved or checkpoints.keep(position, try_disk=False)
+        unsaved = f"the export cannot be written: {problem}\n{unsaved or 'the last checkpoint is on the disk'}"
+    if unsaved:
+        raise CheckpointError(
+            unsaved,
+            where=str(out),
+            rule="a run ends with its weights and its last checkpoint on the disk",
+            fix="make room there, then run the same command with --resume auto: it goes on from what is kept",
+        )
     _summarize(session, out, position.step, time.perf_counter() - started)
     checkpoints.close()
+
+
+def _endless_skipping(count: int, step: int, result: StepResult) -> NumericError:
+    return NumericError(
+        f"the updates of {count} steps in a row were left out, the last of them step {step}: {result.problem}",
+        where=f"guard.max_skipped = {count}",
+        rule="a step whose loss or gradients are not finite leaves the weights as they were",
+        fix="look at the data and at what is named; a smaller optimizer.lr or precision.forward fp32 may help; "
+        "the state is saved, --resume auto goes on from it",
+    )
 
 
 def _has_ended(session: Session, out: Path) -> bool:
@@ -186,7 +212,8 @@ def _observers(session: Session, out: Path, console: Console) -> Iterator[list[O
     """Who is told of each step: on rank 0 the files and the terminal, elsewhere nobody."""
     with ExitStack() as stack:
         if session.rank == 0:
-            writer, progress = MetricsWriter(out), Progress(session.job.train.steps, console)
+            progress = Progress(session.job.train.steps, console)
+            writer = MetricsWriter(out, progress.message)
             yield [stack.enter_context(writer), stack.enter_context(progress)]
         else:
             yield []
@@ -279,7 +306,18 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
             "steps": steps,
             "seconds": seconds,
         }
-        (out / "run.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        _write_summary(out, summary)
+
+
+def _write_summary(out: Path, summary: dict[str, Any]) -> None:
+    """A report without it is poorer; that is no reason to lose the end of a run."""
+    draft = out / ".run.json"
+    try:
+        draft.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        draft.replace(out / "run.json")
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        print(f"{out / 'run.json'} cannot be written: {error.strerror}; the report lacks what it says", flush=True)
 
 
 @dataclass

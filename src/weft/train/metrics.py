@@ -2,15 +2,23 @@
 
 `metrics.jsonl` holds one `StepMetrics` a line and `evaluations.jsonl` one `Evaluation` a line, floats in full. A line
 counts once its newline is written: what a killed run left behind it is dropped, by the reader and by a writer that
-appends to the file later.
+appends to the file later. So is, with what follows it, a line that is damaged: the writer keeps it in a file beside.
+
+Training does not notice where these files cannot be written, on a full disk say: lines wait in memory until there is room.
 """
 
+import errno
 import json
 import math
+import os
 import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
-from typing import ClassVar, Self, TextIO, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter
 from rich.console import Console
@@ -19,6 +27,7 @@ from rich.progress import Progress as Bar
 
 from weft.errors import DataError
 
+MOST_WAITING = 100_000  # lines that wait for room on the disk, about 100 MiB
 WARM_UP_STEPS = 2  # of a process: the first step prepares what others reuse, the second is watched
 
 Record = TypeVar("Record")
@@ -82,35 +91,29 @@ class Evaluation:
 class MetricsWriter:
     """Appends metrics to `metrics.jsonl`, `evaluations.jsonl` and `tensorboard/` of a run folder. For rank 0 only.
 
-    A context manager; every line is on its way to the disk when its call returns.
+    A context manager; every line is on its way to the disk when its call returns, or waits for room there.
 
     Args:
         out: the run folder; made if it is not there.
+        say: is told, once, that a file cannot be written, and when it is written again.
     """
 
-    def __init__(self, out: Path):
-        from tensorboardX import SummaryWriter  # only the rank that writes should pay for it
-
+    def __init__(self, out: Path, say: Callable[[str], None] = print):
         out.mkdir(parents=True, exist_ok=True)
-        self._steps = _open_lines(out / "metrics.jsonl")
-        self._evaluations = _open_lines(out / "evaluations.jsonl")
-        self._board = SummaryWriter(str(out / "tensorboard"), flush_secs=10)
+        self._steps = _Lines(out / "metrics.jsonl", StepMetrics, say)
+        self._evaluations = _Lines(out / "evaluations.jsonl", Evaluation, say)
+        self._board = _Board(out / "tensorboard", say)
 
     def step(self, metrics: StepMetrics) -> None:
         """Write one optimizer step."""
         self._steps.write(_to_line(metrics))
-        for name, value in asdict(metrics).items():
-            if name != "step" and isinstance(value, int | float):
-                self._scalar(f"train/{name}", value, metrics.step)
+        values = {f"train/{name}": value for name, value in asdict(metrics).items() if name != "step"}
+        self._board.write(values, metrics.step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write one evaluation on held-out text."""
         self._evaluations.write(_to_line(evaluation))
-        self._scalar("evaluation/held_out_loss", evaluation.held_out_loss, evaluation.step)
-
-    def _scalar(self, tag: str, value: float, step: int) -> None:
-        if math.isfinite(value):  # tensorboardX warns on the terminal of every other; the JSON lines keep them
-            self._board.add_scalar(tag, value, step)
+        self._board.write({"evaluation/held_out_loss": evaluation.held_out_loss}, evaluation.step)
 
     def __enter__(self) -> Self:
         return self
@@ -119,6 +122,90 @@ class MetricsWriter:
         self._steps.close()
         self._evaluations.close()
         self._board.close()
+
+
+class _Lines:
+    """A file that grows by whole lines; those that do not fit wait."""
+
+    def __init__(self, path: Path, kind: type, say: Callable[[str], None]):
+        self.path, self.kind, self.say = path, kind, say
+        self.file: FileIO | None = None
+        self.waiting: deque[str] = deque()
+        self.lost = 0
+        self.problem = ""
+
+    def write(self, line: str) -> None:
+        if len(self.waiting) == MOST_WAITING:
+            self.waiting.popleft()
+            self.lost += 1
+        self.waiting.append(line)
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if not self.problem:
+                self.say(f"{self.path} cannot be written: {error.strerror}; training goes on, lines wait in memory")
+            self.problem = str(error.strerror)
+            return
+        if self.problem:
+            lost = f", without {self.lost} lines that were too many to keep" if self.lost else ""
+            self.say(f"{self.path} is written again{lost}")
+            self.problem, self.lost = "", 0
+
+    def _write_waiting(self) -> None:
+        if self.file is None:
+            self.file = _open_lines(self.path, self.kind, self.say)
+        while self.waiting:
+            data, size = self.waiting[0].encode(), os.fstat(self.file.fileno()).st_size
+            if self.file.write(data) != len(data):  # a part of it fitted
+                os.ftruncate(self.file.fileno(), size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.waiting.popleft()
+
+    def close(self) -> None:
+        if self.waiting:
+            self.say(f"{self.path} lacks its last {len(self.waiting)} lines: {self.problem}")
+        if self.file is not None:
+            self.file.close()
+
+
+class _Board:
+    """Event files of TensorBoard, by tensorboardX's own writer without its thread: that dies on a full disk, unheard."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]):
+        self.folder, self.say, self.said = folder, say, False
+        self.writer: Any = None
+
+    def write(self, values: Mapping[str, object], step: int) -> None:
+        from tensorboardX.proto.event_pb2 import Event  # only the rank that writes should pay for it
+        from tensorboardX.summary import scalar
+
+        try:
+            if self.writer is None:
+                self._open()
+            for name, value in values.items():
+                if isinstance(value, int | float) and math.isfinite(
+                    value
+                ):  # others make it warn; the JSON lines keep them
+                    self.writer.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            self.writer.flush()
+        except OSError as error:
+            if not self.said:
+                self.say(f"{self.folder} cannot be written: {error.strerror}; training goes on, its curves have a gap")
+            self.said = True
+            self.close()
+
+    def _open(self) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self.folder.mkdir(exist_ok=True)
+        suffix = f".{sum(1 for _ in self.folder.iterdir())}"  # names end with the second: two may fall into one
+        self.writer = EventsWriter(str(self.folder / "events"), suffix)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            with suppress(OSError):  # of what is left in its buffer
+                self.writer.close()
+            self.writer = None
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
@@ -137,13 +224,25 @@ def read_evaluations(path: Path) -> list[Evaluation]:
     return [rows[step] for step in sorted(rows)]
 
 
-def _open_lines(path: Path) -> TextIO:
-    """Open for appending whole lines, without the torn line that a killed run may have left at the end."""
-    if path.exists():
-        content = path.read_bytes()
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8", buffering=1)
+def _open_lines(path: Path, kind: type, say: Callable[[str], None]) -> FileIO:
+    """Open for appending whole lines, without what a reader would refuse at the end; that is kept in a file beside."""
+    file = FileIO(path, "a+")
+    content = path.read_bytes()
+    good = content.rfind(b"\n") + 1  # a killed run may have left a torn line
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    place = 0
+    for number, line in enumerate(content[:good].splitlines(keepends=True), start=1):
+        try:
+            _parse(adapter, line)
+        except (ValueError, TypeError, AttributeError):
+            aside = path.with_name(f"{path.name}.damaged-{int(time.time())}")
+            aside.write_bytes(content[place:])
+            say(f"{path} is damaged from line {number} on: it is cut there, and the rest kept in {aside}")
+            good = place
+            break
+        place += len(line)
+    os.ftruncate(file.fileno(), good)
+    return file
 
 
 def _to_line(record: StepMetrics | Evaluation) -> str:
@@ -165,9 +264,7 @@ def _read_lines(path: Path, kind: type[Record]) -> list[Record]:
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            fields = json.loads(line)
-            fields |= dict(entry.split("=") for entry in fields.pop("non_finite", "").split())
-            records.append(adapter.validate_python(fields))
+            records.append(_parse(adapter, line))
         except (ValueError, TypeError, AttributeError) as error:
             raise DataError(
                 f"a damaged line: {line[:80].decode(errors='replace')!r}",
@@ -176,6 +273,12 @@ def _read_lines(path: Path, kind: type[Record]) -> list[Record]:
                 fix="remove the line; only a torn last one, without its newline, is left out by itself",
             ) from None
     return records
+
+
+def _parse(adapter: TypeAdapter[Record], line: bytes) -> Record:
+    fields = json.loads(line)
+    fields |= dict(entry.split("=") for entry in fields.pop("non_finite", "").split())
+    return adapter.validate_python(fields)
 
 
 class Progress:

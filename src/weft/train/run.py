@@ -179,7 +179,7 @@ def _train_here(
         if summary.exists() and summary.stat().st_mtime_ns != before:  # the ranks came to their end, or to a signal
             say("counting baselines on the same tokens, and writing a sample")
             try:
-                _complete_summary(resolved, prepared, out)
+                _complete_summary(resolved, prepared, out, say)
             except KeyboardInterrupt:
                 raise Stopped(signal.SIGINT) from None
     return out
@@ -380,7 +380,7 @@ def check_tokens(job: Job, prepared: Prepared, config: PretrainedConfig) -> None
         )
 
 
-def _complete_summary(job: Job, prepared: Prepared, out: Path) -> None:
+def _complete_summary(job: Job, prepared: Prepared, out: Path, say: Callable[[str], None]) -> None:
     """Add to run.json what needs no ranks: baselines, a sample of text, the environment."""
     summary = json.loads((out / "run.json").read_text(encoding="utf-8"))
     summary["baselines"] = _baselines(job, prepared)
@@ -393,7 +393,13 @@ def _complete_summary(job: Job, prepared: Prepared, out: Path) -> None:
         "system": platform.platform(),
         "cores": str(os.cpu_count()),
     }
-    (out / "run.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    draft = out / ".run.json"
+    try:
+        draft.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        draft.replace(out / "run.json")
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        say(f"{out / 'run.json'} cannot be written: {error.strerror}; the report lacks baselines and sample")
 
 
 def _baselines(job: Job, prepared: Prepared) -> dict[str, float] | None:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
@@ -25,7 +27,9 @@ from weft.checkpoint.snapshot import Snapshots
 from weft.cluster.device import Device, detect
 from weft.cluster.launch import connect
 from weft.cluster.mesh import build_mesh, data_rank
+from weft.comm.objects import all_gather_json, broadcast_json
 from weft.data import MicroBatch, Prepared, Rows, batches, evaluation_batches
+from weft.errors import CheckpointError
 from weft.job import Job
 from weft.memory.optimizer_state import place_states
 from weft.parallel.parallelize import parallelize
@@ -86,6 +90,7 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
         allocate(model, place)
     else:
         materialize(model, job.model, place)
+        check_weights(model, str(job.model.path or "model.config"))
     model.train()
     torch.manual_seed(job.train.seed + data_rank(mesh))  # dropout
     random.seed(job.train.seed + data_rank(mesh))  # what a model's own code may draw; it stands in every checkpoint
@@ -97,7 +102,9 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
             job, model, anatomy, optimizer, device, place, mesh, prepared.identity, checkpoints.run_id
         )
         checkpoints.attach(snapshots, settle)
-        position = checkpoints.load(found) if found else position
+        if found:
+            position = checkpoints.load(found)
+            check_weights(model, str(found.folder))
     data, seed = job.data, job.train.seed
     return Session(
         job=job,
@@ -149,13 +156,46 @@ def _to_device(batch: MicroBatch, place: torch.device) -> MicroBatch:
     return MicroBatch(*tensors)
 
 
-def save_weights(session: Session, folder: Path) -> None:
-    """Write the weights as a Hugging Face folder with tokenizer. Every rank must call it; rank 0 writes."""
-    weights = gather_weights(session.model)
+def save_weights(session: Session, folder: Path) -> str:
+    """Write the weights as a Hugging Face folder with tokenizer. Every rank must call it; rank 0 writes.
+
+    Returns:
+        Why that could not be done, as on a full disk, the same on all ranks; "" if it was.
+    """
+    weights, problem = gather_weights(session.model), ""
     if session.rank == 0:
         config = session.model.config
         if session.job.model.path is None:  # a fresh model learns where texts end from its tokenizer
             config.bos_token_id = config.eos_token_id = session.prepared.end_of_text
         tokenizer = Path(session.prepared.tokenizer) if session.prepared.tokenizer else None
-        save_folder(config, weights, tokenizer, folder, DTYPES[session.job.plan.precision.update])
-    dist.barrier()
+        try:
+            save_folder(config, weights, tokenizer, folder, DTYPES[session.job.plan.precision.update])
+        except (OSError, SafetensorError) as error:
+            problem = str(error)
+    return broadcast_json(problem)
+
+
+def check_weights(model: nn.Module, source: str) -> None:
+    """Refuse weights that are not finite. Every rank must call it; all raise the same.
+
+    Args:
+        model: parallelized, with its weights.
+        source: where they come from.
+
+    Raises:
+        CheckpointError: a weight has a NaN or an infinite number; the first by name.
+    """
+    own = []
+    for name, parameter in model.named_parameters():
+        values = parameter.detach()
+        values = values.to_local() if isinstance(values, DTensor) else values
+        if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+            own.append(name)
+    bad = sorted({name for names in all_gather_json(own) for name in names})
+    if bad:
+        raise CheckpointError(
+            f"{bad[0]} is not finite" + (f", nor are {len(bad) - 1} other weights" if bad[1:] else ""),
+            where=source,
+            rule="training begins with finite numbers: each step of others would be skipped",
+            fix="take the weights from another place, or from an earlier step",
+        )

@@ -1,0 +1,120 @@
+"""A real disk that gets full while `weft train` runs: training does not notice, or its state is kept until there is room."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.kill import differences, job_file, leftovers_of, run_alone, weft_train
+from weft.checkpoint.folders import list_checkpoints
+
+LAYOUT = "zero3 on 2"
+STEPS = {"steps": 30}
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with room."""
+    return run_alone(tmp_path_factory.mktemp("room"), LAYOUT, train=STEPS)
+
+
+@pytest.fixture
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator["Disk"]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=2000", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted: {mounted.stderr.decode().strip()}")
+    yield Disk(folder, request.param)
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+class Disk:
+    """A small disk that can be filled, by bytes or by files."""
+
+    def __init__(self, folder: Path, kind: str):
+        self.folder, self.kind = folder, kind
+
+    def fill(self) -> None:
+        (self.folder / "filler").mkdir(exist_ok=True)
+        number = len(list((self.folder / "filler").iterdir()))
+        try:
+            while self.kind == "files":
+                (self.folder / "filler" / str(number)).touch()
+                number += 1
+            with (self.folder / "filler" / str(number)).open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+        except OSError:
+            pass
+
+    def free(self) -> None:
+        for path in (self.folder / "filler").iterdir():
+            path.unlink()
+
+
+def filled_by(quick: str) -> pytest.MarkDecorator:
+    """How the disk is filled: in one way here, in the other in the sweep."""
+    kinds = [pytest.param(kind, marks=[] if kind == quick else pytest.mark.sweep) for kind in ("bytes", "files")]
+    return pytest.mark.parametrize("disk", kinds, indirect=True)
+
+
+@filled_by("bytes")
+@pytest.mark.slow("whole commands, one of them alone with the disk")
+def test_a_disk_that_is_full_for_a_while(disk: Disk, whole: Path, tmp_path: Path) -> None:
+    job, out = job_file(tmp_path, LAYOUT, train=STEPS), disk.folder / "run"
+    with weft_train(job, LAYOUT, out) as command:
+        rank = command.rank_at(0, 4)
+        disk.fill()
+        command.until(lambda: (rank.record().step or 0) >= 12, "steps on a full disk")
+        disk.free()
+        assert command.wait() == 0, command.printed()
+    printed = command.printed()
+    assert "no checkpoint of step " in printed or "no checkpoint: " in printed
+    assert differences(whole, out) == []
+    assert (out / "report.html").exists()
+
+
+@filled_by("files")
+@pytest.mark.slow("whole commands, one of them resumed")
+def test_a_disk_that_stays_full(disk: Disk, whole: Path, tmp_path: Path) -> None:
+    job, out = job_file(tmp_path, LAYOUT, train=STEPS), disk.folder / "run"
+    with weft_train(job, LAYOUT, out, "--max-restarts", "2") as command:
+        rank = command.rank_at(0, 4)
+        while command.process.poll() is None and rank.record().phase != "exporting":
+            disk.fill()  # again and again: older checkpoints go
+            time.sleep(0.01)
+        assert command.wait() == 2, command.printed()
+    printed = command.printed()
+    assert "the state after step 30 is kept in memory" in printed
+    assert "run the same command with --resume auto" in printed
+    assert "Traceback" not in printed
+    disk.free()
+    with weft_train(job, LAYOUT, out, "--resume", "auto") as command:
+        assert command.wait() == 0, command.printed()
+    assert "going on after step 30, from the memory of 1 hosts" in command.printed()
+    last = [path.name for path in list_checkpoints(out)[:1]]
+    assert last == ["step-00000030"]
+    found = [text for text in differences(whole, out) if "metrics" not in text]  # lines that found no room are lost
+    assert found == []
+    assert leftovers_of(out) == []
+
+
+@filled_by("files")
+@pytest.mark.slow("a whole command with a restart")
+def test_a_rank_that_is_killed_on_a_full_disk_starts_again(disk: Disk, tmp_path: Path) -> None:
+    job, out = job_file(tmp_path, LAYOUT, train=STEPS), disk.folder / "run"
+    with weft_train(job, LAYOUT, out, "--max-restarts", "2") as command:
+        victim = command.rank_at(1, 6)
+        disk.fill()
+        os.kill(victim.pid, signal.SIGKILL)
+        command.until(lambda: any("restart 1 of 2" in line.text for line in command.lines), "a restart")
+        command.rank_at(1, 5)
+        disk.free()
+        assert command.wait() == 0, command.printed()
