@@ -86,15 +86,15 @@ def test_ls_shows_every_folder_and_its_state(runs: Path, weft: Weft) -> None:
     shutil.copytree(folder_of(run, 2), run / "best")
     shutil.copytree(folder_of(run, 2), folder_of(run, 4))
     (folder_of(run, 4) / "manifest.json").unlink()
-    shutil.copytree(folder_of(run, 2), folder_of(run, 5))
-    flip(folder_of(run, 5) / "shard-00001.safetensors")
+    shutil.copytree(folder_of(run, 2), run / "worst")
+    flip(run / "worst" / "shard-00001.safetensors")
     text = weft("checkpoint", "ls", run, "--verify")
     states = [
         "set aside, good",
         "good",
+        "damaged: shard-00001.safetensors",
         "unfinished",
         "damaged: there is no checkpoint",
-        "damaged: shard-00001.safetensors",
     ]
     assert text.index("best 2 ") < text.index("step-00000002 2 ")
     places = [text.index(state) for state in states]

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ from weft.precision.scaling import LossScale
 NAME = "manifest.json"
 SHARD_NAME = re.compile(r"shard-\d{5,}\.safetensors")
 FOLDER_NAME = re.compile(r"step-(\d{8,})")
-LARGEST_MANIFEST = 2**32  # bytes; a rank has some hundred bytes a tensor
+LARGEST_MANIFEST = 2**30  # bytes; a rank has some hundred bytes a tensor
 CHUNK = 2**23
 THREADS = min(8, os.cpu_count() or 1)  # reading and hashing free Python's lock
 FORMAT_BYTES = {
@@ -158,16 +159,18 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: the folder has none, or it is damaged or refused.
     """
     path = folder / NAME
+    if folder.is_symlink():
+        raise _damaged(path, "its folder is a link")
     try:
-        if path.stat().st_size > LARGEST_MANIFEST:
-            raise _damaged(path, f"{path.stat().st_size} bytes are more than any manifest has")
-        raw = path.read_bytes()
+        raw = _read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"there is no checkpoint in {folder}",
             rule=f"a checkpoint is a folder with a {NAME}, which is written last",
             fix="`weft checkpoint ls` lists the checkpoints of a run",
         ) from None
+    except OSError as error:
+        raise _damaged(path, f"it cannot be read: {error.strerror}") from None
     end = raw.rfind(b'"blake3"')
     if end < 0 or raw[end:] != _last_line(blake3(raw[:end]).hexdigest()):
         raise _damaged(path, "its bytes do not match the digest in its last line")
@@ -177,6 +180,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate(fields)
     except (ValueError, TypeError, RecursionError, ValidationError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from None
+    _check_position(path, manifest.position)
     for name in manifest.files:
         if not SHARD_NAME.fullmatch(name):
             raise _damaged(path, f"a file named {name!r}; files are named shard-NNNNN.safetensors")
@@ -191,6 +195,26 @@ def read_manifest(folder: Path) -> Manifest:
                 path, f"{size} bytes of tensors cannot lie in {name}, which has {manifest.files[name].bytes}"
             )
     return manifest
+
+
+def _read_regular(path: Path) -> bytes:
+    """A file as it is, but no link, and nothing that could keep a reader waiting or that does not fit."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _damaged(path, "it is not a regular file")
+        if status.st_size > LARGEST_MANIFEST:
+            raise _damaged(path, f"{status.st_size} bytes are more than any manifest has")
+        return file.read(LARGEST_MANIFEST)
+
+
+def _check_position(path: Path, position: Position) -> None:
+    named, scale = FOLDER_NAME.fullmatch(path.parent.name), position.loss_scale.value
+    if named and int(named[1]) != position.step:
+        raise _damaged(path, f"it is of step {position.step}, its folder is named after step {int(named[1])}")
+    if not 0 < scale < math.inf:
+        raise _damaged(path, f"its loss scale is {scale}")
 
 
 def _check_entry(path: Path, name: str, entry: Entry, files: dict[str, File]) -> None:
