@@ -109,7 +109,7 @@ def test_a_disk_that_stays_full(disk: Disk, whole: Path, tmp_path: Path) -> None
 @filled_by("files")
 @pytest.mark.slow("a whole command with a restart")
 def test_a_rank_that_is_killed_on_a_full_disk_starts_again(disk: Disk, tmp_path: Path) -> None:
-    job, out = job_file(tmp_path, LAYOUT, train=STEPS), disk.folder / "run"
+    job, out = job_file(tmp_path, LAYOUT, train={"steps": 200}), disk.folder / "run"
     with weft_train(job, LAYOUT, out, "--max-restarts", "2") as command:
         victim = command.rank_at(1, 6)
         disk.fill()
