@@ -1,5 +1,6 @@
 """Advisory locks on files (flock): the system releases them when their last holder is gone. Imports no torch."""
 
+import errno
 import fcntl
 import json
 import os
@@ -8,6 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of some network file systems
 MOST_BYTES = 4096  # read of what a holder wrote
 
 

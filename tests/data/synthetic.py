@@ -29,7 +29,7 @@ def stored(
     """Write documents as a store and cut it; ordered by digest where digests are given."""
     folder.mkdir(parents=True)
     parts = zip(documents, digests or range(len(documents)), strict=True)
-    write_store(folder, parts, shuffle=digests is not None, facts={}, shard_tokens=shard_tokens)
+    write_store(folder, parts, shuffle=digests is not None, vocab_size=2**31, end_of_text=0, shard_tokens=shard_tokens)
     return split_store(folder, read_store(folder), held_out)
 
 

@@ -1,6 +1,8 @@
 """Every way in which data can be wrong, and what the error says."""
 
 import gc
+import json
+import os
 import random
 import string
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 from tests.data.synthetic import rows_of, saved_rows
 from weft.data import Span, prepare
 from weft.data import tokenizer as tok
+from weft.data.sealed import write_sealed
 from weft.errors import DataError
 from weft.job import Data
 
@@ -252,3 +255,27 @@ def test_a_cache_that_cannot_be_written(tmp_path, refused):
     (tmp_path / "file").touch()
     message = refused(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "file" / "cache"))
     assert "cannot make the token cache" in message
+
+
+@pytest.mark.parametrize("edit", ['"vocab_size": 257', '"documents": 1', '"format": 2'])
+def test_an_edited_manifest_of_the_cache_is_noticed(tmp_path, refused, tokenizer_folder, edit):
+    (tmp_path / "a.txt").write_text(TEXT)
+    text = {"path": str(tmp_path / "a.txt")}
+    settings = {"source": "text", "cache": str(tmp_path / "cache"), "tokenizer": str(tokenizer_folder), "seq_len": 16}
+    prepared = prepare(Data(**settings, **text), model_folder=None, say=lambda line: None)
+    manifest = Path(prepared.train[0].tokens).parent / "manifest.json"
+    whole = manifest.read_text()
+    assert edit in whole
+    manifest.write_text(whole.replace(edit, edit + "7"))
+    assert "its contents do not match its digest" in refused(**text)
+    table = {**table_of(whole), "files": {"../tokens-00000.npy": {"bytes": 1, "digest": ""}}}
+    write_sealed(manifest, table)  # a name that leads out of the folder
+    assert "1 of its fields are wrong or missing" in refused(**text)
+    manifest.unlink()
+    os.mkfifo(manifest)
+    assert "not a regular file" in refused(**text)
+
+
+def table_of(text: str) -> dict:
+    """What a sealed file holds, without its digest."""
+    return {name: value for name, value in json.loads(text).items() if name != "blake3"}

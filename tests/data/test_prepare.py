@@ -1,6 +1,8 @@
 import itertools
 import json
+import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,9 +15,9 @@ import pyarrow.parquet as parquet
 import pytest
 
 from tests.data.synthetic import documents_of, rows_of, saved_rows, stored
-from weft.data import Prepared, corpus, prepare
+from weft.data import Prepared, corpus, digests, prepare
 from weft.data import tokenizer as tok
-from weft.data.store import building
+from weft.data.store import building, remove_leftovers
 from weft.job import Data
 
 TEXTS = [f"Text {i}: " + " ".join(f"wörd{i * j % 17}" for j in range(30)) + "\n" for i in range(40)]
@@ -155,7 +157,7 @@ def test_ready_rows_are_used_where_they_lie(tmp_path, job):
     )
     assert (prepared.tokenizer, prepared.end_of_text, prepared.vocab_size) == (None, None, 50 * 17)
     assert Prepared.from_json(prepared.to_json()) == prepared
-    assert not (tmp_path / "cache").exists()
+    assert not list((tmp_path / "cache").glob("tokens-*"))
 
 
 def test_the_same_content_is_tokenised_once(tmp_path, job, monkeypatch):
@@ -235,6 +237,101 @@ def test_two_launchers_build_the_same_folder_at_once(tmp_path):
             launched.result()  # neither fails
     assert [p.name for p in folder.parent.iterdir()] == ["store"]
     assert (folder / "file").read_text() == "content"
+
+
+def test_replaced_rows_are_other_tokens_wherever_they_lie(tmp_path, job):
+    (span,) = saved_rows(tmp_path / "rows.npy", 50, 16)
+
+    def identity(path: Path) -> str:
+        return prepare(job(source="tokens", path=str(path)), model_folder=None, say=quiet).identity
+
+    first = identity(tmp_path / "rows.npy")
+    shutil.copy(span.tokens, tmp_path / "copy.npy")
+    assert identity(tmp_path / "copy.npy") == first
+    status, array = os.stat(span.tokens), np.load(span.tokens)
+    array[0, :2] = array[0, 1::-1]  # the same ids, the same size, and the same time
+    np.save(span.tokens, array)
+    os.utime(span.tokens, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert identity(tmp_path / "rows.npy") != first
+
+
+def test_a_source_that_has_not_changed_is_read_once(tmp_path, job, monkeypatch):
+    monkeypatch.setattr(digests, "SETTLED_NS", 0)
+    (span,) = saved_rows(tmp_path / "rows.npy", 50, 16)
+    settings = job(source="tokens", path=span.tokens)
+    first = prepare(settings, model_folder=None, say=quiet)
+    read = []
+    digest = digests._digest
+    monkeypatch.setattr(digests, "_digest", lambda path: read.append(path) or digest(path))
+    assert prepare(settings, model_folder=None, say=quiet) == first
+    assert read == []
+    (record,) = (tmp_path / "cache" / "sources").iterdir()
+    record.write_text(record.read_text().replace(first.digest, "0" * 64))  # damaged: it is made anew
+    assert prepare(settings, model_folder=None, say=quiet) == first
+    assert len(read) == 1
+    status = os.stat(span.tokens)
+    Path(span.tokens).write_bytes(Path(span.tokens).read_bytes())
+    os.utime(span.tokens, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert prepare(settings, model_folder=None, say=quiet) == first
+    assert len(read) == 2
+
+
+def test_a_file_that_changed_just_now_is_not_remembered(tmp_path):
+    """Another change within the same tick of the file system's clock would go unnoticed."""
+    (tmp_path / "a.txt").write_text("text")
+    digests.digest_files([tmp_path / "a.txt"], tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+TOKENISE = """
+import sys, time
+from pathlib import Path
+from weft.data.store import building
+with building(Path(sys.argv[1]) / ("tokens-" + "0" * 24), estimate=0) as scratch:
+    (scratch / "staged").write_bytes(b"tokens")
+    print("tokenising", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_launcher_left_goes_with_the_next_one_and_that_of_a_living_one_stays(tmp_path, job):
+    cache = tmp_path / "cache"
+    launchers = [
+        subprocess.Popen([sys.executable, "-c", TOKENISE, str(cache)], stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    try:
+        for launcher in launchers:
+            assert launcher.stdout.readline() == b"tokenising\n"
+        assert len(list(cache.glob(".tokens-*"))) == 4  # a folder and a lock each
+        assert remove_leftovers(cache) == []
+        launchers[0].kill()
+        launchers[0].wait()
+        said = []
+        prepare(job(path=write_source("text", tmp_path / "corpus")), model_folder=None, say=said.append)
+        assert [line.startswith("removed what a run that was killed has left") for line in said].count(True) == 1
+        assert len(list(cache.glob(".tokens-*"))) == 2
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+            launcher.stdout.close()
+    remove_leftovers(cache)
+    assert list(cache.glob(".tokens-*")) == []
+
+
+def test_only_scratch_folders_are_removed(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    name = f".tokens-{'0' * 24}-{'1' * 16}"
+    (cache / name).symlink_to(outside)
+    (cache / f"{name}.lock").touch()
+    for other in (".git", ".tokens-mine"):
+        (cache / other).mkdir()
+        (cache / f"{other}.lock").touch()
+    assert remove_leftovers(cache) == []
+    assert all(folder.is_dir() for folder in (outside, cache / ".git", cache / ".tokens-mine"))
 
 
 def test_ranks_load_no_tokenizer_and_no_arrow():

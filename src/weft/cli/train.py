@@ -17,7 +17,8 @@ def train(
         str | None, typer.Option(help="auto: go on from the newest good checkpoint; or its folder.")
     ] = None,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on with another optimizer, schedule or configuration.")
+        bool,
+        typer.Option("--accept-changes", help="Go on with another optimizer, schedule, configuration or other tokens."),
     ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of a failed job that get it no further.")] = 0,
     out: Annotated[Optional[Path], typer.Option(help="Output folder, instead of the job's.")] = None,  # noqa: UP045

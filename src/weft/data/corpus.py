@@ -2,7 +2,6 @@
 
 import codecs
 import glob
-import hashlib
 import json
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -90,22 +89,6 @@ def check_not_empty(data: Data, files: Sequence[Path]) -> None:
         )
 
 
-def digest_files(files: Sequence[Path], *, ordered: bool) -> str:
-    """One digest of the contents of all files, whatever their names; `ordered` says whether their order counts.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
-    digests = []
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                digests.append(hashlib.file_digest(file, "blake2b").digest())
-        except OSError as error:
-            raise _unreadable(path, error) from None
-    return hashlib.blake2b(b"".join(digests if ordered else sorted(digests))).hexdigest()
-
-
 def documents(source: str, files: Sequence[Path]) -> Iterator[str]:
     """Every document of the files in order, without empty ones.
 
@@ -122,10 +105,10 @@ def documents(source: str, files: Sequence[Path]) -> Iterator[str]:
                 if text:
                     yield text
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise unreadable(path, error) from None
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
         f"cannot read {path}: {error.strerror}",
         where=str(path),

@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 
 from weft.data import corpus, store
 from weft.data import tokenizer as tok
+from weft.data.digests import digest_files
 from weft.data.rows import Rows
 from weft.data.shards import ROW_TYPES, Span, open_array
 from weft.errors import DataError
@@ -33,6 +35,10 @@ class Prepared:
     """Entries that a model's embedding must have: the largest id and one."""
     end_of_text: int | None
     """Id that ends each document; None for source "tokens"."""
+    digest: str = ""
+    """Of what the splits are cut from: the file of rows, or the source, the tokenizer and their settings."""
+    accepted: tuple[str, ...] = ()
+    """`identity` of other tokens, of checkpoints that this run may go on from all the same."""
 
     @property
     def train_tokens(self) -> int:
@@ -46,9 +52,9 @@ class Prepared:
 
     @property
     def identity(self) -> str:
-        """A digest of which tokens there are. Folders of the cache are named by their content, wherever the cache lies."""
-        places = [(*Path(span.tokens).parts[-2:], span.first, span.last) for span in (*self.train, *self.held_out)]
-        return hashlib.sha256(json.dumps(places).encode()).hexdigest()
+        """A digest of which tokens there are and how they are split, wherever they lie."""
+        splits = [[(span.first, span.last) for span in spans] for spans in (self.train, self.held_out)]
+        return blake3(json.dumps([self.digest, splits]).encode()).hexdigest()
 
     def to_json(self) -> str:
         """Everything as JSON that `from_json` reads back to an equal object."""
@@ -59,7 +65,7 @@ class Prepared:
         """Read what `to_json` wrote."""
         fields = json.loads(text)
         splits = {name: tuple(Span(**span) for span in fields[name]) for name in ("train", "held_out")}
-        return cls(**{**fields, **splits})
+        return cls(**{**fields, **splits, "accepted": tuple(fields.get("accepted", ()))})
 
 
 def prepare(data: Data, *, model_folder: Path | None, say: Callable[[str], None]) -> Prepared:
@@ -75,6 +81,8 @@ def prepare(data: Data, *, model_folder: Path | None, say: Callable[[str], None]
     Raises:
         DataError: data is missing, empty, damaged, too small for one row of each split, or too large for the disk.
     """
+    for folder in store.remove_leftovers(Path(data.cache).expanduser()):
+        say(f"removed what a run that was killed has left: {folder}")
     prepared = _prepare_rows(data) if data.source == "tokens" else _prepare_text(data, model_folder, say)
     for name, spans, num_tokens in (
         ("train", prepared.train, prepared.train_tokens),
@@ -105,22 +113,30 @@ def _prepare_rows(data: Data) -> Prepared:
     if not num_rows:
         rule = "a corpus has at least one row"
         raise DataError(f"{path} has no rows", where=str(path), rule=rule, fix="write at least one row")
+    (contents,) = digest_files([path], Path(data.cache).expanduser(), _vocab_size)
     num_held_out = max(1, round(num_rows * data.held_out)) if data.held_out else 0
     cut = (num_rows - num_held_out) * width
     return Prepared(
         train=(Span(str(path), None, 0, cut),) if cut else (),
         held_out=(Span(str(path), None, cut, num_rows * width),) if num_held_out else (),
         tokenizer=None,
-        vocab_size=int(np.max(array)) + 1,
+        vocab_size=contents.measure or 0,
         end_of_text=None,
+        digest=contents.digest,
     )
+
+
+def _vocab_size(path: Path) -> int:
+    """Entries that the ids in a file of rows need."""
+    return int(np.max(open_array(path, ndim=2, dtypes=ROW_TYPES))) + 1
 
 
 def _prepare_text(data: Data, model_folder: Path | None, say: Callable[[str], None]) -> Prepared:
     files = corpus.find_files(data)
     corpus.check_not_empty(data, files)
-    content = corpus.digest_files(files, ordered=not data.shuffle)
     cache = Path(data.cache).expanduser().resolve()
+    digests = [contents.digest for contents in digest_files(files, cache)]
+    content = "".join(sorted(digests) if data.shuffle else digests)
     tokenizer_folder = _find_tokenizer(data, model_folder, files, content, cache, say)
     key = _key("tokens", data.source, content, tok.digest_tokenizer(tokenizer_folder), data.shuffle, store.SHARD_TOKENS)
     folder = cache / key
@@ -131,15 +147,17 @@ def _prepare_text(data: Data, model_folder: Path | None, say: Callable[[str], No
         say(f"tokenising {len(files)} files, {source_bytes / 1e6:.1f} MB")
         began = time.monotonic()
         tokenizer = tok.load_tokenizer(tokenizer_folder)
-        facts = {"vocab_size": max(tokenizer.get_vocab().values()) + 1, "end_of_text": tokenizer.eos_token_id}
         # Tokens lie on disk twice while they are put in order.
         with store.building(folder, estimate=2 * 4 * source_bytes // BYTES_PER_TOKEN) as scratch:
             parts = tok.encode(tokenizer, corpus.documents(data.source, files))
-            store.write_store(scratch, parts, shuffle=data.shuffle, facts=facts)
+            vocab_size = max(tokenizer.get_vocab().values()) + 1
+            store.write_store(
+                scratch, parts, shuffle=data.shuffle, vocab_size=vocab_size, end_of_text=tokenizer.eos_token_id
+            )
         say(f"tokenised in {time.monotonic() - began:.1f} s: {folder}")
     manifest = store.read_store(folder)
     train, held_out = store.split_store(folder, manifest, data.held_out)
-    return Prepared(train, held_out, str(tokenizer_folder), manifest["vocab_size"], manifest["end_of_text"])
+    return Prepared(train, held_out, str(tokenizer_folder), manifest.vocab_size, manifest.end_of_text, digest=key)
 
 
 def _find_tokenizer(
@@ -161,4 +179,4 @@ def _find_tokenizer(
 
 def _key(kind: str, *settings: object) -> str:
     """Name of a cache folder: the kind, and a digest of all that decides its contents."""
-    return f"{kind}-{hashlib.blake2b(json.dumps([1, *settings]).encode(), digest_size=12).hexdigest()}"
+    return f"{kind}-{hashlib.blake2b(json.dumps([2, *settings]).encode(), digest_size=12).hexdigest()}"

@@ -1,6 +1,6 @@
 """The checkpoints of a run as training sees them: on the disk and in the memory of hosts, taken, found again, gone back to."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,11 @@ class Checkpoints:
         job: with its plan resolved.
         run: the run folder.
         data: `identity` of the prepared tokens.
+        accepted: of other tokens, that checkpoints may have been made with.
     """
 
-    def __init__(self, job: Job, run: Path, data: str):
-        self.job, self.settings, self.data = job, job.checkpoint, data
+    def __init__(self, job: Job, run: Path, data: str, accepted: Sequence[str] = ()):
+        self.job, self.settings, self.data = job, job.checkpoint, {data, *accepted}
         self.run, self.run_id = run, read_run_id(run)
         self.folder = checkpoint_folder(job, run)
         self.leads = dist.get_rank() == 0
@@ -280,12 +281,12 @@ def check_run_id(run: Path, run_id: str) -> None:
         )
 
 
-def check_same_batches(job: Job, data: str, manifest: Manifest, folder: Path) -> None:
+def check_same_batches(job: Job, data: Collection[str], manifest: Manifest, folder: Path) -> None:
     """Refuse to go on with other batches than those that a checkpoint was made with, if it has seen any.
 
     Args:
         job: the one that is to go on.
-        data: `identity` of its prepared tokens.
+        data: `identity` of its prepared tokens, and of others that are accepted.
         manifest: of the checkpoint.
         folder: of the checkpoint.
 
@@ -300,8 +301,13 @@ def check_same_batches(job: Job, data: str, manifest: Manifest, folder: Path) ->
         before = manifest.job.get(table, {}).get(name)
         if before != now[table][name]:
             other = other or f"{key} = {now[table][name]!r}; the checkpoint was made with {before!r}"
-    if not other and data != manifest.data:
-        other = "the tokens of data.path, under this tokenizer, are others than those the checkpoint was made with"
+    if not other and manifest.data not in data:
+        raise JobError(
+            f"the tokens of {_name_source(job)} are others than those that the checkpoint was made with",
+            where=str(folder),
+            rule="a resumed run takes the same global batches in the same order, unless told otherwise",
+            fix="restore the contents of the source and its tokenizer, or add --accept-changes",
+        )
     if other:
         raise JobError(
             other,
@@ -309,3 +315,8 @@ def check_same_batches(job: Job, data: str, manifest: Manifest, folder: Path) ->
             rule="a resumed run takes the same global batches in the same order",
             fix="set it back, or begin a run of its own from the export of this one (model.path = ...)",
         )
+
+
+def _name_source(job: Job) -> str:
+    path = f"data.path = {job.data.path!r}" if job.data.path else f"data.source = {job.data.source!r}"
+    return path if job.data.source == "tokens" else f"{path}, under data.tokenizer = {job.data.tokenizer!r},"

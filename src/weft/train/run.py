@@ -8,8 +8,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def train(
         ranks: how many processes on this host; by default one an accelerator, or two on CPU.
         resume: "auto" goes on in the run folder from its newest checkpoint that verifies, or begins where there is none; or
             the folder of a checkpoint. By default a run begins, and an earlier one in its folder is moved aside.
-        accept_changes: a resumed run may have another optimizer, schedule or configuration than before.
+        accept_changes: a resumed run may have another optimizer, schedule or configuration than before, and other tokens.
         max_restarts: how often a failed job is started again, from its newest good checkpoint, without getting any further.
             A rank that fails twice in a row is left out, where fewer data ranks fit the plan; so is a host that is lost.
         meeting: where the hosts of the job meet, if there are several. All of them call this with the same job and the same
@@ -144,6 +144,8 @@ def _train_here(
     lines = explain_links(plan, team.ranks_by_host() if team else [ranks])
     prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, say=say)
     check_tokens(resolved, prepared, config)
+    if resume and going_on.accept_changes:
+        prepared = replace(prepared, accepted=earlier_tokens(job, resume))
     check_resume(job, prepared, resume, accept_changes=going_on.accept_changes)
     out = Path(job.out)
     if not resume:
@@ -232,7 +234,7 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
     """Refuse, before anything is touched, to go on from a checkpoint that is none, or had other batches or updates.
 
     Args:
-        accept_changes: updates may be others.
+        accept_changes: updates may be others; tokens may be those of `prepared.accepted`.
 
     Raises:
         CheckpointError: `resume` names a folder without a manifest that can be read.
@@ -247,7 +249,7 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
             if resume != "auto":
                 raise
             continue
-        check_same_batches(job, prepared.identity, manifest, folder)
+        check_same_batches(job, (prepared.identity, *prepared.accepted), manifest, folder)
         if not accept_changes:
             check_same_update(job, manifest.job, manifest.position.step, str(folder))
         return
@@ -256,6 +258,18 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
         before = Job.load(earlier)
         if before.checkpoint.memory_every:
             check_same_update(job, before.model_dump(mode="json"), before.train.steps, str(earlier))
+
+
+def earlier_tokens(job: Job, resume: str) -> tuple[str, ...]:
+    """`identity` of the tokens of every checkpoint that a run may go on from, on the disk or in memory."""
+    found = set()
+    for folder in list_checkpoints(checkpoint_folder(job)) + [Path(resume)] * (resume != "auto"):
+        with suppress(CheckpointError):  # ranks say why they pass over it
+            found.add(read_manifest(folder).data)
+    with suppress(OSError, ValueError, TypeError, KeyError):  # what checkpoints in memory were made with
+        earlier = Prepared.from_json((Path(job.out) / "prepared.json").read_text(encoding="utf-8"))
+        found |= {earlier.identity, *earlier.accepted}
+    return tuple(sorted(found))
 
 
 def _network(team: Team | None) -> dict[str, str]:

@@ -4,7 +4,6 @@ Two locks lie in it, and in the folder of its checkpoints. The launcher holds th
 with the others; whoever wants to begin needs both. So ranks whose launcher was killed keep their folder.
 """
 
-import errno
 import json
 import os
 import secrets
@@ -18,11 +17,10 @@ from types import TracebackType
 
 from weft.errors import JobError
 from weft.job import Job
-from weft.lock import Lock, read_holder, take_lock
+from weft.lock import WITHOUT_LOCKS, Lock, read_holder, take_lock
 
 LAUNCHER_LOCK, RANKS_LOCK = ".launcher.lock", ".ranks.lock"
 DYING_SECONDS = 5.0  # that ranks may need to go when their launcher was killed
-WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of some network file systems
 RUN_ID = "run_id"  # file: a random name that the run keeps when it is resumed
 RUN_FILES = ("job.toml", "prepared.json")  # every run has both, before its first step
 KEYS_OF_PREPARED = {"train", "held_out", "tokenizer", "vocab_size"}

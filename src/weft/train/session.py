@@ -84,7 +84,7 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
     anatomy = read_anatomy(model)
     parallelize(model, plan, mesh)
     job = job.model_copy(update={"plan": plan})
-    checkpoints = Checkpoints(job, run, prepared.identity) if run else None
+    checkpoints = Checkpoints(job, run, prepared.identity, prepared.accepted) if run else None
     found = checkpoints.find(resume) if checkpoints else None
     if found:
         allocate(model, place)
