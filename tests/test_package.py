@@ -67,6 +67,7 @@ def test_sdist_holds_what_the_front_page_links_to(dist: Path) -> None:
     assert pages | examples | wanted <= names
 
 
+@pytest.mark.slow("makes an environment, installs the wheel and trains")
 def test_installed_wheel_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     environment, work = tmp_path / "environment", tmp_path / "work"
     install(wheel, environment)

@@ -82,12 +82,14 @@ def test_a_folder_with_a_pickle_alone_is_refused_with_the_fix(hostile: Path, tmp
     assert not (tmp_path / "sprung").exists()
 
 
+@pytest.mark.slow("a whole command")
 def test_weft_train_never_unpickles(hostile: Path, tmp_path: Path) -> None:
     table = {"metadata": {}, "weight_map": {"a": "pytorch_model.bin"}}
     (hostile / "model.safetensors.index.json").write_text(json.dumps(table))
     (tmp_path / "text.txt").write_text("some words to train on, over and over. " * 200)
     (tmp_path / "job.toml").write_text(
         f'out = "{tmp_path}/run"\n[model]\npath = "{hostile}"\n[data]\nsource = "text"\npath = "{tmp_path}/text.txt"\n'
+        f'cache = "{tmp_path}/cache"\n'
         "seq_len = 64\nheld_out = 0\n[train]\nsteps = 1\n"
     )
     command = [sys.executable, "-c", "from weft.cli import main; main()", "train", str(tmp_path / "job.toml")]

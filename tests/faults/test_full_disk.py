@@ -59,14 +59,8 @@ class Disk:
             path.unlink()
 
 
-def filled_by(quick: str) -> pytest.MarkDecorator:
-    """How the disk is filled: in one way here, in the other in the sweep."""
-    kinds = [pytest.param(kind, marks=[] if kind == quick else pytest.mark.sweep) for kind in ("bytes", "files")]
-    return pytest.mark.parametrize("disk", kinds, indirect=True)
-
-
-@filled_by("bytes")
-@pytest.mark.slow("whole commands, one of them alone with the disk")
+@pytest.mark.sweep
+@pytest.mark.parametrize("disk", ["bytes", "files"], indirect=True)
 def test_a_disk_that_is_full_for_a_while(disk: Disk, whole: Path, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=STEPS), disk.folder / "run"
     with weft_train(job, LAYOUT, out) as command:
@@ -81,12 +75,16 @@ def test_a_disk_that_is_full_for_a_while(disk: Disk, whole: Path, tmp_path: Path
     assert (out / "report.html").exists()
 
 
-@filled_by("files")
-@pytest.mark.slow("whole commands, one of them resumed")
-def test_a_disk_that_stays_full(disk: Disk, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("disk", [pytest.param("bytes", marks=pytest.mark.sweep), "files"], indirect=True)
+@pytest.mark.slow("whole commands: a calm one, one that starts again on a full disk, and one that goes on later")
+def test_a_disk_that_stays_full_and_a_rank_that_is_killed_on_it(disk: Disk, whole: Path, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=STEPS), disk.folder / "run"
     with weft_train(job, LAYOUT, out, "--max-restarts", "2") as command:
-        rank = command.rank_at(0, 4)
+        command.rank_at(0, 4)
+        disk.fill()
+        os.kill(command.rank_at(1, 6).pid, signal.SIGKILL)
+        command.until(lambda: any("restart 1 of 2" in line.text for line in command.lines), "a restart")
+        rank = command.rank_at(0, 5)
         while command.process.poll() is None and rank.record().phase != "exporting":
             disk.fill()  # again and again: older checkpoints go
             time.sleep(0.01)
@@ -95,6 +93,7 @@ def test_a_disk_that_stays_full(disk: Disk, whole: Path, tmp_path: Path) -> None
     assert "the state after step 30 is kept in memory" in printed
     assert "run the same command with --resume auto" in printed
     assert "Traceback" not in printed
+    assert "restart 2 of 2" not in printed
     disk.free()
     with weft_train(job, LAYOUT, out, "--resume", "auto") as command:
         assert command.wait() == 0, command.printed()
@@ -104,17 +103,3 @@ def test_a_disk_that_stays_full(disk: Disk, whole: Path, tmp_path: Path) -> None
     found = [text for text in differences(whole, out) if "metrics" not in text]  # lines that found no room are lost
     assert found == []
     assert leftovers_of(out) == []
-
-
-@filled_by("files")
-@pytest.mark.slow("a whole command with a restart")
-def test_a_rank_that_is_killed_on_a_full_disk_starts_again(disk: Disk, tmp_path: Path) -> None:
-    job, out = job_file(tmp_path, LAYOUT, train={"steps": 200}), disk.folder / "run"
-    with weft_train(job, LAYOUT, out, "--max-restarts", "2") as command:
-        victim = command.rank_at(1, 6)
-        disk.fill()
-        os.kill(victim.pid, signal.SIGKILL)
-        command.until(lambda: any("restart 1 of 2" in line.text for line in command.lines), "a restart")
-        command.rank_at(1, 5)
-        disk.free()
-        assert command.wait() == 0, command.printed()

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.faults.kill import differences, job_file, run_alone, weft_train
+from tests.faults.kill import job_file, weft_train
 from weft.checkpoint.folders import list_checkpoints
-from weft.checkpoint.manifest import read_manifest
+from weft.checkpoint.manifest import read_manifest, verify_folder
+from weft.train.metrics import read_metrics
 from weft.train.run_folder import read_run_id
 
 LAYOUT = "zero3 on 2"
@@ -14,8 +16,7 @@ STEPS = {"steps": 40}
 
 
 @pytest.mark.slow("whole commands, one beside another")
-def test_a_second_command_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
-    whole = run_alone(tmp_path, LAYOUT, train=STEPS)
+def test_a_second_command_and_a_resume_with_changes_are_refused_and_the_first_unharmed(tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=STEPS), tmp_path / 'the "first" run'
     with weft_train(job, LAYOUT, out) as first:
         first.rank_at(1, 4)
@@ -24,20 +25,30 @@ def test_a_second_command_is_refused_and_the_first_unharmed(tmp_path: Path) -> N
                 assert second.wait() == 2
             assert second.errors()[1].startswith(f"{out} is in use by process {first.process.pid} on host ")
         assert first.wait() == 0, first.printed()
-    assert differences(whole, out) == []
+    assert [row.step for row in read_metrics(out / "metrics.jsonl")] == list(range(1, 41))
     assert not list(tmp_path.glob("the*.1"))
     run_id = read_run_id(out)
-    assert [read_manifest(folder).run for folder in list_checkpoints(out)] == [run_id] * 2
+    assert [verify_folder(folder).run for folder in list_checkpoints(out)] == [run_id] * 2
 
     job = job_file(tmp_path, LAYOUT, train={"steps": 44}, optimizer={"lr": 0.02})
     with weft_train(job, LAYOUT, out, "--resume", "auto") as other:
         assert other.wait() == 2
     assert other.errors()[1] == "optimizer.lr = 0.02, it was 0.01"
+    np.save(tmp_path / "tokens.npy", np.load(tmp_path / "tokens.npy")[::-1])  # the same name, size and vocabulary
+    with weft_train(job, LAYOUT, out, "--resume", "auto", "--set", "optimizer.lr=0.01") as other:
+        assert other.wait() == 2
+    assert f"the tokens of data.path = '{tmp_path}/tokens.npy' are others than those" in other.errors()[1]
+    before = read_manifest(list_checkpoints(out)[0])
     with weft_train(job, LAYOUT, out, "--resume", "auto", "--accept-changes") as other:
         assert other.wait() == 0, other.printed()
-    assert read_manifest(list_checkpoints(out)[0]).run == run_id == read_run_id(out)
+    assert "going on after step 40" in other.printed()
+    after = read_manifest(list_checkpoints(out)[0])
+    assert after.run == before.run == run_id == read_run_id(out)
+    assert after.position.step == 44
+    assert after.data != before.data
 
 
+@pytest.mark.slow("a whole command")
 def test_a_run_whose_folder_another_one_has_taken_stops(tmp_path: Path) -> None:
     """No lock holds where somebody renames folders; the identity does."""
     job, out = job_file(tmp_path, LAYOUT, train={"steps": 100_000}), tmp_path / "run"

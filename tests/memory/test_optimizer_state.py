@@ -178,6 +178,7 @@ print(parameters[-1][0].item())
 """
 
 
+@pytest.mark.slow("writes and reads more than a process may hold")
 def test_states_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
     def run(tier: str) -> subprocess.CompletedProcess[str]:
         # Large blocks go back to the system when they are freed, whatever lies between them.

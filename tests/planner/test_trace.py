@@ -192,6 +192,7 @@ def test_the_state_is_what_the_formulas_say(zero: int) -> None:
 
 
 @pytest.mark.thin(3)
+@pytest.mark.slow("traces layers of models of 70 billion parameters and more")
 @pytest.mark.parametrize(
     ("name", "world_size", "layers"), [("llama-70b", 64, 4), ("qwen3-235b", 512, 2), ("deepseek-v3", 2048, 5)]
 )

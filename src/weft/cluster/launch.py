@@ -383,13 +383,23 @@ class RankFiles(LogsSpecs):
 
         def files(suffix: str) -> dict[int, str]:
             return {
-                number: "" if rank == "0" else str(self.log_dir / f"rank-{rank}.{suffix}")
+                number: "" if rank == "0" else str(self._make(f"rank-{rank}.{suffix}"))
                 for number, rank in ranks.items()
             }
 
         return LogsDest(
             files("out"), files("err"), error_files={number: envs[number][ERROR_VARIABLE] for number in envs}
         )
+
+    def _make(self, name: str) -> Path:
+        """An empty file for the output of a rank; beside its pulse where the disk has no room for another file."""
+        path = self.log_dir / name
+        try:
+            path.touch()
+        except OSError as error:
+            _say(f"{path} cannot be written: {error.strerror}; what it would hold is not kept")
+            path = self.pulses / name
+        return path
 
 
 @contextmanager
