@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.faults.test_saving import Trainer
 from tests.lab.pool import run_ranks
@@ -66,6 +67,25 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path: Path) -> None:
         saved = reader.read("weights/lm_head.weight")
     assert torch.equal(saved, before)
     assert not torch.equal(saved, after)
+
+
+def report_nonsense(rank: int, world_size: int, run: Path) -> list[str]:
+    trainer = Trainer(world_size)
+    if rank == 1:  # instead of its report
+        store, prefix = trainer.snapshots.store, trainer.snapshots.prefix
+        store.set(f"{prefix}/1", "no report")
+        store.set(f"{prefix}/1/number", "nonsense")
+        trainer.snapshots.store = dist.HashStore()  # where nobody reads
+    trainer.take(run, 1)
+    trainer.snapshots.finish()
+    return trainer.snapshots.take_news()
+
+
+def test_a_report_that_makes_no_sense_is_a_lost_checkpoint_and_said(tmp_path: Path) -> None:
+    news = run_ranks(2, report_nonsense, tmp_path)[0]
+    assert len(news) == 1
+    assert news[0].startswith("no checkpoint of step ")
+    assert "training goes on" in news[0]
 
 
 def two_at_once(rank: int, world_size: int, run: Path, when_busy: str) -> tuple[list[str], float]:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.lab.hosts import Host, hosts
 from weft.cluster.gate import LOOPBACK, Door, Gate
-from weft.cluster.hosts import Board, open_store
+from weft.cluster.hosts import Board
 from weft.cluster.meeting import new_token
+from weft.cluster.scratch import scratch_folder
+from weft.cluster.store import SocketStore, StoreServer
 from weft.errors import RendezvousError
 
 ROOT = Path(__file__).parents[2]
@@ -28,12 +29,12 @@ INTERVAL = 0.05
 class Meeting:
     """A store, and boards that join it as if each were on a host of its own."""
 
-    def __init__(self) -> None:
-        self.store, self.port = open_store()
+    def __init__(self, path: Path) -> None:
+        self.path, self.store = path, SocketStore(path)
         self.boards: list[Board] = []
 
     def join(self, host: int, number: int, **options: Any) -> Board:
-        store = self.store if host == 0 else dist.TCPStore(LOOPBACK, self.port, is_master=False)
+        store = SocketStore(self.path)
         options = {"ranks": 2, "timeout": 10, "interval": INTERVAL, "silence_seconds": 5} | options
         board = Board.join(store, host=host, hosts=number, **options)
         self.boards.append(board)
@@ -51,10 +52,11 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
 
 @pytest.fixture
 def meeting() -> Iterator[Meeting]:
-    meeting = Meeting()
-    yield meeting
-    for board in reversed(meeting.boards):
-        board.leave(timeout=0)
+    with scratch_folder() as folder, StoreServer(folder / "store") as server:
+        meeting = Meeting(server.path)
+        yield meeting
+        for board in reversed(meeting.boards):
+            board.leave(timeout=0)
 
 
 def statuses(board: Board) -> list[str]:
@@ -192,11 +194,11 @@ def test_host_0_leaves_last(meeting: Meeting) -> None:
 
 
 def test_without_the_store_all_others_are_out_of_reach() -> None:
-    token, (store, port) = new_token(), open_store()
-    with Gate(LOOPBACK, 0, token) as gate:
-        gate.open("board", port)
-        with Door(LOOPBACK, gate.port, token, "board") as door:
-            client = dist.TCPStore(LOOPBACK, door.port, is_master=False)
+    token = new_token()
+    with scratch_folder() as folder, StoreServer(folder / "store") as server, Gate(LOOPBACK, 0, token) as gate:
+        gate.open("board", server.path)
+        with Door(LOOPBACK, gate.port, token, "board", folder / "door") as door:
+            store, client = SocketStore(server.path), SocketStore(door.path)
             options = {"hosts": 2, "ranks": 1, "interval": INTERVAL}
             first, second = together(
                 [
@@ -215,19 +217,21 @@ def test_without_the_store_all_others_are_out_of_reach() -> None:
 # The launcher of a host, as far as the board goes: prints what it sees, whenever it changes, and takes orders.
 LAUNCHER = """
 import json, queue, sys, threading, time
-import torch.distributed as dist
+from pathlib import Path
+from tempfile import mkdtemp
 from weft.cluster.gate import Door, Gate
-from weft.cluster.hosts import Board, open_store
+from weft.cluster.hosts import Board
 from weft.cluster.meeting import read_token
+from weft.cluster.store import SocketStore, StoreServer
+path = Path(mkdtemp(), "store")
 host, hosts, address, silence = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
 if host == 0:
-    store, port = open_store()
+    server = StoreServer(path)
     gate = Gate(address, 29400, read_token(), silence_seconds=silence)
-    gate.open("board", port)
+    gate.open("board", path)
 else:
-    door = Door(address, 29400, read_token(), "board", silence_seconds=silence)
-    store = dist.TCPStore("127.0.0.1", door.port, is_master=False)
-board = Board.join(store, host=host, hosts=hosts, ranks=2, interval=0.2, silence_seconds=silence)
+    door = Door(address, 29400, read_token(), "board", path, silence_seconds=silence)
+board = Board.join(SocketStore(path), host=host, hosts=hosts, ranks=2, interval=0.2, silence_seconds=silence)
 orders = queue.Queue()
 threading.Thread(target=lambda: [orders.put(line.strip()) for line in sys.stdin], daemon=True).start()
 seen = None

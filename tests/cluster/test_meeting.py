@@ -1,6 +1,9 @@
 """Tokens stay secret, and addresses name one interface."""
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +92,19 @@ def test_a_port_that_is_taken() -> None:
         port = other.getsockname()[1]
         with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
             listen("127.0.0.1", port)
+
+
+FORGETS = """
+import os, sys
+from weft.cluster.meeting import plan_meeting
+meeting = plan_meeting(0, 2, "127.0.0.1:29400", None, None)
+print(meeting.token, "WEFT_TOKEN" in os.environ, open("/proc/self/environ").read().count(meeting.token))
+"""
+
+
+def test_the_token_is_not_left_in_the_environment() -> None:
+    """Not in what this process passes on, nor in what the system shows of it."""
+    token = new_token()
+    environment = os.environ | {"WEFT_TOKEN": token}
+    ended = subprocess.run([sys.executable, "-c", FORGETS], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [token, "False", "0"]

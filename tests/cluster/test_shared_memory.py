@@ -1,7 +1,9 @@
 """Shared memory gives what gloo gives, refuses what does not fit, and leaves nothing behind."""
 
+import json
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from tests.lab.pool import run_ranks
 from weft.cluster.hierarchy import register_backend
-from weft.cluster.shared_memory import SLOT_BYTES, SharedMemoryGroup
+from weft.cluster.shared_memory import SLAB_BYTES, SLOT_BYTES, SharedMemoryGroup, share_memory
 from weft.errors import CommunicationError
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
@@ -156,3 +158,19 @@ def descriptors(rank: int, ranks: int) -> list[str]:
 def test_no_descriptor_stays_open() -> None:
     for links in run_ranks(2, descriptors):
         assert not [link for link in links if "memfd" in link]
+
+
+@pytest.mark.parametrize("said", ["a file of this process", "a process of somebody else", "a small one", "no numbers"])
+def test_a_key_that_names_other_memory_is_not_followed(said: str, tmp_path: Path) -> None:
+    """As if another process had written it into the store."""
+    store = dist.HashStore()
+    with (tmp_path / "precious").open("w+b") as file:
+        file.truncate(SLAB_BYTES)
+        own = {"a file of this process": (os.getpid(), file.fileno()), "a process of somebody else": (1, 0)}
+        small = os.memfd_create("weft")
+        place = json.dumps(own.get(said, (os.getpid(), small))) if said != "no numbers" else '["a", {}]'
+        store.set("slab/1", place)
+        store.set("open/1", "2")
+        assert share_memory(store, 0, 2, timedelta(seconds=5), lambda: None) is None
+        os.close(small)
+        assert os.stat(file.fileno()).st_blocks == 0  # nothing was written into it

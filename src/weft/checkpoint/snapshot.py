@@ -244,12 +244,18 @@ class Snapshots:
             report = {"file": file.model_dump(), "parts": self.parts}
         except Exception as error:  # a full disk, a neighbour that is gone: whatever it is, rank 0 must not wait for it
             report = {"problem": f"rank {self.rank}: {error}"}
-        self.store.set(f"{self.prefix}/{self.rank}", json.dumps(report))
-        self.store.set(f"{self.prefix}/{self.rank}/number", str(self.number))
+        try:
+            self.store.set(f"{self.prefix}/{self.rank}", json.dumps(report))
+            self.store.set(f"{self.prefix}/{self.rank}/number", str(self.number))
+        except Exception as error:  # the launcher is gone, and ends the ranks with it
+            self.news.put(f"no checkpoint of step {position.step}: rank {self.rank} cannot report: {error}")
+            return
         if target.leads:
             try:
                 folder, size = self._commit(position, target)
-            except OSError as error:
+            except (
+                Exception
+            ) as error:  # also a report that makes no sense: a thread that ended would lose it without a word
                 shutil.rmtree(part, ignore_errors=True)
                 self.news.put(f"no checkpoint of step {position.step}: {error}; training goes on, the one before stays")
             else:

@@ -1,12 +1,12 @@
 """Bring a store of host 0 within reach of the other hosts of a job, and of nobody else.
 
-torch's TCPStore asks nobody who they are, and listens on every address. In Weft a store listens on loopback, and between
-hosts stand a gate on host 0 and a door on each other host:
+A store (`store`) listens at a Unix socket that only this user can reach, and between hosts stand a gate on host 0 and a door
+on each other host:
 
-    gate = Gate("10.0.0.1", 29400, token)                   # on host 0
-    gate.open("ranks", port_of_the_store)
-    door = Door("10.0.0.1", 29400, token, "ranks")          # on another host
-    dist.TCPStore("127.0.0.1", door.port, is_master=False)  # there: as if the store were on this host
+    gate = Gate("10.0.0.1", 29400, token)                           # on host 0
+    gate.open("ranks", path_of_the_store)
+    door = Door("10.0.0.1", 29400, token, "ranks", folder / "ranks")  # on another host; the folder is private
+    SocketStore(door.path)                                          # there: as if the store were on this host
 
 For each connection anew, door and gate prove to each other that they know the token of the job; then bytes are passed on
 as they are. Messages of the proof have a fixed length, and nothing in them is evaluated:
@@ -18,6 +18,10 @@ as they are. Messages of the proof have a fixed length, and nothing in them is e
 The token never travels, and a recorded conversation is worth nothing, since nonces are new each time. What follows the
 proof is neither encrypted nor signed, and the connections that gloo and NCCL make between ranks do not pass the gate: it
 keeps out strangers who reach the port, not somebody who can listen to or change packets between the hosts.
+
+Strangers cannot keep others out by their number either. Until it has proved itself a connection costs no task and no thread,
+and of each address only so many are kept: one more pushes out the oldest of that address, and where there are too many in all,
+the oldest of the address that has most. A proof takes milliseconds, so that those of the job's hosts are not among the oldest.
 """
 
 import asyncio
@@ -26,19 +30,29 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections import Counter
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from weft.cluster.meeting import TOKEN_VARIABLE, listen, token_key
+from weft.cluster.store import check_path
 from weft.errors import RendezvousError
 
 LOOPBACK = "127.0.0.1"
 MAGIC = b"weft-gate-01"
 NONCE_BYTES, NAME_BYTES, PROOF_BYTES = 32, 16, 32
 FOUND, ABSENT, REFUSED = b"+", b"-", b"x"  # verdicts
+REQUEST_BYTES = NONCE_BYTES + NAME_BYTES + PROOF_BYTES
 HANDSHAKE_SECONDS = 5.0
-MAX_PENDING = 256  # proofs under way; one more pushes out the oldest, as honest ones take milliseconds
-BACKLOG = 1024
+MAX_PENDING, MAX_PENDING_OF_ONE = 1024, 256  # proofs under way: of all addresses, and of one
+ACCEPTED_AT_ONCE = 64  # before those who wait are heard again
+SWEEP_SECONDS = 0.25
+MAX_STRANGERS = 4096  # addresses whose refusals are counted one by one
+BACKLOG = 4096
 CHUNK_BYTES = 2**16
 SILENCE_SECONDS = 20.0
 
@@ -50,7 +64,6 @@ class Relay:
     """Passes connections on, by asyncio in a daemon thread: what `Gate` and `Door` share."""
 
     def __init__(self, listener: socket.socket, silence_seconds: float):
-        self.address, self.port = listener.getsockname()
         self._silence_seconds = silence_seconds
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -70,11 +83,13 @@ class Relay:
         self.close()
 
     def _run(self, listener: socket.socket) -> None:
-        server = self._loop.run_until_complete(asyncio.start_server(self._accept, sock=listener, backlog=BACKLOG))
+        server = self._loop.run_until_complete(self._listen(listener))
         self._loop.run_forever()
-        server.close()
+        if server:
+            server.close()
         self._loop.run_until_complete(self._end_all())
         self._loop.close()
+        listener.close()
 
     async def _end_all(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -83,13 +98,25 @@ class Relay:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # sockets of closed writers are closed in the next turn
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = self._loop.create_task(self._serve(reader, writer))
+    async def _listen(self, listener: socket.socket) -> asyncio.Server | None:
+        raise NotImplementedError
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        raise NotImplementedError
+
+@dataclass(eq=False)
+class _Visitor:
+    """Somebody at the gate who has not proved anything yet."""
+
+    connection: socket.socket
+    address: str
+    nonce: bytes
+    """Of the gate, for this one."""
+    came: float
+    said: bytes = b""
 
 
 class Gate(Relay):
@@ -111,63 +138,131 @@ class Gate(Relay):
     def __init__(self, address: str, port: int, token: str, *, silence_seconds: float = SILENCE_SECONDS):
         self.refused = 0
         self._key = token_key(token, "the token of the gate")
-        self._stores: dict[bytes, int] = {}
-        self._pending: dict[asyncio.StreamWriter, None] = {}  # in order of arrival
+        self._stores: dict[bytes, Path] = {}
+        self._pending: dict[str, dict[_Visitor, None]] = {}  # by address, in order of arrival
         self._strangers: Counter[str] = Counter()
-        super().__init__(listen(address, port), silence_seconds)
+        listener = listen(address, port)
+        self.address, self.port = listener.getsockname()
+        super().__init__(listener, silence_seconds)
 
-    def open(self, name: str, port: int) -> None:
-        """Lead doors with this name to a port of this host's loopback."""
-        self._stores[_padded(name)] = port
+    def open(self, name: str, path: Path) -> None:
+        """Lead doors with this name to the Unix socket of a store on this host."""
+        self._stores[_padded(name)] = path
 
     def shut(self, name: str) -> None:
         """Lead nobody there any more. Connections that stand go on."""
         del self._stores[_padded(name)]
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = (writer.get_extra_info("peername") or ["somebody who is gone"])[0]
-        if len(self._pending) >= MAX_PENDING:
-            oldest = next(iter(self._pending))
-            del self._pending[oldest]
-            oldest.transport.abort()
-        self._pending[writer] = None
-        store = None
-        try:
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
-                store = await self._admit(reader, writer)
-        except PermissionError:
-            self._count(peer, "wrong token")
-        except TimeoutError:
-            self._count(peer, f"no proof within {HANDSHAKE_SECONDS:g} s")
-        except (OSError, EOFError):
-            self._count(peer, "left without a proof")
-        finally:
-            self._pending.pop(writer, None)
-            if store is None:
-                writer.close()
-        if store is not None:
-            await _pass_on((reader, writer), store)
+    async def _listen(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        self._loop.add_reader(listener, self._accept, listener)
+        self._start(self._send_away_the_slow())
 
-    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Streams | None:
-        """A connection to the store that the door asks for; None if there is none now. PermissionError: a wrong proof."""
-        _watch(writer, self._silence_seconds)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        writer.write(MAGIC + nonce)
-        request = await reader.readexactly(NONCE_BYTES + NAME_BYTES)
-        proof = await reader.readexactly(PROOF_BYTES)
-        if not hmac.compare_digest(proof, _proof(self._key, b"door" + nonce + request)):
-            writer.write(REFUSED)
-            raise PermissionError
+    def _accept(self, listener: socket.socket) -> None:
+        """Called when somebody has come: greet them. No task is made, so that a flood of them costs little."""
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, (address, _) = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # this process has no file descriptor left
+                self._push_out(self._greediest())
+                return
+            visitor = _Visitor(connection, address, secrets.token_bytes(NONCE_BYTES), time.monotonic())
+            connection.setblocking(False)
+            self._pending.setdefault(address, {})[visitor] = None
+            self._loop.add_reader(connection, self._hear, visitor)
+            if len(self._pending[address]) > MAX_PENDING_OF_ONE:
+                self._push_out(address)
+            elif sum(map(len, self._pending.values())) > MAX_PENDING:
+                self._push_out(self._greediest())
+            try:
+                connection.send(MAGIC + visitor.nonce)  # it fits into any buffer
+            except OSError:
+                self._refuse(visitor, "left without a proof")
+
+    def _greediest(self) -> str | None:
+        """The address that most of those who wait come from."""
+        return max(self._pending, key=lambda address: len(self._pending[address]), default=None)
+
+    def _push_out(self, address: str | None) -> None:
+        if address is not None:
+            self._refuse(next(iter(self._pending[address])), "pushed out by later ones")
+
+    def _hear(self, visitor: _Visitor) -> None:
+        """Called when a visitor has said something."""
         try:
-            store = await asyncio.open_connection(LOOPBACK, self._stores[request[NONCE_BYTES:]])
+            heard = visitor.connection.recv(REQUEST_BYTES - len(visitor.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            heard = b""
+        if not heard:
+            return self._refuse(visitor, "left without a proof")
+        visitor.said += heard
+        if len(visitor.said) < REQUEST_BYTES:
+            return
+        request, proof = visitor.said[:-PROOF_BYTES], visitor.said[-PROOF_BYTES:]
+        if not hmac.compare_digest(proof, _proof(self._key, b"door" + visitor.nonce + request)):
+            return self._refuse(visitor, "wrong token", REFUSED)
+        self._forget(visitor)
+        self._start(self._lead(visitor, request))
+
+    def _refuse(self, visitor: _Visitor, reason: str, verdict: bytes = b"") -> None:
+        if visitor in self._pending.get(visitor.address, ()):
+            self._forget(visitor)
+            self._count(visitor.address, reason)
+            with suppress(OSError):
+                visitor.connection.send(verdict)
+            visitor.connection.close()
+
+    def _forget(self, visitor: _Visitor) -> None:
+        """It waits no more."""
+        self._loop.remove_reader(visitor.connection)
+        mine = self._pending[visitor.address]
+        del mine[visitor]
+        if not mine:
+            del self._pending[visitor.address]
+
+    async def _send_away_the_slow(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(SWEEP_SECONDS)
+                before = time.monotonic() - HANDSHAKE_SECONDS
+                for visitors in list(self._pending.values()):
+                    for visitor in [visitor for visitor in visitors if visitor.came < before]:
+                        self._refuse(visitor, f"no proof within {HANDSHAKE_SECONDS:g} s")
+        finally:
+            for visitors in self._pending.values():
+                for visitor in visitors:
+                    visitor.connection.close()
+
+    async def _lead(self, visitor: _Visitor, request: bytes) -> None:
+        """Take somebody who has the token to the store that they ask for, if it is there."""
+        try:
+            store = await asyncio.open_unix_connection(self._stores[request[NONCE_BYTES:]])
         except (KeyError, OSError):
             store = None
         verdict = ABSENT if store is None else FOUND
-        writer.write(verdict + _proof(self._key, b"gate" + verdict + nonce + request))
-        return store
+        try:
+            _watch(visitor.connection, self._silence_seconds)
+            streams = await asyncio.open_connection(sock=visitor.connection)
+        except OSError:  # gone by now
+            visitor.connection.close()
+            if store is not None:
+                store[1].close()
+            return
+        streams[1].write(verdict + _proof(self._key, b"gate" + verdict + visitor.nonce + request))
+        if store is None:
+            streams[1].close()
+        else:
+            await _pass_on(streams, store)
 
     def _count(self, peer: str, reason: str) -> None:
         self.refused += 1
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._strangers.clear()
         self._strangers[peer] += 1
         number = self._strangers[peer]
         if number & (number - 1) == 0:  # 1, 2, 4, 8 ...: nobody fills the log
@@ -175,7 +270,7 @@ class Gate(Relay):
 
 
 class Door(Relay):
-    """Listens on this host's loopback at `port`, and leads every connection through the gate to one store of host 0.
+    """Listens at a Unix socket of this host, and leads every connection through the gate to one store of host 0.
 
     It is there when the way has been proven once: it waits for the gate and the store.
 
@@ -183,12 +278,14 @@ class Door(Relay):
         address, port: of the gate.
         token: the same as the gate's.
         name: of the store, as host 0 calls it.
+        path: of the socket that it makes, in a folder that only this user can enter.
         timeout: seconds to wait for gate and store, at the start and for every connection later.
         silence_seconds: as for `Gate`. After a break that is shorter everything goes on; a longer one ends the
             connections on both hosts, and who used them gets an error.
 
     Raises:
         RendezvousError: the token is not the gate's, something else listens there, or there was no way within `timeout`.
+        OSError: the socket cannot be made.
     """
 
     def __init__(
@@ -197,21 +294,40 @@ class Door(Relay):
         port: int,
         token: str,
         name: str,
+        path: Path,
         *,
         timeout: float = 60.0,
         silence_seconds: float = SILENCE_SECONDS,
     ):
-        self._gate, self._timeout = (address, port), timeout
+        self._gate, self._timeout, self.path = (address, port), timeout, path
         self._key, self._name = token_key(token, "the token of the door"), _padded(name)
-        super().__init__(socket.create_server((LOOPBACK, 0)), silence_seconds)
+        check_path(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        super().__init__(listener, silence_seconds)
         try:
             asyncio.run_coroutine_threadsafe(self._prove(), self._loop).result()
         except BaseException:
             self.close()
             raise
 
+    def close(self) -> None:
+        """As of `Relay`; the socket goes too."""
+        super().close()
+        self.path.unlink(missing_ok=True)
+
     async def _prove(self) -> None:
         (await self._reach())[1].close()
+
+    async def _listen(self, listener: socket.socket) -> asyncio.Server:
+        return await asyncio.start_unix_server(
+            lambda reader, writer: self._start(self._serve(reader, writer)), sock=listener
+        )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -245,7 +361,7 @@ class Door(Relay):
         """One attempt. OSError, EOFError: not now; RendezvousError: never."""
         reader, writer = await asyncio.open_connection(*self._gate)
         try:
-            _watch(writer, self._silence_seconds)
+            _watch(writer.get_extra_info("socket"), self._silence_seconds)
             if await reader.readexactly(len(MAGIC)) != MAGIC:
                 raise _no_gate(meet)
             nonce = await reader.readexactly(NONCE_BYTES)
@@ -289,9 +405,8 @@ def _no_gate(meet: str) -> RendezvousError:
     )
 
 
-def _watch(writer: asyncio.StreamWriter, silence_seconds: float) -> None:
+def _watch(connection: socket.socket, silence_seconds: float) -> None:
     """Let the kernel end a connection when the other host is silent. asyncio itself sets TCP_NODELAY."""
-    connection: socket.socket = writer.get_extra_info("socket")
     probe_seconds = max(1, round(silence_seconds / 4))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds)

@@ -1,6 +1,6 @@
 """Launchers of several hosts tell each other how they are: who is there, who failed and why, who has left.
 
-    store, port = open_store()                             # on host 0, beside a gate; other hosts reach it by a door
+    store = SocketStore(path)                              # of a server on host 0; from other hosts, through a door
     board = Board.join(store, host=0, hosts=2, ranks=4)    # waits for all hosts
     first_rank, world_size = board.layout()
     ...
@@ -27,7 +27,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from weft.cluster.gate import LOOPBACK
 from weft.errors import RendezvousError
 
 NOBODY = "null"
@@ -333,13 +332,6 @@ class Board:
 
 class _Replaced(Exception):
     """Another launcher has taken the number of this host."""
-
-
-def open_store() -> tuple[dist.TCPStore, int]:
-    """A store that listens on loopback of this host only, and its port; torch's own would listen on every address."""
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(LOOPBACK, port, is_master=True, master_listen_fd=listener.detach()), port
 
 
 def _key(host: int) -> str:

@@ -8,6 +8,7 @@ Rank 0 keeps the terminal; the output of the others goes to files. On one host n
 What is wrong with a rank while it runs is the business of `guardian`; what several hosts say to each other, of `team`.
 """
 
+import atexit
 import faulthandler
 import json
 import logging
@@ -28,15 +29,14 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from weft.cluster.device import Device
 from weft.cluster.guardian import REFUSED, Guardian, Limits
-from weft.cluster.hosts import open_store
 from weft.cluster.nursery import Nursery, NurseryContext
 from weft.cluster.parent import LAUNCHER_VARIABLE, end_with_launcher
 from weft.cluster.pulse import PULSE_VARIABLE, create_pulse
 from weft.cluster.scratch import remove_leftovers, scratch_folder
+from weft.cluster.store import STORE_VARIABLE, SocketStore, StoreRendezvous, StoreServer
 from weft.cluster.team import Team, spread
 from weft.errors import DeviceError, RankFailure, Stopped, WeftError
 
@@ -66,15 +66,6 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # thos
 def default_ranks(device: Device) -> int:
     """One rank an accelerator; on cpu two, or one where there is one core."""
     return min(2, os.cpu_count() or 1) if device.type == "cpu" else device.count
-
-
-class LoopbackRendezvous(StaticTCPRendezvous):
-    """The meeting point of one host. Its store listens on loopback only, where torch's own listens on every address."""
-
-    def __init__(self) -> None:
-        store, port = open_store()
-        super().__init__(LOOPBACK, port, rank=0, world_size=1, run_id="weft", timeout=SECONDS_TO_END)
-        self._store = store
 
 
 def launch(
@@ -193,11 +184,12 @@ def _run(
     """One attempt."""
     executable, *arguments = [argument.replace("$", "$$") for argument in argv]  # the agent expands ${local_rank}
     name = f"launcher-{team.host}.log" if team else "launcher.log"
-    with _elastic_log(guardian.log_dir / name):
+    with _elastic_log(guardian.log_dir / name), _meeting_point(team, guardian.pulses / "store") as meeting_point:
+        environment = {**environment, STORE_VARIABLE: str(meeting_point.path)}
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks,
-            rdzv_handler=team.meet() if team else LoopbackRendezvous(),
+            rdzv_handler=meeting_point,
             entrypoint=executable,
             args=tuple(arguments),
             max_restarts=0,
@@ -212,6 +204,16 @@ def _run(
             if team:
                 team.report(failure, own=False, line="")
             raise failure from None
+
+
+@contextmanager
+def _meeting_point(team: Team | None, path: Path) -> Iterator[StoreRendezvous]:
+    """The rendezvous of an attempt; of one host, with a store of its own at this path."""
+    if team:
+        yield team.meet()
+    else:
+        with StoreServer(path):
+            yield StoreRendezvous(path, 0, 1, SECONDS_TO_END)
 
 
 def _say(line: str) -> None:
@@ -251,7 +253,8 @@ def connect(device: Device) -> tuple[int, int, int]:
     """Join the process group of the job: rank, number of ranks, and rank on this host.
 
     Reads the environment that `launch` or torchrun set (RANK, WORLD_SIZE, LOCAL_RANK). Without it this process is a
-    group of its own, out of reach of other hosts. The device of this rank becomes the current one.
+    group of its own, out of reach of other hosts. The device of this rank becomes the current one. Ranks of `launch` meet at
+    its store, those of torchrun at torch's.
 
     Raises:
         DeviceError: this host has fewer accelerators than ranks.
@@ -274,7 +277,13 @@ def connect(device: Device) -> tuple[int, int, int]:
     timeout = timedelta(
         seconds=max(DEFAULT_GROUP_TIMEOUT, 2 * patience)
     )  # the guardian, who knows the culprit, speaks first
-    dist.init_process_group(device.backend, timeout=timeout)
+    if path := os.environ.get(STORE_VARIABLE):
+        store = SocketStore(Path(path))
+        atexit.register(store.close)  # torch holds the part of it that is C++, not this object, whose methods it calls
+        prefixed = dist.PrefixStore("ranks", store)
+        dist.init_process_group(device.backend, timeout=timeout, store=prefixed, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group(device.backend, timeout=timeout)
     return rank, world_size, local_rank
 
 

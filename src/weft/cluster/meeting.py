@@ -1,5 +1,6 @@
 """What hosts of a job must know to meet: a secret token, an address of host 0, and the interfaces they have."""
 
+import ctypes
 import fcntl
 import ipaddress
 import os
@@ -56,8 +57,19 @@ def plan_meeting(
         )
     address, port = meeting_point(meet)
     token = read_token(token_file)
-    os.environ.pop(TOKEN_VARIABLE, None)
+    _forget_variable(TOKEN_VARIABLE)
     return Meeting(host, hosts, address, port, token, interface)
+
+
+def _forget_variable(name: str) -> None:
+    """Take a variable out of the environment, and overwrite it where the kernel shows it (/proc/PID/environ)."""
+    if name not in os.environ:
+        return
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    if address := getenv(name.encode()):
+        ctypes.memset(address, ord("0"), len(os.environb[name.encode()]))
+    del os.environ[name]
 
 
 def new_token() -> str:

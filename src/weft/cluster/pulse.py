@@ -49,7 +49,7 @@ CARRIERS = (
 COMMUNICATION = (
     str(dist.distributed_c10d.__file__),
     os.path.join(TORCH, "distributed/_functional_collectives.py"),
-    *(os.path.join(WEFT, "cluster", name) for name in ("mailbox.py", "shared_memory.py")),
+    *(os.path.join(WEFT, "cluster", name) for name in ("mailbox.py", "shared_memory.py", "store.py")),
 )
 
 

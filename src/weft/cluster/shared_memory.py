@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial, wraps
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -41,6 +42,7 @@ HEADER_BYTES = 4096
 SMALL = 4096  # numbers that a rank had better add up itself than wait for the shares of others
 SIGNATURE_INTS = 4  # what is done, of which format, how many numbers, and a detail
 SLAB_BYTES = HEADER_BYTES + NUM_SLOTS * SLOT_BYTES + MAILBOX_BYTES
+SLAB_NAME = "weft"
 DONT_DUMP = 16  # MADV_DONTDUMP of Linux
 
 REDUCTIONS: list[tuple[Any, Callable[[Tensor, Tensor], object]]] = [
@@ -70,12 +72,12 @@ def share_memory(
     """
     descriptor = -1
     if can_share():
-        descriptor = os.memfd_create("weft")
+        descriptor = os.memfd_create(SLAB_NAME)
         os.ftruncate(descriptor, SLAB_BYTES)
     store.set(f"slab/{rank}", json.dumps([os.getpid(), descriptor]))
-    said = [json.loads(store.get(f"slab/{peer}")) for peer in range(size)]
+    said = [_read_slab_place(store.get(f"slab/{peer}")) for peer in range(size)]
     slabs: list[_Slab] = []
-    if all(number >= 0 for _, number in said):
+    if all(number >= 0 and _is_of_this_job(process, number) for process, number in said):
         with suppress(OSError, RuntimeError):
             slabs = [_Slab(f"/proc/{process}/fd/{number}") for process, number in said]
     store.set(f"open/{rank}", str(len(slabs)))
@@ -83,6 +85,36 @@ def share_memory(
     if descriptor >= 0:
         os.close(descriptor)  # mappings hold the memory from here on
     return SharedMemoryGroup(slabs, make_gloo, rank, timeout) if shared else None
+
+
+def _read_slab_place(text: bytes) -> tuple[int, int]:
+    """Process and file descriptor, as a rank has said them; (-1, -1) where it says something else."""
+    try:
+        process, number = json.loads(text)
+        return int(process), int(number)
+    except (ValueError, TypeError):
+        return -1, -1
+
+
+def _is_of_this_job(process: int, descriptor: int) -> bool:
+    """Whether a process was started by this user and by the process that started this one, and the descriptor is a slab.
+
+    What a key of a store says is not enough to map what it names into memory.
+    """
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+        parent = int(status.split("\nPPid:", 1)[1].split(maxsplit=1)[0])
+        path = Path(f"/proc/{process}/fd/{descriptor}")
+        slab = path.stat()
+        # A process whose parent has died has another one: only those of the job are left then, or none.
+        return (
+            parent == os.getppid()
+            and slab.st_uid == os.geteuid()
+            and slab.st_size == SLAB_BYTES
+            and os.readlink(path).startswith(f"/memfd:{SLAB_NAME} ")
+        )
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def can_share() -> bool:

@@ -13,16 +13,16 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-
-from weft.cluster.gate import LOOPBACK, Door, Gate
-from weft.cluster.hosts import Board, HostState, open_store
+from weft.cluster.gate import Door, Gate
+from weft.cluster.hosts import Board, HostState
 from weft.cluster.meeting import Meeting, interface_address, interface_of, own_address
+from weft.cluster.scratch import scratch_folder
+from weft.cluster.store import SocketStore, StoreRendezvous, StoreServer
 from weft.errors import RankFailure, RendezvousError, WeftError
 
 MEETING_SECONDS = 300.0  # for all hosts to come at the start
@@ -99,14 +99,16 @@ class Team:
         interface = meeting.interface or interface_of(own_address(meeting))
         interface_address(interface)  # refuses a name that is none
         options = {"host": meeting.host, "hosts": meeting.hosts, "ranks": ranks, "timeout": MEETING_SECONDS} | options
-        if meeting.host == 0:
-            gate, door = Gate(meeting.address, meeting.port, meeting.token), None
-            store, port = open_store()
-            gate.open("board", port)
-        else:
-            gate, door = None, Door(meeting.address, meeting.port, meeting.token, "board", timeout=options["timeout"])
-            store = dist.TCPStore(LOOPBACK, door.port, is_master=False)
-        return cls(meeting, Board.join(store, **options), ranks, rejoin_seconds, interface, gate, door)
+        with ExitStack() as stack:
+            folder, gate = stack.enter_context(scratch_folder()), None
+            if meeting.host == 0:
+                gate = stack.enter_context(Gate(meeting.address, meeting.port, meeting.token))
+                gate.open("board", stack.enter_context(StoreServer(folder / "board")).path)
+            else:
+                way = meeting.address, meeting.port, meeting.token, "board"
+                stack.enter_context(Door(*way, folder / "board", timeout=options["timeout"]))
+            board = Board.join(SocketStore(folder / "board"), **options)
+            return cls(meeting, board, ranks, rejoin_seconds, interface, folder, gate, stack.pop_all())
 
     def __init__(
         self,
@@ -115,16 +117,16 @@ class Team:
         ranks: int,
         rejoin_seconds: float,
         interface: str,
+        folder: Path,
         gate: Gate | None,
-        door: Door | None,
+        open_until_end: ExitStack,
     ):
         self.meeting, self.board, self.ranks, self.rejoin_seconds = meeting, board, ranks, rejoin_seconds
         self.host, self.interface = meeting.host, interface
         self.place = f"host {self.host} ({socket.gethostname()})"
-        self._gate, self._door = gate, door
-        self._open: str | None = None  # name of the store of an attempt, at the gate
-        self._way: Door | None = None  # to the store of an attempt
-        self._store: dist.TCPStore | None = None  # of an attempt; on host 0 it must outlive the agents of the others
+        self._folder, self._gate, self._open_until_end = folder, gate, open_until_end
+        # The store of an attempt, or the door to it: on host 0 it must outlive the agents of the others.
+        self._attempt: StoreServer | Door | None = None
         self._notice = self._read()  # a host that replaces another finds that of an attempt without it
 
     # The beginning
@@ -169,32 +171,25 @@ class Team:
             time.sleep(POLL_SECONDS)
         return 0, self.go_on(0, {state.host: state.ranks for state in self.board.look()}, 0.0)
 
-    def meet(self) -> StaticTCPRendezvous:
+    def meet(self) -> StoreRendezvous:
         """The rendezvous of the agents of the attempt under way: it has a store of its own.
 
         Raises:
             RendezvousError: there was no way to host 0.
         """
         name = f"ranks-{self._notice.attempt}"
+        if self._gate and isinstance(self._attempt, StoreServer):
+            self._gate.shut(self._attempt.path.name)
+        if self._attempt:
+            self._attempt.close()
         if self._gate:
-            store, port = open_store()
-            self._gate.open(name, port)
-            if self._open:
-                self._gate.shut(self._open)
-            self._open = name
+            self._attempt = StoreServer(self._folder / name)
+            self._gate.open(name, self._attempt.path)
         else:
-            if self._way:
-                self._way.close()
-            self._way = Door(self.meeting.address, self.meeting.port, self.meeting.token, name)
-            port = self._way.port
-            store = dist.TCPStore(LOOPBACK, port, is_master=False)
-        store.set_timeout(timedelta(seconds=BEGIN_SECONDS))
+            way = self.meeting.address, self.meeting.port, self.meeting.token, name
+            self._attempt = Door(*way, self._folder / name)
         members = list(self._notice.members)
-        rendezvous = StaticTCPRendezvous(
-            LOOPBACK, port, members.index(self.host), len(members), run_id="weft", timeout=int(BEGIN_SECONDS)
-        )
-        rendezvous._store = self._store = store
-        return rendezvous
+        return StoreRendezvous(self._attempt.path, members.index(self.host), len(members), BEGIN_SECONDS)
 
     # While an attempt is under way: for the guardian
 
@@ -297,9 +292,9 @@ class Team:
                 Notice(**asdict(self._notice) | {"ended": True, "failure": failure and asdict(Failure.of(failure))})
             )
         self.board.leave()
-        for relay in (self._gate, self._door, self._way):
-            if relay:
-                relay.close()
+        if self._attempt:
+            self._attempt.close()
+        self._open_until_end.close()
 
     # How it is done
 
