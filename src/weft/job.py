@@ -109,6 +109,9 @@ class Checkpoint(Table):
     """Of those older than that, the first of every so many hours stays; 0: none."""
     when_busy: Literal["wait", "skip"] = "wait"
     """While the checkpoint before is still being written: wait for it, or leave this one out."""
+    key_file: str = ""
+    """A file with 64 hexadecimal digits, mode 600, that manifests are signed with: checkpoints without that key do not load;
+    empty: they are not signed."""
     memory_every: Number = 0
     """Steps between copies in the memory of this host and of a neighbour (Linux): a restart needs no disk; 0: none."""
 

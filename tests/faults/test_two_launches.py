@@ -1,5 +1,6 @@
 """Two commands and one folder: the second is refused before it touches anything, the first ends as if it had been alone."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -7,17 +8,22 @@ import pytest
 
 from tests.faults.kill import job_file, weft_train
 from weft.checkpoint.folders import list_checkpoints
-from weft.checkpoint.manifest import read_manifest, verify_folder
+from weft.checkpoint.manifest import read_manifest, verify_folder, write_manifest
 from weft.train.metrics import read_metrics
 from weft.train.run_folder import read_run_id
 
 LAYOUT = "zero3 on 2"
 STEPS = {"steps": 40}
+KEY = bytes(range(32))
 
 
 @pytest.mark.slow("whole commands, one beside another")
 def test_a_second_command_and_a_resume_with_changes_are_refused_and_the_first_unharmed(tmp_path: Path) -> None:
-    job, out = job_file(tmp_path, LAYOUT, train=STEPS), tmp_path / 'the "first" run'
+    key_file = tmp_path / "key"
+    key_file.write_text(KEY.hex())
+    key_file.chmod(0o600)
+    settings = {"key_file": str(key_file)}
+    job, out = job_file(tmp_path, LAYOUT, train=STEPS, checkpoint=settings), tmp_path / 'the "first" run'
     with weft_train(job, LAYOUT, out) as first:
         first.rank_at(1, 4)
         for options in ((), ("--resume", "auto"), ("--set", "optimizer.lr=0.5")):
@@ -28,9 +34,9 @@ def test_a_second_command_and_a_resume_with_changes_are_refused_and_the_first_un
     assert [row.step for row in read_metrics(out / "metrics.jsonl")] == list(range(1, 41))
     assert not list(tmp_path.glob("the*.1"))
     run_id = read_run_id(out)
-    assert [verify_folder(folder).run for folder in list_checkpoints(out)] == [run_id] * 2
+    assert [verify_folder(folder, KEY).run for folder in list_checkpoints(out)] == [run_id] * 2
 
-    job = job_file(tmp_path, LAYOUT, train={"steps": 44}, optimizer={"lr": 0.02})
+    job = job_file(tmp_path, LAYOUT, train={"steps": 44}, optimizer={"lr": 0.02}, checkpoint=settings)
     with weft_train(job, LAYOUT, out, "--resume", "auto") as other:
         assert other.wait() == 2
     assert other.errors()[1] == "optimizer.lr = 0.02, it was 0.01"
@@ -38,11 +44,17 @@ def test_a_second_command_and_a_resume_with_changes_are_refused_and_the_first_un
     with weft_train(job, LAYOUT, out, "--resume", "auto", "--set", "optimizer.lr=0.01") as other:
         assert other.wait() == 2
     assert f"the tokens of data.path = '{tmp_path}/tokens.npy' are others than those" in other.errors()[1]
-    before = read_manifest(list_checkpoints(out)[0])
+    before = read_manifest(list_checkpoints(out)[0], KEY)
+    planted = shutil.copytree(
+        list_checkpoints(out)[0], out / "step-00000041"
+    )  # somebody else's, whose digests are right
+    manifest = before.model_copy(update={"position": before.position.model_copy(update={"step": 41})})
+    write_manifest(manifest, planted)
     with weft_train(job, LAYOUT, out, "--resume", "auto", "--accept-changes") as other:
         assert other.wait() == 0, other.printed()
+    assert "step-00000041 is passed over" in other.printed()
     assert "going on after step 40" in other.printed()
-    after = read_manifest(list_checkpoints(out)[0])
+    after = read_manifest(list_checkpoints(out)[0], KEY)
     assert after.run == before.run == run_id == read_run_id(out)
     assert after.position.step == 44
     assert after.data != before.data

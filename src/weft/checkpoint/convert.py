@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.checkpoint import dcp
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.huggingface import build_on_meta, read_config, save_folder
+from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import (
     NAME,
     Manifest,
@@ -78,6 +79,7 @@ def to_huggingface(
     run: Path | None = None,
     tokenizer: Path | None = None,
     job: Job | None = None,
+    key: bytes | None = None,
 ) -> Path:
     """Write a checkpoint or a DCP folder as a Hugging Face folder, which plain `from_pretrained` loads.
 
@@ -88,6 +90,7 @@ def to_huggingface(
         run: run folder of a checkpoint, whose tokenizer goes along; None: the folder around it, if that is a run.
         tokenizer: folder of a tokenizer, instead of the run's.
         job: whose model it is; not needed for a checkpoint, which names its own.
+        key: that the manifest of a checkpoint was written with.
 
     Returns:
         The target.
@@ -105,7 +108,7 @@ def to_huggingface(
         raise CheckpointError(f"there is no tokenizer in {tokenizer}", rule=rule, fix=fix)
     with _writing(source, target) as part, ExitStack() as stack:
         if kind == "checkpoint":
-            reader = stack.enter_context(Reader(source, verify_folder(source)))
+            reader = stack.enter_context(Reader(source, verify_folder(source, key)))
             model = _model_of(reader) if job is None else job.model
             config, meta = _build(model)
             of_run, end_of_text = _read_prepared(run or source.parent)
@@ -210,7 +213,7 @@ def _write_checkpoint(model: Stock, optimizer: Stock | None, job: Job, folder: P
         files=files,
         tensors=tensors,
     )
-    write_manifest(manifest, folder)
+    write_manifest(manifest, folder, read_key(job.checkpoint.key_file))
 
 
 # Folders

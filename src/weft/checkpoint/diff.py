@@ -64,18 +64,19 @@ class Difference(NamedTuple):
         return not (self.tensors or self.only_a or self.only_b or self.position)
 
 
-def diff(a: Path, b: Path, *, generators: bool = False) -> Difference:
+def diff(a: Path, b: Path, *, generators: bool = False, key: bytes | None = None) -> Difference:
     """Compare two checkpoints, one tensor in memory at a time.
 
     Args:
         a, b: their folders; every byte of both is verified first.
         generators: compare random number generators too, and what compressed messages left out; they belong to ranks, so
             those of other layouts differ.
+        key: that their manifests were written with.
 
     Raises:
         CheckpointError: one of them does not verify.
     """
-    manifests = verify_folder(a), verify_folder(b)
+    manifests = verify_folder(a, key), verify_folder(b, key)
     names_a, names_b = ([name for name in m.tensors if generators or kind_of(name) not in OF_RANKS] for m in manifests)
     both = sorted(set(names_a) & set(names_b), key=_place)
     with Reader(a, manifests[0]) as reader_a, Reader(b, manifests[1]) as reader_b:

@@ -29,7 +29,7 @@ class Row(NamedTuple):
     """good, complete (its manifest reads, its files were not looked at), set aside, unfinished, or damaged and why."""
 
 
-def list_run(run: Path, *, verify: bool) -> list[Row]:
+def list_run(run: Path, *, verify: bool, key: bytes | None = None) -> list[Row]:
     """All folders of a run that are, were or would have become checkpoints, by step. A damaged one is a row, not an error.
 
     A folder of another name is a checkpoint if it has a manifest.
@@ -37,6 +37,7 @@ def list_run(run: Path, *, verify: bool) -> list[Row]:
     Args:
         run: the run folder.
         verify: check every byte.
+        key: that its manifests were written with.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -48,7 +49,7 @@ def list_run(run: Path, *, verify: bool) -> list[Row]:
     for folder in run.iterdir():
         if folder.is_dir() and _is_listed(folder):
             with suppress(FileNotFoundError):  # a run that goes on removes old ones meanwhile
-                rows.append(_row(folder, verify))
+                rows.append(_row(folder, verify, key))
     return sorted(rows, key=lambda row: (row.step, row.name))
 
 
@@ -56,7 +57,7 @@ def _is_listed(folder: Path) -> bool:
     return STEP.fullmatch(folder.name) is not None or (folder / NAME).is_file()
 
 
-def _row(folder: Path, verify: bool) -> Row:
+def _row(folder: Path, verify: bool, key: bytes | None) -> Row:
     named = STEP.fullmatch(folder.name)
     step = int(named[1]) if named else 0
     size = sum(path.lstat().st_size for path in folder.iterdir())
@@ -66,11 +67,11 @@ def _row(folder: Path, verify: bool) -> Row:
         return Row(folder.name, step, size, written, "", state)
     layout = ""
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, key)
         layout, state = describe_layout(manifest), "complete"
         step = step if named else manifest.position.step
         if verify:
-            verify_folder(folder)
+            verify_folder(folder, key)
             state = "good"
     except CheckpointError as error:
         state = f"damaged: {error.what}"

@@ -6,8 +6,8 @@
         manifest.json
 
 The manifest names every file with its size and BLAKE3 digest, and every tensor with its shape, format and the files its parts
-lie in. Its own last line is the digest of all bytes before it. Nothing is read from a folder before its manifest is whole, and
-no byte that is read is ever executed.
+lie in. Its own last line is the digest of all bytes before it, with a key (`key`) if the run has one. Nothing is read from a
+folder before its manifest is whole, and no byte that is read is ever executed.
 """
 
 import hashlib
@@ -23,14 +23,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from blake3 import blake3
 from pydantic import Field, ValidationError
 
+from weft.checkpoint.boxes import find_fault
 from weft.errors import CheckpointError
 from weft.plan import Table
 from weft.precision.scaling import LossScale
 
 NAME = "manifest.json"
+PLAIN, KEYED = "blake3", "keyed_blake3"
+"""Names of the digest in its last line."""
 SHARD_NAME = re.compile(r"shard-\d{5,}\.safetensors")
 FOLDER_NAME = re.compile(r"step-(\d{8,})")
 LARGEST_MANIFEST = 2**30  # bytes; a rank has some hundred bytes a tensor
@@ -124,14 +128,18 @@ def library_versions() -> dict[str, str]:
     return {name: version(name) for name in ("weft-train", "torch", "transformers", "safetensors")}
 
 
-def write_manifest(manifest: Manifest, folder: Path) -> None:
-    """Write `manifest.json` and wait until it, and the names of all files, are on the disk."""
-    path, digest = folder / NAME, blake3()
+def write_manifest(manifest: Manifest, folder: Path, key: bytes | None = None) -> None:
+    """Write `manifest.json` and wait until it, and the names of all files, are on the disk.
+
+    Args:
+        key: of `read_key`; who reads it needs the same.
+    """
+    path, digest = folder / NAME, _hasher(key)
     with path.open("wb") as file:
         for text in _dump(manifest):
             digest.update(text.encode())
             file.write(text.encode())
-        file.write(_last_line(digest.hexdigest()))
+        file.write(_last_line(digest.hexdigest(), key))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
@@ -148,12 +156,19 @@ def _dump(manifest: Manifest) -> Iterator[str]:
     yield "},\n"
 
 
-def _last_line(digest: str) -> bytes:
-    return f'"blake3": "{digest}"}}\n'.encode()
+def _hasher(key: bytes | None) -> Any:
+    return blake3(key=key) if key else blake3()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def _last_line(digest: str, key: bytes | None) -> bytes:
+    return f'"{KEYED if key else PLAIN}": "{digest}"}}\n'.encode()
+
+
+def read_manifest(folder: Path, key: bytes | None = None) -> Manifest:
     """Read and check `manifest.json`: its digest, its fields, and that its parts make up its tensors.
+
+    Args:
+        key: that it was written with. With a key, a manifest without one is refused.
 
     Raises:
         CheckpointError: the folder has none, or it is damaged or refused.
@@ -171,12 +186,21 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise _damaged(path, f"it cannot be read: {error.strerror}") from None
-    end = raw.rfind(b'"blake3"')
-    if end < 0 or raw[end:] != _last_line(blake3(raw[:end]).hexdigest()):
-        raise _damaged(path, "its bytes do not match the digest in its last line")
+    last = raw[raw.rstrip().rfind(b"\n") + 1 :]
+    body, is_keyed = raw[: -len(last)], last.startswith(f'"{KEYED}"'.encode())
+    if is_keyed and not key:
+        raise _damaged(path, "it was written with a key, which checkpoint.key_file or --key-file must name")
+    if key and not is_keyed:
+        raise _damaged(path, "it was written without the key of checkpoint.key_file: anybody may have written it")
+    digest = _hasher(key)
+    digest.update(body)
+    if last != _last_line(digest.hexdigest(), key):
+        raise _damaged(
+            path, "its bytes do not match the digest in its last line" + (", made with this key" if key else "")
+        )
     try:
         fields = json.loads(raw)
-        del fields["blake3"]
+        del fields[KEYED if key else PLAIN]
         manifest = Manifest.model_validate(fields)
     except (ValueError, TypeError, RecursionError, ValidationError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from None
@@ -228,9 +252,17 @@ def _check_entry(path: Path, name: str, entry: Entry, files: dict[str, File]) ->
         )
         if not inside:
             raise _damaged(path, f"a part of {name} at {part.offset}, {part.shape}, is not inside {entry.shape}")
-    found = sum(math.prod(part.shape) for part in entry.parts)
-    if found != math.prod(entry.shape):
-        raise _damaged(path, f"the parts of {name} have {found} numbers of {math.prod(entry.shape)}")
+    if len(entry.parts) == 1:  # as most have: it is inside, so that its size decides
+        found, wanted = math.prod(entry.parts[0].shape), math.prod(entry.shape)
+        fault = f"have {found} numbers of {wanted}" if found != wanted else None
+    elif max(entry.shape, default=0) >= 2**62:
+        fault = "are larger than any tensor"
+    else:
+        lows = np.array([part.offset for part in entry.parts], np.int64).reshape(len(entry.parts), len(entry.shape))
+        sizes = np.array([part.shape for part in entry.parts], np.int64).reshape(lows.shape)
+        fault = find_fault(lows, lows + sizes, entry.shape)
+    if fault:
+        raise _damaged(path, f"the parts of {name} {fault}")
 
 
 def verify_file(folder: Path, name: str, file: File) -> str | None:
@@ -254,13 +286,16 @@ def verify_names(folder: Path, manifest: Manifest) -> str | None:
     return f"{strange[0]} is not part of the checkpoint" if strange else None
 
 
-def verify_folder(folder: Path) -> Manifest:
+def verify_folder(folder: Path, key: bytes | None = None) -> Manifest:
     """Check every byte of a checkpoint, in this process alone, several files at once.
+
+    Args:
+        key: as of `read_manifest`.
 
     Raises:
         CheckpointError: with the first file, in the order of the manifest, that is not as it was written.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, key)
     with ThreadPoolExecutor(THREADS) as threads:
         found = threads.map(lambda item: verify_file(folder, *item), manifest.files.items())
         problems = [verify_names(folder, manifest), *found]

@@ -47,13 +47,14 @@ class HostMemory:
     Args:
         id_file: of the run folder, whose path names the folder in memory.
         run_id: what that file says.
+        key: that manifests of the run are written with.
 
     Raises:
         CheckpointError: the system has no file system in memory, or the folder there belongs to somebody else.
     """
 
-    def __init__(self, id_file: Path, run_id: str):
-        self.folder = _folder_of_run(id_file)
+    def __init__(self, id_file: Path, run_id: str, key: bytes | None = None):
+        self.folder, self.key = _folder_of_run(id_file), key
         self.lock: Lock | None = None
         self.rank = dist.get_rank()
         places = all_gather_json(place_of_host())
@@ -133,7 +134,7 @@ class HostMemory:
         found = []
         for folder in list_checkpoints(self.folder):
             try:
-                manifest = read_manifest(folder)
+                manifest = read_manifest(folder, self.key)
             except CheckpointError:
                 continue
             found.append((_digest(folder), manifest))
@@ -157,7 +158,7 @@ class HostMemory:
             folder.mkdir()
             (folder / NAME).write_text(text)
         dist.barrier()
-        return read_manifest(folder)
+        return read_manifest(folder, self.key)
 
     def place(self, copy: Copy) -> Path:
         """The folder of this host for a checkpoint; `provide` brings the files that are read."""

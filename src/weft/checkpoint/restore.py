@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.anatomy.roles import Anatomy
+from weft.checkpoint.boxes import find_fault
 from weft.checkpoint.folders import list_checkpoints, set_aside, step_of
 from weft.checkpoint.manifest import Entry, Manifest, Part, read_manifest, refused, verify_file, verify_names
 from weft.checkpoint.pieces import OF_RANKS, Piece, model_pieces, named_weights, optimizer_pieces
@@ -71,9 +72,7 @@ class Reader:
     def _check_cover(self, name: str, shape: tuple[int, ...], boxes: list[tuple[Part, Any, Any]]) -> None:
         """That boxes do not overlap and together are the whole: then every number is read, once."""
         lows, highs = (np.array([box[i] for box in boxes]).reshape(len(boxes), len(shape)) for i in (1, 2))
-        numbers = int((highs - lows).prod(1).sum())
-        overlap = (np.maximum(lows[:, None], lows) < np.minimum(highs[:, None], highs)).all(-1)
-        if numbers != int(np.prod(shape)) or int(overlap.sum()) != len(boxes):
+        if find_fault(lows, highs, shape):
             raise refused(self.folder, f"the parts of {name} do not make up a box of shape {shape}")
 
     def _slice(self, part: Part, entry: Entry, inside: tuple[slice, ...]) -> Tensor:
@@ -107,8 +106,11 @@ def _boxes(entry: Entry, offset: tuple[int, ...], shape: tuple[int, ...]) -> lis
     return found
 
 
-def verify_together(folder: Path) -> Manifest:
+def verify_together(folder: Path, key: bytes | None = None) -> Manifest:
     """Check every byte of a checkpoint, each rank a share of the files. Every rank must call it.
+
+    Args:
+        key: that its manifest was written with.
 
     Raises:
         CheckpointError: on every rank, with the first file that is not as it was written.
@@ -116,7 +118,7 @@ def verify_together(folder: Path) -> Manifest:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     problem, manifest = None, None
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, key)
         problem = verify_names(folder, manifest)
         for name, file in list(manifest.files.items())[rank::world_size]:
             problem = problem or verify_file(folder, name, file)
@@ -128,17 +130,20 @@ def verify_together(folder: Path) -> Manifest:
     return manifest
 
 
-def choose(candidates: Iterable[Path], say: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+def choose(
+    candidates: Iterable[Path], say: Callable[[str], None], key: bytes | None = None
+) -> tuple[Path, Manifest] | None:
     """The first of some checkpoints that verifies; None where none does. Every rank must call it.
 
     Args:
         candidates: folders, the best first; those of rank 0 count.
         say: told what was passed over and why, on every rank.
+        key: that their manifests were written with.
     """
     for name in broadcast_json([str(path) for path in candidates]):
         folder = Path(name)
         try:
-            return folder, verify_together(folder)
+            return folder, verify_together(folder, key)
         except CheckpointError as error:
             say(f"{folder.name} is passed over: {error.what}")
     return None

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.roles import Anatomy
 from weft.checkpoint.folders import begin_folder, commit_folder, part_of, retire
+from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import (
     Entry,
     File,
@@ -106,7 +107,7 @@ class Snapshots:
         data: str = "",
         run: str = "",
     ):
-        self.data, self.run = data, run
+        self.data, self.run, self.key = data, run, read_key(job.checkpoint.key_file)
         self.job, self.model, self.anatomy, self.optimizer = job, model, anatomy, optimizer
         self.device, self.place, self.mesh = device, place, mesh
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -253,9 +254,7 @@ class Snapshots:
         if target.leads:
             try:
                 folder, size = self._commit(position, target)
-            except (
-                Exception
-            ) as error:  # also a report that makes no sense: a thread that ended would lose it without a word
+            except Exception as error:  # also where a report makes no sense
                 shutil.rmtree(part, ignore_errors=True)
                 self.news.put(f"no checkpoint of step {position.step}: {error}; training goes on, the one before stays")
             else:
@@ -277,7 +276,7 @@ class Snapshots:
             files={file_name(rank): File(**report["file"]) for rank, report in enumerate(reports)},
             tensors=self._merged([report["parts"] for report in reports]),
         )
-        write_manifest(manifest, part_of(target.folder, position.step))
+        write_manifest(manifest, part_of(target.folder, position.step), self.key)
         folder = commit_folder(target.folder, position.step)
         retire(target.folder, target.keep, target.keep_hours)
         return folder, manifest.bytes

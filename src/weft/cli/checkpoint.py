@@ -12,12 +12,15 @@ if TYPE_CHECKING:
 
 SHOWN = 5  # keys that differ, of each list that --all shows whole
 
+KeyFile = Annotated[str, typer.Option("--key-file", help="The checkpoint.key_file of the run, if it had one.")]
+
 checkpoint = typer.Typer(help="List, verify, compare and convert checkpoints.", no_args_is_help=True)
 
 
 def ls(
     run: Annotated[Path, typer.Argument(help="Folder of a run, or another in which checkpoints lie.")],
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte: only then one is called good.")] = False,
+    key_file: KeyFile = "",
 ) -> None:
     """List the checkpoints of a run, with size, layout and state.
 
@@ -27,12 +30,13 @@ def ls(
     from rich.markup import escape
     from rich.table import Column, Table
 
+    from weft.checkpoint.key import read_key
     from weft.checkpoint.listing import list_run
 
     table = Table(
         "folder", "step", Column("MiB", justify="right"), "written", "layout", Column("state", overflow="fold")
     )
-    for row in list_run(run, verify=verify):
+    for row in list_run(run, verify=verify, key=read_key(key_file)):
         size, written = f"{row.bytes / 2**20:.1f}", f"{row.written:%Y-%m-%d %H:%M:%S}"
         table.add_row(escape(row.name), str(row.step), size, written, row.layout, escape(row.state))
     Console(highlight=False).print(table)
@@ -40,19 +44,21 @@ def ls(
 
 def verify(
     folders: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs for all of theirs.")],
+    key_file: KeyFile = "",
 ) -> None:
     """Check every byte of checkpoints.
 
     Exit code 0: all are good; 1: one does not verify.
     """
+    from weft.checkpoint.key import read_key
     from weft.checkpoint.listing import checkpoints_at
     from weft.checkpoint.manifest import verify_folder
     from weft.errors import CheckpointError
 
-    bad = 0
+    bad, key = 0, read_key(key_file)
     for folder in checkpoints_at(folders):
         try:
-            manifest = verify_folder(folder)
+            manifest = verify_folder(folder, key)
         except CheckpointError as error:
             bad += 1
             print(f"{folder} does not verify: {error}")
@@ -66,14 +72,16 @@ def diff(
     b: Annotated[Path, typer.Argument(help="Another, under any layout.")],
     generators: Annotated[bool, typer.Option("--generators", help="Compare random number generators too.")] = False,
     every: Annotated[bool, typer.Option("--all", help="List every tensor and key that differs.")] = False,
+    key_file: KeyFile = "",
 ) -> None:
     """Compare two checkpoints bit by bit.
 
     Exit code 0: tensors and position are equal; 1: they differ; 2: one of them does not verify.
     """
     from weft.checkpoint.diff import diff as diff_folders
+    from weft.checkpoint.key import read_key
 
-    found = diff_folders(a, b, generators=generators)
+    found = diff_folders(a, b, generators=generators, key=read_key(key_file))
     print_difference(found, every=every)
     raise typer.Exit(0 if found.equal else 1)
 
@@ -133,6 +141,7 @@ def convert(
         Optional[Path],  # noqa: UP045
         typer.Option(help="Job as TOML: whose model a DCP folder holds; and what will go on from the checkpoint."),
     ] = None,
+    key_file: KeyFile = "",
 ) -> None:
     """Convert between checkpoints, Hugging Face folders and DCP.
 
@@ -145,11 +154,12 @@ def convert(
     import transformers
 
     from weft.checkpoint.convert import to_checkpoint, to_huggingface
+    from weft.checkpoint.key import read_key
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if to == "hf":
-        print(to_huggingface(source, target, dtype=dtype, tokenizer=tokenizer, job=chosen))
+        print(to_huggingface(source, target, dtype=dtype, tokenizer=tokenizer, job=chosen, key=read_key(key_file)))
         if not any(target.glob("tokenizer*")):
             print("There is no tokenizer in it: no run around the source names one. --tokenizer FOLDER does.")
     elif dtype or tokenizer:

@@ -21,6 +21,7 @@ def export(
     from weft.checkpoint.convert import to_huggingface
     from weft.checkpoint.folders import folder_of
     from weft.checkpoint.huggingface import convert_folder
+    from weft.checkpoint.key import read_key
     from weft.job import Job
 
     transformers.logging.set_verbosity_error()
@@ -28,5 +29,6 @@ def export(
     if step is None:
         print(convert_folder(run / "export", to, dtype))
     else:
-        checkpoints = Path(Job.load(run / "job.toml").checkpoint.folder or run)
-        print(to_huggingface(folder_of(checkpoints, step), to, dtype=dtype, run=run))
+        settings = Job.load(run / "job.toml").checkpoint
+        folder = folder_of(Path(settings.folder or run), step)
+        print(to_huggingface(folder, to, dtype=dtype, run=run, key=read_key(settings.key_file)))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
+from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Manifest, Position
 from weft.checkpoint.memory import HostMemory, holds_copies
 from weft.checkpoint.pieces import set_generators
@@ -66,13 +67,13 @@ class Checkpoints:
 
     def __init__(self, job: Job, run: Path, data: str, accepted: Sequence[str] = ()):
         self.job, self.settings, self.data = job, job.checkpoint, {data, *accepted}
-        self.run, self.run_id = run, read_run_id(run)
+        self.run, self.run_id, self.key = run, read_run_id(run), read_key(job.checkpoint.key_file)
         self.folder = checkpoint_folder(job, run)
         self.leads = dist.get_rank() == 0
         self.disk = Target(self.folder, self.leads, self.settings.keep, self.settings.keep_hours)
         kept = any(all_gather_json(holds_copies(run / RUN_ID, self.run_id)))  # when the disk was full
         wanted = self.settings.memory_every or kept
-        self.memory = HostMemory(run / RUN_ID, self.run_id) if wanted else None
+        self.memory = HostMemory(run / RUN_ID, self.run_id, self.key) if wanted else None
 
     def attach(self, snapshots: Snapshots, settle: Callable[[nn.Parameter], object]) -> None:
         """Say what takes them, and with that what is in them; and what moves a parameter's states to where they live."""
@@ -90,7 +91,7 @@ class Checkpoints:
         """
         for wish in resume:
             if wish != "auto":
-                return self._go_on(Path(wish), verify_together(Path(wish)))
+                return self._go_on(Path(wish), verify_together(Path(wish), self.key))
             if found := self._newest(ANY_STEP):
                 return found
         self._make_way(None, -1)
@@ -155,7 +156,7 @@ class Checkpoints:
             self.finish()
         if self.is_saved(position.step, interrupted=True):
             return ""
-        self.memory = self.memory or HostMemory(self.run / RUN_ID, self.run_id)
+        self.memory = self.memory or HostMemory(self.run / RUN_ID, self.run_id, self.key)
         self.snapshots.take(position, self.memory.target())
         self.finish()
         copy = self.memory.newest(position.step)
@@ -181,7 +182,8 @@ class Checkpoints:
     def _newest(self, until: int) -> Found | None:
         copy = self.memory.newest(until) if self.memory else None
         older = copy.step if copy else -1
-        on_disk = choose([path for path in list_checkpoints(self.folder) if older < step_of(path) <= until], self.say)
+        newer = [path for path in list_checkpoints(self.folder) if older < step_of(path) <= until]
+        on_disk = choose(newer, self.say, self.key)
         if on_disk:
             return self._go_on(*on_disk)
         if copy is None or self.memory is None:

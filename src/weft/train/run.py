@@ -21,6 +21,7 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import clean, list_checkpoints
 from weft.checkpoint.huggingface import build_on_meta, read_config
+from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import read_manifest
 from weft.cluster.device import Device, detect
 from weft.cluster.guardian import Limits
@@ -237,14 +238,15 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
         accept_changes: updates may be others; tokens may be those of `prepared.accepted`.
 
     Raises:
-        CheckpointError: `resume` names a folder without a manifest that can be read.
+        CheckpointError: `resume` names a folder without a manifest that can be read, or checkpoint.key_file holds no key.
         JobError: its batches are others, or its updates.
     """
+    key = read_key(job.checkpoint.key_file)
     if resume is None:
         return
     for folder in list_checkpoints(checkpoint_folder(job)) if resume == "auto" else [Path(resume)]:
         try:
-            manifest = read_manifest(folder)
+            manifest = read_manifest(folder, key)
         except CheckpointError:
             if resume != "auto":
                 raise
@@ -265,7 +267,7 @@ def earlier_tokens(job: Job, resume: str) -> tuple[str, ...]:
     found = set()
     for folder in list_checkpoints(checkpoint_folder(job)) + [Path(resume)] * (resume != "auto"):
         with suppress(CheckpointError):  # ranks say why they pass over it
-            found.add(read_manifest(folder).data)
+            found.add(read_manifest(folder, read_key(job.checkpoint.key_file)).data)
     with suppress(OSError, ValueError, TypeError, KeyError):  # what checkpoints in memory were made with
         earlier = Prepared.from_json((Path(job.out) / "prepared.json").read_text(encoding="utf-8"))
         found |= {earlier.identity, *earlier.accepted}
