@@ -15,8 +15,9 @@ from weft.refusal import explain, keys_of, refuse_odd_numbers
 
 BF16_STEP = 2**-8  # of a number: half of what lies between 1 and the next one, so that less may be rounded away
 
-Count = Annotated[int, Field(ge=1)]
-Number = Annotated[int, Field(ge=0)]
+LARGEST_TOML = 2**20  # bytes
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Number = Annotated[int, Field(ge=0, lt=2**63)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -236,7 +237,15 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     rule = "jobs, plans, topologies and clusters are TOML files"
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            raw = file.read(LARGEST_TOML + 1)
+        if len(raw) > LARGEST_TOML:
+            raise JobError(
+                f"{path} has more than {LARGEST_TOML} bytes",
+                rule=rule,
+                fix="name a TOML file; text to train on goes to data.path",
+            )
+        return tomllib.loads(raw.decode())
     except IsADirectoryError:
         inside = Path(path) / "job.toml"
         fix = f"name the file in it: {inside}" if inside.is_file() else "name a TOML file"
@@ -265,7 +274,7 @@ def _assign(tables: dict[str, Any], assignment: str) -> dict[str, Any]:
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or a number with thousands of digits
         value = text
 
     def put(table: dict[str, Any], path: list[str]) -> dict[str, Any]:

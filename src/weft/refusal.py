@@ -208,7 +208,9 @@ def refuse_odd_numbers(given: dict[str, Any], read: Table, where: str, prefix: s
         if isinstance(found, Table) and isinstance(value, dict):
             refuse_odd_numbers(value, found, where, f"{key}.")
             continue
-        odd = [number for number in (value if isinstance(value, list) else [value]) if _is_odd(number)]
+        written, understood = (part if isinstance(part, list | tuple) else [part] for part in (value, found))
+        odd = [number for number in written if _is_odd(number)]
+        odd += [number for number in understood if isinstance(number, float) and _is_odd(number)]  # of the text "inf"
         if odd and not isinstance(found, bool):
             rule = _rule(key, field) + ", and finite" * isinstance(odd[0], float)
             fix = f"for example {key} = {_example(field)}"

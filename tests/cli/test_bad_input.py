@@ -84,6 +84,12 @@ def blocks(number: int) -> list[str]:
         (["model.config.hidden_size=33"], ["configuration"]),
         (["model.config.model_type=mamba"], ["mamba cannot keep packed documents apart", "data.packing = false"]),
         (["plan.precision.forward=fp16"], ["fp16 forward without a loss scale", 'loss_scale = "dynamic"']),
+        (["plan=/dev/zero"], ["/dev/zero has more than 1048576 bytes"]),
+        ([f"train.steps={'9' * 5000}"], ["train.steps"]),
+        ([f"train.steps=1{'0' * 30}"], ["train.steps = 1000000000000000000000000000000", "below 9.22"]),
+        ([f"train.steps={'[' * 5000}"], ["train.steps"]),
+        (['optimizer.lr="inf"'], ['optimizer.lr = "inf"', "finite"]),
+        (["guard.rejoin_seconds=inf"], ["guard.rejoin_seconds = inf", "finite"]),
     ],
 )
 def test_a_bad_setting(

@@ -108,3 +108,23 @@ def weft_main() -> None:
     from weft.cli import main
 
     main()
+
+
+OFFLINE = """
+import os, sys
+from weft.cli import main
+sys.argv = ["weft", "schema"]
+try:
+    main()
+except SystemExit:
+    pass
+import huggingface_hub.constants
+print(huggingface_hub.constants.HF_HUB_OFFLINE, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("given", "offline"), [({}, "True"), ({"HF_HUB_OFFLINE": "0"}, "False")])
+def test_commands_fetch_nothing_unless_asked_to(given: dict[str, str], offline: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | given
+    done = subprocess.run([sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == offline

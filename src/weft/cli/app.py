@@ -1,5 +1,6 @@
 """All commands, by name. Each one imports what it needs when it runs, so that `weft --help` is quick."""
 
+import os
 import signal
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -27,9 +28,12 @@ from weft.errors import Stopped
 
 
 class Commands(TyperGroup):
-    """The commands. Ctrl-C ends them with exit code 130, without a traceback."""
+    """The commands. Ctrl-C ends them with exit code 130, without a traceback; nothing is fetched from a model hub."""
 
     def invoke(self, ctx: Any) -> Any:
+        os.environ.setdefault(
+            "HF_HUB_OFFLINE", "1"
+        )  # before Transformers is imported: a configuration may name a repository
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
