@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import weft
 from tests.lab.hosts import Host, hosts
 from weft.cluster.gate import LOOPBACK, Door, Gate
 from weft.cluster.hosts import Board
@@ -191,6 +193,25 @@ def test_host_0_leaves_last(meeting: Meeting) -> None:
     leaving.join(5)
     assert not leaving.is_alive()
     first.leave()  # a second time does nothing
+
+
+def test_a_record_with_more_fields_is_read(meeting: Meeting) -> None:
+    """As a version of tomorrow may write it."""
+    first, second = meeting.all(2)
+    second.leave()
+    record = json.loads(meeting.store.get("host-1")) | {"left": False, "colour": "green", "ranks": 7}
+    meeting.store.set("host-1", json.dumps(record))
+    until(lambda: first.look()[1].ranks == 7)
+    assert statuses(first) == ["here", "here"]
+
+
+def test_hosts_of_two_versions_name_both(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting.store.set("version", "9.9.9")
+    meeting.store.set("hosts", "2")
+    with pytest.raises(
+        RendezvousError, match=rf"host 0 has Weft 9\.9\.9, this host has Weft {re.escape(weft.__version__)}"
+    ):
+        meeting.join(1, 2)
 
 
 def test_without_the_store_all_others_are_out_of_reach() -> None:

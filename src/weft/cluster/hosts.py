@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+import weft
 from weft.errors import RendezvousError
 
 NOBODY = "null"
@@ -113,6 +114,7 @@ class Board:
         if host == 0:
             for key in (NOTICE, *map(_key, range(hosts))):
                 store.set(key, NOBODY)
+            store.set("version", weft.__version__)
             store.set("hosts", str(hosts))
         try:
             store.wait(["hosts"], timedelta(seconds=timeout))
@@ -120,6 +122,13 @@ class Board:
             raise RendezvousError(
                 f"host 0 did not come within {timeout:g} s", where=f"host {host}", fix="see the output of host 0"
             ) from None
+        if (version := store.get("version").decode()) != weft.__version__:
+            raise RendezvousError(
+                f"host 0 has Weft {version}, this host has Weft {weft.__version__}",
+                where=f"host {host}",
+                rule="all hosts of a job have the same version: another may compute or send something else",
+                fix=f"install weft-train=={version} here, or the other version there",
+            )
         if (told := int(store.get("hosts"))) != hosts or not 0 <= host < hosts:
             raise RendezvousError(
                 f"this is host {host} of {hosts}, and host 0 speaks of {told} hosts",
@@ -288,7 +297,14 @@ class Board:
         )
 
     def _keep_up(self) -> None:
-        """The thread. No other uses the store, which may keep it waiting."""
+        """The thread. Whatever ends it, who looks is told that other hosts cannot be heard any more."""
+        try:
+            self._talk()
+        finally:
+            self._give_up()
+
+    def _talk(self) -> None:
+        """Until the end. No other thread uses the store, which may keep this one waiting."""
         while not self._ended:
             with self._news:
                 self._mine = replace(self._mine, beat=self._mine.beat + 1)
@@ -298,15 +314,13 @@ class Board:
             try:
                 texts, notice = self._exchange(text, notice, freed)
             except (dist.DistError, _Replaced):
-                with self._news:
-                    self._lost = True
-                    self._news.notify_all()
                 return
             with self._news:
                 for host, other in enumerate(texts):
                     if other != self._texts[host]:
-                        fields = json.loads(other)
-                        self._entries[host] = Entry(**fields) if fields else None
+                        self._entries[host] = (
+                            None if other == NOBODY else Entry(**known_fields(Entry, json.loads(other)))
+                        )
                         self._texts[host], self._heard[host], self._spoke[host] = other, time.monotonic(), self._looked
                 self._looked = looks
                 if self.host:
@@ -314,6 +328,12 @@ class Board:
                 self._published = changes
                 self._news.notify_all()
                 self._wait(lambda: self._ended or self._changes > self._published, self._interval)
+
+    def _give_up(self) -> None:
+        """Nothing more will be heard of other hosts."""
+        with self._news:
+            self._lost = True
+            self._news.notify_all()
 
     def _exchange(self, text: str, notice: str, freed: dict[int, str]) -> tuple[list[str], str]:
         """Write what this host says, and read what all hosts say, and the notice."""
@@ -328,6 +348,11 @@ class Board:
             self._written = notice
         *texts, notice = (found.decode() for found in self._store.multi_get([*self._keys, NOTICE]))
         return texts, notice
+
+
+def known_fields(table: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """Of what another host has written, the fields that this version of a dataclass has."""
+    return {name: fields[name] for name in table.__dataclass_fields__.keys() & fields.keys()}  # type: ignore[attr-defined]
 
 
 class _Replaced(Exception):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster.gate import Door, Gate
-from weft.cluster.hosts import Board, HostState
+from weft.cluster.hosts import Board, HostState, known_fields
 from weft.cluster.meeting import Meeting, interface_address, interface_of, own_address
 from weft.cluster.scratch import scratch_folder
 from weft.cluster.store import SocketStore, StoreRendezvous, StoreServer
@@ -300,7 +300,7 @@ class Team:
 
     def _read(self) -> Notice:
         text = self.board.notice()
-        return Notice(**json.loads(text)) if text else Notice()
+        return Notice(**known_fields(Notice, json.loads(text))) if text else Notice()
 
     def _post(self, notice: Notice) -> None:
         self._notice = notice
@@ -318,7 +318,7 @@ class Team:
     def _reports(self, before: int | None = None) -> list[Failure]:
         """Of other hosts, or of those with lower numbers than `before`."""
         return [
-            Failure(**json.loads(state.report))
+            Failure(**known_fields(Failure, json.loads(state.report)))
             for state in self._others()
             if state.report and (before is None or state.host < before)
         ]
@@ -346,7 +346,7 @@ class Team:
     def _check_host_0(self, notice: Notice, cause: RankFailure | None = None) -> None:
         """Raise if the job, or host 0, has ended."""
         if notice.ended and notice.failure:
-            raise Failure(**notice.failure).error()
+            raise Failure(**known_fields(Failure, notice.failure)).error()
         head = self.board.look()[0]
         if head.gone and not head.entry.left:
             raise self._loss(head).error()
