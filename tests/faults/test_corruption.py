@@ -215,7 +215,7 @@ def overlapping_parts(folder: Path) -> str:
         entry["parts"] = [entry["parts"][0], entry["parts"][0]]
 
     resign(folder, overlap)
-    return "do not make up a box"
+    return "overlap"
 
 
 def negative_offset(folder: Path) -> str:
