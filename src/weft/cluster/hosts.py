@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-import weft
 from weft.errors import RendezvousError
 
 NOBODY = "null"
@@ -111,10 +111,11 @@ class Board:
         Raises:
             RendezvousError: hosts do not agree how many they are, the number is taken, or somebody does not come.
         """
+        own_version = version("weft-train")
         if host == 0:
             for key in (NOTICE, *map(_key, range(hosts))):
                 store.set(key, NOBODY)
-            store.set("version", weft.__version__)
+            store.set("version", own_version)
             store.set("hosts", str(hosts))
         try:
             store.wait(["hosts"], timedelta(seconds=timeout))
@@ -122,12 +123,12 @@ class Board:
             raise RendezvousError(
                 f"host 0 did not come within {timeout:g} s", where=f"host {host}", fix="see the output of host 0"
             ) from None
-        if (version := store.get("version").decode()) != weft.__version__:
+        if (other := store.get("version").decode()) != own_version:
             raise RendezvousError(
-                f"host 0 has Weft {version}, this host has Weft {weft.__version__}",
+                f"host 0 has Weft {other}, this host has Weft {own_version}",
                 where=f"host {host}",
                 rule="all hosts of a job have the same version: another may compute or send something else",
-                fix=f"install weft-train=={version} here, or the other version there",
+                fix=f"install weft-train=={other} here, or the other version there",
             )
         if (told := int(store.get("hosts"))) != hosts or not 0 <= host < hosts:
             raise RendezvousError(
