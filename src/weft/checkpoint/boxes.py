@@ -1,4 +1,4 @@
-"""Whether boxes of a tensor make it up: each number lies in one of them, and in one only."""
+"""A check that boxes of a tensor make it up: each number lies in one of them, and in one only."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ LARGEST = 2048  # boxes that no straight cut parts, which no layout makes, and w
 
 
 def find_fault(lows: np.ndarray, highs: np.ndarray, shape: tuple[int, ...]) -> str | None:
-    """What is wrong with boxes that should make up a tensor; None if they do.
+    """Find what is wrong with boxes that should make up a tensor; None if they do.
 
     A line is swept along an axis: where no box reaches across it, it parts them into groups that have nothing in common, and
     each group is swept again. Of n boxes that a mesh of devices holds that takes n log n steps, not n squared.
@@ -37,7 +37,7 @@ def find_fault(lows: np.ndarray, highs: np.ndarray, shape: tuple[int, ...]) -> s
 
 
 def _meet(lows: np.ndarray, highs: np.ndarray) -> bool:
-    """Whether two boxes have a number in common, each looked at with each."""
+    """Look at each box with each other: whether two have a number in common."""
     common = (np.maximum(lows[:, None], lows) < np.minimum(highs[:, None], highs)).all(-1)
     return int(common.sum()) > len(lows)
 

@@ -191,7 +191,7 @@ class HostMemory:
 
 
 def holds_copies(id_file: Path, run_id: str) -> bool:
-    """Whether this host has checkpoints of a run in its memory.
+    """Tell whether this host has checkpoints of a run in its memory.
 
     Args:
         id_file: of the run folder.

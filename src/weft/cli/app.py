@@ -31,9 +31,8 @@ class Commands(TyperGroup):
     """The commands. Ctrl-C ends them with exit code 130, without a traceback; nothing is fetched from a model hub."""
 
     def invoke(self, ctx: Any) -> Any:
-        os.environ.setdefault(
-            "HF_HUB_OFFLINE", "1"
-        )  # before Transformers is imported: a configuration may name a repository
+        # Before Transformers is imported: a configuration may name a repository.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Self
 
 from weft.cluster.meeting import TOKEN_VARIABLE, listen, token_key
-from weft.cluster.store import check_path
+from weft.cluster.store import BACKLOG, listen_at
 from weft.errors import RendezvousError
 
 LOOPBACK = "127.0.0.1"
@@ -52,7 +52,6 @@ MAX_PENDING, MAX_PENDING_OF_ONE = 1024, 256  # proofs under way: of all addresse
 ACCEPTED_AT_ONCE = 64  # before those who wait are heard again
 SWEEP_SECONDS = 0.25
 MAX_STRANGERS = 4096  # addresses whose refusals are counted one by one
-BACKLOG = 4096
 CHUNK_BYTES = 2**16
 SILENCE_SECONDS = 20.0
 
@@ -114,7 +113,7 @@ class _Visitor:
     connection: socket.socket
     address: str
     nonce: bytes
-    """Of the gate, for this one."""
+    """The gate's nonce for this visitor."""
     came: float
     said: bytes = b""
 
@@ -301,15 +300,7 @@ class Door(Relay):
     ):
         self._gate, self._timeout, self.path = (address, port), timeout, path
         self._key, self._name = token_key(token, "the token of the door"), _padded(name)
-        check_path(path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(str(path))
-            listener.listen(BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
-        super().__init__(listener, silence_seconds)
+        super().__init__(listen_at(path), silence_seconds)
         try:
             asyncio.run_coroutine_threadsafe(self._prove(), self._loop).result()
         except BaseException:

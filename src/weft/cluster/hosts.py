@@ -352,7 +352,7 @@ class Board:
 
 
 def known_fields(table: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """Of what another host has written, the fields that this version of a dataclass has."""
+    """Keep the fields that this version of a dataclass has, of what another host has written."""
     return {name: fields[name] for name in table.__dataclass_fields__.keys() & fields.keys()}  # type: ignore[attr-defined]
 
 

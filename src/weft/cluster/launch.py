@@ -157,7 +157,7 @@ def launch(
 
 
 def _log_folder(folder: Path, pulses: Path) -> Path:
-    """Where ranks log; beside their pulses where the disk has no room, so that they can start all the same."""
+    """Make the folder that ranks log in; beside their pulses where the disk has no room, so that they can start."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:

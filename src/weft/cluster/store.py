@@ -46,14 +46,7 @@ class StoreServer:
         self._waiting: dict[bytes, set[asyncio.Future[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            check_path(path)
-            listener.bind(str(path))
-            listener.listen(BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
+        listener = listen_at(path)
         self._thread = threading.Thread(target=self._run, args=(listener,), name="StoreServer", daemon=True)
         self._thread.start()
 
@@ -162,7 +155,6 @@ class SocketStore(dist.Store):
         self.path = path
         self.set_timeout(timeout)
         self._idle: list[socket.socket] = []  # a call takes a connection of its own: another may wait for long
-        check_path(path)
         self._idle.append(self._connect())
 
     def close(self) -> None:
@@ -272,16 +264,24 @@ class StoreRendezvous(StaticTCPRendezvous):
         self._store = SocketStore(path, timedelta(seconds=seconds))
 
 
-def check_path(path: Path) -> None:
-    """Refuse what is too long for the address of a Unix socket.
+def listen_at(path: Path) -> socket.socket:
+    """A listening Unix socket at a path that is free.
 
     Raises:
-        OSError: it is; its words name the way out.
+        OSError: it cannot be made; where the path is too long, its words name the way out.
     """
     if len(str(path).encode()) > LONGEST_PATH:
         raise OSError(
             f"{path} has more than {LONGEST_PATH} bytes, too many for a socket: set TMPDIR to a shorter folder"
         )
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _packed(fields: Sequence[bytes]) -> bytes:

@@ -33,6 +33,7 @@ from weft.precision.scaling import LossScale
 from weft.train.metrics import Evaluation, MetricsWriter, Progress, StepMetrics, utilization
 from weft.train.optimizer import learning_rate, set_learning_rate
 from weft.train.recovery import Recovery
+from weft.train.run_folder import write_summary
 from weft.train.session import Session, held_out_batches, save_weights, train_batches
 from weft.train.state_bytes import measure_model_state
 from weft.train.step import StepResult, evaluate, train_step
@@ -306,18 +307,7 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
             "steps": steps,
             "seconds": seconds,
         }
-        _write_summary(out, summary)
-
-
-def _write_summary(out: Path, summary: dict[str, Any]) -> None:
-    """A report without it is poorer; that is no reason to lose the end of a run."""
-    draft = out / ".run.json"
-    try:
-        draft.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        draft.replace(out / "run.json")
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        print(f"{out / 'run.json'} cannot be written: {error.strerror}; the report lacks what it says", flush=True)
+        write_summary(out, summary, partial(print, flush=True), "what it says")
 
 
 @dataclass

@@ -40,7 +40,7 @@ from weft.parallel.rows import row_multiple
 from weft.plan import Plan
 from weft.precision.dtypes import check_formats, explain_precision
 from weft.train.checkpoints import check_same_batches, check_same_update, checkpoint_folder
-from weft.train.run_folder import RUN_ID, HeldFolders, check_writable, join_folders, make_run_id
+from weft.train.run_folder import RUN_ID, HeldFolders, check_writable, join_folders, make_run_id, write_summary
 from weft.train.startup import startup_screen
 
 WORD = "meeting"  # file in the run folder of several hosts, by which they know that it is one
@@ -264,10 +264,10 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
 
 def earlier_tokens(job: Job, resume: str) -> tuple[str, ...]:
     """`identity` of the tokens of every checkpoint that a run may go on from, on the disk or in memory."""
-    found = set()
+    found, key = set(), read_key(job.checkpoint.key_file)
     for folder in list_checkpoints(checkpoint_folder(job)) + [Path(resume)] * (resume != "auto"):
         with suppress(CheckpointError):  # ranks say why they pass over it
-            found.add(read_manifest(folder, read_key(job.checkpoint.key_file)).data)
+            found.add(read_manifest(folder, key).data)
     with suppress(OSError, ValueError, TypeError, KeyError):  # what checkpoints in memory were made with
         earlier = Prepared.from_json((Path(job.out) / "prepared.json").read_text(encoding="utf-8"))
         found |= {earlier.identity, *earlier.accepted}
@@ -409,13 +409,7 @@ def _complete_summary(job: Job, prepared: Prepared, out: Path, say: Callable[[st
         "system": platform.platform(),
         "cores": str(os.cpu_count()),
     }
-    draft = out / ".run.json"
-    try:
-        draft.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        draft.replace(out / "run.json")
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        say(f"{out / 'run.json'} cannot be written: {error.strerror}; the report lacks baselines and sample")
+    write_summary(out, summary, say, "baselines and sample")
 
 
 def _baselines(job: Job, prepared: Prepared) -> dict[str, float] | None:

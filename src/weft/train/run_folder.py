@@ -10,10 +10,12 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from weft.errors import JobError
 from weft.job import Job
@@ -220,6 +222,24 @@ def _remove_if_unused(folder: Path) -> None:
             shutil.rmtree(folder)
     except OSError:  # somebody else was quicker
         pass
+
+
+def write_summary(out: Path, summary: dict[str, Any], say: Callable[[str], None], content: str) -> None:
+    """Write run.json. Where it cannot be written the report is poorer, and the run ends as well as before.
+
+    Args:
+        out: the run folder.
+        summary: the whole of the file.
+        say: told that it could not be written.
+        content: what the report lacks then.
+    """
+    draft = out / ".run.json"
+    try:
+        draft.write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        draft.replace(out / "run.json")
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        say(f"{out / 'run.json'} cannot be written: {error.strerror}; the report lacks {content}")
 
 
 def make_run_id(out: Path) -> str:
