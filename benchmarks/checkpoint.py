@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import folder_of
-from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.manifest import Position
+from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.cluster.device import detect

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from weft.checkpoint.huggingface import build_plain, read_config
+from weft.checkpoint.huggingface import build_plain
+from weft.checkpoint.model_config import read_config
 from weft.cluster.device import detect
 from weft.cluster.launch import connect
 from weft.cluster.mesh import build_mesh

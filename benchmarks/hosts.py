@@ -39,7 +39,8 @@ from tests.lab.hosts import INTERFACE, hosts, payload_sent
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh, data_rank
 from weft.comm.collectives import Recorder, all_gather_rows
 from weft.comm.stopwatch import Stopwatch

@@ -24,8 +24,9 @@ from foundation import random_batch
 
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import folder_of
-from weft.checkpoint.huggingface import allocate, build_on_meta, read_config
+from weft.checkpoint.huggingface import allocate, build_on_meta
 from weft.checkpoint.manifest import Position, verify_folder
+from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.cluster.device import Device, detect
 from weft.cluster.launch import connect

@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpoint import LLAMA_8B
-from weft.checkpoint.huggingface import allocate, build_on_meta, read_config
+from weft.checkpoint.huggingface import allocate, build_on_meta
+from weft.checkpoint.model_config import read_config
 from weft.cluster.device import detect
 from weft.cluster.launch import connect
 from weft.cluster.mesh import build_mesh

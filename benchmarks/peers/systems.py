@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import weft
-from weft.checkpoint.huggingface import build_on_meta, read_config
+from weft.checkpoint.huggingface import build_on_meta
+from weft.checkpoint.model_config import read_config
 from weft.cluster.device import detect
 from weft.cluster.mesh import data_rank
 from weft.data import MicroBatch

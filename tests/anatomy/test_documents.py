@@ -13,7 +13,8 @@ from tests.lab.shrink import shrunk
 from weft.anatomy.documents import TOLERANCE, try_documents
 from weft.anatomy.shrink import LARGEST_COPY, block_kinds, small_copy
 from weft.anatomy.transformers import read_anatomy, row_arguments
-from weft.checkpoint.huggingface import build_on_meta, build_plain, read_config
+from weft.checkpoint.huggingface import build_on_meta, build_plain
+from weft.checkpoint.model_config import read_config
 from weft.job import Model
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -9,7 +9,8 @@ from tests.lab.shrink import shrunk
 from weft.anatomy.flops import training_flops_per_token
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy, row_arguments
-from weft.checkpoint.huggingface import build_on_meta, build_plain, read_config
+from weft.checkpoint.huggingface import build_on_meta, build_plain
+from weft.checkpoint.model_config import read_config
 from weft.errors import ModelError
 from weft.job import Model
 

@@ -16,9 +16,9 @@ from weft.checkpoint.huggingface import (
     convert_folder,
     gather_weights,
     materialize,
-    read_config,
     save_folder,
 )
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model

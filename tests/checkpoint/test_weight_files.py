@@ -2,17 +2,21 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.lab.families import family
 from weft.checkpoint.convert import to_checkpoint
-from weft.checkpoint.huggingface import build_plain, convert_folder, read_config
+from weft.checkpoint.huggingface import EXPORTED, build_plain, convert_folder
+from weft.checkpoint.model_config import read_config
 from weft.errors import CheckpointError
 from weft.job import Model
 
@@ -97,6 +101,15 @@ def test_weft_train_never_unpickles(hostile: Path, tmp_path: Path) -> None:
     assert ended.returncode != 0
     assert "pytorch_model.bin" in ended.stderr + ended.stdout, ended.stderr + ended.stdout
     assert not (tmp_path / "sprung").exists()
+
+
+def test_an_export_lists_the_files_of_every_tokenizer_of_transformers() -> None:
+    named = set()
+    for file in Path(transformers.__file__).parent.rglob("tokenization_*.py"):
+        for table in re.findall(r"VOCAB_FILES_NAMES\s*(?::[^=]*)?=\s*\{(.*?)\}", file.read_text(), re.DOTALL):
+            named |= set(re.findall(r':\s*"([^"]+)"', table))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not any(fnmatchcase(name, pattern) for pattern in EXPORTED)] == []
 
 
 def test_an_export_copies_listed_files_only(hostile: Path, tmp_path: Path) -> None:

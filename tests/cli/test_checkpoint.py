@@ -18,8 +18,9 @@ from tests.lab.pool import run_ranks
 from weft.checkpoint.convert import to_checkpoint
 from weft.checkpoint.diff import diff
 from weft.checkpoint.folders import folder_of, part_of, set_aside
-from weft.checkpoint.huggingface import build_plain, read_config
+from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.manifest import read_manifest, write_manifest
+from weft.checkpoint.model_config import read_config
 from weft.cli import main
 from weft.cli.checkpoint import SHOWN
 from weft.job import Data, Job, Model

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.examples.test_smollm import smollm, tokens  # noqa: F401  (fixtures)
 from tests.lab.parity import plan_for, share
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh, data_rank
 from weft.data import MicroBatch
 from weft.job import Model, Optimizer

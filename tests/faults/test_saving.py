@@ -21,8 +21,9 @@ from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import clean, list_checkpoints, part_of, step_of
-from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.manifest import Position, verify_folder
+from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.cluster.device import detect
 from weft.cluster.mesh import build_mesh, data_rank

@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from tests.lab.parity import SETTINGS, packed_batches, share
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import allocate, build_on_meta, gather_weights, materialize, read_config
+from weft.checkpoint.huggingface import allocate, build_on_meta, gather_weights, materialize
 from weft.checkpoint.manifest import Position, verify_folder
+from weft.checkpoint.model_config import read_config
 from weft.checkpoint.pieces import OF_RANKS
 from weft.checkpoint.restore import Reader, restore, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target

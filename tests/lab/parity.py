@@ -19,8 +19,8 @@ from weft.checkpoint.huggingface import (
     build_plain,
     gather_weights,
     materialize,
-    read_config,
 )
+from weft.checkpoint.model_config import read_config
 from weft.cluster.device import detect
 from weft.cluster.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes
 from weft.data import MicroBatch

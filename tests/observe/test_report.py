@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import shutil
 import subprocess
 from dataclasses import replace
@@ -248,8 +249,35 @@ def test_null_values_in_run_json_count_as_missing(tmp_path: Path) -> None:
 def test_a_missing_folder_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no folder"):
         write_report(tmp_path / "nowhere")
-    (tmp_path / "run.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "7",
+        "[" * 100_000,
+        "9" * 5000,
+        '{"baselines": 7}',
+        '{"sample": ["a"]}',
+        '{"environment": {"a": {}}}',
+        "\udcff",
+    ],
+)
+def test_an_odd_run_json_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text, errors="surrogateescape")
     with pytest.raises(DataError, match=r"run\.json is damaged"):
+        write_report(tmp_path)
+
+
+def test_a_run_json_that_is_no_file_or_too_large_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(DataError, match="no regular file"):
+        write_report(tmp_path)
+    (tmp_path / "run.json").unlink()
+    with (tmp_path / "run.json").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(DataError, match="more than"):
         write_report(tmp_path)
 
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from tests.lab.families import family
 from tests.lab.parity import compare, packed_batches, plan_for, share, whole
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh, data_rank
 from weft.data import MicroBatch
 from weft.job import Model

@@ -10,7 +10,8 @@ from tests.lab.families import family
 from tests.lab.parity import share, whole
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh, data_rank
 from weft.data import MicroBatch
 from weft.errors import JobError

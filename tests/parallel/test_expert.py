@@ -20,7 +20,8 @@ from tests.lab.families import COMMON, EXPERTS, family
 from tests.lab.parity import compare
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster.hierarchy import register_backend
 from weft.cluster.mesh import build_mesh
 from weft.comm import collectives

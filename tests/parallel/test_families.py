@@ -11,7 +11,8 @@ from tests.lab.parity import assert_parity, plan_for
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import BIASED, LEAKING, PROVED, shrunk
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh
 from weft.errors import ModelError, PlanError
 from weft.job import Model

@@ -16,7 +16,8 @@ from tests.lab.pool import run_ranks
 from tests.lab.shrink import LEAKING, PROVED, shrunk
 from tests.lab.wire import register_wire, virtual_seconds
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster.hierarchy import register_backend
 from weft.cluster.mesh import AXES, build_mesh, mesh_shape
 from weft.comm.collectives import Recorder

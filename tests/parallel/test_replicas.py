@@ -14,7 +14,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh, data_rank
 from weft.comm.collectives import Recorder
 from weft.comm.objects import all_gather_json

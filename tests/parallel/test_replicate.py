@@ -7,7 +7,8 @@ from torch import nn
 from tests.lab.parity import assert_parity, compare, packed_batches, plan_for, share, whole
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
-from weft.checkpoint.huggingface import build_plain, read_config
+from weft.checkpoint.huggingface import build_plain
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh
 from weft.comm.compression.codecs import build_feedback
 from weft.job import Model

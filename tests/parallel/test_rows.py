@@ -10,7 +10,8 @@ from tests.lab.families import family
 from tests.lab.parity import compare, packed_batches, plan_for, whole
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import PROVED, shrunk
-from weft.checkpoint.huggingface import arrange_packed, build_on_meta, build_plain, materialize, read_config
+from weft.checkpoint.huggingface import arrange_packed, build_on_meta, build_plain, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh, data_rank
 from weft.job import Model
 from weft.parallel.parallelize import parallelize

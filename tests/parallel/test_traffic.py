@@ -7,7 +7,8 @@ from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, share
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh
 from weft.comm.collectives import Recorder
 from weft.job import Model

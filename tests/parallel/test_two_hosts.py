@@ -9,7 +9,8 @@ import torch
 from tests.lab.families import family
 from tests.lab.parity import compare, packed_batches, plan_for, share, whole
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster import hierarchy
 from weft.cluster.hierarchy import TwoLevelGroup
 from weft.cluster.mesh import build_mesh, data_rank, group_of_all

@@ -16,7 +16,8 @@ from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.pool import close_pools, run_ranks
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cli import main
 from weft.cluster.device import detect
 from weft.cluster.mesh import build_mesh

@@ -11,7 +11,8 @@ from tests.lab.families import FAMILIES, family
 from tests.lab.parity import Trace, logits_of, packed_batches
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_plain, read_config
+from weft.checkpoint.huggingface import build_plain
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh
 from weft.comm.collectives import Recorder, gather
 from weft.errors import PlanError

@@ -142,6 +142,7 @@ def test_checkpoints_export_and_differ_from_the_end(finished: Path, tmp_path: Pa
 def test_the_summary_and_the_report(finished: Path) -> None:
     summary = json.loads((finished / "run.json").read_text())
     assert summary["world_size"] == 2
+    assert summary["run_id"] == (finished / "run_id").read_text()
     assert set(summary["baselines"]) == {"unigram", "bigram"}
     assert summary["sample"]
     for kind, size in summary["memory"]["predicted"].items():

@@ -203,6 +203,26 @@ def test_runs_moved_aside_are_listed_and_others_are_told_apart(tmp_path: Path) -
             remove_aside(found[name])
 
 
+def test_a_run_moved_aside_that_is_held_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "DYING_SECONDS", 0.1)
+    run_in(tmp_path / "run.1")
+    (folder,) = list_aside(tmp_path / "run")
+    rank = in_a_fork(lambda: join_folders(job_in(tmp_path, "run.1"), tmp_path / "run.1"))
+    with pytest.raises(JobError, match="in use by ranks of a run"):
+        remove_aside(folder)
+    assert (tmp_path / "run.1" / "job.toml").exists()
+    end(rank)
+    remove_aside(folder)
+    assert not (tmp_path / "run.1").exists()
+
+
+@pytest.mark.parametrize("text", ["7", "[" * 100_000, "9" * 5000, "[[]]", '{"train": 1}'])
+def test_a_folder_with_odd_tables_is_no_run(tmp_path: Path, text: str) -> None:
+    (run_in(tmp_path / "run.1") / "prepared.json").write_text(text)
+    (folder,) = list_aside(tmp_path / "run")
+    assert folder.refusal == "not a run of Weft: its prepared.json is of something else"
+
+
 @pytest.mark.parametrize(
     ("answer", "options", "removed"), [("y\n", [], True), ("n\n", [], False), ("", ["--yes"], True)]
 )

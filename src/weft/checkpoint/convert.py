@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.checkpoint import dcp
 from weft.checkpoint.folders import list_checkpoints
-from weft.checkpoint.huggingface import build_on_meta, read_config, save_folder
+from weft.checkpoint.huggingface import build_on_meta, save_folder
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import (
     NAME,
@@ -30,6 +30,7 @@ from weft.checkpoint.manifest import (
     verify_folder,
     write_manifest,
 )
+from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader
 from weft.checkpoint.stock import (
     Stock,

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -16,12 +15,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from weft.anatomy.transformers import refuse_kind
+from weft.checkpoint.model_config import read_config
 from weft.checkpoint.weight_files import check_weight_files
 from weft.comm.objects import all_gather_json, broadcast_json
-from weft.errors import CheckpointError, ModelError, nearest
+from weft.errors import CheckpointError, ModelError
 from weft.job import Model
 from weft.memory.packed import join_packed
 from weft.precision.dtypes import DTYPES
@@ -29,70 +29,13 @@ from weft.precision.dtypes import DTYPES
 EXPORTED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "tokenizer.model.v*", "sentencepiece.bpe.model", "spiece.model", "tekken.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "normalizer.json"),
+    *("sentencepiece.model", "spm.model", "spm_char.model", "bpe.codes", "dict.txt", "byte_maps.json", "emoji.json"),
+    *("source.spm", "target.spm", "vocab-src.json", "vocab-tgt.json", "target_vocab.json", "entity_vocab.json"),
+    *("word_shape.json", "word_pronunciation.json", "prophetnet.tokenizer"),
     *("generation_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 )
 """Files of tokenizers, chat templates, generation and processors: all that an export takes from beside a tokenizer."""
-SHOWN = 300  # characters of what Transformers says of a configuration
-
-
-def read_config(source: Model) -> PretrainedConfig:
-    """The Transformers configuration a job names: of its folder, of a config.json, or of a table.
-
-    Raises:
-        ModelError: no such file, no such model_type, or values the configuration refuses.
-    """
-    try:
-        if isinstance(source.config, dict):
-            settings = dict(source.config)
-        else:
-            settings = _read_table(Path(source.path) / "config.json" if source.path else Path(str(source.config)))
-        return AutoConfig.for_model(settings.pop("model_type"), **settings)
-    except FileNotFoundError as error:
-        rule = "model.path is a folder with a config.json, model.config such a file"
-        fix = "check the path; it is relative to the current folder"
-        raise ModelError(f"there is no file {error.filename}", where="model", rule=rule, fix=fix) from None
-    except KeyError as error:
-        what = f"the model's configuration has no {error}" if error.args == ("model_type",) else str(error)
-        raise ModelError(
-            what,
-            where="model.config",
-            rule="model_type names the family, such as llama",
-            fix='add it, for example model_type = "llama"',
-        ) from None
-    except Exception as error:  # each family validates in its own way: whatever it says goes to the user
-        raise _refused_config(source, error) from None
-
-
-def _refused_config(source: Model, error: Exception) -> ModelError:
-    """The error about a configuration that Transformers, or its own class, refuses."""
-    where = "model.config" if isinstance(source.config, dict) else f"model {source.path or source.config}"
-    unknown = re.match(r"Unrecognized model identifier: (.*?)\. ", str(error))  # a list of all that there are follows
-    if unknown:
-        what, rule = (
-            f"no model_type is called {unknown[1]!r}",
-            "model_type names a family of Transformers, such as llama",
-        )
-        return ModelError(what, where=where, rule=rule, fix=nearest(unknown[1], CONFIG_MAPPING))
-    said = " ".join(str(error).split())
-    return ModelError(
-        f"the configuration is refused: {said[:SHOWN] + ' ...' * (len(said) > SHOWN)}",
-        where=where,
-        rule="a configuration is a table with model_type and the keys of that family, each with a value of its type",
-        fix="correct the value; a config.json that Transformers' save_pretrained wrote is accepted as it is",
-    )
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    """The table of a config.json, by Transformers' own reader: it writes infinite numbers in a way of its own.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OSError: it is no JSON.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(None, None, str(path))
-    return PretrainedConfig.get_config_dict(str(path), local_files_only=True)[0]
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -134,7 +77,7 @@ def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> 
     if source.path is None:
         torch.manual_seed(source.init_seed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **_implementations(dtype))
-    check_weight_files(Path(source.path))
+    check_weight_files(Path(source.path), getattr(config, "transformers_weights", None))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint import dcp
-from weft.checkpoint.huggingface import build_plain, read_config
+from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.manifest import Entry, File, Part, file_name
+from weft.checkpoint.model_config import read_config
 from weft.checkpoint.pieces import named_weights
 from weft.checkpoint.restore import Reader
 from weft.checkpoint.shard import FORMATS, Shard, Slot, check_room, torch_format, write_bytes

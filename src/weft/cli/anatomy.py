@@ -16,7 +16,8 @@ def anatomy(config: Annotated[Path, typer.Argument(help="A Hugging Face config.j
     from rich.table import Table
 
     from weft.anatomy.transformers import read_anatomy
-    from weft.checkpoint.huggingface import build_on_meta, read_config
+    from weft.checkpoint.huggingface import build_on_meta
+    from weft.checkpoint.model_config import read_config
     from weft.job import Model
 
     source = Model(path=str(config)) if config.is_dir() else Model(config=str(config))

@@ -14,7 +14,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
-FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json", "added_tokens.json")
+FILES = (
+    *(
+        "tokenizer*",
+        "*vocab*",
+        "merges.txt",
+        "*.model",
+        "*.spm",
+        "*.codes",
+        "*.tokenizer",
+        "dict.txt",
+        "byte_maps.json",
+    ),
+    *("special_tokens_map.json", "added_tokens.json", "emoji.json", "normalizer.json", "word_*.json"),
+)
 TRAIN_CHARACTERS = 2**28  # merges settle long before this; it bounds the time to train on a large corpus
 PIECE_CHARACTERS = 2**17
 BATCH_CHARACTERS = 2**22

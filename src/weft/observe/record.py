@@ -1,27 +1,47 @@
 """The files of a run folder, read back: what a report knows about a run.
 
 `metrics.jsonl`, `evaluations.jsonl`, `job.toml` and `run.json`; all of them may be missing, as after a run that was
-aborted. `run.json` is one object; each of its keys may be missing or null:
-
-    model_type         str, the family of the model as its configuration names it
-    parameters         int; active_parameters: int, those that one token meets
-    world_size         int, number of ranks; device: str
-    seconds            float, wall clock of the whole run
-    environment        {name: str}
-    memory             {"measured": {kind: bytes}, "predicted": {kind: bytes}}, per rank
-    baselines          {"unigram": nats, "bigram": nats}
-    anatomy            {role: names or their number}
-    sample             str, generated text
+aborted.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from weft.errors import DataError
 from weft.job import Job
 from weft.train.metrics import Evaluation, StepMetrics, read_evaluations, read_metrics
+from weft.train.run_folder import SUMMARY, read_table
+
+
+class Facts(BaseModel):
+    """Contents of run.json: totals of a run. Each entry may be missing or null."""
+
+    run_id: str | None = None
+    """Random name of the run, kept when it is resumed."""
+    model_type: str | None = None
+    """Family of the model, as its configuration names it."""
+    parameters: int | None = None
+    active_parameters: int | None = None
+    """Parameters that one token meets."""
+    world_size: int | None = None
+    """Number of ranks."""
+    device: str | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    """Wall clock of the whole run."""
+    environment: dict[str, str] | None = None
+    """Versions of libraries, system and cores."""
+    memory: dict[str, dict[str, float]] | None = None
+    """Bytes of rank 0 by kind, under "measured" and "predicted"."""
+    baselines: dict[str, float] | None = None
+    """Held-out cross entropy of counting models, in nats: unigram and bigram."""
+    anatomy: dict[str, str | int | list[str]] | None = None
+    """Names of modules, or their number, by role."""
+    sample: str | None = None
+    """Generated text."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +52,7 @@ class Run:
     evaluations: list[Evaluation]
     job: Job | None
     facts: dict[str, Any]
-    """run.json, without its null values."""
+    """Entries of run.json that are not null; see `Facts`."""
 
 
 def read_run(folder: Path) -> Run:
@@ -53,7 +73,7 @@ def read_run(folder: Path) -> Run:
         rows=read_metrics(steps) if steps.exists() else [],
         evaluations=read_evaluations(evaluations) if evaluations.exists() else [],
         job=Job.load(job) if job.exists() else None,
-        facts=_read_facts(folder / "run.json"),
+        facts=_read_facts(folder / SUMMARY),
     )
 
 
@@ -61,10 +81,13 @@ def _read_facts(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return {key: value for key, value in json.loads(path.read_bytes()).items() if value is not None}
-    except (ValueError, AttributeError) as error:
+        return Facts.model_validate(read_table(path)).model_dump(exclude_none=True)
+    except (OSError, ValueError) as error:
+        problem = ": ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
         raise DataError(
-            f"{path} is damaged: {error}", rule="run.json is one JSON object", fix="remove it; the page goes without"
+            f"{path} is damaged: {problem}",
+            rule="run.json is one JSON object, written by Weft",
+            fix="remove it; the page goes without",
         ) from None
 
 

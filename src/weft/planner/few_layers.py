@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.huggingface import build_on_meta, read_config
+from weft.checkpoint.huggingface import build_on_meta
+from weft.checkpoint.model_config import read_config
 from weft.job import Job, Model
 from weft.planner.count import carry_on, extend
 from weft.planner.trace import Trace, trace_all

@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, read_config
+from weft.checkpoint.huggingface import build_on_meta
+from weft.checkpoint.model_config import read_config
 from weft.cluster.device import detect
 from weft.comm.compression.codecs import CODECS
 from weft.errors import DeviceError, PlanError, WeftError

@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import allocate, build_on_meta, read_config
+from weft.checkpoint.huggingface import allocate, build_on_meta
+from weft.checkpoint.model_config import read_config
 from weft.cluster.device import Cpu, detect
 from weft.cluster.mesh import build_mesh
 from weft.data import MicroBatch

@@ -7,7 +7,7 @@ each rank of tp keeps whole two of them tell, as they hold more than half.
 
 from typing import Any
 
-from weft.checkpoint.huggingface import read_config
+from weft.checkpoint.model_config import read_config
 from weft.job import Job
 from weft.plan import Parallel, Plan
 from weft.planner.few_layers import cut_layers, first_layers

@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from weft.checkpoint.huggingface import read_config
+from weft.checkpoint.model_config import read_config
 from weft.cluster.device import detect
 from weft.cluster.launch import launch
 from weft.data import Prepared, prepare

@@ -1,6 +1,5 @@
 """Training, as one rank lives it."""
 
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from weft.precision.scaling import LossScale
 from weft.train.metrics import Evaluation, MetricsWriter, Progress, StepMetrics, utilization
 from weft.train.optimizer import learning_rate, set_learning_rate
 from weft.train.recovery import Recovery
-from weft.train.run_folder import write_summary
+from weft.train.run_folder import SUMMARY, read_run_id, read_table, write_summary
 from weft.train.session import Session, held_out_batches, save_weights, train_batches
 from weft.train.state_bytes import measure_model_state
 from weft.train.step import StepResult, evaluate, train_step
@@ -150,8 +149,8 @@ def _has_ended(session: Session, out: Path) -> bool:
     """Whether no step is left, and the summary, which is written last, is of this step."""
     step, ended = session.position.step, False
     if session.rank == 0 and step >= session.job.train.steps and (out / "export").exists():
-        with suppress(FileNotFoundError, ValueError):  # a summary half written is none
-            ended = json.loads((out / "run.json").read_text(encoding="utf-8")).get("steps") == step
+        with suppress(OSError, ValueError):  # a damaged summary is none
+            ended = read_table(out / SUMMARY).get("steps") == step
     return broadcast_json(ended)
 
 
@@ -297,6 +296,7 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
     if session.rank == 0:
         anatomy = session.anatomy
         summary = {
+            "run_id": read_run_id(out),
             "model_type": anatomy.family,
             "parameters": anatomy.parameters,
             "active_parameters": anatomy.active_parameters,

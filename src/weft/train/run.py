@@ -1,6 +1,5 @@
 """A run from outside: check the job, prepare its data, start the ranks, and look at what they leave."""
 
-import json
 import os
 import platform
 import secrets
@@ -20,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import clean, list_checkpoints
-from weft.checkpoint.huggingface import build_on_meta, read_config
+from weft.checkpoint.huggingface import build_on_meta
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import read_manifest
+from weft.checkpoint.model_config import read_config
 from weft.cluster.device import Device, detect
 from weft.cluster.guardian import Limits
 from weft.cluster.launch import default_ranks, launch
@@ -40,7 +40,16 @@ from weft.parallel.rows import row_multiple
 from weft.plan import Plan
 from weft.precision.dtypes import check_formats, explain_precision
 from weft.train.checkpoints import check_same_batches, check_same_update, checkpoint_folder
-from weft.train.run_folder import RUN_ID, HeldFolders, check_writable, join_folders, make_run_id, write_summary
+from weft.train.run_folder import (
+    RUN_ID,
+    SUMMARY,
+    HeldFolders,
+    check_writable,
+    join_folders,
+    make_run_id,
+    read_table,
+    write_summary,
+)
 from weft.train.startup import startup_screen
 
 WORD = "meeting"  # file in the run folder of several hosts, by which they know that it is one
@@ -163,7 +172,7 @@ def _train_here(
         team.announce({"word": word, "resume": resume or ""})
     for line in [*startup_screen(resolved, prepared, device, all_ranks, anatomy, out, forward), *lines]:
         say(line)
-    summary = out / "run.json"
+    summary = out / SUMMARY
     before = summary.stat().st_mtime_ns if summary.exists() else None
     try:
         launch(
@@ -398,16 +407,18 @@ def check_tokens(job: Job, prepared: Prepared, config: PretrainedConfig) -> None
 
 def _complete_summary(job: Job, prepared: Prepared, out: Path, say: Callable[[str], None]) -> None:
     """Add to run.json what needs no ranks: baselines, a sample of text, the environment."""
-    summary = json.loads((out / "run.json").read_text(encoding="utf-8"))
-    summary["baselines"] = _baselines(job, prepared)
-    summary["sample"] = sample(out / "export", prepared) if prepared.tokenizer else None
     libraries = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-    summary["environment"] = {
+    environment = {
         "weft": version("weft-train"),
         "python": platform.python_version(),
         **{name: version(name) for name in libraries},
         "system": platform.platform(),
         "cores": str(os.cpu_count()),
+    }
+    summary = read_table(out / SUMMARY) | {
+        "baselines": _baselines(job, prepared),
+        "sample": sample(out / "export", prepared) if prepared.tokenizer else None,
+        "environment": environment,
     }
     write_summary(out, summary, say, "baselines and sample")
 

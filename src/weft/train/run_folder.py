@@ -4,10 +4,12 @@ Two locks lie in it, and in the folder of its checkpoints. The launcher holds th
 with the others; whoever wants to begin needs both. So ranks whose launcher was killed keep their folder.
 """
 
+import errno
 import json
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +28,8 @@ DYING_SECONDS = 5.0  # that ranks may need to go when their launcher was killed
 RUN_ID = "run_id"  # file: a random name that the run keeps when it is resumed
 RUN_FILES = ("job.toml", "prepared.json")  # every run has both, before its first step
 KEYS_OF_PREPARED = {"train", "held_out", "tokenizer", "vocab_size"}
+SUMMARY = "run.json"  # file: totals of the run, written when it ends
+LARGEST_JSON = 2**24  # bytes read of prepared.json and run.json
 
 
 def check_writable(job: Job, *, new: bool, leads: bool = True) -> None:
@@ -224,6 +228,28 @@ def _remove_if_unused(folder: Path) -> None:
         pass
 
 
+def read_table(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of at most `LARGEST_JSON` bytes.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular file.
+        ValueError: it holds no JSON object, or is larger.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    with path.open("rb") as file:
+        text = file.read(LARGEST_JSON + 1)
+    if len(text) > LARGEST_JSON:
+        raise ValueError(f"it has more than {LARGEST_JSON} bytes")
+    try:
+        table = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(table, dict):
+        raise ValueError("it holds no JSON object")
+    return table
+
+
 def write_summary(out: Path, summary: dict[str, Any], say: Callable[[str], None], content: str) -> None:
     """Write run.json. Where it cannot be written the report is poorer, and the run ends as well as before.
 
@@ -233,13 +259,13 @@ def write_summary(out: Path, summary: dict[str, Any], say: Callable[[str], None]
         say: told that it could not be written.
         content: what the report lacks then.
     """
-    draft = out / ".run.json"
+    draft, path = out / f".{SUMMARY}", out / SUMMARY
     try:
         draft.write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        draft.replace(out / "run.json")
+        draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
-        say(f"{out / 'run.json'} cannot be written: {error.strerror}; the report lacks {content}")
+        say(f"{path} cannot be written: {error.strerror}; the report lacks {content}")
 
 
 def make_run_id(out: Path) -> str:
@@ -294,12 +320,15 @@ def remove_aside(folder: AsideFolder) -> None:
     """Remove a run that was moved aside. Links inside it are removed, what they point to is not.
 
     Raises:
-        JobError: it is no run of Weft.
+        JobError: it is no run of Weft, or processes hold it.
         OSError: it cannot be removed.
     """
     if refusal := _refusal(folder.path):
         raise JobError(f"{folder.path} is {refusal}", rule="only folders of runs are removed", fix="remove it yourself")
+    lock = _take_folder(folder.path, "out")  # a run may have been resumed in it, or its ranks may not have ended yet
     shutil.rmtree(folder.path)
+    if lock:
+        lock.release()
 
 
 def _look_at(path: Path) -> AsideFolder:
@@ -321,7 +350,7 @@ def _refusal(path: Path) -> str:
     if missing:
         return f"not a run of Weft: it has no {missing[0]}"
     try:
-        keys = set(json.loads((path / "prepared.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
+        keys = set(read_table(path / "prepared.json"))
+    except (OSError, ValueError):
         keys = set()
     return "" if keys >= KEYS_OF_PREPARED else "not a run of Weft: its prepared.json is of something else"

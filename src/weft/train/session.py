@@ -19,10 +19,10 @@ from weft.checkpoint.huggingface import (
     build_on_meta,
     gather_weights,
     materialize,
-    read_config,
     save_folder,
 )
 from weft.checkpoint.manifest import Position
+from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots
 from weft.cluster.device import Device, detect
 from weft.cluster.launch import connect

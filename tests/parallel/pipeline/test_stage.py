@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.lab.families import family
 from tests.lab.parity import assert_parity, compare, packed_batches, plan_for, share, whole
 from tests.lab.pool import RankError, run_ranks
-from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize, read_config
+from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
+from weft.checkpoint.model_config import read_config
 from weft.cluster.mesh import build_mesh
 from weft.comm.collectives import all_reduce
 from weft.errors import PlanError
