@@ -66,6 +66,43 @@ def test_a_rank_has_what_it_was_given(nursery: Nursery, tmp_path: Path) -> None:
     assert err.read_text() == "an error\n"
 
 
+FORKING = """
+import json, os, subprocess, sys, threading
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+from weft.cluster.nursery import ForkedProcess, Nursery
+
+if sys.argv[1] == "threads":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+os.environ["WORD"] = "the launcher's"
+rank = {"WORD": "given", "RANK": "3", "OMP_NUM_THREADS": "1"}
+with Nursery("small_rank", dict(os.environ), fork=True) as nursery:
+    print(isinstance(nursery.process, ForkedProcess), os.getpid(), nursery.process.pid)
+    nursery.start(["0"], rank, "out", "err").wait(60)
+    nursery.process.kill()
+    nursery.process.wait()
+    print(nursery.start(["7"], rank, "again", "err").wait(60), isinstance(nursery.process, subprocess.Popen))
+"""
+
+
+@pytest.mark.parametrize("threads", ["one", "threads"])
+def test_a_launcher_with_one_thread_is_forked_itself(tmp_path: Path, threads: str) -> None:
+    """With more threads, and after it was killed, the nursery is a new process."""
+    (tmp_path / "small_rank.py").write_text(MODULE)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", FORKING, threads]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert lines[0].startswith("True" if threads == "one" else "False")
+    assert lines[1] == "7 True"
+    seen = json.loads((tmp_path / "out").read_text())
+    assert (seen["arguments"], seen["word"], seen["threads"]) == (["0"], "given", 1)
+    assert not Path(f"/proc/{lines[0].split()[2]}").exists()
+
+
 def test_it_can_be_killed_waited_for_and_told_by_its_name(nursery: Nursery, tmp_path: Path) -> None:
     process, out, _ = start(nursery, tmp_path, "sleep")
     deadline = time.monotonic() + 20

@@ -37,6 +37,7 @@ from tests.lab.families import family
 from tests.lab.jobs import write_job
 from weft.checkpoint.folders import list_checkpoints, part_of
 from weft.cluster.guardian import process_state
+from weft.cluster.nursery import PROCESS_NAME
 from weft.cluster.pulse import PulseRecord, read_pulse
 from weft.cluster.scratch import PREFIX, SHARED_MEMORY
 from weft.job import Job
@@ -115,8 +116,7 @@ def ranks_of(launcher: int) -> dict[int, Rank]:
 
 def nursery_of(launcher: int) -> int:
     """The process that starts ranks for a launcher."""
-    children = [pid for pid, parent, name in processes() if parent == launcher and not name.startswith("weft-rank")]
-    (found,) = [pid for pid in children if b"weft.cluster.nursery" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (found,) = [pid for pid, parent, name in processes() if parent == launcher and name == PROCESS_NAME]
     return found
 
 

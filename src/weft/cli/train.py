@@ -32,6 +32,9 @@ def train(
     if hosts > 1:  # torch prints a stack for each lost connection of its store; the guardian says who is lost
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait in a spin hold up whatever else runs here
+    os.environ.setdefault(
+        "OPENBLAS_NUM_THREADS", "1"
+    )  # numpy's; without a second thread ranks are forks of this process
     from weft.cluster.meeting import plan_meeting
     from weft.job import Job
     from weft.train.run_folder import check_writable

@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -80,6 +80,7 @@ def launch(
     resize: Callable[[RankFailure, int], int] | None = None,
     team: Team | None = None,
     warm: bool = False,
+    nursery: Nursery | None = None,
 ) -> None:
     """Run a command as `ranks` processes of one job on this host, and wait until all have ended well.
 
@@ -107,6 +108,7 @@ def launch(
         team: the hosts of the job, if there are several; their ranks are numbered host after host.
         warm: the command is `python -m MODULE ...`, and MODULE has a function `main` for `rank_main`: ranks are forks of
             one process that has imported it (`nursery`). Where the device bears that.
+        nursery: that process, if there is one already; see `early_nursery`.
 
     Raises:
         RankFailure: a rank failed, or none made progress, or a host was lost; it names the one to blame, the same on every
@@ -121,7 +123,7 @@ def launch(
     common = {**RANK_ENVIRONMENT, **memory, LAUNCHER_VARIABLE: str(os.getpid()), **environment}
     with (
         _signals_raise(),
-        Nursery(argv[2], {**os.environ, **common}) if warm else nullcontext() as nursery,
+        nullcontext(nursery) if nursery or not warm else Nursery(argv[2], {**os.environ, **common}) as nursery,
     ):
         if team:
             attempt, ranks = team.begin()
@@ -154,6 +156,18 @@ def launch(
                 shares = spread(available, total, team.host_of(cause.rank) if team else None)
                 ranks = team.go_on(attempt, shares, seconds) if team else total
             time.sleep(seconds)
+
+
+def early_nursery(module: str, device: Device) -> AbstractContextManager[Nursery | None]:
+    """A nursery for `launch`, forked from this process: to be called before anything is computed, or a thread is started.
+
+    Args:
+        module: of the ranks.
+        device: of the ranks; None is the result where its libraries cannot be forked.
+    """
+    if not device.bears_forks:
+        return nullcontext()
+    return Nursery(module, {**os.environ, **RANK_ENVIRONMENT}, fork=True)
 
 
 def _log_folder(folder: Path, pulses: Path) -> Path:

@@ -10,6 +10,9 @@ process that it started.
     (between)         forks, leaves
     rank              imports nothing, waits for the go, runs main
 
+The nursery itself is a fork of the launcher, where that has one thread when it asks: then the imports of the launcher serve
+for ranks too. Elsewhere, and after it was killed, it is a new process.
+
 A rank that the launcher does not know of, because the nursery was killed before it could answer, gets no go, and ends.
 
 Linux alone can do that; elsewhere ranks start as ordinary processes. So they do where they have accelerators, whose libraries
@@ -17,19 +20,23 @@ do not bear to be forked if an import has touched them.
 """
 
 import ctypes
+import gc
 import importlib
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from weft.cluster.parent import LAUNCHER_VARIABLE, end_with_launcher
@@ -37,37 +44,67 @@ from weft.errors import RankFailure
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.02
+PROCESS_NAME = "weft-forkserver"
 
 
 class Nursery:
     """The process, seen from the launcher. A context manager; ranks outlive it. Killed, it is started again."""
 
-    def __init__(self, module: str, environment: Mapping[str, str]):
+    def __init__(self, module: str, environment: Mapping[str, str], *, fork: bool = False):
         """
         Args:
             module: of the ranks; it has a function `main`, which `rank_main` runs.
-            environment: of the process, whole. What libraries read when they are loaded counts here.
+            environment: of the process, whole. What libraries read when they are loaded counts here, but in a fork.
+            fork: fork this process, if it has one thread. It must not have used threads before: OpenMP's do not bear it.
         """
-        self.module, self.environment = module, dict(environment)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.module, self.environment, self.fork = module, dict(environment), fork
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self.wire: socket.socket | None = None
 
     def __enter__(self) -> "Nursery":
-        self._open()
+        self._open(self.fork and len(os.listdir("/proc/self/task")) == 1)
         return self
 
-    def _open(self) -> None:
+    def _open(self, fork: bool) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
-            argv = [sys.executable, "-m", "weft.cluster.nursery", self.module, str(there.fileno())]
-            self.process = subprocess.Popen(
-                argv,
-                env={**self.environment, LAUNCHER_VARIABLE: str(os.getpid())},
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self.process = self._fork(here, there) if fork else self._spawn(there)
         self.wire = here
+
+    def _fork(self, here: socket.socket, there: socket.socket) -> "ForkedProcess":
+        launcher = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if child := os.fork():
+            return ForkedProcess(child)
+        try:
+            here.close()
+            os.setsid()
+            for number in (
+                signal.SIGINT,
+                signal.SIGTERM,
+                signal.SIGHUP,
+                signal.SIGQUIT,
+            ):  # the launcher's, in its own group
+                signal.signal(number, signal.SIG_DFL)
+            with open(os.devnull) as nothing:
+                os.dup2(nothing.fileno(), 0)
+            os.environ[LAUNCHER_VARIABLE] = str(launcher)
+            gc.freeze()  # what the launcher has made is never looked at again, and its pages stay shared
+            serve(self.module, there)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    def _spawn(self, there: socket.socket) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "weft.cluster.nursery", self.module, str(there.fileno())],
+            env={**self.environment, LAUNCHER_VARIABLE: str(os.getpid())},
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -83,7 +120,7 @@ class Nursery:
             self.process.kill()
             self.process.wait()
 
-    def start(self, arguments: list[str], environment: Mapping[str, str], stdout: str, stderr: str) -> "Rank":
+    def start(self, arguments: list[str], environment: Mapping[str, str], stdout: str, stderr: str) -> "ForkedProcess":
         """Start a rank; waits until the imports are done.
 
         Args:
@@ -99,7 +136,7 @@ class Nursery:
         if self.process.poll() is not None:  # since the last rank
             assert self.wire is not None
             self.wire.close()
-            self._open()
+            self._open(fork=False)  # the launcher has threads by now
         request = {"arguments": arguments, "environment": dict(environment), "stdout": stdout, "stderr": stderr}
         reading, writing = os.pipe()  # for the go
         own = _be_subreaper(True)
@@ -117,7 +154,7 @@ class Nursery:
             os.close(writing)
         if not answer:
             raise self._failure()
-        return Rank(int(answer))
+        return ForkedProcess(int(answer))
 
     def _failure(self) -> RankFailure:
         assert self.process is not None
@@ -130,7 +167,7 @@ class Nursery:
         )
 
 
-class Rank:
+class ForkedProcess:
     """A child process, as `subprocess.Popen` shows one."""
 
     def __init__(self, pid: int):
@@ -145,7 +182,12 @@ class Rank:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def kill(self) -> None:
+        """Send SIGKILL, if it has not been waited for."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float = math.inf) -> int:
         """Its exit code, when it has ended.
 
         Raises:
@@ -154,7 +196,7 @@ class Rank:
         end = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             time.sleep(POLL_SECONDS)
         return code
 
@@ -162,7 +204,7 @@ class Rank:
 class Handler:
     """What torch's agent knows a rank by."""
 
-    def __init__(self, proc: Rank, local_rank_id: int):
+    def __init__(self, proc: ForkedProcess, local_rank_id: int):
         self.proc, self.local_rank_id = proc, local_rank_id
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
@@ -205,6 +247,7 @@ def serve(module: str, wire: socket.socket) -> None:
     from weft.cluster.launch import rank_main
 
     end_with_launcher()
+    _name_this_process(PROCESS_NAME)
     main = importlib.import_module(module).main
     while True:
         request, received, _, _ = socket.recv_fds(wire, 2**20, 1)
@@ -245,7 +288,13 @@ def _become(module: str, arguments: list[str], environment: dict[str, str], stdo
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(file, number)
             os.close(file)
-    Path("/proc/self/comm").write_text(f"weft-rank-{environment['RANK']}")
+    _name_this_process(f"weft-rank-{environment['RANK']}")
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))  # OpenMP has read its variable when it was loaded, in the launcher perhaps
+
+
+def _name_this_process(name: str) -> None:
+    Path("/proc/self/comm").write_text(name)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config
 from weft.cluster.device import Device, detect
 from weft.cluster.guardian import Limits
-from weft.cluster.launch import default_ranks, launch
+from weft.cluster.launch import default_ranks, early_nursery, launch
 from weft.cluster.meeting import Meeting
+from weft.cluster.nursery import Nursery
 from weft.cluster.placement import explain_plan
 from weft.cluster.team import Team
 from weft.cluster.topology import Topology, of_hosts
@@ -52,6 +53,7 @@ from weft.train.run_folder import (
 )
 from weft.train.startup import startup_screen
 
+RANK_MODULE = "weft.train.rank"
 WORD = "meeting"  # file in the run folder of several hosts, by which they know that it is one
 SHARING_SECONDS = 10.0  # until what one host wrote is seen by another
 BASELINE_ROWS = 40_000  # rows of the train split that the bigram counts look at, at most
@@ -88,13 +90,16 @@ def train(
     """
     leads = meeting is None or meeting.host == 0
     check_writable(job, new=resume is None, leads=leads)
-    with HeldFolders(job) if leads else nullcontext() as folders:
-        return _train(job, folders, ranks, resume, accept_changes, max_restarts, meeting, say)
+    device = detect()
+    with early_nursery(RANK_MODULE, device) as nursery, HeldFolders(job) if leads else nullcontext() as folders:
+        return _train(job, folders, device, nursery, ranks, resume, accept_changes, max_restarts, meeting, say)
 
 
 def _train(
     job: Job,
     folders: HeldFolders | None,
+    device: Device,
+    nursery: Nursery | None,
     ranks: int | None,
     resume: str | None,
     accept_changes: bool,
@@ -103,7 +108,6 @@ def _train(
     say: Callable[[str], None],
 ) -> Path:
     """Train in folders that are held; None on another host than 0."""
-    device = detect()
     forward = explain_precision(job.plan.precision, device)
     job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
     check_formats(job.plan.precision, device)
@@ -111,13 +115,13 @@ def _train(
     going_on = Resume(resume, accept_changes, max_restarts)
     if meeting is None:
         assert folders is not None
-        return _train_here(job, folders, ranks, device, forward, going_on, None, say)
+        return _train_here(job, folders, ranks, device, nursery, forward, going_on, None, say)
     team = Team.join(meeting, ranks, rejoin_seconds=job.guard.rejoin_seconds)
     failure: WeftError | None = None
     try:
         if folders:
-            return _train_here(job, folders, ranks, device, forward, going_on, team, say)
-        return _help(job, ranks, device, team, say)
+            return _train_here(job, folders, ranks, device, nursery, forward, going_on, team, say)
+        return _help(job, ranks, nursery, team, say)
     except WeftError as error:
         failure = error
         raise
@@ -140,6 +144,7 @@ def _train_here(
     folders: HeldFolders,
     ranks: int,
     device: Device,
+    nursery: Nursery | None,
     forward: str,
     going_on: Resume,
     team: Team | None,
@@ -185,7 +190,7 @@ def _train_here(
             again=_command(out, "auto", resume),
             resize=Resize(job, all_ranks, out / "job.toml"),
             team=team,
-            warm=device.bears_forks,
+            nursery=nursery,
         )
     finally:
         if summary.exists() and summary.stat().st_mtime_ns != before:  # the ranks came to their end, or to a signal
@@ -197,7 +202,7 @@ def _train_here(
     return out
 
 
-def _help(job: Job, ranks: int, device: Device, team: Team, say: Callable[[str], None]) -> Path:
+def _help(job: Job, ranks: int, nursery: Nursery | None, team: Team, say: Callable[[str], None]) -> Path:
     """Start the ranks of another host than 0, when that has prepared the run."""
     out = Path(job.out)
     facts = team.facts()
@@ -212,14 +217,14 @@ def _help(job: Job, ranks: int, device: Device, team: Team, say: Callable[[str],
         limits=Limits(patience=job.guard.patience_seconds),
         again=_command(out, "auto", facts["resume"]),
         team=team,
-        warm=device.bears_forks,
+        nursery=nursery,
     )
     return out
 
 
 def _command(out: Path, *resume: str | None) -> list[str]:
     """Of a rank; checkpoints to go on from are tried in turn."""
-    return [sys.executable, "-m", "weft.train.rank", str(out), *filter(None, resume)]
+    return [sys.executable, "-m", RANK_MODULE, str(out), *filter(None, resume)]
 
 
 def explain_links(plan: Plan, ranks: Sequence[int]) -> list[str]:
