@@ -23,7 +23,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize("name", [*FAMILIES, "minimax", "zaya", "mpt", "jamba", "moshi", "glm_moe_dsa"])
 def test_the_verdict_is_that_of_each_document_alone(name: str) -> None:
     """Against two documents that are drawn here, by the model itself instead of a copy."""
-    source = Model(config=shrunk(name) | {"index_n_heads": 32, "initializer_range": 0.1})
+    many_heads = {"index_n_heads": 32} if name == "glm_moe_dsa" else {}
+    source = Model(config=shrunk(name) | {**many_heads, "initializer_range": 0.1})
     model = build_plain(source, read_config(source), torch.float32).eval()
     tokens = torch.randint(3, 96, (4, 30), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(11), torch.arange(19)]).expand(4, -1)

@@ -1,0 +1,145 @@
+"""A long run of a tiny model that saves all the time: memory, descriptors, threads and mappings of its processes do not grow.
+
+    python -m tests.faults.soak [--steps 20000] [--every 50] [--memory-every 5]       # writes docs/soak.svg
+
+Looks at the launcher, the process that starts ranks and each rank, from /proc, and draws the four figures over the steps. Exits
+with 1 if one of them is larger in the last quarter of the run than in the second by more than is allowed.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tests.faults.kill import Command, job_file, nursery_of, ranks_of, weft_train
+from tests.lab.families import family
+
+PICTURE = Path(__file__).parents[2] / "docs" / "soak.svg"
+LAYOUT = "zero3 on 2"
+MODEL = {**family("llama"), "vocab_size": 300}
+SECONDS = 1.0  # between two looks
+FIGURES = {"resident MiB": 2.0, "descriptors": 0.0, "threads": 0.0, "mappings": 4.0}  # and the growth that is allowed
+WIDTH, PANEL, LEFT, GAP = 900, 130, 60, 34
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one process had at one moment."""
+
+    step: int
+    process: str
+    figures: tuple[float, ...]
+    """In the order of FIGURES."""
+
+
+def look(pid: int) -> tuple[float, ...]:
+    """Figures of a process.
+
+    Raises:
+        OSError: it has ended.
+    """
+    proc = Path(f"/proc/{pid}")
+    status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
+    descriptors = len(list((proc / "fd").iterdir()))
+    mappings = (proc / "maps").read_bytes().count(b"\n")
+    return int(status["VmRSS"].split()[0]) / 1024, descriptors, int(status["Threads"]), mappings
+
+
+def watch(command: Command) -> list[Look]:
+    """Look at the processes of a run until it is over."""
+    looks = list[Look]()
+    command.rank_at(0, 1)
+    starter = nursery_of(command.process.pid)
+    while command.process.poll() is None:
+        ranks = ranks_of(command.process.pid)
+        step = max((rank.record().step or 0 for rank in ranks.values()), default=0)
+        pids = {"launcher": command.process.pid, "starter of ranks": starter}
+        pids |= {f"rank {number}": rank.pid for number, rank in sorted(ranks.items())}
+        with suppress(OSError, KeyError):  # a process that ends
+            looks += [Look(step, name, look(pid)) for name, pid in pids.items()] if ranks else []
+        time.sleep(SECONDS)
+    return looks
+
+
+def growth(looks: Sequence[Look], steps: int) -> dict[str, list[float]]:
+    """By process: what the median of each figure in the last quarter has more than in the second."""
+    found = {}
+    for name in dict.fromkeys(look.process for look in looks):
+        parts = [
+            np.median([look.figures for look in looks if look.process == name and low < look.step / steps <= high], 0)
+            for low, high in ((0.25, 0.5), (0.75, 1.0))
+        ]
+        found[name] = list(parts[1] - parts[0])
+    return found
+
+
+def draw(looks: Sequence[Look], steps: int) -> str:
+    """An SVG picture: a panel for each figure, a line for each process."""
+    names = list(dict.fromkeys(look.process for look in looks))
+    height = len(FIGURES) * (PANEL + GAP) + GAP
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+    ]
+    for number, name in enumerate(names):
+        lines.append(f'<text x="{LEFT + 150 * number}" y="16" fill="{COLOURS[number % 4]}">{name}</text>')
+    for row, figure in enumerate(FIGURES):
+        top, high = GAP + row * (PANEL + GAP), max(look.figures[row] for look in looks) * 1.1
+        lines.append(f'<text x="{LEFT}" y="{top - 4}" font-weight="bold">{figure}</text>')
+        for share in (0.0, 0.5, 1.0):
+            y = top + PANEL * (1 - share)
+            lines.append(f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+            lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{high * share:.0f}</text>')
+        for number, name in enumerate(names):
+            own = [look for look in looks if look.process == name]
+            own = own[:: max(1, len(own) // 300)]  # more points are not seen
+            x = [LEFT + (WIDTH - LEFT - 20) * look.step / steps for look in own]
+            y = [top + PANEL * (1 - look.figures[row] / high) for look in own]
+            points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+            lines.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[number % 4]}"/>')
+    for share in range(5):
+        x = LEFT + (WIDTH - LEFT - 20) * share / 4
+        lines.append(
+            f'<text x="{x:.1f}" y="{height - GAP + 2}" text-anchor="middle">step {steps * share // 4:,}</text>'
+        )
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    """Train, look, draw, and say whether anything grows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--memory-every", type=int, default=5, help="steps between copies in memory")
+    options = parser.parse_args()
+    began = time.monotonic()
+    with TemporaryDirectory() as name:
+        saving = {"every": options.every, "memory_every": options.memory_every}
+        train = {"steps": options.steps, "micro_batch": 4}
+        job = job_file(Path(name), LAYOUT, model={"config": MODEL}, train=train, checkpoint=saving)
+        with weft_train(job, LAYOUT, Path(name) / "run") as command:
+            looks = watch(command)
+            if command.wait() != 0:
+                sys.exit(command.printed())
+    found = growth(looks, options.steps)
+    table = Table("process", *(f"{figure} (growth)" for figure in FIGURES))
+    for process, more in found.items():
+        last = [look for look in looks if look.process == process][-1].figures
+        table.add_row(process, *(f"{now:.1f} ({value:+.1f})" for now, value in zip(last, more, strict=True)))
+    Console().print(table)
+    PICTURE.write_text(draw(looks, options.steps), encoding="utf-8")
+    print(f"{options.steps} steps in {time.monotonic() - began:.0f} s, {len(looks)} looks; {PICTURE.name} written")
+    sys.exit(any(value > most for more in found.values() for value, most in zip(more, FIGURES.values(), strict=True)))
+
+
+if __name__ == "__main__":
+    main()
