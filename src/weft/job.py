@@ -137,6 +137,14 @@ class Guard(Table):
     """A host that is lost may come back, or be replaced, for that long; then the job goes on without it."""
 
 
+class Cluster(Table):
+    """Communication between the hosts of a job."""
+
+    encrypt: bool = False
+    """TLS 1.3 for the launchers' connections between hosts, and for those of gloo between ranks where this PyTorch's gloo has
+    TLS; NCCL has none. The same on all hosts; no effect on one host. Needs `pip install "weft-train[encrypt]"`."""
+
+
 class Job(Table):
     """Everything that decides a run. The same job gives the same bits on the same layout and machine."""
 
@@ -146,6 +154,7 @@ class Job(Table):
     train: Train = Train()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
+    cluster: Cluster = Cluster()
     plan: Plan = Plan()
     out: str = "runs/first"
     """Folder for everything the run leaves; an earlier run in it is moved aside."""

@@ -111,7 +111,7 @@ def _fix_key(root: type[Table], path: list[str], value: Any) -> str:
         table = _table_of(table.model_fields[part].annotation) or table
     tables = {k: t for k, t in _tables(root) if k}
     known = [*keys_of(root), *tables]
-    beside = difflib.get_close_matches(name, table.model_fields, 1, 0.6)
+    beside = difflib.get_close_matches(name, table.model_fields, 1, 0.65)
     # The last part decides: a right name in the wrong table is the usual slip.
     same = [k for k in known if k.rsplit(".", 1)[-1] == name]
     if same or beside:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.lab.hosts import Host, hosts
+from tests.lab.proxy import proxy
 from weft.cluster import gate as gate_module
 from weft.cluster.gate import MAGIC, Door, Gate
 from weft.cluster.meeting import new_token
@@ -115,6 +116,19 @@ def test_clients_use_the_store_as_their_own(gate: Gate, store: SocketStore, fold
         assert clients[0].check(["late"])
         assert not clients[0].check(["never"])
     assert gate.refused == 0
+
+
+def test_connections_wait_for_no_delayed_acknowledgement(gate: Gate, store: SocketStore, folder: Path) -> None:
+    """Which take 40 ms each, where small packets are held back (Nagle's algorithm)."""
+    gate.open("ranks", store.path)
+    with Door(LOOPBACK, gate.port, TOKEN, "ranks", folder / "door") as door:
+        seconds = []
+        for _ in range(20):
+            begin = time.monotonic()
+            with closing(client(door)) as other:
+                other.set("a", "1")
+            seconds.append(time.monotonic() - begin)
+    assert min(seconds) < 0.02
 
 
 def test_a_door_leads_to_its_own_store(gate: Gate, folder: Path) -> None:
@@ -255,35 +269,9 @@ def test_strangers_take_no_place_of_others(
             stranger.close()
 
 
-@contextmanager
-def recorder(port: int) -> Iterator[tuple[int, dict[str, bytearray]]]:
-    """Passes connections on to a port and keeps what went each way."""
-    kept = {"door": bytearray(), "gate": bytearray()}
-
-    def pipe(source: socket.socket, target: socket.socket, record: bytearray) -> None:
-        while data := source.recv(65536):
-            record += data
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
-
-    def serve() -> None:
-        try:
-            while True:
-                here, there = listener.accept()[0], call(port)
-                for arguments in ((here, there, kept["door"]), (there, here, kept["gate"])):
-                    threading.Thread(target=pipe, args=arguments, daemon=True).start()
-        except OSError:
-            pass  # it is closed
-
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        threading.Thread(target=serve, daemon=True).start()
-        yield listener.getsockname()[1], kept
-        listener.shutdown(socket.SHUT_RDWR)
-
-
 def converse(gate: Gate, folder: Path) -> dict[str, bytearray]:
     """One good proof, recorded: what the door sent, and what the gate sent."""
-    with recorder(gate.port) as (port, kept):
+    with proxy(gate.port) as (port, kept):
         Door(LOOPBACK, port, TOKEN, "ranks", folder / "door").close()
         until(lambda: len(kept["gate"]) == CHALLENGE_BYTES + 1 + 32)
     return kept

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.test_hosts import together, until
-from weft.cluster.gate import LOOPBACK
+from weft.cluster import team as team_module
+from weft.cluster.gate import LOOPBACK, Door
 from weft.cluster.launch import LOOPBACK_INTERFACE
 from weft.cluster.meeting import Meeting, new_token, plan_meeting
 from weft.cluster.team import Failure, Team, spread
@@ -26,8 +27,8 @@ class Hall:
     def __init__(self, port: int):
         self.port, self.token, self.teams = port, new_token(), list[Team]()
 
-    def join(self, host: int, hosts: int, **options: Any) -> Team:
-        meeting = Meeting(host, hosts, LOOPBACK, self.port, self.token)
+    def join(self, host: int, hosts: int, encrypt: bool = False, **options: Any) -> Team:
+        meeting = Meeting(host, hosts, LOOPBACK, self.port, self.token, encrypt=encrypt)
         options = {"rejoin_seconds": 10.0, "interval": 0.05, "silence_seconds": 1.0, "timeout": 10.0} | options
         team = Team.join(meeting, 2, **options)
         self.teams.append(team)
@@ -185,6 +186,27 @@ def test_nobody_is_done_before_all_are(hall: Hall) -> None:
     assert not teams[0].all_done()
     teams[1].all_done()
     until(teams[0].all_done)
+
+
+def test_hosts_that_encrypt_meet_and_begin_an_attempt(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    doors: list[bool] = []
+    monkeypatch.setattr(
+        team_module, "Door", lambda *a, **options: doors.append(options["encrypt"]) or Door(*a, **options)
+    )
+    teams = hall.begin(2, encrypt=True)
+    meetings = together([team.meet for team in teams])
+    assert [info.world_size for info in together([meeting.next_rendezvous for meeting in meetings])] == [2, 2]
+    assert doors == [True, True]  # to the board, and to the store of the attempt
+
+
+def test_a_host_that_does_not_encrypt_is_refused_by_its_own_launcher(hall: Hall) -> None:
+    with ThreadPoolExecutor() as pool:
+        leader = pool.submit(hall.join, 0, 2, encrypt=True)
+        with pytest.raises(RendezvousError, match=r"cluster\.encrypt = false, host 0 has true") as caught:
+            hall.join(1, 2)
+        assert "set cluster.encrypt to the same on all hosts" in str(caught.value)
+        hall.join(1, 2, encrypt=True)
+        leader.result()
 
 
 @pytest.mark.parametrize(

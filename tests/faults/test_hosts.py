@@ -20,6 +20,7 @@ import pytest
 from tests.faults.kill import processes
 from tests.lab.hosts import Host, hosts
 from tests.lab.jobs import write_job
+from weft.cluster.gate import MAGIC, MAGIC_TLS
 from weft.cluster.meeting import new_token
 from weft.train.metrics import read_metrics
 
@@ -178,6 +179,35 @@ def test_two_hosts_train_as_one(lab: Lab) -> None:
     assert (lab.out / "export/model.safetensors").exists()
     assert lab.losses() == pytest.approx(lab.losses_without_a_fault(4), rel=1e-6)
     assert {path.name for path in (lab.out / "logs").iterdir()} >= {"rank-1.out", "rank-2.out", "rank-3.err"}
+
+
+SNIFFER = """
+import socket, sys
+packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+with open(sys.argv[1], "wb") as file:
+    print("ready", flush=True)
+    while True:
+        file.write(packets.recv(65536))
+        file.flush()
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_launchers_encrypt_what_they_say(encrypt: bool, lab: Lab) -> None:
+    """A packet capture on host 1 shows the record that host 0 has of itself, or does not."""
+    lab.write(train={"steps": 3, "global_batch": 4}, cluster={"encrypt": encrypt})
+    captured = lab.folder / "packets"
+    sniffer = lab.hosts[1].start([sys.executable, "-c", SNIFFER, str(captured)], stdout=subprocess.PIPE)
+    assert sniffer.stdout.readline()
+    first, second = lab.start_all("--ranks", "1")
+    printed = [first.ends(0), second.ends(0)]
+    sniffer.kill()
+    packets = captured.read_bytes()
+    assert (MAGIC_TLS if encrypt else MAGIC) in packets
+    assert (b'"failed_attempt": -1' in packets) is not encrypt
+    for text in printed:
+        assert text.count("connections between ranks are not encrypted: no TLS in gloo of this PyTorch") == encrypt
 
 
 @pytest.mark.sweep

@@ -58,3 +58,12 @@ def test_a_checkpoint_of_a_version_with_fewer_keys() -> None:
     check_same_update(job_of(freeze_steps=7), before, 50, "step-00000050")
     with pytest.raises(JobError, match="it was"):
         check_same_update(job_of(lr=1.0), before, 50, "step-00000050")
+
+
+def test_encryption_may_change_between_two_runs() -> None:
+    encrypted = Job.parse({"model": MODEL, "cluster": {"encrypt": True}})
+    assert not refusal(encrypted, job_of())
+    assert not refusal(job_of(), encrypted)
+    older = job_of().model_dump(mode="json")
+    del older["cluster"]
+    check_same_update(encrypted, older, 50, "step-00000050")

@@ -8,16 +8,22 @@ on each other host:
     door = Door("10.0.0.1", 29400, token, "ranks", folder / "ranks")  # on another host; the folder is private
     SocketStore(door.path)                                          # there: as if the store were on this host
 
-For each connection anew, door and gate prove to each other that they know the token of the job; then bytes are passed on
-as they are. Messages of the proof have a fixed length, and nothing in them is evaluated:
+For each connection anew, door and gate prove to each other that they know the token of the job; then bytes are passed on.
+Messages of the proof have a fixed length, and nothing in them is evaluated:
 
-    gate to door   MAGIC, nonce of the gate
+    gate to door   magic, nonce of the gate
     door to gate   nonce of the door, name of the store (zeros behind), HMAC("door" + both nonces + name)
-    gate to door   verdict, HMAC("gate" + verdict + both nonces + name); who is refused gets the verdict alone
+    gate to door   verdict; who is refused gets no more
+    (both)         with `encrypt`: TLS handshake (`tls`); all that follows is encrypted
+    gate to door   HMAC("gate" + verdict + both nonces + name)
 
-The token never travels, and a recorded conversation is worth nothing, since nonces are new each time. What follows the
-proof is neither encrypted nor signed, and the connections that gloo and NCCL make between ranks do not pass the gate: it
-keeps out strangers who reach the port, not somebody who can listen to or change packets between the hosts.
+The token never travels, and a recorded conversation is worth nothing, since nonces are new each time. The magic says whether
+the gate encrypts, and a door that does otherwise gives up. TLS begins after the proof of the door, so that a stranger never
+costs a handshake. It ends before the proof of the gate, which ties the encrypted connection to this conversation: nobody can
+lead the door of one store to the connection of another.
+
+Without `encrypt`, what follows the proof is neither encrypted nor signed: the gate keeps out strangers who reach the port, not
+somebody who can read or change packets between the hosts. Connections of gloo and NCCL between ranks do not pass the gate.
 
 Strangers cannot keep others out by their number either. Until it has proved itself a connection costs no task and no thread,
 and of each address only so many are kept: one more pushes out the oldest of that address, and where there are too many in all,
@@ -29,21 +35,21 @@ import hmac
 import logging
 import secrets
 import socket
-import threading
+import ssl
 import time
 from collections import Counter
-from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from weft.cluster.meeting import TOKEN_VARIABLE, listen, token_key
+from weft.cluster.relay import Relay, Streams, pass_on, watch
 from weft.cluster.store import BACKLOG, listen_at
+from weft.cluster.tls import SERVER_NAME, make_context
 from weft.errors import RendezvousError
 
 LOOPBACK = "127.0.0.1"
-MAGIC = b"weft-gate-01"
+MAGIC, MAGIC_TLS = b"weft-gate-01", b"weft-gate-s1"
 NONCE_BYTES, NAME_BYTES, PROOF_BYTES = 32, 16, 32
 FOUND, ABSENT, REFUSED = b"+", b"-", b"x"  # verdicts
 REQUEST_BYTES = NONCE_BYTES + NAME_BYTES + PROOF_BYTES
@@ -52,58 +58,9 @@ MAX_PENDING, MAX_PENDING_OF_ONE = 1024, 256  # proofs under way: of all addresse
 ACCEPTED_AT_ONCE = 64  # before those who wait are heard again
 SWEEP_SECONDS = 0.25
 MAX_STRANGERS = 4096  # addresses whose refusals are counted one by one
-CHUNK_BYTES = 2**16
 SILENCE_SECONDS = 20.0
 
 log = logging.getLogger(__name__)
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-class Relay:
-    """Passes connections on, by asyncio in a daemon thread: what `Gate` and `Door` share."""
-
-    def __init__(self, listener: socket.socket, silence_seconds: float):
-        self._silence_seconds = silence_seconds
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=(listener,), name=type(self).__name__, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop to listen, and end all connections. A second call does nothing."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _run(self, listener: socket.socket) -> None:
-        server = self._loop.run_until_complete(self._listen(listener))
-        self._loop.run_forever()
-        if server:
-            server.close()
-        self._loop.run_until_complete(self._end_all())
-        self._loop.close()
-        listener.close()
-
-    async def _end_all(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # sockets of closed writers are closed in the next turn
-
-    async def _listen(self, listener: socket.socket) -> asyncio.Server | None:
-        raise NotImplementedError
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 @dataclass(eq=False)
@@ -127,16 +84,22 @@ class Gate(Relay):
         address: IPv4 address of one interface of this host.
         port: 0 takes a free one; `port` tells which.
         token: of `weft.cluster.meeting.read_token`.
+        encrypt: TLS 1.3 for all connections; doors must do the same.
         silence_seconds: a connection whose other host does not answer for that long is ended (TCP_USER_TIMEOUT and
             keepalive probes, so an idle connection to a host that is gone ends too).
 
     Raises:
-        RendezvousError: the address stands for every interface, is not of this host, or its port is taken.
+        RendezvousError: the address stands for every interface, is not of this host, or its port is taken; or TLS needs a
+            library that is not installed.
     """
 
-    def __init__(self, address: str, port: int, token: str, *, silence_seconds: float = SILENCE_SECONDS):
+    def __init__(
+        self, address: str, port: int, token: str, *, encrypt: bool = False, silence_seconds: float = SILENCE_SECONDS
+    ):
         self.refused = 0
         self._key = token_key(token, "the token of the gate")
+        self._tls = make_context(token, server_side=True) if encrypt else None
+        self._magic = MAGIC_TLS if encrypt else MAGIC
         self._stores: dict[bytes, Path] = {}
         self._pending: dict[str, dict[_Visitor, None]] = {}  # by address, in order of arrival
         self._strangers: Counter[str] = Counter()
@@ -177,7 +140,7 @@ class Gate(Relay):
             elif sum(map(len, self._pending.values())) > MAX_PENDING:
                 self._push_out(self._greediest())
             try:
-                connection.send(MAGIC + visitor.nonce)  # it fits into any buffer
+                connection.send(self._magic + visitor.nonce)  # it fits into any buffer
             except OSError:
                 self._refuse(visitor, "left without a proof")
 
@@ -245,18 +208,27 @@ class Gate(Relay):
             store = None
         verdict = ABSENT if store is None else FOUND
         try:
-            _watch(visitor.connection, self._silence_seconds)
-            streams = await asyncio.open_connection(sock=visitor.connection)
-        except OSError:  # gone by now
+            watch(visitor.connection, self._silence_seconds)
+            visitor.connection.send(verdict)  # it fits into any buffer
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                streams = await self._accept_streams(visitor.connection)
+        except OSError as error:  # TimeoutError and SSLError are two of them
             visitor.connection.close()
             if store is not None:
                 store[1].close()
-            return
-        streams[1].write(verdict + _proof(self._key, b"gate" + verdict + visitor.nonce + request))
+            return self._count(visitor.address, f"no connection after its proof: {error or 'no answer'}")
+        streams[1].write(_proof(self._key, b"gate" + verdict + visitor.nonce + request))
         if store is None:
             streams[1].close()
         else:
-            await _pass_on(streams, store)
+            await pass_on(streams, store)
+
+    async def _accept_streams(self, connection: socket.socket) -> Streams:
+        """Streams of an accepted connection, after the TLS handshake if there is one; asyncio has them for clients only."""
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
+        return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)
 
     def _count(self, peer: str, reason: str) -> None:
         self.refused += 1
@@ -279,11 +251,13 @@ class Door(Relay):
         name: of the store, as host 0 calls it.
         path: of the socket that it makes, in a folder that only this user can enter.
         timeout: seconds to wait for gate and store, at the start and for every connection later.
+        encrypt: the same as the gate's.
         silence_seconds: as for `Gate`. After a break that is shorter everything goes on; a longer one ends the
             connections on both hosts, and who used them gets an error.
 
     Raises:
-        RendezvousError: the token is not the gate's, something else listens there, or there was no way within `timeout`.
+        RendezvousError: the token or `encrypt` is not the gate's, something else listens there, there was no way within
+            `timeout`, or TLS needs a library that is not installed.
         OSError: the socket cannot be made.
     """
 
@@ -296,10 +270,12 @@ class Door(Relay):
         path: Path,
         *,
         timeout: float = 60.0,
+        encrypt: bool = False,
         silence_seconds: float = SILENCE_SECONDS,
     ):
         self._gate, self._timeout, self.path = (address, port), timeout, path
         self._key, self._name = token_key(token, "the token of the door"), _padded(name)
+        self._tls = make_context(token, server_side=False) if encrypt else None
         super().__init__(listen_at(path), silence_seconds)
         try:
             asyncio.run_coroutine_threadsafe(self._prove(), self._loop).result()
@@ -327,7 +303,7 @@ class Door(Relay):
             log.warning("%s", error)
             writer.close()
         else:
-            await _pass_on((reader, writer), gate)
+            await pass_on((reader, writer), gate)
 
     async def _reach(self) -> Streams:
         """A connection to the store, tried again until it stands: a link may be down for a moment, a gate not up yet."""
@@ -350,31 +326,60 @@ class Door(Relay):
 
     async def _dial(self, meet: str) -> Streams:
         """One attempt. OSError, EOFError: not now; RendezvousError: never."""
-        reader, writer = await asyncio.open_connection(*self._gate)
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            _watch(writer.get_extra_info("socket"), self._silence_seconds)
-            if await reader.readexactly(len(MAGIC)) != MAGIC:
-                raise _no_gate(meet)
-            nonce = await reader.readexactly(NONCE_BYTES)
-            request = secrets.token_bytes(NONCE_BYTES) + self._name
-            writer.write(request + _proof(self._key, b"door" + nonce + request))
-            verdict = await reader.readexactly(1)
-            if verdict == REFUSED:
-                raise RendezvousError(
-                    "the gate of host 0 refused the token of this host",
-                    where=meet,
-                    rule="all hosts of a job have the same token",
-                    fix=f"give every host the same {TOKEN_VARIABLE} or token file",
-                )
+            connection.setblocking(False)
+            await self._loop.sock_connect(connection, self._gate)
+            watch(connection, self._silence_seconds)
+            nonce, request, verdict = await self._prove_token(connection, meet)
+        except BaseException:
+            connection.close()
+            raise
+        try:
+            name = SERVER_NAME if self._tls else None
+            reader, writer = await asyncio.open_connection(sock=connection, ssl=self._tls, server_hostname=name)
+        except ssl.SSLError as error:
+            raise _no_gate(meet, error) from None
+        try:
             proof = await reader.readexactly(PROOF_BYTES)
             if not hmac.compare_digest(proof, _proof(self._key, b"gate" + verdict + nonce + request)):
                 raise _no_gate(meet)
             if verdict != FOUND:
                 raise ConnectionRefusedError(f"the store {self._name.rstrip(bytes(1)).decode()!r} is not open there")
             return reader, writer
+        except ssl.SSLError as error:  # in TLS 1.3 a server refuses a client's certificate after the client's handshake
+            writer.close()
+            raise _no_gate(meet, error) from None
         except BaseException:
             writer.close()
             raise
+
+    async def _prove_token(self, connection: socket.socket, meet: str) -> tuple[bytes, bytes, bytes]:
+        """Say the proof of the door; nonce of the gate, request of the door, and verdict of the gate."""
+        magic = await self._receive(connection, len(MAGIC))
+        if magic != (MAGIC_TLS if self._tls else MAGIC):
+            raise _other_encryption(meet, self._tls is not None) if magic in (MAGIC, MAGIC_TLS) else _no_gate(meet)
+        nonce = await self._receive(connection, NONCE_BYTES)
+        request = secrets.token_bytes(NONCE_BYTES) + self._name
+        await self._loop.sock_sendall(connection, request + _proof(self._key, b"door" + nonce + request))
+        verdict = await self._receive(connection, 1)
+        if verdict == REFUSED:
+            raise RendezvousError(
+                "the gate of host 0 refused the token of this host",
+                where=meet,
+                rule="all hosts of a job have the same token",
+                fix=f"give every host the same {TOKEN_VARIABLE} or token file",
+            )
+        return nonce, request, verdict
+
+    async def _receive(self, connection: socket.socket, count: int) -> bytes:
+        """Exactly so many bytes: what follows may be TLS. EOFError: there are fewer."""
+        data = b""
+        while len(data) < count:
+            if not (part := await self._loop.sock_recv(connection, count - len(data))):
+                raise EOFError("the gate ended the connection")
+            data += part
+        return data
 
 
 def _padded(name: str) -> bytes:
@@ -387,35 +392,19 @@ def _proof(key: bytes, text: bytes) -> bytes:
     return hmac.digest(key, text, "sha256")
 
 
-def _no_gate(meet: str) -> RendezvousError:
+def _no_gate(meet: str, error: ssl.SSLError | None = None) -> RendezvousError:
     return RendezvousError(
-        "what listens there is not the gate of this job",
+        "what listens there is not the gate of this job" + (f": {error}" if error else ""),
         where=meet,
         rule="the gate proves that it knows the token",
         fix="check the address and port of host 0",
     )
 
 
-def _watch(connection: socket.socket, silence_seconds: float) -> None:
-    """Let the kernel end a connection when the other host is silent. asyncio itself sets TCP_NODELAY."""
-    probe_seconds = max(1, round(silence_seconds / 4))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_seconds * 1000))
-
-
-async def _pass_on(one: Streams, other: Streams) -> None:
-    """Pass bytes on in both directions, until one side ends."""
-    await asyncio.gather(_pipe(one[0], other[1]), _pipe(other[0], one[1]))
-
-
-async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(CHUNK_BYTES):
-            writer.write(data)
-            await writer.drain()
-    except OSError:
-        pass  # a side that is lost ends the connection, as one that leaves
-    finally:
-        writer.close()
+def _other_encryption(meet: str, encrypt: bool) -> RendezvousError:
+    return RendezvousError(
+        f"this host has cluster.encrypt = {str(encrypt).lower()}, host 0 has {str(not encrypt).lower()}",
+        where=meet,
+        rule="all hosts of a job encrypt their connections, or none does",
+        fix="set cluster.encrypt to the same on all hosts",
+    )

@@ -34,6 +34,8 @@ class Meeting:
     token: str
     interface: str | None = None
     """Of this host, for the traffic of ranks; None: the one that leads to the address."""
+    encrypt: bool = False
+    """TLS for the connections between launchers; the same on all hosts. `weft.train.run.train` takes it from the job."""
 
 
 def plan_meeting(

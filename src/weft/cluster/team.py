@@ -23,6 +23,7 @@ from weft.cluster.hosts import Board, HostState, known_fields
 from weft.cluster.meeting import Meeting, interface_address, interface_of, own_address
 from weft.cluster.scratch import scratch_folder
 from weft.cluster.store import SocketStore, StoreRendezvous, StoreServer
+from weft.cluster.tls import gloo_variables
 from weft.errors import RankFailure, RendezvousError, WeftError
 
 MEETING_SECONDS = 300.0  # for all hosts to come at the start
@@ -102,11 +103,12 @@ class Team:
         with ExitStack() as stack:
             folder, gate = stack.enter_context(scratch_folder()), None
             if meeting.host == 0:
-                gate = stack.enter_context(Gate(meeting.address, meeting.port, meeting.token))
+                gate = stack.enter_context(Gate(meeting.address, meeting.port, meeting.token, encrypt=meeting.encrypt))
                 gate.open("board", stack.enter_context(StoreServer(folder / "board")).path)
             else:
                 way = meeting.address, meeting.port, meeting.token, "board"
-                stack.enter_context(Door(*way, folder / "board", timeout=options["timeout"]))
+                door = Door(*way, folder / "board", timeout=options["timeout"], encrypt=meeting.encrypt)
+                stack.enter_context(door)
             board = Board.join(SocketStore(folder / "board"), **options)
             return cls(meeting, board, ranks, rejoin_seconds, interface, folder, gate, stack.pop_all())
 
@@ -138,6 +140,17 @@ class Team:
     def ranks_by_host(self) -> list[int]:
         """Ranks of each host, in the order of their ranks."""
         return [state.ranks for state in self.board.look()]
+
+    def rank_network(self) -> dict[str, str]:
+        """Environment variables of ranks: the interface for their traffic, and TLS where this job and its gloo have it.
+
+        Raises:
+            RendezvousError: TLS needs a library that is not installed.
+        """
+        variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.interface)
+        if self.meeting.encrypt:
+            variables |= gloo_variables(self.meeting.token, self._folder, self.interface)
+        return variables
 
     def announce(self, facts: dict[str, str]) -> None:
         """On host 0: what the others must know before the first attempt."""
@@ -187,7 +200,7 @@ class Team:
             self._gate.open(name, self._attempt.path)
         else:
             way = self.meeting.address, self.meeting.port, self.meeting.token, name
-            self._attempt = Door(*way, self._folder / name)
+            self._attempt = Door(*way, self._folder / name, encrypt=self.meeting.encrypt)
         members = list(self._notice.members)
         return StoreRendezvous(self._attempt.path, members.index(self.host), len(members), BEGIN_SECONDS)
 

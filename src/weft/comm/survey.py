@@ -53,7 +53,7 @@ def survey(
 
 def _survey_here(ranks: int, seconds: float, cache: str, team: Team | None) -> tuple[Measurement, str]:
     """Start the ranks of this host; the first of them leaves the result, so that hosts need no folder in common."""
-    network = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), team.interface) if team else {}
+    network = team.rank_network() if team else {}
     with tempfile.TemporaryDirectory(prefix="weft-topology-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", "weft.comm.survey", str(folder), str(seconds), cache]

@@ -30,6 +30,7 @@ from weft.cluster.meeting import Meeting
 from weft.cluster.nursery import Nursery
 from weft.cluster.placement import explain_plan
 from weft.cluster.team import Team
+from weft.cluster.tls import GLOO_TRANSPORT
 from weft.cluster.topology import Topology, of_hosts
 from weft.data import Prepared, Rows, count_micro_batches, prepare, scored_pairs, unigram_and_bigram
 from weft.errors import CheckpointError, JobError, RankFailure, Stopped, WeftError
@@ -56,6 +57,7 @@ from weft.train.startup import startup_screen
 RANK_MODULE = "weft.train.rank"
 WORD = "meeting"  # file in the run folder of several hosts, by which they know that it is one
 SHARING_SECONDS = 10.0  # until what one host wrote is seen by another
+NO_ENCRYPTION = {"cuda": "NCCL", "npu": "HCCL"}
 BASELINE_ROWS = 40_000  # rows of the train split that the bigram counts look at, at most
 
 
@@ -116,12 +118,13 @@ def _train(
     if meeting is None:
         assert folders is not None
         return _train_here(job, folders, ranks, device, nursery, forward, going_on, None, say)
+    meeting = replace(meeting, encrypt=job.cluster.encrypt)
     team = Team.join(meeting, ranks, rejoin_seconds=job.guard.rejoin_seconds)
     failure: WeftError | None = None
     try:
         if folders:
             return _train_here(job, folders, ranks, device, nursery, forward, going_on, team, say)
-        return _help(job, ranks, nursery, team, say)
+        return _help(job, ranks, device, nursery, team, say)
     except WeftError as error:
         failure = error
         raise
@@ -184,7 +187,7 @@ def _train_here(
             _command(out, resume),
             ranks=ranks,
             log_dir=out / "logs",
-            environment=_network(team),
+            environment=_network(team, device, say),
             limits=Limits(patience=job.guard.patience_seconds),
             max_restarts=going_on.max_restarts,
             again=_command(out, "auto", resume),
@@ -202,7 +205,9 @@ def _train_here(
     return out
 
 
-def _help(job: Job, ranks: int, nursery: Nursery | None, team: Team, say: Callable[[str], None]) -> Path:
+def _help(
+    job: Job, ranks: int, device: Device, nursery: Nursery | None, team: Team, say: Callable[[str], None]
+) -> Path:
     """Start the ranks of another host than 0, when that has prepared the run."""
     out = Path(job.out)
     facts = team.facts()
@@ -213,7 +218,7 @@ def _help(job: Job, ranks: int, nursery: Nursery | None, team: Team, say: Callab
         _command(out, facts["resume"]),
         ranks=ranks,
         log_dir=out / "logs",
-        environment=_network(team),
+        environment=_network(team, device, say),
         limits=Limits(patience=job.guard.patience_seconds),
         again=_command(out, "auto", facts["resume"]),
         team=team,
@@ -288,9 +293,16 @@ def earlier_tokens(job: Job, resume: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _network(team: Team | None) -> dict[str, str]:
-    """On several hosts ranks listen on the interface that leads to the others."""
-    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), team.interface) if team else {}
+def _network(team: Team | None, device: Device, say: Callable[[str], None]) -> dict[str, str]:
+    """Environment variables for the connections of ranks on several hosts; prints which of them are not encrypted."""
+    if team is None:
+        return {}
+    variables = team.rank_network()
+    unable = [NO_ENCRYPTION[device.type]] if device.type in NO_ENCRYPTION else []
+    unable += [] if GLOO_TRANSPORT in variables else ["gloo of this PyTorch"]
+    if team.meeting.encrypt and unable:
+        say(f"connections between ranks are not encrypted: no TLS in {' and '.join(unable)}; use WireGuard")
+    return variables
 
 
 def _check_shared(out: Path, word: str) -> None:

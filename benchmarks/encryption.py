@@ -1,0 +1,108 @@
+"""Requests to the store of host 0 through door and gate, with TLS beside without: latency, MB/s and ratios, taking turns.
+
+python benchmarks/encryption.py [--repeats 9]
+
+Host 0 (gates and store) is a process of its own; both processes are on this machine, connected over loopback.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+from peers.figures import ratios, spread
+from rich.console import Console
+from rich.table import Table
+
+from weft.cluster.device import Cpu
+from weft.cluster.gate import LOOPBACK, Door
+from weft.cluster.meeting import new_token
+from weft.cluster.scratch import scratch_folder
+from weft.cluster.store import SocketStore
+
+LARGE = b"x" * 16_000_000
+SMALL_REQUESTS, CONNECTIONS = 300, 20  # of one repeat
+HOST_0 = """
+import sys
+from weft.cluster.gate import LOOPBACK, Gate
+from weft.cluster.scratch import scratch_folder
+from weft.cluster.store import StoreServer
+with scratch_folder() as folder, StoreServer(folder / "store") as server:
+    gates = [Gate(LOOPBACK, 0, sys.argv[1], encrypt=encrypt) for encrypt in (False, True)]
+    for gate in gates:
+        gate.open("ranks", server.path)
+    print(*(gate.port for gate in gates), flush=True)
+    sys.stdin.read()
+"""
+
+
+def seconds_of(action: Callable[[], object], count: int) -> float:
+    """Seconds of one call, over `count` calls."""
+    begin = time.perf_counter()
+    for _ in range(count):
+        action()
+    return (time.perf_counter() - begin) / count
+
+
+def connect(store: SocketStore) -> None:
+    """Make a new connection through door and gate, and use it once."""
+    other = store.clone()
+    other.set("small", "x")
+    other.close()
+
+
+def turn(store: SocketStore) -> dict[str, float]:
+    """One repeat: seconds of each operation."""
+    store.set("large", LARGE)
+    return {
+        "set 100 bytes": seconds_of(lambda: store.set("small", b"x" * 100), SMALL_REQUESTS),
+        "get 100 bytes": seconds_of(lambda: store.get("small"), SMALL_REQUESTS),
+        "new connection, set": seconds_of(lambda: connect(store), CONNECTIONS),
+        "set 16 MB": seconds_of(lambda: store.set("large", LARGE), 3),
+        "get 16 MB": seconds_of(lambda: store.get("large"), 3),
+    }
+
+
+def cell(name: str, seconds: list[float]) -> str:
+    """Speed of large values, latency of the others."""
+    if "MB" in name:
+        return spread([len(LARGE) / 1e6 / second for second in seconds], ".0f") + " MB/s"
+    return spread([second * 1e6 for second in seconds], ".0f") + " us"
+
+
+def main(repeats: Annotated[int, typer.Option(min=1, help="Turns of each side.")] = 9) -> None:
+    """Start host 0 and print the table."""
+    token = new_token()
+    with ExitStack() as stack:
+        host_0 = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", HOST_0, token], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        )
+        assert host_0.stdout
+        ports = map(int, host_0.stdout.readline().split())
+        folder = stack.enter_context(scratch_folder())
+        stores = []
+        for encrypt, port in zip((False, True), ports, strict=True):
+            door = Door(LOOPBACK, port, token, "ranks", folder / f"door-{port}", encrypt=encrypt)
+            stores.append(SocketStore(stack.enter_context(door).path))
+        turns = [[turn(store) for store in stores] for _ in range(repeats + 1)][1:]  # the first one warms up
+        host_0.communicate()
+    table = Table(
+        "request",
+        "plain: median (min-max)",
+        "TLS 1.3",
+        "TLS / plain, time",
+        title=f"{Cpu().name}: {Cpu().instruction_set}",
+    )
+    for name in turns[0][0]:
+        plain, encrypted = ([pair[side][name] for pair in turns] for side in (0, 1))
+        table.add_row(name, cell(name, plain), cell(name, encrypted), spread(ratios(encrypted, plain), ".2f"))
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
