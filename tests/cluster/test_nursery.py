@@ -85,6 +85,7 @@ with Nursery("small_rank", dict(os.environ), fork=True) as nursery:
 """
 
 
+@pytest.mark.slow("three processes that import torch, one after the other")
 @pytest.mark.parametrize("threads", ["one", "threads"])
 def test_a_launcher_with_one_thread_is_forked_itself(tmp_path: Path, threads: str) -> None:
     """With more threads, and after it was killed, the nursery is a new process."""

@@ -48,8 +48,9 @@ def distance(found: Trace, exact: Trace) -> float:
 
 def chosen_experts(config: dict[str, Any], dtype: torch.dtype) -> list[torch.Tensor]:
     """Of each layer with experts, the copies of each token for each expert, on the rows of the first step."""
-    source = Model(config={**config, "output_router_logits": False})  # its loss is not wanted
+    source = Model(config=config)
     model: Any = build_plain(source, read_config(source), torch.float32).to(dtype)
+    model.config.output_router_logits = False  # its loss is not wanted
     found: list[torch.Tensor] = []
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

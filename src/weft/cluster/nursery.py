@@ -45,6 +45,7 @@ from weft.errors import RankFailure
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.02
 PROCESS_NAME = "weft-forkserver"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Nursery:
