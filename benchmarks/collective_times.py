@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from tests.lab.hosts import hosts as emulated_hosts
 
-from weft.cluster.collective_time import Operation, collective_times
-from weft.cluster.device import detect
-from weft.cluster.launch import connect
-from weft.cluster.measurement import to_topology
+from weft.topology.collective_time import Operation, collective_times
+from weft.device.device import detect
+from weft.launch.launcher import connect
+from weft.topology.measurement import to_topology
 from weft.comm.collectives import all_gather_rows, exchange, gather_dim, reduce_scatter_dim
-from weft.comm.probe import measure
+from weft.comm.link_benchmark import measure
 
 SIZES = (2**16, 2**20, 2**22)  # bytes of the full tensor
 REPEATS = 7

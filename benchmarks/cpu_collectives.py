@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from weft.cluster.hierarchy import register_backend
+from weft.backends.hierarchical import register_backend
 
 SIZES = (64, 2**16, 2**20, 2**24)  # bytes of the full tensor
 STREAM = 8  # messages one way

@@ -31,9 +31,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
-from weft.cluster.device import detect
-from weft.cluster.launch import connect
-from weft.cluster.mesh import build_mesh
+from weft.device.device import detect
+from weft.launch.launcher import connect
+from weft.topology.mesh import build_mesh
 from weft.data import MicroBatch
 from weft.job import Model, Optimizer
 from weft.memory.live_bytes import LiveBytes

@@ -29,8 +29,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from weft.cluster.device import detect
-from weft.cluster.hierarchy import register_backend
+from weft.device.device import detect
+from weft.backends.hierarchical import register_backend
 from weft.comm import collectives
 from weft.comm.overlap import Overlap, multiply_copied, multiply_gathered, multiply_reduced, multiply_scattered
 

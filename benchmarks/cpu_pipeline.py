@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.errors import RankFailure
-from weft.parallel.pipeline.cut import split_blocks
-from weft.parallel.pipeline.generate import build_schedule
-from weft.parallel.pipeline.simulate import Costs, simulate
+from weft.parallel.pipeline.partition import split_blocks
+from weft.parallel.pipeline.schedules import build_schedule
+from weft.parallel.pipeline.simulate import ActionCosts, simulate
 from weft.plan import Pipeline
 
 PARTS = ["speed", "bubble"]
@@ -117,7 +117,7 @@ def compare_speed(
     return table, largest
 
 
-def measure_sleep(schedule: str, ranks: int, repeats: int) -> tuple[list[float], Costs]:
+def measure_sleep(schedule: str, ranks: int, repeats: int) -> tuple[list[float], ActionCosts]:
     """Seconds of a step of stages that sleep, one a repeat; and those of its actions, in one more step."""
     stages = ranks * SCHEDULES[schedule].virtual_stages
     workload = Workload({**TINY, "num_hidden_layers": stages}, MICRO_BATCHES, TINY_SEQ_LEN)
@@ -131,7 +131,7 @@ def measure_sleep(schedule: str, ranks: int, repeats: int) -> tuple[list[float],
     return seconds, as_costs({key: value for of_rank in actions for key, value in of_rank.items()}, stages)
 
 
-def as_costs(seconds: dict[tuple[str, int], float], stages: int) -> Costs:
+def as_costs(seconds: dict[tuple[str, int], float], stages: int) -> ActionCosts:
     """Seconds by kind of action and stage, as the simulator takes them: a whole backward is half inputs, half weights."""
 
     def by_stage(kind: str) -> list[float]:
@@ -141,7 +141,7 @@ def as_costs(seconds: dict[tuple[str, int], float], stages: int) -> Costs:
 
     pairs = [seconds["F", stage] + by_stage("I")[stage] + by_stage("W")[stage] for stage in range(stages)]
     joint = [seconds.get(("joint", stage), pair) for stage, pair in enumerate(pairs)]
-    return Costs(by_stage("F"), by_stage("I"), by_stage("W"), joint=joint)
+    return ActionCosts(by_stage("F"), by_stage("I"), by_stage("W"), joint=joint)
 
 
 def compare_bubble(schedules: Sequence[str], numbers: Sequence[int], repeats: int) -> Table:
@@ -154,7 +154,7 @@ def compare_bubble(schedules: Sequence[str], numbers: Sequence[int], repeats: in
             stages = SCHEDULES[name].virtual_stages
             schedule = build_schedule(name, ranks, MICRO_BATCHES, stages)
             seconds, costs = measure_sleep(name, ranks, repeats)
-            asleep, timed = simulate(schedule, Costs(*SECONDS)), simulate(schedule, costs)
+            asleep, timed = simulate(schedule, ActionCosts(*SECONDS)), simulate(schedule, costs)
             table.add_row(
                 name,
                 str(ranks),

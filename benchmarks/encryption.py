@@ -17,19 +17,19 @@ from peers.figures import ratios, spread
 from rich.console import Console
 from rich.table import Table
 
-from weft.cluster.device import Cpu
-from weft.cluster.gate import LOOPBACK, Door
-from weft.cluster.meeting import new_token
-from weft.cluster.scratch import scratch_folder
-from weft.cluster.store import SocketStore
+from weft.device.device import Cpu
+from weft.launch.tunnel import LOOPBACK, TunnelClient
+from weft.launch.rendezvous import new_token
+from weft.launch.scratch import scratch_folder
+from weft.launch.store import SocketStore
 
 LARGE = b"x" * 16_000_000
 SMALL_REQUESTS, CONNECTIONS = 300, 20  # of one repeat
 HOST_0 = """
 import sys
-from weft.cluster.gate import LOOPBACK, Gate
-from weft.cluster.scratch import scratch_folder
-from weft.cluster.store import StoreServer
+from weft.launch.tunnel import LOOPBACK, Gate
+from weft.launch.scratch import scratch_folder
+from weft.launch.store import StoreServer
 with scratch_folder() as folder, StoreServer(folder / "store") as server:
     gates = [Gate(LOOPBACK, 0, sys.argv[1], encrypt=encrypt) for encrypt in (False, True)]
     for gate in gates:
@@ -87,7 +87,7 @@ def main(repeats: Annotated[int, typer.Option(min=1, help="Turns of each side.")
         folder = stack.enter_context(scratch_folder())
         stores = []
         for encrypt, port in zip((False, True), ports, strict=True):
-            door = Door(LOOPBACK, port, token, "ranks", folder / f"door-{port}", encrypt=encrypt)
+            door = TunnelClient(LOOPBACK, port, token, "ranks", folder / f"door-{port}", encrypt=encrypt)
             stores.append(SocketStore(stack.enter_context(door).path))
         turns = [[turn(store) for store in stores] for _ in range(repeats + 1)][1:]  # the first one warms up
         host_0.communicate()

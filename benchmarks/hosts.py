@@ -41,9 +41,9 @@ from transformers import AutoModelForCausalLM
 
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster.mesh import build_mesh, data_rank
+from weft.topology.mesh import build_mesh, data_rank
 from weft.comm.collectives import Recorder, all_gather_rows
-from weft.comm.stopwatch import Stopwatch
+from weft.comm.stopwatch import CollectiveClock
 from weft.data import MicroBatch
 from weft.job import Model, Optimizer
 from weft.parallel.parallelize import parallelize
@@ -224,7 +224,7 @@ def speed(steps: dict[str, Step], chosen: argparse.Namespace, batches: list[Tens
         for name, step in steps.items():
             dist.barrier()
             begin = time.perf_counter()
-            with Stopwatch() as watch:
+            with CollectiveClock() as watch:
                 for number in range(chosen.steps):
                     step(batches[number])
             dist.barrier()

@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.job import Job
-from weft.planner.few_layers import trace_in_brief
-from weft.planner.hardware import GIB, Cluster, cluster_of, find_device
-from weft.planner.layout import Layout
-from weft.planner.peak_memory import peak_memory
-from weft.planner.propose import describe, planned, space_of
-from weft.planner.search import Choice, Space, look_around, search
-from weft.planner.shape import KNOWN, Shape
-from weft.planner.stacks import STACKS
-from weft.planner.step_time import step_time
-from weft.planner.traced import trace_layers
+from weft.planner.dryrun.extrapolate import trace_in_brief
+from weft.planner.costmodel.hardware import GIB, ClusterSpec, cluster_of, find_device
+from weft.planner.costmodel.layout import TrainingLayout
+from weft.planner.costmodel.peak_memory import peak_memory
+from weft.planner.search.propose import describe, planned, space_of
+from weft.planner.search.search import Choice, Space, sensitivity, search
+from weft.planner.costmodel.shape import KNOWN, Shape
+from weft.planner.costmodel.frameworks import STACKS
+from weft.planner.costmodel.step_time import step_time
+from weft.planner.dryrun.layer_activations import trace_layers
 
 PICTURE = Path(__file__).parents[1] / "docs" / "scaling.svg"
 LLAMA_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)
@@ -46,22 +46,22 @@ class Case:
     name: str
     shape: Shape
     device: str
-    layout: Layout
+    layout: TrainingLayout
     stack: str
     published: float
     """Seconds of a step."""
     source: str
 
 
-def of_rate(shape: Shape, layout: Layout, flops: float) -> float:
+def of_rate(shape: Shape, layout: TrainingLayout, flops: float) -> float:
     """Seconds of a step at so many model operations a second and device."""
     return layout.global_batch * layout.seq * shape.flops(layout.seq) / flops / layout.num_devices
 
 
-GPT3_LAYOUT = Layout(2048, 1536, 1, tp=8, sp=False, pp=16, vpp=1, dp=8, zero=0, recompute="full")
-LLAMA_LAYOUT = Layout(8192, 2048, 1, tp=8, sp=True, pp=16, vpp=8, dp=128, zero=1)
-DEEPSEEK_LAYOUT = Layout(4096, 15360, 1, pp=16, vpp=2, dp=128, ep=64, zero=1, recompute="light", number="fp8")
-ASCEND_LAYOUT = Layout(2048, 1536, 1, tp=8, sp=True, pp=16, dp=3, zero=1, recompute="none")
+GPT3_LAYOUT = TrainingLayout(2048, 1536, 1, tp=8, sp=False, pp=16, vpp=1, dp=8, zero=0, recompute="full")
+LLAMA_LAYOUT = TrainingLayout(8192, 2048, 1, tp=8, sp=True, pp=16, vpp=8, dp=128, zero=1)
+DEEPSEEK_LAYOUT = TrainingLayout(4096, 15360, 1, pp=16, vpp=2, dp=128, ep=64, zero=1, recompute="light", number="fp8")
+ASCEND_LAYOUT = TrainingLayout(2048, 1536, 1, tp=8, sp=True, pp=16, dp=3, zero=1, recompute="none")
 CASES = (
     Case(
         "GPT-3 175B, 1,024 A100",
@@ -196,7 +196,7 @@ def searches() -> Table:
             found = search(space)
             middle = time.process_time()
             if found.best:
-                look_around(space, found.best[0])
+                sensitivity(space, found.best[0])
             end = time.process_time()
             best = describe(found.best[0]) if found.best else "nothing fits"
             row = (name, f"{devices:,}", f"{found.size:,}", f"{found.timed:,}", f"{middle - begin:.1f}")
@@ -213,7 +213,7 @@ def scaling() -> Table:
     for device, found in rates.items():
         preset = find_device(device)
         for devices in (8, 64, 384, 1024, 8192):
-            cluster = Cluster(preset, devices // preset.per_host, preset.per_host)
+            cluster = ClusterSpec(preset, devices // preset.per_host, preset.per_host)
             best = search(Space(KNOWN["qwen330b"], 4096, 8 * devices, cluster, STACKS["weft"]), 1).best
             if not best:
                 table.add_row(device, f"{devices:,}", "nothing fits", "", "", "")
@@ -263,7 +263,7 @@ def confirmations() -> Table:
         job = Job.parse({"model": {"config": config}, "data": data, "train": {"global_batch": 4 * devices}})
         space = space_of(job, cluster_of(find_device("H100"), devices))
         space = replace(space, traced=trace_layers(job, "cuda", with_tp=True))
-        layout = Layout(seq=4096, global_batch=4 * devices, expert_tp=1, **degrees)
+        layout = TrainingLayout(seq=4096, global_batch=4 * devices, expert_tp=1, **degrees)
         choice = Choice(layout, space.time(layout), space.memory(layout))
         begin = time.perf_counter()
         traces = trace_in_brief(planned(job, space, layout), devices, "cuda")

@@ -27,15 +27,15 @@ from weft.errors import WeftError
 from weft.job import Job
 from weft.observe.prediction import WARM_UP, compare
 from weft.observe.record import read_run
-from weft.planner.calibrate import calibrate, formula
-from weft.planner.cluster_file import ClusterFile
-from weft.planner.layout import layout_of
-from weft.planner.measured import time_step
-from weft.planner.propose import space_of
-from weft.planner.search import Choice
-from weft.planner.step_time import StepTime
-from weft.planner.strategy import predict
-from weft.planner.trace import Trace, trace_stages
+from weft.planner.calibrate.calibrate import calibrate, formula
+from weft.planner.costmodel.cluster_file import ClusterFile
+from weft.planner.costmodel.layout import layout_of
+from weft.planner.costmodel.operator_timing import time_step
+from weft.planner.search.propose import space_of
+from weft.planner.search.search import Choice
+from weft.planner.costmodel.step_time import StepTime
+from weft.planner.search.strategy import predict
+from weft.planner.dryrun.trace import Trace, trace_stages
 from weft.planner.validate import spearman
 from weft.train.run import train
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import transformers
 
 from weft.job import Job
-from weft.planner.ladder import FIGURES, GIB, Rung, climb, figures
-from weft.planner.trace import Trace
+from weft.planner.dryrun.memory_options import FIGURES, GIB, Option, compare_options, figures
+from weft.planner.dryrun.trace import Trace
 
 DOCS = Path(__file__).parent
 EXAMPLES = DOCS.parent / "examples"
@@ -19,7 +19,7 @@ JOBS = {"llama-8b": 8, "qwen3-30b-a3b": 32, "deepseek-v3": 2048}
 def section(name: str, world_size: int) -> list[str]:
     """The ladder of a job of `examples/`."""
     job = Job.load(EXAMPLES / f"{name}.toml")
-    rungs = climb(job, world_size, device_type="cuda")
+    rungs = compare_options(job, world_size, device_type="cuda")
     base = rungs[0].found
     assert base is not None
     degrees = {key: value for key, value in base.plan.parallel.model_dump().items() if key != "sp" and value != 1}
@@ -39,7 +39,7 @@ def section(name: str, world_size: int) -> list[str]:
     ]
 
 
-def _row(rung: Rung, base: Trace) -> str:
+def _row(rung: Option, base: Trace) -> str:
     cells = figures(rung.found, base) if rung.found else (f"refused: {rung.refused}", *[""] * (len(FIGURES) - 1))
     return f"| {' | '.join((rung.name, *cells))} |"
 

@@ -5,9 +5,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import weft
-from weft.cluster.device import detect
-from weft.cluster.launch import connect, rank_main
-from weft.cluster.mesh import data_rank
+from weft.device.device import detect
+from weft.launch.launcher import connect, rank_main
+from weft.topology.mesh import data_rank
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXTS = [f"{n} plus {n} is {2 * n}. " * (1 + n % 4) for n in range(64)]  # rows of unequal lengths

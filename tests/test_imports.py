@@ -64,7 +64,7 @@ def test_imports_come_from_above(path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "count"),
     [
-        ("from weft.errors import WeftError\nfrom weft.cluster.device import Device\nimport os", 0),
+        ("from weft.errors import WeftError\nfrom weft.device.device import Device\nimport os", 0),
         ("import weft.train.loop", 1),
         ("from weft.cli import main", 1),
         ("from weft import observe, errors", 1),

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.cluster.device import detect
+from weft.device.device import detect
 from weft.compute.attention import PLAIN, primitive
 from weft.parallel.context import ContextParallel, attend
 from weft.parallel.expert import mixture_of_experts

@@ -28,9 +28,9 @@ from weft.checkpoint.huggingface import allocate, build_on_meta
 from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots, Target
-from weft.cluster.device import Device, detect
-from weft.cluster.launch import connect
-from weft.cluster.mesh import build_mesh
+from weft.device.device import Device, detect
+from weft.launch.launcher import connect
+from weft.topology.mesh import build_mesh
 from weft.job import Checkpoint, Job, Model, Optimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision

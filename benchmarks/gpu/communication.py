@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from weft.cluster.device import detect
+from weft.device.device import detect
 from weft.comm.compression.codec import decode, encode
 from weft.comm.compression.codecs import CODECS
 

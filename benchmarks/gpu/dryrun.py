@@ -3,7 +3,7 @@
     python benchmarks/gpu/dryrun.py            # about three minutes on an H200
 
 A Llama of 1.2 billion parameters (the shape of Llama-3.2-1B) and a Qwen3-MoE of 3.1 billion train for a few steps at sequence
-4096 in bf16 with float32 updates, by ZeRO stages 0 and 3 on one rank. Before that, `weft.planner.trace` predicts the peak of
+4096 in bf16 with float32 updates, by ZeRO stages 0 and 3 on one rank. Before that, `weft.planner.dryrun.trace` predicts the peak of
 each without the device. Measured is the largest number of bytes allocated during a step after the first, as the caching
 allocator counts it: with its rounding, and with the workspaces of the libraries, which a dry run does not know. Recompute is
 that of Transformers, as `model.config.gradient_checkpointing = true` switches it on.
@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster.device import Device, detect
-from weft.cluster.launch import connect
-from weft.cluster.mesh import build_mesh
+from weft.device.device import Device, detect
+from weft.launch.launcher import connect
+from weft.topology.mesh import build_mesh
 from weft.job import Job
 from weft.parallel.parallelize import parallelize
-from weft.planner.trace import assumed_batches, trace
+from weft.planner.dryrun.trace import assumed_batches, trace
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.train.optimizer import build_optimizer

@@ -24,9 +24,9 @@ from weft.anatomy.flops import training_flops_per_token
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, build_plain, gather_weights, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster.device import Device, detect
-from weft.cluster.launch import connect
-from weft.cluster.mesh import build_mesh
+from weft.device.device import Device, detect
+from weft.launch.launcher import connect
+from weft.topology.mesh import build_mesh
 from weft.data import MicroBatch
 from weft.job import Model, Optimizer
 from weft.parallel.parallelize import parallelize

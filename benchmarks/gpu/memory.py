@@ -27,9 +27,9 @@ from rich.table import Table
 from checkpoint import LLAMA_8B
 from weft.checkpoint.huggingface import allocate, build_on_meta
 from weft.checkpoint.model_config import read_config
-from weft.cluster.device import detect
-from weft.cluster.launch import connect
-from weft.cluster.mesh import build_mesh
+from weft.device.device import detect
+from weft.launch.launcher import connect
+from weft.topology.mesh import build_mesh
 from weft.job import Model, Optimizer
 from weft.memory.optimizer_state import place_states
 from weft.parallel.parallelize import parallelize

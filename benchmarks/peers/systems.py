@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 import weft
 from weft.checkpoint.huggingface import build_on_meta
 from weft.checkpoint.model_config import read_config
-from weft.cluster.device import detect
-from weft.cluster.mesh import data_rank
+from weft.device.device import detect
+from weft.topology.mesh import data_rank
 from weft.data import MicroBatch
 from weft.job import Model
 from weft.plan import Plan
@@ -57,7 +57,7 @@ def build_weft_model(workload: Workload, tables: dict[str, Any]) -> tuple[PreTra
     plan = Plan.model_validate(tables).resolve(ranks)
     source = Model(config=workload.config, init_seed=0)
     device = detect()
-    device.use(0)  # as `weft.cluster.launch.connect` does in every rank
+    device.use(0)  # as `weft.launch.launcher.connect` does in every rank
     mesh = weft.build_mesh(plan, device.type, ranks)
     model = weft.parallelize(build_on_meta(read_config(source), DTYPES[plan.precision.update]), plan, mesh)
     weft.materialize(model, source, torch.device("cpu"))

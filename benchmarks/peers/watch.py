@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from weft.cluster.mailbox import Receive
-from weft.cluster.shared_memory import SharedMemoryGroup
+from weft.backends.shm_p2p import ReceiveWork
+from weft.backends.shared_memory import SharedMemoryGroup
 from weft.comm.collectives import Recorder
 
 MARK, STEP = "collective", "step"
@@ -77,7 +77,7 @@ def _marked_collectives() -> Iterator[None]:
     collectives = ("all", "reduce", "broadcast", "barrier")
     names = [name for name in vars(SharedMemoryGroup) if name.strip("_").startswith(collectives)]
     with ExitStack() as patches:
-        for owner, name in [(dist.Work, "wait"), (Receive, "wait"), *((SharedMemoryGroup, name) for name in names)]:
+        for owner, name in [(dist.Work, "wait"), (ReceiveWork, "wait"), *((SharedMemoryGroup, name) for name in names)]:
             patches.enter_context(patch.object(owner, name, _marked(getattr(owner, name))))
         yield
 

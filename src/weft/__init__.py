@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.checkpoint.huggingface import materialize
-    from weft.cluster.mesh import build_mesh
+    from weft.topology.mesh import build_mesh
     from weft.job import Job
     from weft.parallel.labels import count_targets
     from weft.parallel.parallelize import parallelize
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HOMES = {
     "Job": "weft.job",
     "Plan": "weft.plan",
-    "build_mesh": "weft.cluster.mesh",
+    "build_mesh": "weft.topology.mesh",
     "clip_grad_norm_": "weft.train.optimizer",
     "count_targets": "weft.parallel.labels",
     "materialize": "weft.checkpoint.huggingface",

@@ -109,7 +109,7 @@ class Precision(Table):
         """Replace forward = "auto" by a dtype; any other forward stays.
 
         Args:
-            native_bf16: whether the device computes bf16 natively, see `weft.cluster.device.Device.supports`.
+            native_bf16: whether the device computes bf16 natively, see `weft.device.device.Device.supports`.
         """
         if self.forward != "auto":
             return self

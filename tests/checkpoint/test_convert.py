@@ -90,7 +90,7 @@ def test_a_folder_becomes_the_checkpoint_that_training_takes_before_its_first_st
 
 def test_from_files_with_an_index_in_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large models come in several files and go into several."""
-    monkeypatch.setattr("weft.checkpoint.stock.FILE_BYTES", 2**13)
+    monkeypatch.setattr("weft.checkpoint.sources.FILE_BYTES", 2**13)
     save_plain(tmp_path / "hf", "qwen3_moe", max_shard_size="20KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
     folder = to_checkpoint(tmp_path / "hf", tmp_path / "made")

@@ -30,7 +30,7 @@ from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.pickled import Refused, read_pickle
-from weft.checkpoint.shard import FORMATS
+from weft.checkpoint.shard_file import FORMATS
 from weft.errors import CheckpointError
 from weft.job import Job, Model
 from weft.plan import Plan, Precision

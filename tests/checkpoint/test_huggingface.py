@@ -19,7 +19,7 @@ from weft.checkpoint.huggingface import (
     save_folder,
 )
 from weft.checkpoint.model_config import read_config
-from weft.cluster.mesh import build_mesh
+from weft.topology.mesh import build_mesh
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model
 from weft.parallel.parallelize import parallelize

@@ -8,7 +8,7 @@ import pytest
 
 from tests.lab.jobs import write_job
 from weft.cli import main
-from weft.cluster.topology import Topology
+from weft.topology.topology import Topology
 from weft.job import Job
 from weft.train.run import explain_links
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.lab.hosts import INTERFACE, hosts, payload_sent
-from weft.cluster.hierarchy import register_backend
+from weft.backends.hierarchical import register_backend
 from weft.comm.collectives import Recorder
 from weft.comm.compression.codecs import CODECS
 from weft.comm.compression.feedback import Feedback

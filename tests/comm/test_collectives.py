@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.lab.pool import run_ranks
-from weft.cluster.hierarchy import register_backend
+from weft.backends.hierarchical import register_backend
 from weft.comm import collectives
 
 SHAPE = (4, 6, 8)
@@ -95,13 +95,13 @@ def in_two_parts(rank: int, ranks: int, shared: bool) -> tuple[list[Tensor], lis
     rows = [[2, 1], [3, 0]]
     sends, takes = rows[rank], [peer[rank] for peer in rows]
     events, found = [], []
-    issue, wait = collectives.Flight.start, collectives.Flight.wait
+    issue, wait = collectives.AsyncAllToAll.start, collectives.AsyncAllToAll.wait
 
-    def started(self: collectives.Flight, *args: object) -> Tensor:
+    def started(self: collectives.AsyncAllToAll, *args: object) -> Tensor:
         events.append("start")
         return issue(self, *args)  # type: ignore[arg-type]
 
-    def waited(self: collectives.Flight) -> None:
+    def waited(self: collectives.AsyncAllToAll) -> None:
         events.append("wait")
         wait(self)
 
@@ -116,7 +116,7 @@ def in_two_parts(rank: int, ranks: int, shared: bool) -> tuple[list[Tensor], lis
             events.append("between")
             return gradient * 2
 
-    with mock.patch.multiple(collectives.Flight, start=started, wait=waited):
+    with mock.patch.multiple(collectives.AsyncAllToAll, start=started, wait=waited):
         for parts in (2, 1):
             x = inputs(ranks, (3, 5))[rank]
             if parts == 2:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.lab.pool import run_ranks
 from tests.test_imports import FILES, SOURCE, imports
-from weft.cluster.mesh import build_mesh
+from weft.topology.mesh import build_mesh
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.plan import Parallel, Plan
 

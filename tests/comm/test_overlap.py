@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.lab.pool import run_ranks
 from tests.lab.wire import Wire, new_wire, virtual_seconds
-from weft.cluster.hierarchy import register_backend
+from weft.backends.hierarchical import register_backend
 from weft.comm import collectives
-from weft.comm.chunks import Costs, Line, Receive, Send, Trade, cut_rows, fewest_chunks
+from weft.comm.chunks import MessageCosts, Line, GatherMatmul, MatmulReduce, MatmulScatter, cut_rows, fewest_chunks
 from weft.comm.collectives import Recorder
 from weft.comm.overlap import (
     Overlap,
@@ -28,7 +28,7 @@ from weft.comm.overlap import (
 )
 from weft.comm.symmetric import Fused, find_fused
 from weft.errors import PlanError
-from weft.precision.backward import HELD, Carried, carry_gradient
+from weft.precision.fp16_backward import HELD, Fp16Grad, carry_gradient
 
 FORMS = ("gathered", "copied", "scattered", "reduced")
 FORMATS = (torch.float64, torch.float32, torch.bfloat16)
@@ -307,8 +307,8 @@ def carried(rank: int, ranks: int, form: str) -> None:
     for theirs, mine in zip(
         sorted(seen[0], key=lambda g: str(g.shape)), sorted(seen[1], key=lambda g: str(g.shape)), strict=True
     ):
-        assert isinstance(mine, Carried)
-        assert isinstance(theirs, Carried)
+        assert isinstance(mine, Fp16Grad)
+        assert isinstance(theirs, Fp16Grad)
         assert mine.carried.dtype == HELD
         torch.testing.assert_close(mine.carried, theirs.carried, rtol=2e-3, atol=2e-3 * theirs.carried.abs().max())
 
@@ -441,17 +441,17 @@ def predicted(rank: int, ranks: int) -> None:
     for chunks in (1, 2, 4, 8):
         taken = times(wire, "gathered", "forward", chunks, rate, alpha)
         message = Line(alpha, (taken.on_the_wire - chunks * alpha))
-        costs = Costs(Line(0, 0), message, {chunks: taken.computed / 2 / chunks}, own=taken.computed / 2)
-        assert Receive.predict(costs, chunks) == pytest.approx(taken.total)
+        costs = MessageCosts(Line(0, 0), message, {chunks: taken.computed / 2 / chunks}, own=taken.computed / 2)
+        assert GatherMatmul.predict(costs, chunks) == pytest.approx(taken.total)
         taken = times(wire, "scattered", "forward", chunks, rate, alpha)
         message = Line(alpha, taken.on_the_wire - chunks * alpha)
-        costs = Costs(Line(0, 0), message, {chunks: taken.computed / 2 / chunks}, own=taken.computed / 2)
-        assert Trade.predict(costs, chunks) == pytest.approx(taken.total)
+        costs = MessageCosts(Line(0, 0), message, {chunks: taken.computed / 2 / chunks}, own=taken.computed / 2)
+        assert MatmulScatter.predict(costs, chunks) == pytest.approx(taken.total)
         taken = times(wire, "gathered", "backward", chunks, rate, alpha)
         both = (taken.on_the_wire - (chunks + 1) * alpha) / 2
         products = taken.computed / 2
-        costs = Costs(Line(0, 0), Line(alpha, both), {chunks: products / chunks}, ahead=alpha + both, last=products)
-        assert Send.predict(costs, chunks) == pytest.approx(taken.total)
+        costs = MessageCosts(Line(0, 0), Line(alpha, both), {chunks: products / chunks}, ahead=alpha + both, last=products)
+        assert MatmulReduce.predict(costs, chunks) == pytest.approx(taken.total)
 
 
 def test_the_model_says_what_the_wire_does() -> None:

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tests.lab.pool import run_ranks
-from weft.cluster import shared_memory
-from weft.cluster.mesh import build_mesh
+from weft.backends import shared_memory
+from weft.topology.mesh import build_mesh
 from weft.comm.collectives import Message, Recorder
 from weft.plan import Parallel, Plan
 

@@ -4,18 +4,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.compute.attention import Block, Sight, read_sights, visible_blocks
+from weft.compute.attention import AttentionBlock, Visibility, read_sights, visible_blocks
 
 ALL = slice(None)
 
 
 @st.composite
-def a_sight(draw: st.DrawFn, seq_len: int) -> Sight:
+def a_sight(draw: st.DrawFn, seq_len: int) -> Visibility:
     starts = draw(st.sets(st.integers(1, seq_len - 1), max_size=6))
-    return Sight((0, *sorted(starts)), draw(st.none() | st.integers(1, seq_len + 2)))
+    return Visibility((0, *sorted(starts)), draw(st.none() | st.integers(1, seq_len + 2)))
 
 
-def visible(sight: Sight, seq_len: int) -> torch.Tensor:
+def visible(sight: Visibility, seq_len: int) -> torch.Tensor:
     """Straight from the rule."""
     token = torch.arange(seq_len)
     document = sum((token >= start).long() for start in sight.starts)
@@ -24,7 +24,7 @@ def visible(sight: Sight, seq_len: int) -> torch.Tensor:
     return seen if sight.window is None else seen & (distance < sight.window)
 
 
-def count(blocks: list[Block], seq_len: int) -> torch.Tensor:
+def count(blocks: list[AttentionBlock], seq_len: int) -> torch.Tensor:
     """How often each pair is computed and not masked."""
     times = torch.zeros(seq_len, seq_len, dtype=torch.int64)
     for block in blocks:
@@ -56,7 +56,7 @@ def test_every_visible_pair_once(data: st.DataObject, parts: int, size: int, til
             assert not seen.all()
 
 
-def blocks_of(sight: Sight, queries: list[range], keys: list[range], tile: int, largest: int | None) -> list[Block]:
+def blocks_of(sight: Visibility, queries: list[range], keys: list[range], tile: int, largest: int | None) -> list[AttentionBlock]:
     blocks = visible_blocks(ALL, sight, queries, keys, tile, largest)
     diagonal = [block.queries == block.keys for block in blocks]
     assert diagonal == sorted(diagonal, reverse=True)  # every token sees itself first
@@ -67,14 +67,14 @@ def blocks_of(sight: Sight, queries: list[range], keys: list[range], tile: int, 
 
 def test_plain_causality_is_one_call_a_pair_of_chunks() -> None:
     chunks = [range(600), range(600, 1200)]
-    blocks = visible_blocks(ALL, Sight((0,), None), chunks, chunks, 512, None)
+    blocks = visible_blocks(ALL, Visibility((0,), None), chunks, chunks, 512, None)
     assert [block.form for block in blocks] == ["causal", "causal", "full"]
 
 
 def test_long_documents_need_no_mask_and_short_ones_share_one() -> None:
     row = [range(4000)]
     documents = (0, 700, 1700, 1750, 1800, 2600)
-    forms = [(b.queries, b.form) for b in visible_blocks(ALL, Sight(documents, None), row, row, 512, None)]
+    forms = [(b.queries, b.form) for b in visible_blocks(ALL, Visibility(documents, None), row, row, 512, None)]
     assert forms == [
         (range(700), "causal"),
         (range(700, 1700), "causal"),
@@ -86,7 +86,7 @@ def test_long_documents_need_no_mask_and_short_ones_share_one() -> None:
 
 def test_a_window_costs_a_band() -> None:
     row = [range(16384)]
-    blocks = visible_blocks(ALL, Sight((0,), 1024), row, row, 512, None)
+    blocks = visible_blocks(ALL, Visibility((0,), 1024), row, row, 512, None)
     computed = sum(len(block.queries) * len(block.keys) for block in blocks)
     assert computed < 1.75 * 16384 * 1024
 
@@ -94,8 +94,8 @@ def test_a_window_costs_a_band() -> None:
 def test_documents_are_runs_of_equal_numbers() -> None:
     found = read_sights(torch.tensor([[3, 3, 5, 3], [1, 1, 1, 1], [2, 2, 2, 2], [0, 0, 9, 0]]), 5)
     assert found == [
-        (slice(0, 1), Sight((0, 2, 3), 5)),
-        (slice(1, 3), Sight((0,), 5)),  # neighbours that see the same share their blocks
-        (slice(3, 4), Sight((0, 2, 3), 5)),
+        (slice(0, 1), Visibility((0, 2, 3), 5)),
+        (slice(1, 3), Visibility((0,), 5)),  # neighbours that see the same share their blocks
+        (slice(3, 4), Visibility((0, 2, 3), 5)),
     ]
-    assert read_sights(None, None) == [(slice(None), Sight((0,), None))]
+    assert read_sights(None, None) == [(slice(None), Visibility((0,), None))]

@@ -36,10 +36,10 @@ from rich.table import Table
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from weft.checkpoint.folders import list_checkpoints, part_of
-from weft.cluster.guardian import process_state
-from weft.cluster.nursery import PROCESS_NAME
-from weft.cluster.pulse import PulseRecord, read_pulse
-from weft.cluster.scratch import PREFIX, SHARED_MEMORY
+from weft.launch.watchdog import process_state
+from weft.launch.forkserver import PROCESS_NAME
+from weft.launch.heartbeat import RankStatus, read_status
+from weft.launch.scratch import PREFIX, SHARED_MEMORY
 from weft.job import Job
 from weft.train.metrics import read_metrics
 
@@ -96,12 +96,12 @@ class Rank(NamedTuple):
     pid: int
     pulse: Path
 
-    def record(self) -> PulseRecord:
+    def record(self) -> RankStatus:
         """What it last said; nothing where its attempt is over."""
         try:
-            return read_pulse(self.pulse)
+            return read_status(self.pulse)
         except FileNotFoundError:
-            return PulseRecord()
+            return RankStatus()
 
 
 def ranks_of(launcher: int) -> dict[int, Rank]:

@@ -20,8 +20,8 @@ import pytest
 from tests.faults.kill import processes
 from tests.lab.hosts import Host, hosts
 from tests.lab.jobs import write_job
-from weft.cluster.gate import MAGIC, MAGIC_TLS
-from weft.cluster.meeting import new_token
+from weft.launch.tunnel import MAGIC, MAGIC_TLS
+from weft.launch.rendezvous import new_token
 from weft.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]

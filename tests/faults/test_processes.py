@@ -24,7 +24,7 @@ from tests.faults.kill import (
     weft_train,
 )
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
-from weft.cluster.guardian import Limits, process_state
+from weft.launch.watchdog import Timeouts, process_state
 from weft.job import Job
 from weft.train.run import train
 from weft.train.run_folder import LAUNCHER_LOCK
@@ -151,7 +151,7 @@ def test_a_rank_that_stands_still_for_good_is_named_and_the_run_goes_on(whole: P
     first, *others = [line for line in command.lines if line.error]
     assert first.text.startswith(f"weft: rank 1 on {os.uname().nodename} "), command.printed()
     assert "stopped by a signal" in first.text
-    assert Limits.stopped < first.seconds - stopped < Limits.stopped + 2
+    assert Timeouts.stopped < first.seconds - stopped < Timeouts.stopped + 2
     ended = next(line for line in others if "attempt 1 starts 2 ranks" in line.text)
     assert "rank 1 made no progress for" in ended.text
     assert PATIENCE < ended.seconds - stopped < PATIENCE + 15
@@ -163,7 +163,7 @@ def test_a_rank_that_stands_still_for_good_is_named_and_the_run_goes_on(whole: P
 LAUNCHER = """
 import sys
 from pathlib import Path
-from weft.cluster.launch import launch
+from weft.launch.launcher import launch
 
 out, rank = sys.argv[1:]
 launch([sys.executable, rank, out, "auto"], ranks=2, log_dir=Path(out) / "logs", max_restarts=1)
@@ -171,7 +171,7 @@ launch([sys.executable, rank, out, "auto"], ranks=2, log_dir=Path(out) / "logs",
 BROKEN_RANK = """
 import os
 from torch.nn.modules.module import register_module_forward_pre_hook
-from weft.cluster.launch import rank_main
+from weft.launch.launcher import rank_main
 from weft.train.rank import main
 
 forwards = 0

@@ -25,8 +25,8 @@ from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots, Target
-from weft.cluster.device import detect
-from weft.cluster.mesh import build_mesh, data_rank
+from weft.device.device import detect
+from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Checkpoint, Job, Model
 from weft.parallel.parallelize import parallelize
 from weft.precision.scaling import LossScale

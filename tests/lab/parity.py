@@ -21,14 +21,14 @@ from weft.checkpoint.huggingface import (
     materialize,
 )
 from weft.checkpoint.model_config import read_config
-from weft.cluster.device import detect
-from weft.cluster.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes
+from weft.device.device import detect
+from weft.topology.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes
 from weft.data import MicroBatch
 from weft.job import Model, Optimizer
 from weft.memory.optimizer_state import place_states
 from weft.parallel.dropout import set_dropout_seed
 from weft.parallel.parallelize import parallelize
-from weft.parallel.rows import part_of_rows
+from weft.parallel.sequence_sharding import shard_sequence
 from weft.plan import Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -209,7 +209,7 @@ def whole_logits(logits: torch.Tensor, batch: MicroBatch, mesh: DeviceMesh) -> t
     if mesh[CONTEXT_AXES].size() == 1:
         return logits
     seq_len = batch.input_ids.shape[1]
-    places = part_of_rows(torch.arange(seq_len)[None], mesh)[0]
+    places = shard_sequence(torch.arange(seq_len)[None], mesh)[0]
     parts = gather_objects((places, logits), join_axes(mesh, CONTEXT_AXES).get_group())
     order = torch.cat([places for places, _ in parts]).argsort()
     return torch.cat([logits for _, logits in parts], 1)[:, order]

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from tests.lab.pool import run_ranks
-from weft.cluster.pulse import Pulse
+from weft.launch.heartbeat import Heartbeat
 from weft.data import Prepared
 from weft.job import Job
 from weft.train import loop
@@ -58,7 +58,7 @@ def run_rank(
         session = open_session(job, prepared, out, resume)
         if trouble:
             trouble(session)
-        loop.train(session, out, Pulse.open())
+        loop.train(session, out, Heartbeat.open())
     for number, handler in handlers.items():
         signal.signal(number, handler)
     return text.getvalue()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.cluster.shared_memory import SharedMemoryGroup, _done, _observed, reduce_parts, share_memory
+from weft.backends.shared_memory import SharedMemoryGroup, _done, _observed, reduce_parts, share_memory
 from weft.comm.collectives import RING
 
 BACKEND = "weft_wire"

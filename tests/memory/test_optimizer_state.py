@@ -15,10 +15,10 @@ from tests.lab.bits import assert_same_bits
 from tests.lab.families import family
 from tests.lab.live import LiveBytes
 from tests.lab.pool import RankError, run_ranks
-from weft.cluster.device import detect
-from weft.memory.optimizer_state import AwayStates, place_states
+from weft.device.device import detect
+from weft.memory.optimizer_state import OffloadedStates, place_states
 from weft.memory.pool import Pool, mapped_files
-from weft.memory.update import step_in_parts
+from weft.memory.chunked_step import chunked_step
 from weft.plan import Memory, Parallel, Plan, Precision
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -42,8 +42,8 @@ def give_gradients(step: int, *sides: list[nn.Parameter], without: int | None = 
             parameter.grad = None if number == without else gradient.clone()
 
 
-def away_on_disk(optimizer: torch.optim.Optimizer, folder: Path, **settings: Any) -> AwayStates:
-    return AwayStates(optimizer, detect(), Pool(mapped_files(folder)), **settings)
+def away_on_disk(optimizer: torch.optim.Optimizer, folder: Path, **settings: Any) -> OffloadedStates:
+    return OffloadedStates(optimizer, detect(), Pool(mapped_files(folder)), **settings)
 
 
 @pytest.mark.parametrize("budget", [None, 5 * 32 * 16 * 4])
@@ -56,7 +56,7 @@ def test_fifty_steps(name: str, budget: int | None, tmp_path: Path) -> None:
     for step in range(50):
         give_gradients(step, plain, moved, without=step % 11)
         expected.step()
-        step_in_parts(found, part_bytes=2 * 32 * 16 * 4)
+        chunked_step(found, part_bytes=2 * 32 * 16 * 4)
     for one, other in zip(plain, moved, strict=True):
         assert torch.equal(one, other)
         for key, value in expected.state[one].items():
@@ -91,7 +91,7 @@ def test_an_eighth_of_the_states_is_on_the_device(tmp_path: Path) -> None:
         give_gradients(step, parameters)
         with LiveBytes().track(parameters, optimizer.state) as live:
             before = live.current
-            step_in_parts(optimizer, part_bytes=states // 2 // 24)
+            chunked_step(optimizer, part_bytes=states // 2 // 24)
         assert live.current <= before  # gradients have gone
         if step:
             assert 0 < live.peak - before <= states / 8
@@ -155,10 +155,10 @@ LIMITED = """
 import resource, sys, torch
 from pathlib import Path
 from torch import nn
-from weft.cluster.device import detect
-from weft.memory.optimizer_state import AwayStates
+from weft.device.device import detect
+from weft.memory.optimizer_state import OffloadedStates
 from weft.memory.pool import Pool, mapped_files
-from weft.memory.update import step_in_parts
+from weft.memory.chunked_step import chunked_step
 
 torch.set_num_threads(1)
 first = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
@@ -167,13 +167,13 @@ first.step()  # which imports much
 parameters = [nn.Parameter(torch.zeros(2**20)) for _ in range(64)]  # 256 MiB, and 512 MiB of states
 optimizer = torch.optim.AdamW(parameters, fused=True)
 if sys.argv[1] == "disk":
-    AwayStates(optimizer, detect(), Pool(mapped_files(Path(sys.argv[2]))))
+    OffloadedStates(optimizer, detect(), Pool(mapped_files(Path(sys.argv[2]))))
 used = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData"))) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + 2**20 * 480,) * 2)  # gradients fit, the states do not
 for step in range(3):
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    step_in_parts(optimizer)
+    chunked_step(optimizer)
 print(parameters[-1][0].item())
 """
 

@@ -13,7 +13,7 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
-from weft.cluster.mesh import build_mesh
+from weft.topology.mesh import build_mesh
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Pipeline, Plan, Precision

@@ -17,7 +17,7 @@ from tests.lab.live import LiveBytes
 from tests.lab.pool import close_pools
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.folders import list_checkpoints
-from weft.memory.update import step_in_parts
+from weft.memory.chunked_step import chunked_step
 from weft.memory.weights import SplitWeight
 from weft.plan import Memory, Parallel, Pipeline, Plan, Precision
 
@@ -131,7 +131,7 @@ def test_any_optimizer(name: str, even: bool) -> None:
                 parameters[2].grad = None
         optimizers[0].step()
         optimizers[1].step()
-        step_in_parts(optimizers[2], part_bytes=2 * 33 * 17 * 4)
+        chunked_step(optimizers[2], part_bytes=2 * 33 * 17 * 4)
     for parameter, one, other in zip(whole, split, parts, strict=True):
         assert torch.equal(parameter.detach(), one.detach() + 0)
         assert torch.equal(parameter.detach(), other.detach() + 0)
@@ -148,7 +148,7 @@ def test_an_update_joins_a_part_at_a_time(even: bool) -> None:
             parameter.grad = torch.randn(64, 1024)
         with LiveBytes().track(parameters, optimizer.state) as live:
             before = live.current
-            step_in_parts(optimizer, part_bytes=2**18)
+            chunked_step(optimizer, part_bytes=2**18)
         return live.peak - before
 
     peak_of_a_step()

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from weft.observe.chart import MOST_POINTS, Row, Series, Span, bar_chart, gantt_chart, line_chart, linear_axis, log_axis
+from weft.observe.chart import MOST_POINTS, BarRow, Series, Span, bar_chart, gantt_chart, line_chart, linear_axis, log_axis
 from weft.observe.chart import number as text_of
 
 
@@ -59,12 +59,12 @@ def test_a_long_line_keeps_its_spikes() -> None:
 
 
 def test_bars_begin_at_zero_and_texts_are_escaped() -> None:
-    html = bar_chart([Row("<a>", [[("x", 1.0), ("y", 3.0)]], "<note>"), Row("b", [[("x", 2.0), ("y", 0.0)]])], "<s>")
+    html = bar_chart([BarRow("<a>", [[("x", 1.0), ("y", 3.0)]], "<note>"), BarRow("b", [[("x", 2.0), ("y", 0.0)]])], "<s>")
     assert [float(width) for width in re.findall(r"width:(\S+?)%", html)] == [25, 75, 50]
     assert "<a>" not in html
     assert "<note>" not in html
     assert html.count("&lt;") == 3
-    assert "bar" in bar_chart([Row("nothing", [[("x", 0.0)]])], "s")
+    assert "bar" in bar_chart([BarRow("nothing", [[("x", 0.0)]])], "s")
 
 
 def test_lanes_have_their_blocks_in_place() -> None:

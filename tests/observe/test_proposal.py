@@ -9,15 +9,15 @@ from tests.lab.families import family
 from weft.job import Job
 from weft.observe.proposal import parameters_in_words, print_proposal
 from weft.observe.proposal_page import write_page
-from weft.planner.hardware import Cluster, find_device
-from weft.planner.propose import Proposal, propose
+from weft.planner.costmodel.hardware import ClusterSpec, find_device
+from weft.planner.search.propose import Proposal, propose
 
 
 @pytest.fixture(scope="module")
 def found() -> Proposal:
     data = {"source": "tokens", "path": "none.npy", "seq_len": 32}
     job = Job.parse({"model": {"config": family("llama")}, "data": data, "train": {"global_batch": 16}})
-    return propose(job, Cluster(find_device("CPU"), 1, 2), confirm=False, say=lambda _: None)
+    return propose(job, ClusterSpec(find_device("CPU"), 1, 2), confirm=False, say=lambda _: None)
 
 
 def test_the_page_names_units_and_equal_layouts(found: Proposal, tmp_path: Path) -> None:

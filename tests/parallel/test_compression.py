@@ -12,12 +12,12 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster.mesh import build_mesh, data_rank
+from weft.topology.mesh import build_mesh, data_rank
 from weft.data import MicroBatch
 from weft.errors import JobError
 from weft.job import Model, Optimizer
 from weft.parallel.parallelize import parallelize
-from weft.parallel.replicas import compare_replicas
+from weft.parallel.sdc_check import check_replicas_match
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -86,7 +86,7 @@ def train(
     rig = Rig(world_size, source, plan)
     results = [rig.step(number) for number in range(steps)]
     assert all(result.problem is None for result in results), results
-    return [r.loss for r in results], gather_weights(rig.model), compare_replicas(rig.model, rig.optimizer, rig.mesh)
+    return [r.loss for r in results], gather_weights(rig.model), check_replicas_match(rig.model, rig.optimizer, rig.mesh)
 
 
 @cache

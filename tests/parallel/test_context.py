@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from tests.lab.families import FAMILIES
 from tests.lab.parity import logits_of
 from tests.lab.pool import run_ranks
-from weft.cluster.hierarchy import register_backend
+from weft.backends.hierarchical import register_backend
 from weft.data import MicroBatch
 from weft.errors import ModelError, PlanError
 from weft.parallel.context import (

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.cluster.test_hierarchy import make_group
+from tests.backends.test_hierarchical import make_group
 from tests.lab.families import COMMON, EXPERTS, family
 from tests.lab.parity import compare
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster.hierarchy import register_backend
-from weft.cluster.mesh import build_mesh
+from weft.backends.hierarchical import register_backend
+from weft.topology.mesh import build_mesh
 from weft.comm import collectives
 from weft.comm.collectives import Message, Recorder
 from weft.errors import PlanError
@@ -370,7 +370,7 @@ def order_of_events(rank: int, ranks: int, name: str) -> list[str]:
     """What a layer with shared experts does, in forward and backward."""
     events: list[str] = []
     model, _ = build_split(rank, ranks, name)
-    land, start = collectives.Flight.wait, collectives.Flight.start
+    land, start = collectives.AsyncAllToAll.wait, collectives.AsyncAllToAll.start
     shared = next(module for key, module in model.named_modules() if key.endswith("shared_experts"))
     shared.down_proj.register_forward_hook(lambda *_: events.append("shared"))
     shared.down_proj.register_full_backward_hook(lambda *_: events.append("shared"))
@@ -383,7 +383,7 @@ def order_of_events(rank: int, ranks: int, name: str) -> list[str]:
         events.append("land")
         land(self)
 
-    with mock.patch.multiple(collectives.Flight, start=started, wait=landed):
+    with mock.patch.multiple(collectives.AsyncAllToAll, start=started, wait=landed):
         model_gradients(model, torch.randint(3, 96, (2, 13), generator=torch.Generator().manual_seed(3)))
     return events
 

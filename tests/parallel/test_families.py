@@ -13,7 +13,7 @@ from tests.lab.shrink import BIASED, LEAKING, PROVED, shrunk
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster.mesh import build_mesh
+from weft.topology.mesh import build_mesh
 from weft.errors import ModelError, PlanError
 from weft.job import Model
 from weft.parallel.parallelize import check_axes, parallelize

@@ -19,7 +19,7 @@ from weft.checkpoint.model_config import read_config
 from weft.errors import JobError, PlanError
 from weft.job import Job, Model
 from weft.parallel.parallelize import check_axes
-from weft.parallel.pipeline.order import read_order
+from weft.parallel.pipeline.plan_schedule import read_order
 from weft.plan import Plan
 from weft.train.run import check_model
 

@@ -13,9 +13,9 @@ from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import shrunk
 from weft.checkpoint.huggingface import arrange_packed, build_on_meta, build_plain, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster.mesh import build_mesh, data_rank
+from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Model
-from weft.parallel.data import begin_micro_batch
+from weft.parallel.fsdp import begin_micro_batch
 from weft.plan import Plan
 
 LLAMA = Model(config=family("llama"))

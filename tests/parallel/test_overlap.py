@@ -18,14 +18,14 @@ from tests.lab.wire import register_wire, virtual_seconds
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster.hierarchy import register_backend
-from weft.cluster.mesh import AXES, build_mesh, mesh_shape
+from weft.backends.hierarchical import register_backend
+from weft.topology.mesh import AXES, build_mesh, mesh_shape
 from weft.comm.collectives import Recorder
 from weft.comm.overlap import Overlap
 from weft.errors import ModelError, PlanError
 from weft.job import Model
-from weft.parallel.fan import Awaited, Border, spread_fan
-from weft.parallel.matrices import DOWN
+from weft.parallel.async_tp import LazyGather, RegionBoundary, share_gather
+from weft.parallel.tp_rules import DOWN
 from weft.parallel.parallelize import check_axes, parallelize
 from weft.parallel.tensor import FIRST_OF_MLP
 from weft.plan import Plan
@@ -197,14 +197,14 @@ class Region(nn.Module):
 
 
 def use_region(rank: int, ranks: int, use: str) -> tuple[list[Any], list[str]]:
-    """Output and gradients of a region behind an `Awaited` on each rank, and what was sent."""
+    """Output and gradients of a region behind an `LazyGather` on each rank, and what was sent."""
     group = dist.new_group(backend="gloo")
     torch.manual_seed(0)
     region, parts = Region(use).double(), torch.randn(2, 4, 3, 4, dtype=torch.float64)
-    assert spread_fan(region, "mlp", FIRST_OF_MLP, DOWN)
+    assert share_gather(region, "mlp", FIRST_OF_MLP, DOWN)
     x = parts[rank].clone().requires_grad_()
-    awaited = Border(Overlap(group, 2), sp=True, dim=0, queue=None).enter(x)
-    assert isinstance(awaited, Awaited)
+    awaited = RegionBoundary(Overlap(group, 2), sp=True, dim=0, queue=None).enter(x)
+    assert isinstance(awaited, LazyGather)
     with Recorder() as recorder:
         out = region(awaited)
     out.square().sum().backward()
@@ -240,7 +240,7 @@ def test_matrices_that_somebody_has_wrapped_are_left_alone() -> None:
     region = Region("shape")
     forward = region.up_proj.forward
     region.up_proj.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
-    assert not spread_fan(region, "mlp", FIRST_OF_MLP, DOWN)
+    assert not share_gather(region, "mlp", FIRST_OF_MLP, DOWN)
     assert "forward" not in vars(region.gate_proj)
 
 

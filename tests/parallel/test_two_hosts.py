@@ -11,9 +11,9 @@ from tests.lab.parity import compare, packed_batches, plan_for, share, whole
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster import hierarchy
-from weft.cluster.hierarchy import TwoLevelGroup
-from weft.cluster.mesh import build_mesh, data_rank, group_of_all
+from weft.backends import hierarchical as hierarchy
+from weft.backends.hierarchical import TwoLevelGroup
+from weft.topology.mesh import build_mesh, data_rank, group_of_all
 from weft.comm.collectives import Recorder
 from weft.job import Model, Optimizer
 from weft.parallel.parallelize import parallelize

@@ -12,9 +12,9 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster.mesh import build_mesh, data_rank
+from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Model
-from weft.parallel.data import begin_micro_batch, count_split, model_state_bytes
+from weft.parallel.fsdp import begin_micro_batch, count_split, model_state_bytes
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from weft.cluster.device import Cpu
+from weft.device.device import Cpu
 from weft.errors import PlanError
 from weft.plan import Precision
 from weft.precision.dtypes import check_formats, explain_precision

@@ -13,7 +13,7 @@ from tests.lab.parity import compare, packed_batches, plan_for, whole
 from tests.lab.pool import RankError, run_ranks
 from weft.checkpoint.huggingface import arrange_packed, build_on_meta, build_plain, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster.mesh import build_mesh, data_rank
+from weft.topology.mesh import build_mesh, data_rank
 from weft.errors import WeftError
 from weft.job import Model
 from weft.plan import Plan

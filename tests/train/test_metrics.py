@@ -20,7 +20,7 @@ from weft.errors import DataError
 from weft.train.metrics import (
     Evaluation,
     MetricsWriter,
-    Progress,
+    TerminalProgress,
     StepMetrics,
     format_count,
     format_seconds,
@@ -126,7 +126,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def show(console: Console, total: int) -> str:
     """What a run of some steps prints, with a message and an evaluation half-way."""
-    with Progress(total, console) as progress:
+    with TerminalProgress(total, console) as progress:
         for step in range(1, total + 1):
             progress.step(replace(STEP, step=step))
             if step == max(1, total // 2):
@@ -160,7 +160,7 @@ def test_on_a_terminal_a_bar_ends_full_and_messages_stand_above_it() -> None:
 def test_time_left_follows_the_recent_steps() -> None:
     """The first two steps of a process are slow, and do not count."""
     console = Console(file=io.StringIO(), width=200)
-    with Progress(20, console) as progress:
+    with TerminalProgress(20, console) as progress:
         for step, seconds in enumerate((600.0, 300.0, 60.0, 0.0), 1):
             progress.step(replace(STEP, step=step, tokens=120, step_seconds=seconds))
     first, _, third, expected, fourth = console.file.getvalue().splitlines()  # type: ignore[attr-defined]

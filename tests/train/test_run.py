@@ -18,7 +18,7 @@ from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.folders import folder_of
 from weft.checkpoint.manifest import FORMAT_BYTES, read_manifest
-from weft.cluster.device import detect
+from weft.device.device import detect
 from weft.data import Prepared, Rows, evaluation_batches
 from weft.job import Job
 from weft.observe.report import write_report

@@ -11,7 +11,7 @@ from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize
 from weft.checkpoint.model_config import read_config
-from weft.cluster.mesh import build_mesh, data_rank
+from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision

@@ -70,7 +70,7 @@ def row_arguments(model: PreTrainedModel, position_ids: torch.Tensor, masks: boo
     """
     made = document_masks(model, position_ids) if masks and not bool((position_ids.diff() == 1).all()) else None
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": made, "use_cache": False}
-    if getattr(model.config, "output_router_logits", False):  # the auxiliary loss is ours: `weft.parallel.balance`
+    if getattr(model.config, "output_router_logits", False):  # the auxiliary loss is ours: `weft.parallel.moe_aux_loss`
         arguments["output_router_logits"] = False
     return arguments
 

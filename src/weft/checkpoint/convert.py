@@ -1,6 +1,6 @@
 """Checkpoints into Hugging Face folders, and those and folders of torch.distributed.checkpoint into checkpoints.
 
-A `Stock` of tensors goes into files in a hidden folder beside the target: they are the files of a checkpoint, or they are
+A `TensorSource` of tensors goes into files in a hidden folder beside the target: they are the files of a checkpoint, or they are
 mapped and handed to save_pretrained, which asks for the whole model at once. The target appears complete or not at all.
 """
 
@@ -32,11 +32,11 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader
-from weft.checkpoint.stock import (
-    Stock,
+from weft.checkpoint.sources import (
+    TensorSource,
     of_checkpoint,
-    of_dcp,
-    of_huggingface,
+    from_dcp,
+    from_huggingface,
     optimizer_of_dcp,
     state_names,
     write_files,
@@ -119,7 +119,7 @@ def to_huggingface(
             stock = of_checkpoint(reader)
         else:
             config, meta = _build(_need_job(source, job).model)
-            stock = of_dcp(dcp.Folder(source), meta)
+            stock = from_dcp(dcp.Folder(source), meta)
         _write_huggingface(stock, config, meta, tokenizer, part / "folder", DTYPES[dtype] if dtype else None)
         _commit(part / "folder", target)
     return target
@@ -158,9 +158,9 @@ def to_checkpoint(source: Path, target: Path, *, job: Job | None = None) -> Path
             config, meta = _build(job.model)
             folder = dcp.Folder(source)
             optimizer = optimizer_of_dcp(folder, meta)
-            _write_huggingface(of_dcp(folder, meta), config, meta, None, plain, DTYPES[job.plan.precision.update])
+            _write_huggingface(from_dcp(folder, meta), config, meta, None, plain, DTYPES[job.plan.precision.update])
         job = job.model_copy(update={"plan": Plan(precision=job.plan.precision).resolve(1)})
-        stock = of_huggingface(plain, DTYPES[job.plan.precision.update])
+        stock = from_huggingface(plain, DTYPES[job.plan.precision.update])
         _write_checkpoint(stock, optimizer, job, part / "folder")
         _commit(part / "folder", target)
     return target
@@ -170,7 +170,7 @@ def to_checkpoint(source: Path, target: Path, *, job: Job | None = None) -> Path
 
 
 def _write_huggingface(
-    stock: Stock,
+    stock: TensorSource,
     config: PretrainedConfig,
     meta: PreTrainedModel,
     tokenizer: Path | None,
@@ -200,7 +200,7 @@ def _write_huggingface(
     shutil.rmtree(rest)
 
 
-def _write_checkpoint(model: Stock, optimizer: Stock | None, job: Job, folder: Path) -> None:
+def _write_checkpoint(model: TensorSource, optimizer: TensorSource | None, job: Job, folder: Path) -> None:
     folder.mkdir()
     stocks = [model, optimizer] if optimizer else [model]
     counts = [optimizer.read(name) for name in optimizer.forms if name.startswith("step/")] if optimizer else []

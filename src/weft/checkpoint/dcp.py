@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.pickled import Made, Name, Refused, read_pickle
-from weft.checkpoint.shard import FORMATS
+from weft.checkpoint.shard_file import FORMATS
 from weft.errors import CheckpointError
 
 METADATA = ".metadata"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.manifest import Manifest, verify_folder
-from weft.checkpoint.pieces import OF_RANKS
+from weft.checkpoint.slices import OF_RANKS
 from weft.checkpoint.restore import Reader
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -15,7 +15,7 @@ STEP = re.compile(r"\.?step-(\d{8,})(\.part|\.gone|\.aside-\d+)?")
 """Names that training gives: to checkpoints, and to what will be, is no longer or was set aside as one."""
 
 
-class Row(NamedTuple):
+class ListingRow(NamedTuple):
     """One folder of a run."""
 
     name: str
@@ -29,7 +29,7 @@ class Row(NamedTuple):
     """good, complete (its manifest reads, its files were not looked at), set aside, unfinished, or damaged and why."""
 
 
-def list_run(run: Path, *, verify: bool, key: bytes | None = None) -> list[Row]:
+def list_run(run: Path, *, verify: bool, key: bytes | None = None) -> list[ListingRow]:
     """All folders of a run that are, were or would have become checkpoints, by step. A damaged one is a row, not an error.
 
     A folder of another name is a checkpoint if it has a manifest.
@@ -57,14 +57,14 @@ def _is_listed(folder: Path) -> bool:
     return STEP.fullmatch(folder.name) is not None or (folder / NAME).is_file()
 
 
-def _row(folder: Path, verify: bool, key: bytes | None) -> Row:
+def _row(folder: Path, verify: bool, key: bytes | None) -> ListingRow:
     named = STEP.fullmatch(folder.name)
     step = int(named[1]) if named else 0
     size = sum(path.lstat().st_size for path in folder.iterdir())
     written = datetime.fromtimestamp(folder.stat().st_mtime)
     if folder.name.startswith("."):
         state = "unfinished" if folder.name.endswith(".part") else "being removed"
-        return Row(folder.name, step, size, written, "", state)
+        return ListingRow(folder.name, step, size, written, "", state)
     layout = ""
     try:
         manifest = read_manifest(folder, key)
@@ -75,7 +75,7 @@ def _row(folder: Path, verify: bool, key: bytes | None) -> Row:
             state = "good"
     except CheckpointError as error:
         state = f"damaged: {error.what}"
-    return Row(folder.name, step, size, written, layout, f"set aside, {state}" if ".aside-" in folder.name else state)
+    return ListingRow(folder.name, step, size, written, layout, f"set aside, {state}" if ".aside-" in folder.name else state)
 
 
 def describe_layout(manifest: Manifest) -> str:

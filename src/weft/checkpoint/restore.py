@@ -16,8 +16,8 @@ from weft.anatomy.roles import Anatomy
 from weft.checkpoint.boxes import find_fault
 from weft.checkpoint.folders import list_checkpoints, set_aside, step_of
 from weft.checkpoint.manifest import Entry, Manifest, Part, read_manifest, refused, verify_file, verify_names
-from weft.checkpoint.pieces import OF_RANKS, Piece, model_pieces, named_weights, optimizer_pieces
-from weft.checkpoint.shard import FORMATS, torch_format
+from weft.checkpoint.slices import OF_RANKS, TensorSlice, model_pieces, named_weights, optimizer_pieces
+from weft.checkpoint.shard_file import FORMATS, torch_format
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError
 from weft.plan import Plan
@@ -149,7 +149,7 @@ def choose(
     return None
 
 
-def make_way(run: Path, chosen: Path | None, step: int, say: Callable[[str], None]) -> None:
+def archive_newer(run: Path, chosen: Path | None, step: int, say: Callable[[str], None]) -> None:
     """Set checkpoints aside whose steps come again, when training goes on after a step. For one rank."""
     for folder in list_checkpoints(run):
         another = chosen is None or not folder.samefile(chosen)
@@ -256,7 +256,7 @@ def make_state(
         settle(parameter)
 
 
-def _check(piece: Piece, reader: Reader) -> None:
+def _check(piece: TensorSlice, reader: Reader) -> None:
     entry, wanted = reader.entry(piece.name), (FORMATS[piece.tensor.dtype], piece.whole)
     if (entry.format, entry.shape) != wanted:
         raise CheckpointError(

@@ -42,18 +42,18 @@ from weft.checkpoint.manifest import (
     sync_folder,
     write_manifest,
 )
-from weft.checkpoint.pieces import (
-    Piece,
+from weft.checkpoint.slices import (
+    TensorSlice,
     divide,
     feedback_pieces,
     generators,
-    let_rest,
+    reshard,
     model_pieces,
     optimizer_pieces,
 )
-from weft.checkpoint.shard import FORMATS, Shard, Slot, check_room, write_bytes
-from weft.cluster.device import Device
-from weft.cluster.mesh import AXES
+from weft.checkpoint.shard_file import FORMATS, Shard, Slot, check_room, write_bytes
+from weft.device.device import Device
+from weft.topology.mesh import AXES
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import broadcast_json
 from weft.job import Job
@@ -116,7 +116,7 @@ class Snapshots:
         self.prefix = f"snapshot/{token}"
         self.number = 0
         self.writing: threading.Thread | None = None
-        self.pieces: list[Piece] = []
+        self.pieces: list[TensorSlice] = []
         self.held = 0
         """Tensors of the optimizer and of reductions when `pieces` were found: they are made with the first gradient."""
         self.shard: Shard | None = None
@@ -186,7 +186,7 @@ class Snapshots:
 
     def _lay_out(self) -> None:
         """Decide what this rank writes, and where it lies in its file."""
-        let_rest(self.model, self.optimizer)
+        reshard(self.model, self.optimizer)
         held = model_pieces(self.model, self.anatomy) + optimizer_pieces(self.model, self.anatomy, self.optimizer)
         held += feedback_pieces(self.model, self.rank)
         self.pieces = divide(held, self.place)
@@ -200,7 +200,7 @@ class Snapshots:
     def _copy(self) -> Shard:
         """Copy the state; on an accelerator on a stream of its own, for which only the next update waits."""
         assert self.shard is not None
-        let_rest(self.model, self.optimizer)
+        reshard(self.model, self.optimizer)
         side = self.device.stream()
         for piece, target in zip(self.pieces, self.targets, strict=True):
             if piece.name.startswith(OF_BACKWARD):
@@ -305,7 +305,7 @@ def yield_to_training() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
-def _key(piece: Piece) -> str:
+def _key(piece: TensorSlice) -> str:
     """Name of a box in its file: with its offset, as a file may hold several of one tensor."""
     if tuple(piece.tensor.shape) == piece.whole:
         return piece.name

@@ -22,8 +22,8 @@ def advise(
     Models of usual sizes, their best plans, days and dollars.
     """
     from weft.observe.scenarios import print_options
-    from weft.planner.cluster_file import choose_cluster
-    from weft.planner.scenarios import find_scenario, options
+    from weft.planner.costmodel.cluster_file import choose_cluster
+    from weft.planner.search.scenarios import find_scenario, options
 
     kind = find_scenario(scenario)
     machine = choose_cluster(cluster, device, hosts, per_host)

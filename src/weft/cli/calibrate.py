@@ -23,9 +23,9 @@ def calibrate(
 
     import transformers
 
-    from weft.cluster.device import detect
-    from weft.cluster.launch import default_ranks
-    from weft.planner.calibrate import calibrate as measure
+    from weft.device.device import detect
+    from weft.launch.launcher import default_ranks
+    from weft.planner.calibrate.calibrate import calibrate as measure
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

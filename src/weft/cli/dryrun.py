@@ -31,9 +31,9 @@ def dryrun(
 
     import transformers
 
-    from weft.cluster.device import detect
-    from weft.planner.table import print_traces, write_traces
-    from weft.planner.trace import trace
+    from weft.device.device import detect
+    from weft.planner.dryrun.table import print_traces, write_traces
+    from weft.planner.dryrun.trace import trace
 
     transformers.logging.set_verbosity_error()
     traces = trace(chosen, world, rank or sorted({0, world - 1}), device or detect().type)

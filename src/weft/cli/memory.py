@@ -29,11 +29,11 @@ def memory(
 
     import transformers
 
-    from weft.cluster.device import detect
-    from weft.planner.ladder import climb, print_rungs, write_rungs
+    from weft.device.device import detect
+    from weft.planner.dryrun.memory_options import compare_options, print_rungs, write_rungs
 
     transformers.logging.set_verbosity_error()
-    rungs = climb(chosen, world, rank, device or detect().type)
+    rungs = compare_options(chosen, world, rank, device or detect().type)
     print_rungs(rungs)
     if json is not None:
         write_rungs(rungs, json)

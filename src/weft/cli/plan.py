@@ -42,9 +42,9 @@ def plan(
 
     from weft.observe.proposal import print_proposal, write_plan
     from weft.observe.proposal_page import write_page
-    from weft.planner.cluster_file import choose_cluster
-    from weft.planner.propose import propose
-    from weft.planner.timeline import timeline_of, write_trace
+    from weft.planner.costmodel.cluster_file import choose_cluster
+    from weft.planner.search.propose import propose
+    from weft.planner.costmodel.timeline import timeline_of, write_trace
 
     transformers.logging.set_verbosity_error()
     machine = choose_cluster(cluster, device, hosts, per_host)

@@ -45,13 +45,13 @@ def topology(
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
     chosen = Job.load(recipe, set_) if job or set_ else None
 
-    from weft.cluster.device import detect
-    from weft.cluster.launch import default_ranks
-    from weft.cluster.measurement import to_topology
-    from weft.cluster.meeting import plan_meeting
-    from weft.cluster.placement import explain_plan
-    from weft.cluster.topology import Topology, save_text
-    from weft.comm.survey import survey
+    from weft.device.device import detect
+    from weft.launch.launcher import default_ranks
+    from weft.topology.measurement import to_topology
+    from weft.launch.rendezvous import parse_rendezvous
+    from weft.topology.axis_links import explain_plan
+    from weft.topology.topology import Topology, save_text
+    from weft.comm.measure_links import measure_links
     from weft.observe.topology import print_topology, write_topology
 
     measured = None
@@ -60,11 +60,11 @@ def topology(
         if ranks is not None:
             found.check_fits([ranks], where=str(file))
     else:
-        meeting = plan_meeting(host, hosts, meet, token_file, interface)
+        meeting = parse_rendezvous(host, hosts, meet, token_file, interface)
         ranks = ranks or default_ranks(detect())
         if chosen and meeting is None:  # what does not fit is refused before anything is measured
             chosen.plan.resolve(ranks)
-        measured, source = survey(ranks, meeting=meeting, seconds=seconds, cache=cache)
+        measured, source = measure_links(ranks, meeting=meeting, seconds=seconds, cache=cache)
         found = to_topology(measured)
     lines = explain_plan(found, chosen.plan.resolve(found.world_size)) if chosen else []
     print_topology(found, measured, source, lines)

@@ -35,7 +35,7 @@ def train(
     os.environ.setdefault(
         "OPENBLAS_NUM_THREADS", "1"
     )  # numpy's; without a second thread ranks are forks of this process
-    from weft.cluster.meeting import plan_meeting
+    from weft.launch.rendezvous import parse_rendezvous
     from weft.job import Job
     from weft.train.run_folder import check_writable
 
@@ -46,7 +46,7 @@ def train(
     check_writable(chosen, new=resume is None, leads=host == 0)
     if ranks and hosts == 1:
         chosen.plan.resolve(ranks)
-    meeting = plan_meeting(host, hosts, meet, token_file, interface)
+    meeting = parse_rendezvous(host, hosts, meet, token_file, interface)
 
     import transformers  # torch and Transformers take seconds: what is refused above is refused without them
 

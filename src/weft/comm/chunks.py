@@ -1,12 +1,12 @@
 """Chunks of messages beside chunks of products: the three orders in which they run, and what each number of chunks costs.
 
-    Receive      wire     | 0 | 1 | 2 | 3 |                  the rows of other ranks are used as they come; first of all,
+    GatherMatmul      wire     | 0 | 1 | 2 | 3 |                  the rows of other ranks are used as they come; first of all,
                  products | own rows    | 0 | 1 | 2 | 3 |    the rows that need no message
 
-    Send         wire     | ahead | 0 | 1 | 2 | 3 |          each chunk is sent when it is made; what none of them waits
+    MatmulReduce         wire     | ahead | 0 | 1 | 2 | 3 |          each chunk is sent when it is made; what none of them waits
                  products | 0 | 1 | 2 | 3 | last    |        for comes last
 
-    Trade        wire         | 0 | 1 | 2 | 3 |              what other ranks want is made and sent first; behind the last
+    MatmulScatter        wire         | 0 | 1 | 2 | 3 |              what other ranks want is made and sent first; behind the last
                  products | 0 | 1 | 2 | 3 | late | early |   messages, own rows: first those that wait for what comes late
 
 A number of chunks is chosen by a model of these pictures: a message takes alpha + bytes / bandwidth, the wire carries one
@@ -41,7 +41,7 @@ class Line(NamedTuple):
         return self.alpha + self.whole / count
 
 
-class Costs(NamedTuple):
+class MessageCosts(NamedTuple):
     """Measured seconds of one form on one shape."""
 
     issue: Line
@@ -51,16 +51,16 @@ class Costs(NamedTuple):
     chunk: dict[int, float]
     """Products of one chunk, by number of chunks."""
     own: float = 0.0
-    """Receive, Trade: products that need no message."""
+    """GatherMatmul, MatmulScatter: products that need no message."""
     added: float = 0.0
-    """Trade: to add all that has come to what is there."""
+    """MatmulScatter: to add all that has come to what is there."""
     ahead: float = 0.0
-    """Send: the message in front of all others."""
+    """MatmulReduce: the message in front of all others."""
     last: float = 0.0
-    """Send: products behind all chunks."""
+    """MatmulReduce: products behind all chunks."""
 
 
-class Receive(NamedTuple):
+class GatherMatmul(NamedTuple):
     """Use the rows of other ranks as they come."""
 
     start: Callable[[slice], Pending]
@@ -77,7 +77,7 @@ class Receive(NamedTuple):
         for rows, message in zip(chunks, pending, strict=True):
             self.use(rows, message.wait())
 
-    def measure(self, chunks: dict[int, list[slice]], watch: "Stopwatch") -> Costs:
+    def measure(self, chunks: dict[int, list[slice]], watch: "RepeatTimer") -> MessageCosts:
         """Time each part alone.
 
         Args:
@@ -95,10 +95,10 @@ class Receive(NamedTuple):
 
         own = watch.work({0: self.own})
         uses = watch.work({count: partial(use_all, rows) for count, rows in chunks.items()})
-        return Costs(*fit(messages), {count: seconds / count for count, seconds in uses.items()}, own=own[0])
+        return MessageCosts(*fit(messages), {count: seconds / count for count, seconds in uses.items()}, own=own[0])
 
     @staticmethod
-    def predict(costs: Costs, count: int) -> float:
+    def predict(costs: MessageCosts, count: int) -> float:
         """Seconds with a number of chunks."""
         issue, message = costs.issue.seconds(count), costs.message.seconds(count)
         clock = free = 0.0
@@ -113,12 +113,12 @@ class Receive(NamedTuple):
         return clock
 
 
-class Send(NamedTuple):
-    """Send each chunk when it is made."""
+class MatmulReduce(NamedTuple):
+    """MatmulReduce each chunk when it is made."""
 
     make: Callable[[slice], Tensor]
     start: Callable[[slice, Tensor], Pending]
-    """Send what `make` has made."""
+    """MatmulReduce what `make` has made."""
     keep: Callable[[slice, Tensor], None] = lambda rows, received: None
     """Take what has become of it."""
     ahead: Callable[[], Pending] | None = None
@@ -134,8 +134,8 @@ class Send(NamedTuple):
         for rows, message in zip(chunks, pending, strict=True):
             self.keep(rows, message.wait())
 
-    def measure(self, chunks: dict[int, list[slice]], watch: "Stopwatch") -> Costs:
-        """Time each part alone; arguments as of `Receive`."""
+    def measure(self, chunks: dict[int, list[slice]], watch: "RepeatTimer") -> MessageCosts:
+        """Time each part alone; arguments as of `GatherMatmul`."""
 
         def make_all(rows: list[slice]) -> None:
             for chunk in rows:
@@ -149,10 +149,10 @@ class Send(NamedTuple):
         last = watch.work({0: partial(self.last, brought)})
         ahead = sum(watch.message(self.ahead)) if self.ahead else 0.0
         chunk = {count: seconds / count for count, seconds in makes.items()}
-        return Costs(*fit(messages), chunk, ahead=ahead, last=last[0])
+        return MessageCosts(*fit(messages), chunk, ahead=ahead, last=last[0])
 
     @staticmethod
-    def predict(costs: Costs, count: int) -> float:
+    def predict(costs: MessageCosts, count: int) -> float:
         """Seconds with a number of chunks."""
         issue, message = costs.issue.seconds(count), costs.message.seconds(count)
         clock, free = 0.0, costs.ahead
@@ -163,8 +163,8 @@ class Send(NamedTuple):
         return max(clock, free)
 
 
-class Trade(NamedTuple):
-    """Send other ranks what is theirs, and add what they send to own rows.
+class MatmulScatter(NamedTuple):
+    """MatmulReduce other ranks what is theirs, and add what they send to own rows.
 
     Own rows need no message out, so that they come last, and hide the last ones. What comes early is there by then: the
     product of those rows is added to it as it is made, which costs nothing. What comes late is added by itself.
@@ -173,7 +173,7 @@ class Trade(NamedTuple):
     make: Callable[[slice], Tensor]
     """Of a chunk of every other rank's rows."""
     start: Callable[[Tensor], Pending]
-    """Send what `make` has made."""
+    """MatmulReduce what `make` has made."""
     place: Callable[[slice, Tensor], None]
     """Put what has come for a chunk of own rows where they will be."""
     own: Callable[[slice, bool], None]
@@ -194,8 +194,8 @@ class Trade(NamedTuple):
         for rows, message in zip(chunks[early:], pending[early:], strict=True):
             self.add(rows, message.wait())
 
-    def measure(self, chunks: dict[int, list[slice]], watch: "Stopwatch") -> Costs:
-        """Time each part alone; arguments as of `Receive`."""
+    def measure(self, chunks: dict[int, list[slice]], watch: "RepeatTimer") -> MessageCosts:
+        """Time each part alone; arguments as of `GatherMatmul`."""
 
         def make_all(rows: list[slice]) -> None:
             for chunk in rows:
@@ -207,10 +207,10 @@ class Trade(NamedTuple):
         makes = watch.work({count: partial(make_all, rows) for count, rows in chunks.items()})
         own = watch.work({0: partial(self.own, everything, False), 1: partial(self.add, everything, brought)})
         chunk = {count: seconds / count for count, seconds in makes.items()}
-        return Costs(*fit(messages), chunk, own=own[0], added=own[1])
+        return MessageCosts(*fit(messages), chunk, own=own[0], added=own[1])
 
     @staticmethod
-    def predict(costs: Costs, count: int) -> float:
+    def predict(costs: MessageCosts, count: int) -> float:
         """Seconds with a number of chunks."""
         issue, message = costs.issue.seconds(count), costs.message.seconds(count)
         clock = free = 0.0
@@ -234,7 +234,7 @@ def cut_rows(rows: int, count: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
-def choose_count(form: Receive | Send | Trade, rows: int, group: dist.ProcessGroup, watch: "Stopwatch") -> int:
+def choose_count(form: GatherMatmul | MatmulReduce | MatmulScatter, rows: int, group: dist.ProcessGroup, watch: "RepeatTimer") -> int:
     """The number of chunks that is predicted to be fastest; the same on all ranks of the group, which call this together.
 
     Args:
@@ -273,7 +273,7 @@ def fit(messages: dict[int, tuple[float, float]]) -> tuple[Line, Line]:
     return lines[0], lines[1]
 
 
-class Stopwatch(NamedTuple):
+class RepeatTimer(NamedTuple):
     """Takes the best time of some repeats."""
 
     device: torch.device

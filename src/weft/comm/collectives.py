@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from weft.cluster.hierarchy import all_gather_single, reduce_scatter_single
-from weft.cluster.mesh import group_of_all
-from weft.cluster.shared_memory import SharedMemoryGroup
+from weft.backends.hierarchical import all_gather_single, reduce_scatter_single
+from weft.topology.mesh import group_of_all
+from weft.backends.shared_memory import SharedMemoryGroup
 
 # Frames that stand between a collective and the code that wanted it: installed packages, and the rooms below.
 CARRIERS = (
@@ -154,7 +154,7 @@ class _AllToAll(torch.autograd.Function):
         return exchange(gradient, ctx.group, ctx.sends, ctx.takes), None, None, None
 
 
-class Flight:
+class AsyncAllToAll:
     """An exchange of rows that is under way; in backward, the one back."""
 
     def __init__(self, group: dist.ProcessGroup, takes: list[int] | None, sends: list[int] | None):
@@ -178,7 +178,7 @@ class Flight:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, flight: Flight, comes: list[torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, flight: AsyncAllToAll, comes: list[torch.Tensor]) -> torch.Tensor:
         ctx.flight = flight
         comes.append(flight.start(x, flight.takes, flight.sends))
         return x.view_as(x)
@@ -191,14 +191,14 @@ class _Start(torch.autograd.Function):
 
 class _Land(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: torch.Tensor, flight: Flight, comes: list[torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, ticket: torch.Tensor, flight: AsyncAllToAll, comes: list[torch.Tensor]) -> torch.Tensor:
         ctx.flight = flight
         flight.wait()
         return comes.pop()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        flight: Flight = ctx.flight
+        flight: AsyncAllToAll = ctx.flight
         return flight.start(gradient, flight.sends, flight.takes), None, None
 
 
@@ -248,14 +248,14 @@ def all_to_all(
     return _AllToAll.apply(x, group, takes, sends)
 
 
-Landing = Callable[[], torch.Tensor]
+Wait = Callable[[], torch.Tensor]
 
 
 def start_all_to_all(
     x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
-) -> Landing:
+) -> Wait:
     """Start an `all_to_all`; a function that waits for it, once, and gives what has come. All ranks land in one order."""
-    flight, comes = Flight(group, takes, sends), list[torch.Tensor]()
+    flight, comes = AsyncAllToAll(group, takes, sends), list[torch.Tensor]()
     ticket = _Start.apply(x, flight, comes)
     return lambda: _Land.apply(ticket, flight, comes)
 

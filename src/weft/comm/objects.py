@@ -4,7 +4,7 @@ torch's object collectives send pickles, which run code when they are opened. JS
 infinities too, floats in full), strings, lists and dicts with string keys; tuples arrive as lists.
 
 The text travels in CPU tensors. Beside an accelerator the group needs gloo for them, as the groups that
-`weft.cluster.launch.connect` opens have it.
+`weft.launch.launcher.connect` opens have it.
 """
 
 import json

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.comm.chunks import Receive, Send, Stopwatch, Trade, choose_count, cut_rows
+from weft.comm.chunks import GatherMatmul, MatmulReduce, RepeatTimer, MatmulScatter, choose_count, cut_rows
 from weft.comm.collectives import Pending, start_all_reduce, start_gather, start_reduce_scatter, start_trade
 from weft.comm.symmetric import Fused
 from weft.errors import PlanError
@@ -59,7 +59,7 @@ class Overlap:
         self.counts: dict[Hashable, int] = {}
         """What was chosen, by form and shapes."""
 
-    def cut(self, name: str, form: Receive | Send | Trade, rows: int, *tensors: Tensor) -> list[slice]:
+    def cut(self, name: str, form: GatherMatmul | MatmulReduce | MatmulScatter, rows: int, *tensors: Tensor) -> list[slice]:
         """The chunks of some rows.
 
         Args:
@@ -75,7 +75,7 @@ class Overlap:
         if count == "auto":
             key = (name, *((tensor.shape, tensor.dtype) for tensor in tensors))
             if key not in self.counts:
-                self.counts[key] = choose_count(form, rows, self.group, Stopwatch(tensors[0].device, self.clock))
+                self.counts[key] = choose_count(form, rows, self.group, RepeatTimer(tensors[0].device, self.clock))
             count = self.counts[key]
         check_chunks(count, rows)
         return cut_rows(rows, count)
@@ -208,7 +208,7 @@ class _MultiplyGathered(torch.autograd.Function):
             for rank in overlap.others:
                 multiply(parts[rank], rank, rows)
 
-        form = Receive(
+        form = GatherMatmul(
             start=lambda rows: start_gather(own[:, rows], overlap.group),
             own=lambda: multiply(own, overlap.rank),
             use=use,
@@ -237,7 +237,7 @@ class _MultiplyGathered(torch.autograd.Function):
                 fan.multiply_sides(parts.transpose(0, 1).reshape(-1, features))
 
         ahead = partial(start_gather, own, group) if fan.needs_input else None
-        form = Send(make, *_scatter_into(of_x, group), ahead, last)
+        form = MatmulReduce(make, *_scatter_into(of_x, group), ahead, last)
         if ctx.needs_input_grad[3]:
             form.run(overlap.cut("gathered, backward", form, part, own, *fan.sides))
         elif ahead is not None:
@@ -270,7 +270,7 @@ class _MultiplyCopied(torch.autograd.Function):
                 _multiply_back(side[rows], matrix, of_x[rows], add=number > 0)
             return of_x[rows]
 
-        form = Send(
+        form = MatmulReduce(
             make=make,
             start=lambda rows, products: start_all_reduce(products, overlap.group),
             last=lambda _: fan.multiply_sides(tokens),
@@ -318,7 +318,7 @@ class _MultiplyScattered(torch.autograd.Function):
         def add(rows: slice, theirs: Tensor) -> None:
             out[:, rows] += theirs.sum(0) if len(theirs) > 1 else theirs[0]
 
-        form = Trade(make, lambda products: start_trade(products, overlap.group), place, own, add)
+        form = MatmulScatter(make, lambda products: start_trade(products, overlap.group), place, own, add)
         form.run(overlap.cut("scattered, forward", form, part, whole, matrix))
         return out.view(*shape, -1)
 
@@ -362,7 +362,7 @@ class _MultiplyScattered(torch.autograd.Function):
             if needs_bias:
                 of_bias.add(kept.flatten(0, -2))
         else:
-            form = Receive(lambda rows: start_gather(own[:, rows], overlap.group), multiply_own, use)
+            form = GatherMatmul(lambda rows: start_gather(own[:, rows], overlap.group), multiply_own, use)
             form.run(overlap.cut("scattered, backward", form, part, own, whole))
         if kept is not None and ctx.later:
             ctx.later(wrap(kept.flatten(0, -2)), x.flatten(0, -2))
@@ -384,7 +384,7 @@ class _MultiplyReduced(torch.autograd.Function):
             _multiply(tokens[rows], matrix, bias, out[rows])
             return out[rows]
 
-        form = Send(make, lambda rows, products: start_all_reduce(products, overlap.group))
+        form = MatmulReduce(make, lambda rows, products: start_all_reduce(products, overlap.group))
         form.run(overlap.cut("reduced, forward", form, len(tokens), tokens, matrix))
         return out.view(*x.shape[:-1], -1)
 
@@ -405,7 +405,7 @@ class _MultiplyReduced(torch.autograd.Function):
 class _FanBackward:
     """Gradients of the outputs of a fan, and those of its matrices and biases.
 
-    Gradients may be held in another format than they say (`precision/backward.py`): all products are in the held format.
+    Gradients may be held in another format than they say (`precision/fp16_backward.py`): all products are in the held format.
     """
 
     def __init__(

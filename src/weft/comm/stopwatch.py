@@ -3,11 +3,11 @@
 from collections import defaultdict
 from typing import Any
 
-from weft.cluster.observed import ObservedGroup, Passage
+from weft.backends.instrumented import InstrumentedGroup, CollectiveTiming
 from weft.comm.collectives import axis_of
 
 
-class Stopwatch:
+class CollectiveClock:
     """Inside its context, seconds of this rank's collectives on CPU, by axis and link ("dp_shard between").
 
     Exposed are those in which the rank did nothing else: it called, or it waited. Hidden are those in which a collective was
@@ -18,14 +18,14 @@ class Stopwatch:
         self.exposed: dict[str, float] = defaultdict(float)
         self.hidden: dict[str, float] = defaultdict(float)
 
-    def _note(self, passage: Passage) -> None:
+    def _note(self, passage: CollectiveTiming) -> None:
         where = " ".join(axis_of(passage.group)).strip()
         self.exposed[where] += passage.exposed
         self.hidden[where] += passage.hidden
 
-    def __enter__(self) -> "Stopwatch":
-        ObservedGroup.timers.append(self._note)
+    def __enter__(self) -> "CollectiveClock":
+        InstrumentedGroup.timers.append(self._note)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        ObservedGroup.timers.remove(self._note)
+        InstrumentedGroup.timers.remove(self._note)

@@ -236,7 +236,7 @@ def _flash_applies(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
 # What can be seen, and in which blocks
 
 
-class Sight(NamedTuple):
+class Visibility(NamedTuple):
     """What the tokens of a row see."""
 
     starts: tuple[int, ...]
@@ -258,17 +258,17 @@ class Sight(NamedTuple):
         return (key >= first[:, None]) & (key <= query[:, None])
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """One call of the attention primitive. Positions are natural ones."""
 
     rows: slice
-    sight: Sight
+    sight: Visibility
     queries: range
     keys: range
     form: Literal["full", "causal", "masked"]
 
 
-def read_sights(documents: Tensor | None, window: int | None) -> list[tuple[slice, Sight]]:
+def read_sights(documents: Tensor | None, window: int | None) -> list[tuple[slice, Visibility]]:
     """Which rows of a batch see what; neighbours that see the same are taken together.
 
     Args:
@@ -277,20 +277,20 @@ def read_sights(documents: Tensor | None, window: int | None) -> list[tuple[slic
         window: keys that a token sees at most, itself included.
     """
     if documents is None:
-        return [(slice(None), Sight((0,), window))]
+        return [(slice(None), Visibility((0,), window))]
     borders = documents[:, 1:] != documents[:, :-1]
     starts = [(0, *(border.nonzero().flatten() + 1).tolist()) for border in borders]
     sights, row = [], 0
     for same, group in groupby(starts):
         count = len(list(group))
-        sights.append((slice(row, row + count), Sight(same, window)))
+        sights.append((slice(row, row + count), Visibility(same, window)))
         row += count
     return sights
 
 
 def visible_blocks(
-    rows: slice, sight: Sight, queries: Sequence[range], keys: Sequence[range], tile: int, largest: int | None
-) -> list[Block]:
+    rows: slice, sight: Visibility, queries: Sequence[range], keys: Sequence[range], tile: int, largest: int | None
+) -> list[AttentionBlock]:
     """Blocks that together hold every visible pair of a query and a key once; without a mask, all pairs of one are visible.
 
     Blocks with equal queries and keys come first: there every token sees itself.
@@ -328,7 +328,7 @@ def _common(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def _cut(rows: slice, sight: Sight, queries: range, keys: range, tile: int, largest: int | None) -> list[Block]:
+def _cut(rows: slice, sight: Visibility, queries: range, keys: range, tile: int, largest: int | None) -> list[AttentionBlock]:
     """Halve both sides until a block is all visible, not visible, the square on the diagonal, or small enough for a mask."""
     if not queries or not keys or keys.start > queries[-1] or keys[-1] < sight.first(queries.start):
         return []
@@ -336,11 +336,11 @@ def _cut(rows: slice, sight: Sight, queries: range, keys: range, tile: int, larg
     if largest is None or size <= largest:
         if sight.first(queries[-1]) <= keys.start:
             if keys[-1] <= queries.start:
-                return [Block(rows, sight, queries, keys, "full")]
+                return [AttentionBlock(rows, sight, queries, keys, "full")]
             if queries == keys:
-                return [Block(rows, sight, queries, keys, "causal")]
+                return [AttentionBlock(rows, sight, queries, keys, "causal")]
         if size <= tile:
-            return [Block(rows, sight, queries, keys, "masked")]
+            return [AttentionBlock(rows, sight, queries, keys, "masked")]
     return [block for q in _halves(queries) for k in _halves(keys) for block in _cut(rows, sight, q, k, tile, largest)]
 
 

@@ -19,7 +19,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 
-from weft.cluster.device import Device
+from weft.device.device import Device
 from weft.errors import PlanError
 from weft.memory.pool import Pool, mapped_files, pinned_memory, shaped
 from weft.plan import Memory
@@ -40,7 +40,7 @@ class Offload:
     def __init__(self, device: Device, pool: Pool, budget: float = math.inf, ahead: int = 1):
         self.device, self.pool, self.budget, self.ahead = device, pool, budget, ahead
         self.incoming, self.outgoing = device.stream(), device.stream()
-        self.last: Group | None = None
+        self.last: OffloadGroup | None = None
 
     def begin_forward(self, *_: object) -> None:
         """What comes now has nothing before it that backward would ask for next."""
@@ -49,7 +49,7 @@ class Offload:
     def begin(self, module: nn.Module) -> Callable[[Tensor], Any]:
         """A module runs forward: what takes the tensors that autograd saves, and gives what stands for them."""
         weights = {id(parameter.untyped_storage()) for parameter in _weights(module)}
-        self.last = Group(self, self.last, weights)
+        self.last = OffloadGroup(self, self.last, weights)
         return self.last.send
 
     def check_size(self, size: int) -> None:
@@ -66,15 +66,15 @@ class Offload:
 
 
 @dataclass(eq=False)
-class Group:
+class OffloadGroup:
     """What one module keeps in one forward."""
 
     offload: Offload
-    before: "Group | None"
+    before: "OffloadGroup | None"
     """Of the module before, in the same forward."""
     weights: set[int]
     """Ids of their storages."""
-    boxes: "WeakSet[Box]" = field(default_factory=WeakSet)
+    boxes: "WeakSet[OffloadedStorage]" = field(default_factory=WeakSet)
     known: dict[int, tuple[Any, int, Any]] = field(default_factory=dict)
     """By id of a storage, which is unique while it lives: itself, the version of what is in it, and its box."""
     is_fetched: bool = False
@@ -93,11 +93,11 @@ class Group:
             if self.offload.pool.live + storage.nbytes() > self.offload.budget:
                 return tensor.detach()
             whole = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
-            box = Box(self, whole)
+            box = OffloadedStorage(self, whole)
             self.boxes.add(box)
             self.known[id(storage)] = ref(storage), tensor._version, ref(box)
         box.claims += 1
-        return Away(box, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return OffloadedTensor(box, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def fetch(self) -> None:
         """Begin to bring everything back, once."""
@@ -107,10 +107,10 @@ class Group:
                 box.fetch()
 
 
-class Box:
+class OffloadedStorage:
     """The contents of one storage, away."""
 
-    def __init__(self, group: Group, whole: Tensor):
+    def __init__(self, group: OffloadGroup, whole: Tensor):
         offload = self.offload = group.offload
         self.group, self.place = group, whole.device
         self.room = offload.pool.take(whole.nbytes)
@@ -138,7 +138,7 @@ class Box:
 
     def open(self) -> Tensor:
         """What is in it, for one of the operations that keep it; and begin to bring what will be wanted next."""
-        group: Group | None = self.group
+        group: OffloadGroup | None = self.group
         for _ in range(self.offload.ahead + 1):
             if group is not None:
                 group.fetch()
@@ -160,10 +160,10 @@ class Box:
         self.offload.pool.give(self.room)
 
 
-class Away(NamedTuple):
+class OffloadedTensor(NamedTuple):
     """Stands for a tensor that autograd saved."""
 
-    box: Box
+    box: OffloadedStorage
     dtype: torch.dtype
     size: Any
     stride: Any

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.cluster.device import Device
+from weft.device.device import Device
 from weft.comm.objects import all_gather_json
 from weft.errors import PlanError
-from weft.memory.low_bit import keep_states_small
+from weft.memory.quantized_state import keep_states_small
 from weft.memory.packed import copy_parts, with_parts
 from weft.memory.pool import Pool, mapped_files, pinned_memory, shaped
 from weft.memory.storages import local_part, plain_parts, put_local
@@ -32,7 +32,7 @@ from weft.plan import Memory, Plan, state_bytes
 STATES = 2  # tensors that Adam keeps, of the size of a parameter
 
 
-class AwayStates:
+class OffloadedStates:
     """Keeps states of an optimizer at home, by hooks around its `step`, which brings those of all that have gradients to the
     device at once: `step_in_parts` bounds that, and says what comes next.
     """
@@ -149,7 +149,7 @@ def place_states(
             states = STATES + (plan.comm.compression == "1-bit")  # and the momentum from before the freeze
             _check_disk(Path(memory.folder), int(min(budget, states * state_bytes(plan.precision) * numbers)))
             pool = Pool(mapped_files(Path(memory.folder)))
-        settlers.append(AwayStates(optimizer, device, pool, budget).settle)
+        settlers.append(OffloadedStates(optimizer, device, pool, budget).settle)
 
     def settle(parameter: Tensor) -> None:
         for one in settlers:

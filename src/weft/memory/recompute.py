@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from weft.anatomy.roles import Anatomy, Block
 from weft.memory.offload import Offload
-from weft.memory.rebuild import Tape
+from weft.memory.output_recompute import Tape
 from weft.plan import Memory
 
 Scene = AbstractContextManager[Any]

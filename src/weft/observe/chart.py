@@ -144,7 +144,7 @@ def line_chart(
     )
 
 
-class Row(NamedTuple):
+class BarRow(NamedTuple):
     """One category of a bar chart: its name, a note beside it, and bars that consist of (part, value)."""
 
     name: str
@@ -152,7 +152,7 @@ class Row(NamedTuple):
     note: str = ""
 
 
-def bar_chart(rows: Sequence[Row], title: str, label: Callable[[float], str] = number) -> str:
+def bar_chart(rows: Sequence[BarRow], title: str, label: Callable[[float], str] = number) -> str:
     """Horizontal bars from zero; the parts of a bar follow each other, and its sum is written at its end.
 
     Args:

@@ -9,7 +9,7 @@ from weft.observe.chart import (
     CONTRAST,
     NEUTRAL,
     Axis,
-    Row,
+    BarRow,
     Series,
     Span,
     bar_chart,
@@ -107,7 +107,7 @@ def memory_figure(memory: Mapping[str, Mapping[str, float]]) -> str:
     unit, divisor = unit_of_bytes(max((size for sizes in memory.values() for size in sizes.values()), default=0))
     kinds = dict.fromkeys(kind for sizes in memory.values() for kind in sizes)
     rows = [
-        Row(kind, [[(source, sizes[kind] / divisor)] for source, sizes in memory.items() if kind in sizes])
+        BarRow(kind, [[(source, sizes[kind] / divisor)] for source, sizes in memory.items() if kind in sizes])
         for kind in kinds
     ]
     return bar_chart(rows, f"{unit} per rank", "{:.3g}".format)

@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
-from weft.observe.record import Run
+from weft.observe.record import RunRecord
 from weft.plan import Prediction
 
 WARM_UP = 2  # steps that are not counted: the first makes caches and states, the second is watched
@@ -31,7 +31,7 @@ class Compared:
         return abs(self.off) > TOLERANCE[self.kind]
 
 
-def compare(run: Run) -> list[Compared]:
+def compare(run: RunRecord) -> list[Compared]:
     """Predicted beside measured figures; empty where the plan has no prediction for its micro-batch or no step was measured."""
     found: Prediction | None = run.job.plan.prediction if run.job else None
     rows = run.rows[WARM_UP:] or run.rows

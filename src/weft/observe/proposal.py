@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from weft.observe.figures import format_bytes
-from weft.planner.propose import Proposal, describe, planned
-from weft.planner.search import EQUAL, TERMS, reason
-from weft.planner.step_time import CALIBRATED, UNCALIBRATED
-from weft.planner.strategy import in_words, predict
+from weft.planner.search.propose import Proposal, describe, planned
+from weft.planner.search.search import EQUAL, TERMS, reason
+from weft.planner.costmodel.step_time import CALIBRATED, UNCALIBRATED
+from weft.planner.search.strategy import in_words, predict
 
 WORTH = 0.005  # less than that is not said
 MEMORY = ("states", "activations", "transient", "reserve", "framework")  # what the memory of a layout consists of

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from weft.observe import figures, page
-from weft.observe.chart import Row, bar_chart
+from weft.observe.chart import BarRow, bar_chart
 from weft.observe.figures import format_bytes, unit_of_bytes, unit_of_seconds
 from weft.observe.proposal import MEMORY, compared, parameters_in_words
 from weft.parallel.pipeline.gantt import bars
-from weft.planner.propose import Proposal, describe
-from weft.planner.search import EQUAL, TERMS, reason, setting_in_words
-from weft.planner.strategy import in_words
-from weft.planner.timeline import timeline_of
+from weft.planner.search.propose import Proposal, describe
+from weft.planner.search.search import EQUAL, TERMS, reason, setting_in_words
+from weft.planner.search.strategy import in_words
+from weft.planner.costmodel.timeline import timeline_of
 
 
 def write_page(found: Proposal, path: Path) -> None:
@@ -66,14 +66,14 @@ def _time_chart(found: Proposal) -> str:
         for choice in found.best
     ]
     notes = ["chosen", *map(compared, found.slower[1:])]
-    rows = [Row(describe(choice), [bar], note) for choice, bar, note in zip(found.best, parts, notes, strict=True)]
+    rows = [BarRow(describe(choice), [bar], note) for choice, bar, note in zip(found.best, parts, notes, strict=True)]
     return bar_chart(rows, f"{unit} per step", "{:.3g}".format)
 
 
 def _memory_chart(found: Proposal) -> str:
     unit, size = unit_of_bytes(max(choice.memory.total for choice in found.best))
     rows = [
-        Row(describe(choice), [[(part, getattr(choice.memory, part) / size) for part in MEMORY]])
+        BarRow(describe(choice), [[(part, getattr(choice.memory, part) / size) for part in MEMORY]])
         for choice in found.best
     ]
     return bar_chart(rows, f"{unit} per rank", "{:.3g}".format)

@@ -45,7 +45,7 @@ class Facts(BaseModel):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What a run folder holds; an absent file leaves its field empty."""
 
     rows: list[StepMetrics]
@@ -55,7 +55,7 @@ class Run:
     """Entries of run.json that are not null; see `Facts`."""
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
     """Read the files of a run folder that are there.
 
     Raises:
@@ -69,7 +69,7 @@ def read_run(folder: Path) -> Run:
             fix="name the job's `out` folder",
         )
     steps, evaluations, job = folder / "metrics.jsonl", folder / "evaluations.jsonl", folder / "job.toml"
-    return Run(
+    return RunRecord(
         rows=read_metrics(steps) if steps.exists() else [],
         evaluations=read_evaluations(evaluations) if evaluations.exists() else [],
         job=Job.load(job) if job.exists() else None,
@@ -91,7 +91,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def missing(run: Run) -> list[str]:
+def missing(run: RunRecord) -> list[str]:
     """What a complete run would have left in the folder, one sentence each."""
     found = []
     if not run.rows:

@@ -16,9 +16,9 @@ from weft.job import Job
 from weft.observe import figures, page
 from weft.observe.figures import format_bytes
 from weft.observe.prediction import compare, in_words
-from weft.observe.record import Run, missing, read_run
+from weft.observe.record import RunRecord, missing, read_run
 from weft.parallel.pipeline.gantt import bars
-from weft.parallel.pipeline.order import plan_timeline
+from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.plan import Plan
 from weft.train.metrics import StepMetrics, format_count, format_seconds
 
@@ -75,7 +75,7 @@ def write_report(run: Path) -> Path:
     return path
 
 
-def key_figures(run: Run) -> list[tuple[str, str, str]]:
+def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     """The first row of the page: (name, value, note). MFU is left out where it is not known."""
     rows, unknown = run.rows, "–"
     cards = [
@@ -147,7 +147,7 @@ def _overflows(rows: list[StepMetrics]) -> str:
     return f" Steps whose gradients were not finite: {by_stage}." if counts else ""
 
 
-def _loss_plot(run: Run) -> str:
+def _loss_plot(run: RunRecord) -> str:
     rows, evaluations = run.rows, run.evaluations
     if not rows:
         return page.absent("No step was recorded.")
@@ -188,7 +188,7 @@ def _usage(run: Path, sample: str | None) -> str:
     return page.preformatted("\n".join(lines))
 
 
-def _optimization_plots(run: Run) -> str:
+def _optimization_plots(run: RunRecord) -> str:
     rows = run.rows
     clip_norm = run.job.optimizer.clip_norm if run.job else 0.0
     skipped = sum(row.skipped for row in rows)
@@ -214,7 +214,7 @@ def _optimization_plots(run: Run) -> str:
     return page.group("plots", plots)
 
 
-def _resource_plots(run: Run) -> str:
+def _resource_plots(run: RunRecord) -> str:
     rows, memory = run.rows, run.facts.get("memory", {})
     plots = []
     if rows:
@@ -248,7 +248,7 @@ def _resource_plots(run: Run) -> str:
     return page.group("plots", plots)
 
 
-def _prediction(run: Run) -> list[str]:
+def _prediction(run: RunRecord) -> list[str]:
     """What the planner had said, beside what was measured."""
     lines = compare(run)
     table = page.table(("weft plan", "predicted", "measured", "off by"), in_words(lines))
@@ -327,7 +327,7 @@ def _text(text: str | None, absent: str) -> str:
     return page.preformatted(text) if text else page.absent(absent)
 
 
-def _family(run: Run) -> str:
+def _family(run: RunRecord) -> str:
     """Family of the model as recorded, else by the name of what the job points to."""
     if "model_type" in run.facts or run.job is None:
         return run.facts.get("model_type", "A model")
@@ -349,7 +349,7 @@ def _size(facts: Mapping[str, Any]) -> Iterable[str]:
         yield f"{format_count(active)} active"
 
 
-def _summary(run: Run) -> str:
+def _summary(run: RunRecord) -> str:
     facts, tokens = run.facts, sum(row.tokens for row in run.rows)
     parts = [f"{len(run.rows)} steps", f"{format_count(tokens)} target tokens"]
     if "world_size" in facts:

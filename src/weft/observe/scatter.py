@@ -7,7 +7,7 @@ import numpy as np
 
 from weft.observe import page
 from weft.observe.chart import NEUTRAL, Dot, Series, log_axis, scatter_chart
-from weft.planner.step_time import CALIBRATED
+from weft.planner.costmodel.step_time import CALIBRATED
 from weft.planner.validate import Outcome, score
 
 

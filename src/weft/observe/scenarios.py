@@ -3,15 +3,15 @@
 from rich.console import Console
 from rich.table import Column, Table
 
-from weft.planner.hardware import GIB, Cluster
-from weft.planner.propose import describe
-from weft.planner.scenarios import Option, Scenario, recommended
-from weft.planner.strategy import in_words
+from weft.planner.costmodel.hardware import GIB, ClusterSpec
+from weft.planner.search.propose import describe
+from weft.planner.search.scenarios import Option, Scenario, recommended
+from weft.planner.search.strategy import in_words
 
 WIDTH = 150  # letters of a line, at least: rather wrapped than cut
 
 
-def print_options(scenario: Scenario, cluster: Cluster, found: list[Option], days: float) -> None:
+def print_options(scenario: Scenario, cluster: ClusterSpec, found: list[Option], days: float) -> None:
     """Print a line a model, and which of them to take."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)

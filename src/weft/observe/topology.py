@@ -8,8 +8,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 
-from weft.cluster.measurement import Measurement, find_slow
-from weft.cluster.topology import UNKNOWN, Topology, format_rate, format_seconds, save_text
+from weft.topology.measurement import Measurement, find_slow
+from weft.topology.topology import UNKNOWN, Topology, format_rate, format_seconds, save_text
 
 MOST_RANKS = 16  # of a table with a column a rank
 

@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import Anatomy
 from weft.errors import PlanError
-from weft.parallel.matrices import (
+from weft.parallel.tp_rules import (
     ATTENTION_MATRICES,
     CROSS_ATTENTION,
     MLP_MATRICES,
@@ -79,7 +79,7 @@ def _check_number(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
                     f"the order of rows in {name} is not known",
                     where=f"plan.parallel.tp, model_type {anatomy.family}",
                     rule=f"a matrix that holds several projections is split where their order is known: {PACKED_FAMILIES}",
-                    fix="set plan.parallel.tp = 1, or teach src/weft/parallel/matrices.py this family",
+                    fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tp_rules.py this family",
                 )
         for name in block.attention:
             _check_attention(name, model.get_submodule(name), config, tp)
@@ -137,7 +137,7 @@ def _unknown_role(name: str, rule: str) -> PlanError:
         f"tensor parallelism does not know the role of {name}",
         where="plan.parallel.tp",
         rule=rule,
-        fix="set plan.parallel.tp = 1, or teach src/weft/parallel/matrices.py this name",
+        fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tp_rules.py this name",
     )
 
 

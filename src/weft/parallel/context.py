@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.cluster.mesh import context_rank, ranks_along
+from weft.topology.mesh import context_rank, ranks_along
 from weft.comm.collectives import start_all_to_all
 from weft.compute.attention import (
     PLAIN,
-    Block,
+    AttentionBlock,
     Primitive,
     merge_part,
     primitive,
@@ -143,7 +143,7 @@ class _Ring:
     rank: int
     chunks: list[tuple[range, ...]]
     """Of each ring rank."""
-    steps: list[list[Block]]
+    steps: list[list[AttentionBlock]]
     primitive: Primitive
     scale: float
     softcap: float | None
@@ -152,14 +152,14 @@ class _Ring:
     first_head: int
     row_numbers: Tensor
 
-    def query_place(self, block: Block) -> tuple[slice, slice, slice]:
+    def query_place(self, block: AttentionBlock) -> tuple[slice, slice, slice]:
         return block.rows, slice(None), _local(block.queries, self.chunks[self.rank])
 
-    def key_place(self, block: Block, step: int) -> tuple[slice, slice, slice]:
+    def key_place(self, block: AttentionBlock, step: int) -> tuple[slice, slice, slice]:
         """Where a block's keys are in the part that is here at a step."""
         return block.rows, slice(None), _local(block.keys, self.chunks[(self.rank - step) % self.ranks])
 
-    def arguments(self, block: Block, q: Tensor) -> dict[str, Any]:
+    def arguments(self, block: AttentionBlock, q: Tensor) -> dict[str, Any]:
         """What the primitive is told about a block, for the local queries of all rows."""
         arguments: dict[str, Any] = {"bias": None, "causal": block.form == "causal", "scale": self.scale}
         if block.form == "masked":

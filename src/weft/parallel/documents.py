@@ -10,7 +10,7 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import document_masks, read_anatomy
 from weft.errors import JobError, PlanError
 from weft.parallel.context import ContextParallel
-from weft.parallel.rows import IMPLEMENTATION, carry_documents, register_attention, takes_over_attention
+from weft.parallel.sequence_sharding import IMPLEMENTATION, carry_documents, register_attention, takes_over_attention
 from weft.plan import Plan
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
-from weft.cluster.mesh import CONTEXT_AXES, ranks_along
+from weft.topology.mesh import CONTEXT_AXES, ranks_along
 from weft.compute.dropout import dropout_keep, mix
 from weft.errors import ModelError
 from weft.parallel.context import own_positions
@@ -87,8 +87,8 @@ def place_dropout(model: Any, anatomy: Anatomy, mesh: DeviceMesh, multiple: int 
     Args:
         model: split over tp.
         anatomy: its roles.
-        mesh: with the axes of `weft.cluster.mesh`.
-        multiple: number of tokens that rows are padded to a multiple of (`weft.parallel.rows.row_multiple`).
+        mesh: with the axes of `weft.topology.mesh`.
+        multiple: number of tokens that rows are padded to a multiple of (`weft.parallel.sequence_sharding.row_multiple`).
     """
     dropouts = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0

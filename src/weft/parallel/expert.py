@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
-from weft.cluster.hierarchy import TwoLevelGroup
+from weft.backends.hierarchical import TwoLevelGroup
 from weft.comm.collectives import all_to_all, exchange, start_all_to_all
 from weft.errors import PlanError
 from weft.parallel.checks import divisors, one_of

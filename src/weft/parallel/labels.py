@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from weft.cluster.mesh import CONTEXT_AXES, DATA_AXES, ranks_along
+from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, ranks_along
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
 from weft.errors import ModelError
 from weft.parallel.loss import cross_entropy_sum, vocab_size
-from weft.parallel.rows import pad_rows, part_of_rows
+from weft.parallel.sequence_sharding import pad_rows, shard_sequence
 
 SumAndCount = Callable[..., tuple[Tensor, Tensor]]
 
@@ -52,7 +52,7 @@ def average_over_all_targets(model: Any, mesh: DeviceMesh, multiple: int | None)
 
     Args:
         model: parallelized, all but data parallelism.
-        mesh: with the axes of `weft.cluster.mesh`.
+        mesh: with the axes of `weft.topology.mesh`.
         multiple: number of tokens that rows are padded to a multiple of where tp or cp ranks split them; None where each
             rank has logits of whole rows and of the whole vocabulary.
     """
@@ -117,7 +117,7 @@ def _sum_of_part(
     targets = kwargs.get("shift_labels")
     if targets is None:
         targets = F.pad(labels[:, 1:], (0, 1), value=ignored)
-    parts = part_of_rows(pad_rows(targets, multiple, ignored), mesh)
+    parts = shard_sequence(pad_rows(targets, multiple, ignored), mesh)
     return cross_entropy_sum(logits, parts, ignored, mesh.get_group("tp"), vocab_size(model)), (parts != ignored).sum()
 
 

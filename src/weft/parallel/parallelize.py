@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
-from weft.cluster.device import detect
-from weft.cluster.mesh import build_expert_mesh, ranks_along
+from weft.device.device import detect
+from weft.topology.mesh import build_expert_mesh, ranks_along
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.objects import all_gather_json
 from weft.comm.overlap import check_chunks
@@ -17,24 +17,24 @@ from weft.errors import PlanError
 from weft.memory.offload import build_offload
 from weft.memory.recompute import follow_library_recompute, keep_less
 from weft.memory.weights import split_weights
-from weft.parallel.balance import RouterWatch
+from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.checks import check_tensors
-from weft.parallel.data import gather_ahead, prefetch_inside_stages, shard_data_parallel
+from weft.parallel.fsdp import gather_ahead, prefetch_inside_stages, shard_data_parallel
 from weft.parallel.documents import check_rows
 from weft.parallel.dropout import place_dropout
 from weft.parallel.expert import check_experts, compute_shared_experts_meanwhile, split_experts
 from weft.parallel.labels import average_over_all_targets
-from weft.parallel.pipeline.cut import Chain, Relay, check_ranks, cut_model, let_stages_run, read_chain, split_blocks
-from weft.parallel.pipeline.order import read_order, splits_backward, stage_ranks
-from weft.parallel.pipeline.runtime import Pipeline
+from weft.parallel.pipeline.partition import BlockChain, StageIO, check_ranks, cut_model, install_stage_switch, read_chain, split_blocks
+from weft.parallel.pipeline.plan_schedule import read_order, splits_backward, stage_ranks
+from weft.parallel.pipeline.runtime import PipelineRuntime
 from weft.parallel.pipeline.weight_gradients import WeightGradients, defer_weight_gradients
-from weft.parallel.replicate import replicate_data_parallel
-from weft.parallel.rows import row_multiple, split_sequences, take_whole_rows, takes_over_attention
-from weft.parallel.scene import remember_scene
+from weft.parallel.ddp import replicate_data_parallel
+from weft.parallel.sequence_sharding import row_multiple, split_sequences, shard_inputs, takes_over_attention
+from weft.parallel.recompute_context import capture_context
 from weft.parallel.tensor import split_tensors
-from weft.parallel.weights import Layout, LocalWeights, shard_parameter
+from weft.parallel.weights import TensorLayout, LocalWeights, shard_parameter
 from weft.plan import Plan
-from weft.precision.backward import carry_from
+from weft.precision.fp16_backward import carry_from
 from weft.precision.dtypes import DTYPES
 from weft.precision.roles import compute_in_float32
 
@@ -64,7 +64,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     p = plan.parallel
     chain = check_axes(model, anatomy, plan)
     own_attention = takes_over_attention(model, anatomy, plan)
-    model.router_watch = RouterWatch(model, anatomy, mesh)
+    model.router_watch = RouterStats(model, anatomy, mesh)
     if chain is not None:
         anatomy, relay = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
     expert_mesh = build_expert_mesh(plan, mesh.device_type) if whole.has_experts and p.ep * p.tp > 1 else None
@@ -80,7 +80,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         split_sequences(model, anatomy, mesh, plan.comm.head_groups)
     splits_rows = p.tp > 1 or own_attention
     if splits_rows:
-        take_whole_rows(model, whole, plan, mesh)
+        shard_inputs(model, whole, plan, mesh)
     average_over_all_targets(model, mesh, row_multiple(whole, plan) if splits_rows else None)
     if queue is not None:
         defer_weight_gradients(model, anatomy, queue)
@@ -91,8 +91,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     if plan.memory.recompute or plan.memory.offload:
         model.offload = build_offload(plan.memory, detect())
         own_blocks = {block.name for block in anatomy.blocks}
-        keep_less(model, whole, own_blocks, plan.memory, partial(remember_scene, model), model.offload)
-    follow_library_recompute(model, partial(remember_scene, model))
+        keep_less(model, whole, own_blocks, plan.memory, partial(capture_context, model), model.offload)
+    follow_library_recompute(model, partial(capture_context, model))
     if plan.precision.weights != "whole":
         split_weights(model, even=plan.precision.weights == "split_even")
     model.feedback = build_feedback(plan.comm)
@@ -104,8 +104,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     if p.pp > 1:
         if p.zero == 3:
             prefetch_inside_stages(model, [[whole.blocks[number].name for number in stage] for stage in stages])
-        let_stages_run(model, whole, relay)
-        model.pipeline = Pipeline(model, whole, relay, plan, mesh, queue)
+        install_stage_switch(model, whole, relay)
+        model.pipeline = PipelineRuntime(model, whole, relay, plan, mesh, queue)
     return model
 
 
@@ -115,8 +115,8 @@ def _native_bf16(plan: Plan) -> bool:
 
 
 def cut_for_rank(
-    model: PreTrainedModel, anatomy: Anatomy, chain: Chain, plan: Plan, rank: int
-) -> tuple[Anatomy, Relay]:
+    model: PreTrainedModel, anatomy: Anatomy, chain: BlockChain, plan: Plan, rank: int
+) -> tuple[Anatomy, StageIO]:
     """Leave a rank of pp the blocks of its stages; the anatomy of what is left, and the relay that runs it."""
     ranks = stage_ranks(plan)
     stages = split_blocks(len(anatomy.blocks), len(ranks), plan.pipeline)
@@ -130,7 +130,7 @@ def check_axes(
     plan: Plan,
     seq_len: int | None = None,
     num_micro_batches: int | None = None,
-) -> Chain | None:
+) -> BlockChain | None:
     """Refuse a plan whose axes this model cannot take; the meta device is enough, and no rank is needed.
 
     Args:
@@ -194,5 +194,5 @@ def split_all_experts(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expe
             for parameter in names:
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
             split_experts(experts, expert_mesh.get_group("ep"))
-        layouts = dict.fromkeys(names, Layout("shard"))
+        layouts = dict.fromkeys(names, TensorLayout("shard"))
         LocalWeights(experts, layouts, expert_mesh.get_group("ep"), holders / plan.parallel.gradient_ranks)

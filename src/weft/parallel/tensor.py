@@ -30,8 +30,8 @@ from weft.comm import collectives
 from weft.comm.overlap import Overlap, can_overlap
 from weft.comm.symmetric import find_fused
 from weft.errors import PlanError
-from weft.parallel.fan import Border, is_plain, reduce_at_once, spread_fan
-from weft.parallel.matrices import (
+from weft.parallel.async_tp import RegionBoundary, is_plain, reduce_at_once, share_gather
+from weft.parallel.tp_rules import (
     DOWN,
     KEY_VALUE,
     LATENT_KEY_VALUE,
@@ -46,7 +46,7 @@ from weft.parallel.matrices import (
     wide_norms,
 )
 from weft.parallel.pipeline.weight_gradients import WeightGradients
-from weft.parallel.weights import Layout, LocalWeights, Packed, part_bounds, shard_parameter
+from weft.parallel.weights import TensorLayout, LocalWeights, Packed, part_bounds, shard_parameter
 from weft.plan import Plan
 
 # Families that give what the final norm makes the shape of their input_ids: the sequence must be whole by then.
@@ -71,7 +71,7 @@ def split_tensors(
         model: with its blocks, on any device.
         anatomy: its roles.
         plan: resolved.
-        mesh: with the axes of `weft.cluster.mesh`.
+        mesh: with the axes of `weft.topology.mesh`.
         queue: of the gradients of matrices, where backward is split.
     """
     tp, sp = mesh["tp"], plan.parallel.sp
@@ -101,10 +101,10 @@ def _split_block(
     queue: WeightGradients | None,
 ) -> None:
     group, unit = tp.get_group(), model.get_submodule(block.name)
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, TensorLayout] = {}
 
-    def border(dim: int) -> Border | None:
-        return Border(overlap, sp, dim, queue) if overlap else None
+    def border(dim: int) -> RegionBoundary | None:
+        return RegionBoundary(overlap, sp, dim, queue) if overlap else None
 
     def inside(names: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
         return [(name.removeprefix(f"{block.name}."), model.get_submodule(name)) for name in names]
@@ -132,14 +132,14 @@ def _split_block(
         in_region = any(name.startswith(f"{part}.") for part, _ in inside(block.attention + block.mlp))
         # Without sequence parallelism, what is outside of the regions does the same work on all ranks.
         if name not in layouts and not name.startswith(experts or ("/",)) and (sp or in_region):
-            layouts[name] = Layout("copy")
+            layouts[name] = TensorLayout("copy")
     LocalWeights(unit, layouts, group)
 
 
-def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceMesh) -> dict[str, Layout]:
+def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceMesh) -> dict[str, TensorLayout]:
     """Cut the matrices of one attention; layouts by name of the parameter inside the block."""
     ranks, heads, kv_heads = tp.size(), count_heads(config), count_kv_heads(config)
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, TensorLayout] = {}
     for name, module in attention.named_modules():
         last, full = name.rpartition(".")[2], f"{prefix}.{name}"
         if not isinstance(module, nn.Linear | Conv1D):
@@ -147,7 +147,7 @@ def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceM
         if KEY_VALUE.fullmatch(last) and kv_heads % ranks:
             width = (module.weight.shape[0]) // kv_heads
             start = tp.get_local_rank() * kv_heads // ranks * width
-            layouts |= {f"{full}.{p}": Layout("narrow", 0, start, width) for p, _ in module.named_parameters()}
+            layouts |= {f"{full}.{p}": TensorLayout("narrow", 0, start, width) for p, _ in module.named_parameters()}
         elif QUERY.fullmatch(last) or KEY_VALUE.fullmatch(last) or LATENT_KEY_VALUE.fullmatch(last):
             layouts |= _split_column(full, module, tp)
         elif PACKED_QUERY_KEY_VALUE.fullmatch(last):
@@ -158,14 +158,14 @@ def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceM
             layouts |= _split_row(full, module, tp)
     for name in [name for name, _ in attention.named_parameters(recurse=False) if PER_HEAD.fullmatch(name)]:
         shard_parameter(attention, name, 0, tp)
-        layouts[f"{prefix}.{name}"] = Layout("shard")
+        layouts[f"{prefix}.{name}"] = TensorLayout("shard")
     _tell_heads(attention, ranks, heads, kv_heads)
     _gather_forwide_norms(attention, tp.get_group())
     return layouts
 
 
-def _split_mlp(prefix: str, mlp: nn.Module, tp: DeviceMesh) -> dict[str, Layout]:
-    layouts: dict[str, Layout] = {}
+def _split_mlp(prefix: str, mlp: nn.Module, tp: DeviceMesh) -> dict[str, TensorLayout]:
+    layouts: dict[str, TensorLayout] = {}
     for name, module in mlp.named_modules():
         full = f"{prefix}.{name}" if name else prefix
         last = full.rpartition(".")[2]
@@ -181,7 +181,7 @@ def _split_mlp(prefix: str, mlp: nn.Module, tp: DeviceMesh) -> dict[str, Layout]
     return layouts
 
 
-def _split_column(name: str, module: Any, tp: DeviceMesh, packed: tuple[int, ...] = ()) -> dict[str, Layout]:
+def _split_column(name: str, module: Any, tp: DeviceMesh, packed: tuple[int, ...] = ()) -> dict[str, TensorLayout]:
     """Each rank makes a part of the outputs."""
     dim = 1 if isinstance(module, Conv1D) else 0
     if packed:
@@ -191,14 +191,14 @@ def _split_column(name: str, module: Any, tp: DeviceMesh, packed: tuple[int, ...
         shard_parameter(module, "bias", 0, tp)
     if isinstance(module, Conv1D):
         module.nf //= tp.size()
-    return {f"{name}.{parameter}": Layout("shard") for parameter, _ in module.named_parameters()}
+    return {f"{name}.{parameter}": TensorLayout("shard") for parameter, _ in module.named_parameters()}
 
 
-def _split_row(name: str, module: Any, tp: DeviceMesh) -> dict[str, Layout]:
+def _split_row(name: str, module: Any, tp: DeviceMesh) -> dict[str, TensorLayout]:
     """Each rank takes a part of the inputs; the outputs of all ranks add up."""
     shard_parameter(module, "weight", 0 if isinstance(module, Conv1D) else 1, tp)
-    layouts = {f"{name}.weight": Layout("shard")}
-    return layouts | ({f"{name}.bias": Layout("once")} if module.bias is not None else {})
+    layouts = {f"{name}.weight": TensorLayout("shard")}
+    return layouts | ({f"{name}.bias": TensorLayout("once")} if module.bias is not None else {})
 
 
 def _tell_heads(attention: Any, ranks: int, heads: int, kv_heads: int) -> None:
@@ -236,11 +236,11 @@ def _enter(
     sp: bool,
     dim: int,
     first: tuple[re.Pattern[str], ...],
-    border: Border | None,
+    border: RegionBoundary | None,
     own_name: str = "",
 ) -> Callable[..., Any]:
     """Before a region: every rank gets all of the sequence; the gradients that come back add up."""
-    if border is not None and spread_fan(region, own_name, first, DOWN):
+    if border is not None and share_gather(region, own_name, first, DOWN):
         return lambda _, args, kwargs: _change_hidden(args, kwargs, border.enter)
 
     def enter(hidden: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def _change_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callab
 
 
 def _leave_behind(
-    region: nn.Module, group: dist.ProcessGroup, sp: bool, dim: int, border: Border | None, own_name: str = ""
+    region: nn.Module, group: dist.ProcessGroup, sp: bool, dim: int, border: RegionBoundary | None, own_name: str = ""
 ) -> None:
     """Behind the row-parallel matrices of a region: shares add up, and each rank keeps its part of the sequence.
 
@@ -298,7 +298,7 @@ def _split_ends(model: PreTrainedModel, anatomy: Anatomy, sp: bool, group: dist.
     for end in (end for end in (embedding, head) if end is not None):  # a pipeline may have them elsewhere
         start, length = part_bounds(end.weight.shape[0], group.size(), group.rank())
         if end.weight.shape[0] % group.size() == 0:
-            layout = Layout("shard")
+            layout = TensorLayout("shard")
             if end is head and anatomy.tied:
                 head._parameters["weight"] = embedding._parameters["weight"]
             else:
@@ -306,7 +306,7 @@ def _split_ends(model: PreTrainedModel, anatomy: Anatomy, sp: bool, group: dist.
             if getattr(end, "bias", None) is not None:
                 shard_parameter(end, "bias", 0, tp)
         else:  # whole at rest, as FSDP2 splits evenly only; the work is split all the same
-            layout = Layout("narrow", 0, start, length)
+            layout = TensorLayout("narrow", 0, start, length)
         LocalWeights(end, {name: layout for name, _ in end.named_parameters()}, group)
         if end is embedding:
             _embed_own_tokens(embedding, start, length, group, sp)
@@ -314,11 +314,11 @@ def _split_ends(model: PreTrainedModel, anatomy: Anatomy, sp: bool, group: dist.
     for name, module in model.named_modules():
         in_block = any(name.startswith(f"{block.name}.") for block in anatomy.blocks)
         if isinstance(module, nn.Embedding) and module is not embedding and not in_block and sp:
-            LocalWeights(module, {"weight": Layout("copy")}, group)
+            LocalWeights(module, {"weight": TensorLayout("copy")}, group)
             module.register_forward_hook(lambda _, args, out: out.chunk(group.size(), -2)[group.rank()])
     last: Any = model.get_submodule(anatomy.final_norm) if anatomy.final_norm else None
     if last is not None and sp:
-        LocalWeights(last, {name: Layout("copy") for name, _ in last.named_parameters()}, group)
+        LocalWeights(last, {name: TensorLayout("copy") for name, _ in last.named_parameters()}, group)
 
     def whole_sequence(hidden: Tensor) -> Tensor:
         return collectives.gather(hidden, group, SEQUENCE) if sp else collectives.copy(group, hidden)[0]

@@ -19,7 +19,7 @@ from weft.comm import collectives
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How one parameter lives on the ranks of the tp axis."""
 
     kind: Literal["shard", "copy", "narrow", "once"]
@@ -71,7 +71,7 @@ class LocalWeights:
     """Hooks that show the modules of a unit their local weights during its forward."""
 
     def __init__(
-        self, unit: nn.Module, layouts: dict[str, Layout], group: dist.ProcessGroup, gradient_factor: float = 1.0
+        self, unit: nn.Module, layouts: dict[str, TensorLayout], group: dist.ProcessGroup, gradient_factor: float = 1.0
     ):
         """
         Args:

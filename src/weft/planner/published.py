@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.errors import DataError, WeftError
-from weft.planner import shape as shapes
-from weft.planner.hardware import Cluster, read_hardware
-from weft.planner.layout import Layout, Schedule, check
-from weft.planner.peak_memory import peak_memory
-from weft.planner.shape import Recompute, Shape, known_shape
-from weft.planner.stacks import STACKS, Stack
+from weft.planner.costmodel import shape as shapes
+from weft.planner.costmodel.hardware import ClusterSpec, read_hardware
+from weft.planner.costmodel.layout import TrainingLayout, Schedule, check
+from weft.planner.costmodel.peak_memory import peak_memory
+from weft.planner.costmodel.shape import Recompute, Shape, known_shape
+from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
 
 USABLE = 0.97  # of a device's memory: drivers and page tables have the rest
 
@@ -24,7 +24,7 @@ class Source(NamedTuple):
 
     stack: str
     sharded: str = ""
-    """Stack of its runs with ZeRO 3; empty: the same."""
+    """FrameworkModel of its runs with ZeRO 3; empty: the same."""
     sweep: bool = False
     """Whether it varies a configuration on purpose, bad ones included; the others show what somebody had tuned."""
     causal: bool = False
@@ -79,8 +79,8 @@ UNKNOWN = Source("megatron-core", sharded="fsdp")
 NOTES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"unfused attention|attention kernel:? (torch|megatron)|(torch|megatron) attention", {"flash": False}),
     (r"\bbalanced?\b|token drop", {"imbalance": 1.0}),
-    (r"real routing", {"imbalance": Stack.imbalance}),
-    (r"alltoall|dispatcher a2a", {"once_a_host": False, "ep_near": Stack.ep_near, "rows": Stack.rows}),
+    (r"real routing", {"imbalance": FrameworkModel.imbalance}),
+    (r"alltoall|dispatcher a2a", {"once_a_host": False, "ep_near": FrameworkModel.ep_near, "rows": FrameworkModel.rows}),
     (r"(?<!no )ep overlap|overlap on", {"ep_overlap": 0.7}),
     (r"mc2 enabled, legacy", {"passes": 2.6}),  # models from before Megatron-Core: fewer fused kernels
     (r"async ?tp", {"tp_overlap": 0.3, "tp_backward": 0.3}),  # its authors gain 4 to 14 % of a step
@@ -97,9 +97,9 @@ class Run:
     hardware: str
     model: str
     shape: Shape
-    layout: Layout
-    cluster: Cluster
-    stack: Stack
+    layout: TrainingLayout
+    cluster: ClusterSpec
+    stack: FrameworkModel
     metrics: dict[str, float]
     num_devices: int
     guessed: bool
@@ -197,14 +197,14 @@ def read_run(name: str, rows: Sequence[Mapping[str, str]]) -> Run:
     )
 
 
-def complete(row: Mapping[str, str], shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> Layout:
+def complete(row: Mapping[str, str], shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel) -> TrainingLayout:
     """A layout with what its line leaves out, as somebody would choose who has tuned it.
 
     Stages are interleaved as far as layers allow; what is recomputed is the least that fits; of a run without a pipeline the
     micro-batch is the largest that fits.
     """
 
-    def fits(candidate: Layout) -> bool:
+    def fits(candidate: TrainingLayout) -> bool:
         return peak_memory(shape, candidate, stack).total <= USABLE * cluster.device.memory
 
     if not row.get("vpp") and layout.pp > 1 and stack.gather_overlap:
@@ -230,7 +230,7 @@ def source_family(prefix: str) -> str:
     return max(found, key=len) if found else prefix.rstrip("0123456789")
 
 
-def stack_of_row(row: Mapping[str, str], source: Source) -> Stack:
+def stack_of_row(row: Mapping[str, str], source: Source) -> FrameworkModel:
     """The stack of a source, with what a run's ZeRO stage, hardware, format and notes say of it."""
     sharded = (row.get("zero") or "0")[0] == "3"
     stack = STACKS[source.sharded if sharded and source.sharded else source.stack]
@@ -291,7 +291,7 @@ def shape_of_row(row: Mapping[str, str]) -> Shape:
     )
 
 
-def layout_of_row(row: Mapping[str, str], stack: Stack) -> Layout:
+def layout_of_row(row: Mapping[str, str], stack: FrameworkModel) -> TrainingLayout:
     """The layout that a line describes; degrees that it leaves out are unknown, and refused.
 
     Raises:
@@ -304,7 +304,7 @@ def layout_of_row(row: Mapping[str, str], stack: Stack) -> Layout:
     notes, zero = row.get("notes", ""), row.get("zero") or str(stack.zero)
     vpp = int(row["vpp"]) if (row.get("vpp") or "").isdigit() else 1
     recompute = _recompute(row.get("recompute") or "none")
-    return Layout(
+    return TrainingLayout(
         seq=seq,
         global_batch=batch,
         micro_batch=min(micro, max(1, batch // dp)),
@@ -339,7 +339,7 @@ def _recompute(text: str) -> Recompute:
     return "selective" if text.startswith(("select", "core_attn", "mlp", "attention")) else "none"
 
 
-def _expert_tp(row: Mapping[str, str], stack: Stack) -> int:
+def _expert_tp(row: Mapping[str, str], stack: FrameworkModel) -> int:
     """Ranks that share an expert's matrices: as noted; else those of tp, as Megatron does if not told otherwise."""
     found = re.search(r"ETP=?(\d+)", row.get("notes", ""))
     if found:

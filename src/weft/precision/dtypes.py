@@ -2,7 +2,7 @@
 
 import torch
 
-from weft.cluster.device import EMULATION_SIZE, Device, matmul_rate
+from weft.device.device import EMULATION_SIZE, Device, matmul_rate
 from weft.errors import PlanError
 from weft.plan import Precision
 

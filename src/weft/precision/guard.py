@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from weft.comm.objects import all_gather_json
 
 
-class Sight(NamedTuple):
+class NonFiniteReport(NamedTuple):
     """What one rank saw of a bad step."""
 
     bad_loss: bool
@@ -34,7 +34,7 @@ def find_culprit(model: nn.Module, rerun: Callable[[], float], stage: Callable[[
         rerun: forward and backward of the bad step's micro-batches on this rank; returns this rank's own loss.
         stage: tells which stage of a pipeline is running; 0 without one.
     """
-    sights = [Sight(*seen) for seen in all_gather_json(_watch(model, rerun, stage))]
+    sights = [NonFiniteReport(*seen) for seen in all_gather_json(_watch(model, rerun, stage))]
     guilty = [rank for rank, sight in enumerate(sights) if sight.bad_loss or sight.parameter]
     if not guilty:
         return "a loss or a gradient was not finite; run once more the step was finite, so that no rank can be named"
@@ -45,7 +45,7 @@ def find_culprit(model: nn.Module, rerun: Callable[[], float], stage: Callable[[
     return f"rank {first}: {' and '.join(what)} not finite" + (f" (also on rank {others})" if others else "")
 
 
-def _watch(model: nn.Module, rerun: Callable[[], float], stage: Callable[[], int]) -> Sight:
+def _watch(model: nn.Module, rerun: Callable[[], float], stage: Callable[[], int]) -> NonFiniteReport:
     known = {name for name, _ in model.named_parameters()}
     places: dict[str, tuple[int, int]] = {}
     """Stage and turn in forward of each parameter that was met."""
@@ -76,4 +76,4 @@ def _watch(model: nn.Module, rerun: Callable[[], float], stage: Callable[[], int
         hook.remove()
     bad_loss = not math.isfinite(loss)
     parameter = max(spoilt, key=places.__getitem__, default=None)
-    return Sight(bad_loss, parameter, places[parameter][0] if parameter else 0)
+    return NonFiniteReport(bad_loss, parameter, places[parameter][0] if parameter else 0)

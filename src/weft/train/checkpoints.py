@@ -11,12 +11,12 @@ from torch import nn
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Manifest, Position
-from weft.checkpoint.memory import HostMemory, holds_copies
-from weft.checkpoint.pieces import set_generators
+from weft.checkpoint.memory_tier import HostMemory, holds_copies
+from weft.checkpoint.slices import set_generators
 from weft.checkpoint.restore import (
     Reader,
     choose,
-    make_way,
+    archive_newer,
     own_tensors,
     restore,
     restore_feedback,
@@ -46,7 +46,7 @@ MOST_RATES = 10_000  # learning rates that two schedules are compared by
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A verified checkpoint."""
 
     folder: Path
@@ -79,7 +79,7 @@ class Checkpoints:
         """Say what takes them, and with that what is in them; and what moves a parameter's states to where they live."""
         self.snapshots, self.settle = snapshots, settle
 
-    def find(self, resume: Sequence[str]) -> Found | None:
+    def find(self, resume: Sequence[str]) -> FoundCheckpoint | None:
         """The checkpoint to begin from.
 
         Args:
@@ -97,7 +97,7 @@ class Checkpoints:
         self._make_way(None, -1)
         return None
 
-    def load(self, found: Found) -> Position:
+    def load(self, found: FoundCheckpoint) -> Position:
         """Take up the state of a checkpoint: tensors, generators if there were as many ranks, and position."""
         with Reader(found.folder, found.manifest) as reader:
             generators, carried = (own_tensors(found.manifest, kind, dist.get_rank()) for kind in ("rng", "feedback"))
@@ -179,7 +179,7 @@ class Checkpoints:
         if self.leads:
             print(text, flush=True)
 
-    def _newest(self, until: int) -> Found | None:
+    def _newest(self, until: int) -> FoundCheckpoint | None:
         copy = self.memory.newest(until) if self.memory else None
         older = copy.step if copy else -1
         newer = [path for path in list_checkpoints(self.folder) if older < step_of(path) <= until]
@@ -193,18 +193,18 @@ class Checkpoints:
         self._check(folder, manifest)
         self._make_way(None, copy.step, of_memory=True)
         self.say(f"going on after step {copy.step}, from the memory of {len(memory.hosts)} hosts")
-        return Found(folder, manifest, lambda files: memory.provide(copy, files))
+        return FoundCheckpoint(folder, manifest, lambda files: memory.provide(copy, files))
 
-    def _go_on(self, folder: Path, manifest: Manifest) -> Found:
+    def _go_on(self, folder: Path, manifest: Manifest) -> FoundCheckpoint:
         self._check(folder, manifest)
         self._make_way(folder, manifest.position.step)
         self.say(f"going on after step {manifest.position.step}, from {folder}")
-        return Found(folder, manifest, lambda files: None)
+        return FoundCheckpoint(folder, manifest, lambda files: None)
 
     def _make_way(self, chosen: Path | None, step: int, of_memory: bool = False) -> None:
         """Steps after this one come again, and with them their checkpoints."""
         if self.leads:
-            make_way(self.folder, chosen, step + of_memory, self.say)
+            archive_newer(self.folder, chosen, step + of_memory, self.say)
         if self.memory:
             self.memory.forget(step if of_memory else -1)
 

@@ -32,8 +32,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from weft.checkpoint.model_config import read_config
-from weft.cluster.device import detect
-from weft.cluster.launch import launch
+from weft.device.device import detect
+from weft.launch.launcher import launch
 from weft.data import Prepared, prepare
 from weft.errors import DataError, JobError
 from weft.job import Job, keys

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.huggingface import arrange_packed
-from weft.cluster.launch import rank_main
-from weft.cluster.mesh import AXES, data_rank, ranks_along
+from weft.launch.launcher import rank_main
+from weft.topology.mesh import AXES, data_rank, ranks_along
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
 from weft.data import MicroBatch, Prepared
 from weft.job import Job
 from weft.parallel.dropout import set_dropout_seed
 from weft.parallel.pipeline.runtime import running_stage
-from weft.parallel.rows import part_of_rows
+from weft.parallel.sequence_sharding import shard_sequence
 from weft.parallel.weights import part_bounds
 from weft.precision.scaling import LossScale
 from weft.train.compare import KINDS, Kind, Seen, SeenStep, Side, tensor_file
@@ -178,7 +178,7 @@ def _whole_rows(session: Session, output: Tensor, width: int) -> Tensor:
     """
     mesh, data_ranks = session.mesh, session.job.plan.parallel.data_ranks
     tp, tp_rank, columns = ranks_along(mesh, "tp"), mesh.get_local_rank("tp"), slice(None)
-    places = part_of_rows(torch.arange(session.job.data.seq_len, device=output.device)[None], mesh)[0]
+    places = shard_sequence(torch.arange(session.job.data.seq_len, device=output.device)[None], mesh)[0]
     cuts_sequence, cuts_width = output.shape[1] < len(places), output.shape[2] < width
     if cuts_sequence:
         places = places.chunk(tp)[tp_rank]

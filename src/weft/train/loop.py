@@ -15,21 +15,21 @@ from rich.console import Console
 
 from weft.anatomy.flops import training_flops_per_token
 from weft.checkpoint.manifest import Position
-from weft.cluster.mesh import AXES
-from weft.cluster.pulse import Pulse
-from weft.comm.agreement import Agreement
+from weft.topology.mesh import AXES
+from weft.launch.heartbeat import Heartbeat
+from weft.comm.desync_check import DesyncCheck
 from weft.comm.collectives import Message, Recorder, all_reduce
 from weft.comm.objects import broadcast_json
-from weft.comm.stopwatch import Stopwatch
+from weft.comm.stopwatch import CollectiveClock
 from weft.data import MicroBatch
 from weft.errors import CheckpointError, NumericError
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.pool import pools_of
-from weft.parallel.data import count_split, model_state_bytes
+from weft.parallel.fsdp import count_split, model_state_bytes
 from weft.parallel.dropout import set_dropout_seed
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
-from weft.train.metrics import Evaluation, MetricsWriter, Progress, StepMetrics, utilization
+from weft.train.metrics import Evaluation, MetricsWriter, TerminalProgress, StepMetrics, utilization
 from weft.train.optimizer import learning_rate, set_learning_rate
 from weft.train.recovery import Recovery
 from weft.train.run_folder import SUMMARY, read_run_id, read_table, write_summary
@@ -37,12 +37,12 @@ from weft.train.session import Session, held_out_batches, save_weights, train_ba
 from weft.train.state_bytes import measure_model_state
 from weft.train.step import StepResult, evaluate, train_step
 
-Observer = MetricsWriter | Progress
+Observer = MetricsWriter | TerminalProgress
 
 STEPS_OF_A_SEED = 2**24  # no two seeds and steps of real jobs meet
 
 
-def train(session: Session, out: Path, pulse: Pulse) -> None:
+def train(session: Session, out: Path, pulse: Heartbeat) -> None:
     """Train to the end, or to the first signal, and leave metrics, weights, checkpoints and a summary in `out`.
 
     A run that has ended is left as it is.
@@ -72,14 +72,14 @@ def train(session: Session, out: Path, pulse: Pulse) -> None:
             set_learning_rate(session.optimizer, rate)
             set_dropout_seed(session.model, job.train.seed * STEPS_OF_A_SEED + step)
             watched: Watched | None = None
-            with Stopwatch() as stopwatch:
+            with CollectiveClock() as stopwatch:
                 if messages and not has_watched:  # the second, in which the optimizer has its states
                     result, watched = _watched_step(session, micro_batches, scale, recovery)
                     has_watched = True
                 elif messages:
                     result = _step(session, micro_batches, scale, recovery)
                 else:  # every step of a layout sends the same messages: the first is compared and counted
-                    with Recorder() as recorder, Agreement("first step"):
+                    with Recorder() as recorder, DesyncCheck("first step"):
                         result = _step(session, micro_batches, scale, recovery)
                     messages.append(recorder.messages)
             load = routers.take_load()
@@ -197,7 +197,7 @@ def _watched_step(
     return result, Watched(parts, f"{operation} in {role}: {', '.join(map(str, shapes))}")
 
 
-def _evaluate(session: Session, step: int, observers: list[Observer], pulse: Pulse) -> None:
+def _evaluate(session: Session, step: int, observers: list[Observer], pulse: Heartbeat) -> None:
     """Measure the loss on held-out rows, if there are any, and show it."""
     pulse.phase("evaluating", step)
     batches = held_out_batches(session)
@@ -212,7 +212,7 @@ def _observers(session: Session, out: Path, console: Console) -> Iterator[list[O
     """Who is told of each step: on rank 0 the files and the terminal, elsewhere nobody."""
     with ExitStack() as stack:
         if session.rank == 0:
-            progress = Progress(session.job.train.steps, console)
+            progress = TerminalProgress(session.job.train.steps, console)
             writer = MetricsWriter(out, progress.message)
             yield [stack.enter_context(writer), stack.enter_context(progress)]
         else:
@@ -229,7 +229,7 @@ def _agree_on_largest(session: Session, *values: float) -> list[float]:
     return all_reduce(shared, session.mesh, AXES, "max").tolist()
 
 
-def comm_of(messages: Sequence[Message], stopwatch: Stopwatch) -> dict[str, dict[str, float]]:
+def comm_of(messages: Sequence[Message], stopwatch: CollectiveClock) -> dict[str, dict[str, float]]:
     """What a step sent, and the time that took, by axis and link."""
     found: dict[str, dict[str, float]] = {}
     for message in messages:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import ConfigDict, TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.progress import TerminalProgress as Bar
 
 from weft.errors import DataError
 
@@ -281,7 +281,7 @@ def _parse(adapter: TypeAdapter[Record], line: bytes) -> Record:
     return adapter.validate_python(fields)
 
 
-class Progress:
+class TerminalProgress:
     """Shows a run on the terminal: a live bar where there is one, else 25 to 50 plain lines for the whole run.
 
     A context manager. Tokens a second and the time left are those of the last step at first, because the first two steps take

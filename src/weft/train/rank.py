@@ -7,8 +7,8 @@ from pathlib import Path
 import torch.distributed as dist
 import transformers
 
-from weft.cluster.launch import rank_main
-from weft.cluster.pulse import Pulse
+from weft.launch.launcher import rank_main
+from weft.launch.heartbeat import Heartbeat
 from weft.data import Prepared
 from weft.job import Job
 from weft.train.loop import train
@@ -24,7 +24,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     out = Path(sys.argv[1])
     prepared = Prepared.from_json((out / "prepared.json").read_text(encoding="utf-8"))
-    pulse = Pulse.open()
+    pulse = Heartbeat.open()
     job = Job.load(out / "job.toml")
     join_folders(job, out)  # until this process ends
     session = open_session(job, prepared, out, sys.argv[2:])

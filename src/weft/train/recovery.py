@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.checkpoint.manifest import Position
 from weft.errors import RankFailure
 from weft.job import Guard
-from weft.parallel.replicas import compare_replicas
+from weft.parallel.sdc_check import check_replicas_match
 from weft.precision.spikes import SpikeWatch
 from weft.train.checkpoints import Checkpoints
 
@@ -94,7 +94,7 @@ class Recovery:
 
     def _compare(self, position: Position) -> Position | None:
         """Where replicas differ: the state before, to run the steps again."""
-        problem, step = compare_replicas(self.model, self.optimizer, self.mesh), position.step
+        problem, step = check_replicas_match(self.model, self.optimizer, self.mesh), position.step
         if problem is None:
             if step == self.differed_at:
                 self.say(f"run again, replicas are equal after step {step}: the fault was transient")

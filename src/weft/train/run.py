@@ -23,22 +23,22 @@ from weft.checkpoint.huggingface import build_on_meta
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config
-from weft.cluster.device import Device, detect
-from weft.cluster.guardian import Limits
-from weft.cluster.launch import default_ranks, early_nursery, launch
-from weft.cluster.meeting import Meeting
-from weft.cluster.nursery import Nursery
-from weft.cluster.placement import explain_plan
-from weft.cluster.team import Team
-from weft.cluster.tls import GLOO_TRANSPORT
-from weft.cluster.topology import Topology, of_hosts
+from weft.device.device import Device, detect
+from weft.launch.watchdog import Timeouts
+from weft.launch.launcher import default_ranks, early_forkserver, launch
+from weft.launch.rendezvous import RendezvousConfig
+from weft.launch.forkserver import ForkServer
+from weft.topology.axis_links import explain_plan
+from weft.launch.coordinator import JobCoordinator
+from weft.launch.tls import GLOO_TRANSPORT
+from weft.topology.topology import Topology, of_hosts
 from weft.data import Prepared, Rows, count_micro_batches, prepare, scored_pairs, unigram_and_bigram
 from weft.errors import CheckpointError, JobError, RankFailure, Stopped, WeftError
 from weft.job import Job
 from weft.parallel.documents import check_packing
 from weft.parallel.parallelize import check_axes
-from weft.parallel.replicas import check_replicas
-from weft.parallel.rows import row_multiple
+from weft.parallel.sdc_check import check_replicas
+from weft.parallel.sequence_sharding import row_multiple
 from weft.plan import Plan
 from weft.precision.dtypes import check_formats, explain_precision
 from weft.train.checkpoints import check_same_batches, check_same_update, checkpoint_folder
@@ -68,7 +68,7 @@ def train(
     resume: str | None = None,
     accept_changes: bool = False,
     max_restarts: int = 0,
-    meeting: Meeting | None = None,
+    meeting: RendezvousConfig | None = None,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Train a job on the devices of this machine, or of several hosts together, and return its run folder.
@@ -93,7 +93,7 @@ def train(
     leads = meeting is None or meeting.host == 0
     check_writable(job, new=resume is None, leads=leads)
     device = detect()
-    with early_nursery(RANK_MODULE, device) as nursery, HeldFolders(job) if leads else nullcontext() as folders:
+    with early_forkserver(RANK_MODULE, device) as nursery, HeldFolders(job) if leads else nullcontext() as folders:
         return _train(job, folders, device, nursery, ranks, resume, accept_changes, max_restarts, meeting, say)
 
 
@@ -101,12 +101,12 @@ def _train(
     job: Job,
     folders: HeldFolders | None,
     device: Device,
-    nursery: Nursery | None,
+    nursery: ForkServer | None,
     ranks: int | None,
     resume: str | None,
     accept_changes: bool,
     max_restarts: int,
-    meeting: Meeting | None,
+    meeting: RendezvousConfig | None,
     say: Callable[[str], None],
 ) -> Path:
     """Train in folders that are held; None on another host than 0."""
@@ -119,7 +119,7 @@ def _train(
         assert folders is not None
         return _train_here(job, folders, ranks, device, nursery, forward, going_on, None, say)
     meeting = replace(meeting, encrypt=job.cluster.encrypt)
-    team = Team.join(meeting, ranks, rejoin_seconds=job.guard.rejoin_seconds)
+    team = JobCoordinator.join(meeting, ranks, rejoin_seconds=job.guard.rejoin_seconds)
     failure: WeftError | None = None
     try:
         if folders:
@@ -147,10 +147,10 @@ def _train_here(
     folders: HeldFolders,
     ranks: int,
     device: Device,
-    nursery: Nursery | None,
+    nursery: ForkServer | None,
     forward: str,
     going_on: Resume,
-    team: Team | None,
+    team: JobCoordinator | None,
     say: Callable[[str], None],
 ) -> Path:
     """Prepare a run, start its ranks on this host, and complete what they leave; on the only host, or on host 0."""
@@ -188,7 +188,7 @@ def _train_here(
             ranks=ranks,
             log_dir=out / "logs",
             environment=_network(team, device, say),
-            limits=Limits(patience=job.guard.patience_seconds),
+            limits=Timeouts(patience=job.guard.patience_seconds),
             max_restarts=going_on.max_restarts,
             again=_command(out, "auto", resume),
             resize=Resize(job, all_ranks, out / "job.toml"),
@@ -206,7 +206,7 @@ def _train_here(
 
 
 def _help(
-    job: Job, ranks: int, device: Device, nursery: Nursery | None, team: Team, say: Callable[[str], None]
+    job: Job, ranks: int, device: Device, nursery: ForkServer | None, team: JobCoordinator, say: Callable[[str], None]
 ) -> Path:
     """Start the ranks of another host than 0, when that has prepared the run."""
     out = Path(job.out)
@@ -219,7 +219,7 @@ def _help(
         ranks=ranks,
         log_dir=out / "logs",
         environment=_network(team, device, say),
-        limits=Limits(patience=job.guard.patience_seconds),
+        limits=Timeouts(patience=job.guard.patience_seconds),
         again=_command(out, "auto", facts["resume"]),
         team=team,
         nursery=nursery,
@@ -293,7 +293,7 @@ def earlier_tokens(job: Job, resume: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _network(team: Team | None, device: Device, say: Callable[[str], None]) -> dict[str, str]:
+def _network(team: JobCoordinator | None, device: Device, say: Callable[[str], None]) -> dict[str, str]:
     """Environment variables for the connections of ranks on several hosts; prints which of them are not encrypted."""
     if team is None:
         return {}
@@ -337,7 +337,7 @@ class Resize:
         self.blamed: int | None = None
 
     def __call__(self, failure: RankFailure, available: int) -> int:
-        """The number of ranks of the next attempt; see `weft.cluster.launch.launch`.
+        """The number of ranks of the next attempt; see `weft.launch.launcher.launch`.
 
         Raises:
             RankFailure: the failure, if the plan fits no number that is available.

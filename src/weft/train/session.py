@@ -24,9 +24,9 @@ from weft.checkpoint.huggingface import (
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots
-from weft.cluster.device import Device, detect
-from weft.cluster.launch import connect
-from weft.cluster.mesh import build_mesh, data_rank
+from weft.device.device import Device, detect
+from weft.launch.launcher import connect
+from weft.topology.mesh import build_mesh, data_rank
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.data import MicroBatch, Prepared, Rows, batches, evaluation_batches
 from weft.errors import CheckpointError

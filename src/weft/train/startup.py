@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from weft.anatomy.roles import Anatomy
-from weft.cluster.device import Device
+from weft.device.device import Device
 from weft.data import Prepared
 from weft.job import Job
 from weft.plan import BYTES, Plan, state_bytes

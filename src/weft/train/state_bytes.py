@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.data import MicroBatch
 from weft.memory.storages import plain_parts
-from weft.parallel.data import begin_micro_batch
+from weft.parallel.fsdp import begin_micro_batch
 from weft.plan import Plan
 from weft.train.step import forward, token_loss
 
@@ -21,7 +21,7 @@ Storages = dict[int, torch.UntypedStorage]
 def measure_model_state(
     model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh
 ) -> dict[str, int]:
-    """Bytes on this rank by kind, as `weft.parallel.data.model_state_bytes` predicts them. Every rank must call it.
+    """Bytes on this rank by kind, as `weft.parallel.fsdp.model_state_bytes` predicts them. Every rank must call it.
 
     Runs two micro-batches and looks between them; of a pipeline, one step, and looks where the rank has all its gradients and
     has not reduced them yet. No weight changes.

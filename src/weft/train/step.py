@@ -12,18 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.transformers import row_arguments
-from weft.cluster.mesh import AXES, CONTEXT_AXES, ranks_along
+from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.comm.collectives import all_reduce
 from weft.comm.compression.feedback import Feedback
 from weft.comm.objects import all_gather_json
 from weft.data import IGNORED, MicroBatch
-from weft.memory.update import step_in_parts
-from weft.parallel.data import begin_micro_batch
+from weft.memory.chunked_step import chunked_step
+from weft.parallel.fsdp import begin_micro_batch
 from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.pipeline.runtime import running_stage
-from weft.parallel.rows import part_of_rows
+from weft.parallel.sequence_sharding import shard_sequence
 from weft.plan import Plan
-from weft.precision.backward import carry_gradient
+from weft.precision.fp16_backward import carry_gradient
 from weft.precision.guard import find_culprit
 from weft.precision.scaling import LossScale
 from weft.train.one_bit_adam import momentum_decay
@@ -68,7 +68,7 @@ def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch, mesh: Dev
         batch: the same.
         mesh: of all ranks; None for a model that is not split.
     """
-    targets = part_of_rows(batch.targets, mesh) if mesh else batch.targets
+    targets = shard_sequence(batch.targets, mesh) if mesh else batch.targets
     group = mesh.get_group("tp") if mesh else None
     logits = output.logits
     if getattr(model, "carries_gradients", False):
@@ -166,7 +166,7 @@ def train_step(
         if (plan.precision.weights, plan.precision.states, plan.memory.optimizer) == ("whole", "update", "device"):
             optimizer.step()
         else:
-            step_in_parts(optimizer)
+            chunked_step(optimizer)
         if feedback is not None:
             feedback.commit(clip)
     overflowed = () if finite else _overflowed(parameters, mesh)

@@ -22,8 +22,8 @@ from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
-from weft.cluster.device import detect
-from weft.cluster.mesh import build_mesh, data_rank
+from weft.device.device import detect
+from weft.topology.mesh import build_mesh, data_rank
 from weft.data import MicroBatch
 from weft.job import Checkpoint, Job, Model, Optimizer
 from weft.memory.optimizer_state import place_states

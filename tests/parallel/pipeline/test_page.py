@@ -4,12 +4,12 @@ from pathlib import Path
 
 from weft.parallel.pipeline.formulas import bubble_formula
 from weft.parallel.pipeline.gantt import gantt_text
-from weft.parallel.pipeline.generate import SCHEDULES, build_schedule
-from weft.parallel.pipeline.simulate import Costs, simulate
+from weft.parallel.pipeline.schedules import SCHEDULES, build_schedule
+from weft.parallel.pipeline.simulate import ActionCosts, simulate
 
 PAGE = Path(__file__).parents[3] / "docs" / "schedules.md"
 RANKS, MICRO_BATCHES = 4, 8
-COSTS = Costs(2, 2, 2)  # of a rank's blocks together; halved where a rank has two stages
+COSTS = ActionCosts(2, 2, 2)  # of a rank's blocks together; halved where a rank has two stages
 FORMULAS = ("gpipe", "1f1b", "interleaved", "zb-h1")  # exact for these costs
 
 
@@ -30,7 +30,7 @@ def page() -> str:
         stages = kind.virtual_stages[0] if name != "interleaved-overlap" else 2
         schedule = build_schedule(name, RANKS, MICRO_BATCHES, stages)
         share = 2 // stages
-        timeline = simulate(schedule, Costs(share, share, share))
+        timeline = simulate(schedule, ActionCosts(share, share, share))
         formula = ""
         if name in FORMULAS:
             formula = f"{bubble_formula(name, RANKS, MICRO_BATCHES, stages, 2, 4, 2) / 2:g}"

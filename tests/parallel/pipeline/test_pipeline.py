@@ -9,7 +9,7 @@ from tests.lab.families import family
 from tests.lab.parity import assert_parity, packed_batches, plan_for, run_plan
 from tests.lab.pool import run_ranks
 from weft.job import Model
-from weft.parallel.pipeline.generate import SCHEDULES
+from weft.parallel.pipeline.schedules import SCHEDULES
 from weft.plan import Parallel, Pipeline, Plan, Precision
 
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "gpt2")

@@ -12,10 +12,10 @@ from tests.parallel.pipeline.test_schedule import schedules
 from weft.errors import PlanError
 from weft.parallel.pipeline.formulas import bubble_formula, max_in_flight_formula
 from weft.parallel.pipeline.gantt import bars, gantt_text
-from weft.parallel.pipeline.generate import build_schedule
+from weft.parallel.pipeline.schedules import build_schedule
 from weft.parallel.pipeline.schedule import Action, Schedule, parse_schedule, peak_in_flight
 from weft.parallel.pipeline.search import list_schedule
-from weft.parallel.pipeline.simulate import Costs, simulate
+from weft.parallel.pipeline.simulate import ActionCosts, simulate
 from weft.parallel.pipeline.verify import verify
 
 HERE = Path(__file__).parent
@@ -23,7 +23,7 @@ fast = settings(max_examples=60, deadline=None)
 seconds = st.integers(1, 5)
 
 
-def longest_path(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+def longest_path(schedule: Schedule, costs: ActionCosts) -> dict[Action, float]:
     """End of every action by relaxing all of them until nothing changes: slow and plain."""
     of_slot = costs.of_slots(schedule.num_stages)
     end: dict[Action, float] = {}
@@ -49,7 +49,7 @@ def longest_path(schedule: Schedule, costs: Costs) -> dict[Action, float]:
 def test_slots_start_as_soon_as_they_can(drawn: tuple[Schedule, int], data: st.DataObject) -> None:
     schedule, _ = drawn
     stages = st.lists(seconds, min_size=schedule.num_stages, max_size=schedule.num_stages)
-    costs = Costs(*(data.draw(stages) for _ in range(3)), data.draw(st.integers(0, 3)), data.draw(st.none() | stages))
+    costs = ActionCosts(*(data.draw(stages) for _ in range(3)), data.draw(st.integers(0, 3)), data.draw(st.none() | stages))
     timeline = simulate(schedule, costs)
     end = longest_path(schedule, costs)
     assert all(timeline.end[rank][position] == end[action] for rank, position, action in schedule.actions())
@@ -64,7 +64,7 @@ def test_slots_start_as_soon_as_they_can(drawn: tuple[Schedule, int], data: st.D
 @given(schedules("gpipe", "1f1b", "interleaved", "interleaved-overlap"), seconds, seconds, seconds)
 def test_bubble_of_whole_backwards(drawn: tuple[Schedule, int], forward: int, inputs: int, weights: int) -> None:
     schedule, v = drawn
-    timeline = simulate(schedule, Costs(*(Fraction(cost, v) for cost in (forward, inputs, weights))))
+    timeline = simulate(schedule, ActionCosts(*(Fraction(cost, v) for cost in (forward, inputs, weights))))
     shape = schedule.name, schedule.num_ranks, schedule.num_micro_batches, v
     assert set(timeline.bubble) == {bubble_formula(*shape, Fraction(forward), inputs + weights)}
 
@@ -77,7 +77,7 @@ def test_bubble_of_handcrafted_zero_bubble(
     schedule, v = drawn
     p, m = schedule.num_ranks, schedule.num_micro_batches
     weights = min(forward, inputs, weights)
-    timeline = simulate(schedule, Costs(forward, inputs, weights))
+    timeline = simulate(schedule, ActionCosts(forward, inputs, weights))
     expected = bubble_formula(schedule.name, p, m, v, forward, inputs + weights, weights)
     if schedule.name == "zb-h1":
         assert set(timeline.bubble) == {expected}
@@ -91,7 +91,7 @@ def test_bubble_of_dual_pipe_v(drawn: tuple[Schedule, int], forward: int, weight
     schedule, v = drawn
     weights, overlap = min(forward, weights), min(forward, overlap)
     backward, joint = forward + weights, 2 * forward + weights - overlap
-    timeline = simulate(schedule, Costs(forward, forward, weights, 0, joint))
+    timeline = simulate(schedule, ActionCosts(forward, forward, weights, 0, joint))
     shape = schedule.name, schedule.num_ranks, schedule.num_micro_batches, v
     expected = bubble_formula(*shape, 2 * forward, 2 * backward, 2 * weights, 2 * joint)
     assert max(timeline.bubble) == timeline.bubble[-1] == expected
@@ -101,7 +101,7 @@ def test_bubble_of_dual_pipe_v(drawn: tuple[Schedule, int], forward: int, weight
 def test_zero_bubbles(p: int) -> None:
     """With F = I = W, and ranks that need not start together: none at all."""
     for name, v in (("zb-h2", 1), ("zb-2p", 1), ("zbv", 2)):
-        timeline = simulate(build_schedule(name, p, 3 * p, v), Costs())
+        timeline = simulate(build_schedule(name, p, 3 * p, v), ActionCosts())
         assert timeline.span_bubble_rate == 0
 
 
@@ -119,22 +119,22 @@ def test_planner_table() -> None:
 
 def test_what_i_frees_and_what_w_frees() -> None:
     """ZB-H1 and ZB-H2 (Qi et al., section 2.3): on rank r, p - r micro-batches wait for I, and r more for W."""
-    assert simulate(build_schedule("zb-h1", 4, 9), Costs()).peak_until_input == (4, 3, 2, 1)
-    assert simulate(build_schedule("zb-h1", 4, 9), Costs()).peak_in_flight == (4, 4, 4, 4)
-    assert simulate(build_schedule("zb-h2", 4, 9), Costs()).peak_until_input == (7, 5, 3, 1)
-    assert simulate(build_schedule("zb-h2", 4, 9), Costs()).peak_in_flight == (7, 7, 7, 7)
-    assert simulate(build_schedule("1f1b", 4, 9), Costs()).peak_until_input == (4, 3, 2, 1)
+    assert simulate(build_schedule("zb-h1", 4, 9), ActionCosts()).peak_until_input == (4, 3, 2, 1)
+    assert simulate(build_schedule("zb-h1", 4, 9), ActionCosts()).peak_in_flight == (4, 4, 4, 4)
+    assert simulate(build_schedule("zb-h2", 4, 9), ActionCosts()).peak_until_input == (7, 5, 3, 1)
+    assert simulate(build_schedule("zb-h2", 4, 9), ActionCosts()).peak_in_flight == (7, 7, 7, 7)
+    assert simulate(build_schedule("1f1b", 4, 9), ActionCosts()).peak_until_input == (4, 3, 2, 1)
 
 
 def test_costs_of_another_number_of_stages() -> None:
     with pytest.raises(PlanError, match="3 costs backward_weight for 2 stages"):
-        simulate(build_schedule("1f1b", 2, 2), Costs(1, [1, 1], [1, 1, 1]))
+        simulate(build_schedule("1f1b", 2, 2), ActionCosts(1, [1, 1], [1, 1, 1]))
 
 
 def test_a_deadlock_has_no_time() -> None:
     schedule = parse_schedule("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", 2, 2)
     with pytest.raises(PlanError, match="deadlock"):
-        simulate(schedule, Costs())
+        simulate(schedule, ActionCosts())
 
 
 LINES = (HERE / "zero_bubble_rates.csv").read_text().splitlines()
@@ -145,8 +145,8 @@ RATES = list(csv.DictReader(line for line in LINES if not line.startswith("#")))
 def test_published_bubble_rates(row: dict[str, str]) -> None:
     p, m, v = int(row["ranks"]), int(row["micro_batches"]), int(row["layers_a_rank"])
     times = [float(row[key]) for key in ("forward", "backward_input", "backward_weight")]
-    costs = Costs(*times, float(row["communication"]))
-    chunks = Costs(*(time / v for time in times), float(row["communication"]))
+    costs = ActionCosts(*times, float(row["communication"]))
+    chunks = ActionCosts(*(time / v for time in times), float(row["communication"]))
     h, a, s = int(row["hidden"]), int(row["heads"]), int(row["tokens"])
     share = 32 * h / (34 * h + 5 * a * s)  # of the activations, what W needs: their table 1
     found = {
@@ -172,7 +172,7 @@ def test_published_bubble_rates(row: dict[str, str]) -> None:
 def test_searched_schedules_are_right_and_keep_to_the_memory(
     p: int, m: int, times: tuple[int, ...], more: int, share: Fraction
 ) -> None:
-    schedule = list_schedule(p, m, Costs(*times), p + more, share)
+    schedule = list_schedule(p, m, ActionCosts(*times), p + more, share)
     verify(schedule, p + more if share == 1 else None)
     for slots in schedule.slots:
         held: Fraction | int = 0
@@ -183,30 +183,30 @@ def test_searched_schedules_are_right_and_keep_to_the_memory(
 
 
 def test_a_search_for_measured_times_beats_the_handcrafted_order() -> None:
-    costs = Costs(20, 24, 8, 2)
+    costs = ActionCosts(20, 24, 8, 2)
     searched = simulate(list_schedule(4, 12, costs, 8), costs)
     assert searched.longest_span < simulate(build_schedule("zb-h2", 4, 12), costs).longest_span
 
 
 def test_a_search_with_too_little_memory() -> None:
     with pytest.raises(PlanError, match="at most 3 micro-batches in flight on 4 ranks"):
-        list_schedule(4, 8, Costs(), 3)
+        list_schedule(4, 8, ActionCosts(), 3)
 
 
 def test_a_large_pipeline() -> None:
     schedule = build_schedule("1f1b", 64, 512)
-    timeline = simulate(schedule, Costs(2, 3, 1))
+    timeline = simulate(schedule, ActionCosts(2, 3, 1))
     assert timeline.bubble == (63 * 6,) * 64
 
 
 def test_drawing_of_joint_slots() -> None:
     """Every backward of the steady part shares its slot with a forward of another micro-batch."""
-    timeline = simulate(build_schedule("interleaved-overlap", 2, 4, 2), Costs(1, 1, 1, 0, 2))
+    timeline = simulate(build_schedule("interleaved-overlap", 2, 4, 2), ActionCosts(1, 1, 1, 0, 2))
     assert gantt_text(timeline, 110) == (HERE / "interleaved_overlap.txt").read_text()
 
 
 def test_drawing_of_split_backwards() -> None:
-    timeline = simulate(build_schedule("zb-h1", 3, 4), Costs())
+    timeline = simulate(build_schedule("zb-h1", 3, 4), ActionCosts())
     assert gantt_text(timeline, 42).splitlines()[:3] == [
         "rank 0 |F0-F1-F2-......I0-W0-F3-I1-W1-I2-W2-I3-W3-| 14.3 % idle",
         "rank 1 |...F0-F1-...I0-F2-I1-W0-F3-I2-W1-I3-W2-W3-| 14.3 % idle",
@@ -217,14 +217,14 @@ def test_drawing_of_split_backwards() -> None:
 @fast
 @given(schedules(ranks=4, micro_batches=8), st.integers(1, 200))
 def test_drawings_of_any_width(drawn: tuple[Schedule, int], width: int) -> None:
-    timeline = simulate(drawn[0], Costs(1, 2, 1, 1))
+    timeline = simulate(drawn[0], ActionCosts(1, 2, 1, 1))
     lines = gantt_text(timeline, width).splitlines()
     assert len(lines) == drawn[0].num_ranks + 1
     assert all(len(line.split("|", 1)[1].rsplit("|", 1)[0]) == width for line in lines[:-1])
 
 
 def test_bars() -> None:
-    timeline = simulate(build_schedule("interleaved-overlap", 1, 2), Costs(1, 1, 1))
+    timeline = simulate(build_schedule("interleaved-overlap", 1, 2), ActionCosts(1, 1, 1))
     assert bars(timeline) == [
         (0, 0, 1, "0F0", "F"),
         (0, 1, 4, "[0F1|0B0]", "FB"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.comm.compression.codec import Codec
 
 
-class Carried:
+class CommittedTensor:
     """A tensor that a step changes for good only with `commit`."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device):
@@ -65,7 +65,7 @@ class Feedback:
         self.keeps_errors, self.takes_momentum = keeps_errors, takes_momentum
         self.loss_scale = 1.0
         self.decay: float | None = None
-        self.carried: dict[str, Carried] = {}
+        self.carried: dict[str, CommittedTensor] = {}
         """By "error/NAME", "momentum/NAME" and "mean/NAME", for the name of each reduction."""
         self.found: dict[str, Tensor] = {}
         """Of a checkpoint, until the reduction asks for it."""
@@ -180,10 +180,10 @@ class Feedback:
             else:
                 carried.settled.zero_()
 
-    def _carry(self, name: str, shape: tuple[int, ...], device: torch.device) -> Carried:
+    def _carry(self, name: str, shape: tuple[int, ...], device: torch.device) -> CommittedTensor:
         carried = self.carried.get(name)
         if carried is None:
-            carried = self.carried[name] = Carried(shape, device)
+            carried = self.carried[name] = CommittedTensor(shape, device)
             found = self.found.pop(name, None)
             if found is not None and found.shape == shape:
                 carried.settled.copy_(found)

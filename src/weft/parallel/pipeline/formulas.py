@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from weft.errors import PlanError
-from weft.parallel.pipeline.generate import rounds
+from weft.parallel.pipeline.schedules import rounds
 from weft.parallel.pipeline.schedule import WHERE
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.roles import Anatomy
-from weft.cluster.mesh import AXES, CONTEXT_AXES, ranks_along
+from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.data import MicroBatch
 from weft.errors import ModelError
-from weft.parallel.data import add_up_gradients, begin_pipelined_step, reduce_gradients
-from weft.parallel.pipeline.cut import Relay, stage_modules
-from weft.parallel.pipeline.order import read_order, stage_ranks
+from weft.parallel.fsdp import add_up_gradients, begin_pipelined_step, reduce_gradients
+from weft.parallel.pipeline.partition import StageIO, stage_modules
+from weft.parallel.pipeline.plan_schedule import read_order, stage_ranks
 from weft.parallel.pipeline.schedule import Schedule
 from weft.parallel.pipeline.stage import Runtime, Stage
 from weft.parallel.pipeline.weight_gradients import WeightGradients
@@ -28,11 +28,11 @@ Finish = Callable[[Any, MicroBatch, Tensor | None], Tensor]
 """(output of the model, micro-batch, sums of all routers) -> what gradients are of."""
 
 
-class Pipeline:
+class PipelineRuntime:
     """This rank's stages of a cut model, which is split in all other ways too."""
 
     def __init__(
-        self, model: Any, anatomy: Anatomy, relay: Relay, plan: Plan, mesh: DeviceMesh, queue: WeightGradients | None
+        self, model: Any, anatomy: Anatomy, relay: StageIO, plan: Plan, mesh: DeviceMesh, queue: WeightGradients | None
     ):
         """
         Args:

@@ -196,7 +196,7 @@ def _read_cell(cell: str, place: str) -> Slot:
     return tuple(read)
 
 
-class Progress(NamedTuple):
+class ScheduleProgress(NamedTuple):
     """How far the ranks of a schedule get when each runs its slots in order."""
 
     order: list[tuple[int, int]]
@@ -207,10 +207,10 @@ class Progress(NamedTuple):
     """By rank: the action it waits for in the end."""
 
 
-def run_through(schedule: Schedule) -> Progress:
+def run_through(schedule: Schedule) -> ScheduleProgress:
     """Run a schedule without time: the order of all slots, or where it gets stuck. O(actions)."""
     needs = schedule.needs
-    progress = Progress([], [0] * schedule.num_ranks, [None] * schedule.num_ranks)
+    progress = ScheduleProgress([], [0] * schedule.num_ranks, [None] * schedule.num_ranks)
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = defaultdict(list)
     ready = list(range(schedule.num_ranks))

@@ -11,13 +11,13 @@ from math import ceil
 
 from weft.errors import PlanError
 from weft.parallel.pipeline.schedule import WHERE, Action, Schedule, Slot
-from weft.parallel.pipeline.simulate import Costs
+from weft.parallel.pipeline.simulate import ActionCosts
 
 
 def list_schedule(
     num_ranks: int,
     num_micro_batches: int,
-    costs: Costs,
+    costs: ActionCosts,
     max_in_flight: int,
     weight_share: float = 1,
     name: str = "list",
@@ -44,18 +44,18 @@ def list_schedule(
             fix=f"allow {num_ranks} or more in flight, or use fewer ranks",
         )
     boards = [
-        _fill(Board(num_ranks, num_micro_batches, costs, max_in_flight, weight_share), *choices)
+        _fill(SearchState(num_ranks, num_micro_batches, costs, max_in_flight, weight_share), *choices)
         for choices in product((True, False), repeat=3)
     ]
-    best = min(boards, key=Board.longest_span)
+    best = min(boards, key=SearchState.longest_span)
     return Schedule(name, num_micro_batches, tuple(range(num_ranks)), best.slots())
 
 
-class Board:
+class SearchState:
     """The ranks of a pipeline while their slots are chosen, with their clocks."""
 
     def __init__(
-        self, num_ranks: int, num_micro_batches: int, costs: Costs, max_in_flight: int, weight_share: float
+        self, num_ranks: int, num_micro_batches: int, costs: ActionCosts, max_in_flight: int, weight_share: float
     ) -> None:
         self.num_ranks, self.num_micro_batches = num_ranks, num_micro_batches
         self.max_in_flight, self.weight_share = max_in_flight, weight_share
@@ -122,7 +122,7 @@ class Board:
             self.put(rank, "W")
 
 
-def _fill(board: Board, short_of_backward: bool, skip_forwards: bool, eager: bool) -> Board:
+def _fill(board: SearchState, short_of_backward: bool, skip_forwards: bool, eager: bool) -> SearchState:
     """One schedule.
 
     Args:
@@ -157,7 +157,7 @@ def _fill(board: Board, short_of_backward: bool, skip_forwards: bool, eager: boo
     return board
 
 
-def _first_forwards(board: Board, short_of_backward: bool) -> list[int]:
+def _first_forwards(board: SearchState, short_of_backward: bool) -> list[int]:
     """By rank: forwards after the first one that fit before the first backward, fewer on every next rank."""
     more = [0] * board.num_ranks
     last = board.num_ranks - 1
@@ -175,7 +175,7 @@ def _first_forwards(board: Board, short_of_backward: bool) -> list[int]:
     return more
 
 
-def _wave(board: Board, skip_forwards: bool) -> list[int]:
+def _wave(board: SearchState, skip_forwards: bool) -> list[int]:
     """The ranks that run a forward in this wave: those that have one left, but for those that better skip it."""
     chosen = []
     runs = True
@@ -187,7 +187,7 @@ def _wave(board: Board, skip_forwards: bool) -> list[int]:
     return chosen[::-1]
 
 
-def _may_skip(board: Board, rank: int) -> bool:
+def _may_skip(board: SearchState, rank: int) -> bool:
     """Whether a rank is ahead of the next by two forwards and loses no time if it waits for its next backward."""
     if rank + 1 == board.num_ranks or board.ran(rank, "F") < board.ran(rank + 1, "F") + 2:
         return False

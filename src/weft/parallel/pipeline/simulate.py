@@ -13,7 +13,7 @@ ByStage = float | Sequence[float]
 
 
 @dataclass(frozen=True)
-class Costs:
+class ActionCosts:
     """Seconds of every kind of action, by stage. Integers and fractions stay exact. A whole backward takes I + W."""
 
     forward: ByStage = 1
@@ -135,7 +135,7 @@ class Timeline:
         return peak_in_flight(self.schedule, released_by="BI")
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
     """When every slot starts and ends, if each rank starts its next slot as soon as all that it needs is there.
 
     O(actions): the order that `run_through` gives never meets an action before what it needs, so that the end of every slot

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from weft.parallel.pipeline.schedule import Schedule, slot_text
 from weft.parallel.pipeline.weight_gradients import Product, WeightGradients
-from weft.precision.backward import from_message, to_message
+from weft.precision.fp16_backward import from_message, to_message
 
 Run = Callable[[int, int, list[Tensor]], list[Tensor]]
 """(stage, micro-batch, what the stage before sent) -> what goes to the next stage; of the last stage, the objective."""

@@ -1,0 +1,108 @@
+"""TLS 1.3 between the hosts of a job, with a certificate derived from the token.
+
+    context = make_context(token, server_side=True)    # on host 0
+    context = make_context(token, server_side=False)   # on another host
+
+Every host derives the same Ed25519 key and the same self-signed certificate, so no certificate has to be distributed. Both
+sides of a connection present this certificate and accept no other, hence only hosts with the token complete a handshake. TLS
+1.3 makes new session keys for each connection: a recorded connection cannot be decrypted, even with the token.
+"""
+
+import hmac
+import os
+import ssl
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from weft.launch.rendezvous import token_key
+from weft.launch.scratch import scratch_folder
+from weft.errors import RendezvousError
+
+SERVER_NAME = "weft"
+VALID = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)  # wide: clocks of hosts need not agree
+GLOO_TRANSPORT = "GLOO_DEVICE_TRANSPORT"
+GLOO_FILES = ("PKEY", "CERT", "CA_FILE")
+PROBE = "import sys; import torch.distributed as dist; dist.ProcessGroupGloo.create_device(interface=sys.argv[1])"
+
+
+def make_context(token: str, *, server_side: bool) -> ssl.SSLContext:
+    """TLS context that presents the certificate of the job, and requires the same certificate from the other side.
+
+    Raises:
+        RendezvousError: the library `cryptography` is not installed.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    if server_side:
+        context.num_tickets = 0  # no session is resumed: each connection proves the key anew
+    with scratch_folder() as folder:  # OpenSSL reads files only; in memory, so that the key is never on a disk
+        file = folder / "launchers.pem"
+        file.write_bytes(derive_identity(token, "launchers"))
+        context.load_cert_chain(file)
+        context.load_verify_locations(file)
+    return context
+
+
+def gloo_variables(token: str, folder: Path, interface: str) -> dict[str, str]:
+    """Environment variables that make gloo encrypt the connections of ranks; empty where this PyTorch's gloo has no TLS.
+
+    Args:
+        folder: private to this user; gloo reads the key there as long as ranks run.
+        interface: network interface of this host.
+
+    Raises:
+        RendezvousError: the library `cryptography` is not installed.
+    """
+    file = folder / "ranks.pem"
+    variables = {GLOO_TRANSPORT: "TCP_TLS"} | {f"{GLOO_TRANSPORT}_TCP_TLS_{name}": str(file) for name in GLOO_FILES}
+    if not _has_gloo_transport(variables, interface):
+        return {}
+    file.write_bytes(derive_identity(token, "ranks"))
+    return variables
+
+
+def _has_gloo_transport(variables: dict[str, str], interface: str) -> bool:
+    """Whether gloo makes a device; tried in a process of its own, as gloo keeps the first transport that it is asked for."""
+    command = [sys.executable, "-c", PROBE, interface]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True).returncode == 0
+
+
+def derive_identity(token: str, purpose: str) -> bytes:
+    """PEM of the Ed25519 private key and the self-signed certificate: the same bytes on every host with the token.
+
+    Args:
+        purpose: ranks get another key than launchers, so that no rank can pass for a launcher.
+
+    Raises:
+        RendezvousError: the library `cryptography` is not installed.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+    except ImportError:
+        raise RendezvousError(
+            "the library cryptography is not installed",
+            where="cluster.encrypt = true",
+            rule="it makes the certificate of TLS",
+            fix='pip install "weft-train[encrypt]" on every host, or set cluster.encrypt = false',
+        ) from None
+    seed = hmac.digest(token_key(token, "the token of TLS"), f"weft TLS key of {purpose}".encode(), "sha256")
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, SERVER_NAME)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(VALID[0])
+        .not_valid_after(VALID[1])
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
+        .sign(key, None)
+    )
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return secret + certificate.public_bytes(Encoding.PEM)

@@ -1,0 +1,458 @@
+"""The shape of a decoder: parameters, operations per token and bytes of activations, by formula, before any model is built.
+
+Operations count a multiplication and an addition as two. Model operations are those of one forward and a backward of twice as
+much; what is recomputed is not among them. Two conventions of attention are in use: whole (PaLM, Megatron until 2024: 12 L h s
+a token) and causal (half of that, Megatron-Bridge, Llama 3). Symbols: s sequence, b micro-batch, h hidden, a heads, t tp, c cp.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from weft.errors import ModelError
+
+Recompute = Literal["none", "light", "selective", "attention", "mlp", "full"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    """Width of the dense feed-forward part; 0 where there is none."""
+    vocab: int
+    gated: bool = True
+    """Three matrices a feed-forward part (SwiGLU), not two."""
+    tied: bool = False
+    """Embedding and head are one matrix."""
+    positions: int = 0
+    """Learned positions."""
+    biases: bool = False
+    experts: int = 0
+    top_k: int = 0
+    top_groups: int = 0
+    """Groups of experts, laid on hosts, to which those of a token are limited; 0: they are not."""
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    """Width of all shared experts together."""
+    dense_layers: int = 0
+    """First layers without experts, in a model with experts."""
+    latent: int = 0
+    """Width in which experts work, between two projections of all tokens; 0: hidden."""
+    q_lora: int = 0
+    kv_lora: int = 0
+    """Low ranks of MLA; kv_lora > 0 says that attention is MLA."""
+    rope_dim: int = 0
+    """Of MLA: the part of a key that carries positions, beside head_dim."""
+    value_dim: int = 0
+    """Of MLA: of a head's values; 0: head_dim."""
+    mamba_layers: int = 0
+    """State-space mixers in the place of attention."""
+    mamba_inner: int = 0
+    attention_layers: int = -1
+    """Layers with attention; -1: all that are not Mamba."""
+    mlp_layers: int = -1
+    """Layers with a feed-forward part or experts; -1: all."""
+    window: int = 0
+    """Some layers attend to so many tokens; 0: none does."""
+    windowed: float = 0.5
+    """Share of layers that do."""
+    expert_biases: bool = False
+    predict_ahead: int = 0
+    """Layers of multi-token prediction, with a head of their own."""
+
+    @property
+    def num_attention(self) -> int:
+        """Layers with attention."""
+        return self.layers - self.mamba_layers if self.attention_layers < 0 else self.attention_layers
+
+    @cached_property
+    def num_moe(self) -> int:
+        """Layers with experts."""
+        return self.num_mlp - self.dense_layers if self.experts else 0
+
+    @cached_property
+    def num_mlp(self) -> int:
+        """Layers with a feed-forward part of any kind."""
+        return self.layers if self.mlp_layers < 0 else self.mlp_layers
+
+    @cached_property
+    def q_width(self) -> int:
+        """Of queries and keys of all heads."""
+        return self.heads * (self.head_dim + self.rope_dim)
+
+    @cached_property
+    def v_width(self) -> int:
+        """Of values of all heads, which the output projection reads."""
+        return self.heads * (self.value_dim or self.head_dim)
+
+    @cached_property
+    def kv_width(self) -> int:
+        """Of keys, and of values, of their own heads."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def matrices(self) -> int:
+        """Of a feed-forward part."""
+        return 3 if self.gated else 2
+
+    # Parameters
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer's attention."""
+        if self.kv_lora:
+            queries = (
+                self.hidden * self.q_lora + self.q_lora * self.q_width if self.q_lora else self.hidden * self.q_width
+            )
+            keys = self.hidden * (self.kv_lora + self.rope_dim) + self.kv_lora * (
+                self.heads * self.head_dim + self.v_width
+            )
+            return queries + keys + self.v_width * self.hidden
+        weights = self.hidden * (self.q_width + 2 * self.kv_width) + self.v_width * self.hidden
+        return weights + (self.q_width + 2 * self.kv_width + self.hidden if self.biases else 0)
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of one dense feed-forward part."""
+        return self.matrices * self.hidden * self.ffn + (self.ffn + self.hidden if self.biases else 0)
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Of the routed experts of one layer."""
+        return self.experts * self.matrices * (self.latent or self.hidden) * self.expert_ffn
+
+    @property
+    def router_parameters(self) -> int:
+        """Of what every token of a layer with experts passes beside them: router, shared experts, projections."""
+        shared = self.matrices * self.hidden * self.shared_ffn
+        return self.hidden * self.experts + shared + 2 * self.hidden * self.latent
+
+    @property
+    def mamba_parameters(self) -> int:
+        """Of one state-space mixer: into gate and state, and out (Mamba-2)."""
+        return self.hidden * (2 * self.mamba_inner + self.mamba_inner // 2) + self.mamba_inner * self.hidden
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of one layer."""
+        return 2 * self.hidden * (2 if self.biases else 1)
+
+    @cached_property
+    def shared_parameters(self) -> int:
+        """Of all layers, without routed experts."""
+        return (
+            self.num_attention * self.attention_parameters
+            + self.mamba_layers * self.mamba_parameters
+            + (self.num_mlp - self.num_moe) * self.dense_parameters
+            + self.num_moe * self.router_parameters
+            + self.layers * self.norm_parameters
+        )
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        """Of the embedding, positions included."""
+        return (self.vocab + self.positions) * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        ends = self.embedding_parameters + (0 if self.tied else self.vocab * self.hidden)
+        return self.shared_parameters + self.num_moe * self.expert_parameters + ends + self.norm_parameters // 2
+
+    @property
+    def active_parameters(self) -> int:
+        """That a token meets, the embedding left out, the head counted."""
+        active = self.num_moe * self.expert_parameters * self.top_k // max(1, self.experts)
+        return self.shared_parameters + active + self.vocab * self.hidden
+
+    @cached_property
+    def all_dense(self) -> "Shape":
+        """The same, with the mean width of its dense and shared parts in each layer that has any."""
+        width = (self.num_mlp - self.num_moe) * self.ffn + self.num_moe * self.shared_ffn
+        return replace(self, ffn=width // max(1, self.num_mlp))
+
+    # Operations of a token
+
+    def attention_flops(self, seq: int, causal: bool = True) -> float:
+        """Forward operations of a token of one layer in scores and their product with values.
+
+        Of a model some of whose layers attend to a window, the mean of its layers.
+        """
+        seen = seq / 2 if causal else seq
+        if self.window and self.window < seq:
+            seen = (1 - self.windowed) * seen + self.windowed * self.window
+        return 2 * seen * (self.q_width + self.v_width)
+
+    def flops(self, seq: int, causal: bool = True) -> float:
+        """Model operations of a token in forward and backward: 6 a parameter of a matrix, and attention (PaLM, appendix B)."""
+        mamba = self.mamba_layers * 4 * self.mamba_inner * 128  # of the state, 128 a channel
+        forward = 2 * self.active_parameters + mamba + self.num_attention * self.attention_flops(seq, causal)
+        if self.predict_ahead:
+            layer = self.attention_parameters + self.router_parameters + 2 * self.hidden**2
+            layer += self.expert_parameters * self.top_k // max(1, self.experts) + self.vocab * self.hidden
+            forward += self.predict_ahead * (2 * layer + self.attention_flops(seq, causal))
+        return 3 * forward
+
+
+def megatron_flops(shape: Shape, batch: int, seq: int) -> float:
+    """72 B L s h^2 (1 + s / 6h + V / 12 h L): model operations of a GPT in a step (Korthikanti et al. 2022, appendix A)."""
+    h, layers = shape.hidden, shape.layers
+    return 72 * batch * layers * seq * h**2 * (1 + seq / (6 * h) + shape.vocab / (12 * h * layers))
+
+
+def megatron_hardware_flops(shape: Shape, batch: int, seq: int) -> float:
+    """96 B s L h^2 (1 + s / 6h + V / 16 L h): with full recomputation (Narayanan et al. 2021, section 5.1)."""
+    h, layers = shape.hidden, shape.layers
+    return 96 * batch * layers * seq * h**2 * (1 + seq / (6 * h) + shape.vocab / (16 * h * layers))
+
+
+def gpt_parameters(shape: Shape) -> float:
+    """12 L h^2 (1 + 13 / 12 h + (V + s) / 12 L h) (Narayanan et al. 2021, equation 2)."""
+    h, layers = shape.hidden, shape.layers
+    return 12 * layers * h**2 * (1 + 13 / (12 * h) + (shape.vocab + shape.positions) / (12 * layers * h))
+
+
+def model_state_bytes_of(
+    parameters: float, zero: int, ranks: int, weights: float = 2, gradients: float = 2, optimizer: float = 12
+) -> float:
+    """Bytes of model states on one of `ranks` data ranks under a ZeRO stage (Rajbhandari et al. 2020, figure 1).
+
+    Args:
+        parameters: that the rank would hold unsharded.
+        zero: 0 nothing sharded, 1 optimizer, 2 and gradients, 3 and weights.
+        ranks: that share.
+        weights: bytes of a weight.
+        gradients: bytes of its gradient.
+        optimizer: bytes of its float32 copy and moments.
+    """
+    parts = zip((weights, gradients, optimizer), (zero >= 3, zero >= 2, zero >= 1), strict=True)
+    return parameters * sum(size / ranks if sharded else size for size, sharded in parts)
+
+
+def activation_bytes(
+    shape: Shape,
+    seq: int,
+    batch: int,
+    tp: int = 1,
+    sp: bool = False,
+    recompute: Recompute = "none",
+    flash: bool = False,
+) -> float:
+    """Bytes that one dense layer keeps of a micro-batch in 16 bits.
+
+    Of a plain (not gated) layer with multi-head attention these are those of Korthikanti et al. 2022, table 2:
+    s b h (10 + 24 / t + 5 a s / h t), where sp divides the 10 too. Gated and grouped-query layers count their tensors in the
+    same way, without dropout.
+
+    Args:
+        seq: tokens of a sequence on this rank (divided by cp).
+        batch: sequences.
+        tp: ranks of tensor parallelism.
+        sp: whether they share what is between the matrices.
+        recompute: full keeps the input of the layer alone; selective drops scores and probabilities.
+            light drops what norms and activation functions make; attention that, and all that is inside of attention.
+            mlp keeps of the feed-forward part its input alone.
+        flash: attention that never keeps them, but a float32 number a head and token.
+    """
+    tokens, h = seq * batch, shape.hidden
+    outside = tp if sp else 1
+    if recompute == "full":
+        return 2 * tokens * h / outside
+    light = recompute in ("light", "attention")
+    # Norm inputs 4 h, matrix inputs 4 h where sp gathers again; of plain layers also dropout masks 2 h.
+    near = (8 if shape.gated else 10) * h - 4 * h * light
+    # Gate, up and what activation makes of them; of plain layers gelu's two.
+    wide = 0 if recompute == "mlp" else (6 if shape.gated else 4) - 2 * light
+    # q, out 2 each, k, v.
+    attended = 0 if recompute == "attention" else 2 * shape.q_width + 2 * shape.v_width + 4 * shape.kv_width
+    inside = attended + wide * shape.ffn
+    scores = 5 * shape.heads * seq * tokens  # scores 2, mask of dropout 1, its output 2
+    if flash:
+        scores = 4 * shape.heads * tokens
+    if recompute == "attention" or (recompute == "selective" and not flash):
+        scores = 0
+    return tokens * near / outside + (tokens * inside + scores) / tp
+
+
+# From elsewhere
+
+
+def from_config(config: Mapping[str, Any]) -> Shape:
+    """The shape that a Hugging Face config.json describes.
+
+    Raises:
+        ModelError: a size that every decoder has is missing.
+    """
+
+    def need(*names: str) -> int:
+        for name in names:
+            if config.get(name) is not None:
+                return int(config[name])
+        raise ModelError(
+            f"the config has no {names[0]}",
+            where="config.json",
+            rule="a decoder has layers, hidden size, heads and a vocabulary",
+            fix=f"give one of {', '.join(names)}",
+        )
+
+    def find(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name) is not None), 0)
+
+    hidden, heads = need("hidden_size", "n_embd", "d_model"), need("num_attention_heads", "n_head")
+    experts = find("n_routed_experts", "num_local_experts", "num_experts")
+    ffn = find("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    expert_ffn = (find("moe_intermediate_size") or ffn) if experts else 0
+    kinds = list(config.get("layer_types") or ())
+    sliding = kinds.count("sliding_attention") / len(kinds) if kinds else float(config.get("use_sliding_window", True))
+    activation = str(config.get("hidden_act") or config.get("activation_function") or "silu")
+    return Shape(
+        layers=need("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=find("num_key_value_heads") or heads,
+        head_dim=find("qk_nope_head_dim", "head_dim") or hidden // heads,
+        ffn=ffn,
+        vocab=need("vocab_size"),
+        gated=activation in ("silu", "swish", "gelu_pytorch_tanh", "swiglu"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        positions=find("n_positions") if "n_embd" in config else 0,
+        biases="n_embd" in config,
+        experts=experts,
+        top_k=find("num_experts_per_tok", "moe_topk"),
+        top_groups=find("topk_group") if find("n_group") > 1 else 0,
+        expert_ffn=expert_ffn,
+        shared_ffn=find("n_shared_experts") * expert_ffn or find("shared_expert_intermediate_size"),
+        dense_layers=find("first_k_dense_replace"),
+        q_lora=find("q_lora_rank"),
+        kv_lora=find("kv_lora_rank"),
+        rope_dim=find("qk_rope_head_dim") if find("kv_lora_rank") else 0,
+        value_dim=find("v_head_dim") if find("kv_lora_rank") else 0,
+        window=find("sliding_window") if sliding else 0,
+        windowed=sliding,
+    )
+
+
+_MLA = Shape(
+    61, 7168, 128, 128, 128, 18432, 129280, q_lora=1536, kv_lora=512, rope_dim=64, value_dim=128, experts=256, top_k=8,
+    top_groups=4, expert_ffn=2048, shared_ffn=2048, dense_layers=3,
+)  # fmt: skip
+_LLAMA2_7B = Shape(32, 4096, 32, 32, 128, 11008, 32000)
+# Published configurations of models that tables name without all sizes; the first name that is part of theirs decides.
+KNOWN: dict[str, Shape] = {
+    "deepseekv3": replace(_MLA, predict_ahead=1),
+    "deepseekv2": replace(
+        _MLA,
+        layers=60,
+        hidden=5120,
+        ffn=12288,
+        vocab=102400,
+        experts=160,
+        top_k=6,
+        top_groups=3,
+        expert_ffn=1536,
+        shared_ffn=3072,
+        dense_layers=1,
+    ),
+    "dsv3mini": replace(
+        _MLA,
+        layers=4,
+        hidden=1792,
+        heads=8,
+        kv_heads=8,
+        ffn=4864,
+        experts=16,
+        top_k=4,
+        top_groups=0,
+        expert_ffn=1024,
+        shared_ffn=1024,
+        dense_layers=1,
+    ),
+    "kimik2": replace(_MLA, heads=64, kv_heads=64, vocab=163840, experts=384, top_groups=0, dense_layers=1),
+    "moonlight": replace(
+        _MLA,
+        layers=27,
+        hidden=2048,
+        heads=16,
+        kv_heads=16,
+        ffn=11264,
+        vocab=163840,
+        experts=64,
+        top_k=6,
+        top_groups=0,
+        expert_ffn=1408,
+        shared_ffn=2816,
+        dense_layers=1,
+        q_lora=0,
+    ),
+    "gptoss120b": Shape(
+        36, 2880, 64, 8, 64, 0, 201088, experts=128, top_k=4, expert_ffn=2880, window=128, expert_biases=True
+    ),
+    "gptoss20b": Shape(
+        24, 2880, 64, 8, 64, 0, 201088, experts=32, top_k=4, expert_ffn=2880, window=128, expert_biases=True
+    ),
+    "qwen3235b": Shape(94, 4096, 64, 4, 128, 0, 151936, experts=128, top_k=8, expert_ffn=1536),
+    "qwen330b": Shape(48, 2048, 32, 4, 128, 0, 151936, experts=128, top_k=8, expert_ffn=768),
+    "qwen257b": Shape(28, 3584, 28, 4, 128, 0, 151936, experts=64, top_k=8, expert_ffn=2560, shared_ffn=20480),
+    "mixtral8x7b": Shape(32, 4096, 32, 8, 128, 0, 32000, experts=8, top_k=2, expert_ffn=14336),
+    "mixtral8x22bg8t8": Shape(56, 6144, 48, 8, 128, 0, 32000, experts=64, top_k=8, expert_ffn=2048),
+    "mixtral8x22b": Shape(56, 6144, 48, 8, 128, 0, 32768, experts=8, top_k=2, expert_ffn=16384),
+    "llama38x70b": Shape(80, 8192, 64, 8, 128, 0, 128256, experts=8, top_k=2, expert_ffn=28672),
+    "nemotron3nano": Shape(
+        52,
+        2688,
+        32,
+        2,
+        128,
+        0,
+        131072,
+        False,
+        experts=128,
+        top_k=6,
+        expert_ffn=1856,
+        shared_ffn=3712,
+        mamba_layers=23,
+        mamba_inner=4096,
+        attention_layers=6,
+        mlp_layers=23,
+    ),
+    "nemotron3super": Shape(
+        88,
+        4096,
+        32,
+        2,
+        128,
+        0,
+        131072,
+        False,
+        experts=512,
+        top_k=22,
+        expert_ffn=2688,
+        shared_ffn=5376,
+        latent=1024,
+        mamba_layers=40,
+        mamba_inner=8192,
+        attention_layers=8,
+        mlp_layers=40,
+        predict_ahead=2,
+    ),
+    "nemotron415b": Shape(32, 6144, 48, 8, 128, 24576, 256000, gated=False),
+    "gpt3": Shape(96, 12288, 96, 96, 128, 49152, 51200, gated=False, positions=2048, biases=True, tied=True),
+    "gpt175b": Shape(96, 12288, 96, 96, 128, 49152, 51200, gated=False, positions=2048, biases=True, tied=True),
+    "mistral7b": Shape(32, 4096, 32, 8, 128, 14336, 32000, window=4096, windowed=1.0),
+    "llama213b": Shape(40, 5120, 40, 40, 128, 13824, 32000),
+    "llama270b": Shape(80, 8192, 64, 8, 128, 28672, 32000),
+    "llama27b": _LLAMA2_7B,
+}
+
+
+def known_shape(name: str) -> Shape | None:
+    """The published shape of a model of that name."""
+    plain = "".join(letter for letter in name.lower() if letter.isalnum())
+    return next((shape for part, shape in KNOWN.items() if part in plain), None)

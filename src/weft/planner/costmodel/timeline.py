@@ -1,0 +1,67 @@
+"""A step of a layout event by event: the schedule that the runtime runs, with the seconds that formulas give its actions."""
+
+import json
+from pathlib import Path
+
+from weft.parallel.pipeline.partition import split_blocks
+from weft.parallel.pipeline.schedules import build_schedule
+from weft.parallel.pipeline.simulate import ActionCosts, Timeline, simulate
+from weft.plan import Pipeline
+from weft.planner.costmodel import network
+from weft.planner.costmodel.layout import TrainingLayout
+from weft.planner.search.search import Space
+from weft.planner.costmodel.step_time import StepTime, head_time
+
+
+def head_cost(space: Space, layout: TrainingLayout) -> float:
+    """Time of head and loss in that of a block: what stages are cut by, so that the last one has fewer blocks."""
+    head = head_time(space.shape, layout, space.cluster, space.stack)
+    return round(head.sum / space.layer(layout).whole.sum, 2)
+
+
+def timeline_of(space: Space, layout: TrainingLayout) -> Timeline:
+    """One step of the pipeline, stages cut as the runtime cuts them.
+
+    Raises:
+        PlanError: the schedule takes no such numbers of ranks, stages and micro-batches.
+    """
+    layer = space.layer(layout)
+    whole = layer.whole
+    head = head_time(space.shape, layout, space.cluster, space.stack)
+    stages = layout.pp * layout.vpp
+    cut = split_blocks(space.shape.layers, stages, Pipeline(head_cost=head_cost(space, layout)))
+    blocks = [len(part) for part in cut]
+    forward = [count * whole.forward for count in blocks]
+    weights = [count * layer.weights for count in blocks]
+    inputs = [count * (whole.backward - layer.weights) for count in blocks]
+    forward[-1] += head.forward
+    inputs[-1] += head.backward
+    ends = network.group(space.cluster, layout.pp, layout.num_devices // layout.pp)
+    sent = network.point_to_point(ends, 2.0 * layout.tokens * space.shape.hidden / layout.tp) / space.stack.wire
+    schedule = build_schedule(layout.schedule, layout.pp, layout.micro_batches, layout.vpp)
+    return simulate(schedule, ActionCosts(forward, inputs, weights, sent))
+
+
+def refined(space: Space, layout: TrainingLayout, time: StepTime) -> StepTime:
+    """A step time whose bubble is that of its schedule, event by event, and not of the formula."""
+    if layout.pp == 1:
+        return time
+    busy = time.compute + time.tp + time.cp + time.ep
+    return StepTime(**{**vars(time), "pipeline": max(0.0, timeline_of(space, layout).makespan - busy)})
+
+
+def write_trace(timeline: Timeline, time: StepTime, path: Path) -> None:
+    """A step as a trace for Perfetto or Chrome, in microseconds: a line for each rank of pp, then gradients and update."""
+    bars = [
+        (rank, start, end, str(slot[0]), slot[0].kind)
+        for rank, slots in enumerate(timeline.schedule.slots)
+        for slot, start, end in zip(slots, timeline.start[rank], timeline.end[rank], strict=True)
+    ]
+    end, done = timeline.makespan, timeline.makespan + time.gradients
+    for rank in range(timeline.schedule.num_ranks):
+        bars += [(rank, end, done, "gradients", "gradients"), (rank, done, done + time.optimizer, "update", "update")]
+    events = [
+        {"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": rank, "ts": start * 1e6, "dur": (end - start) * 1e6}
+        for rank, start, end, name, kind in bars
+    ]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -1,0 +1,181 @@
+"""What is fake in a dry run and what is real, and what is taken as given.
+
+Numbers that are computed with (weights, activations, gradients) are fake tensors: shapes without memory. Numbers that steer
+(tokens, positions, documents, the experts of a token) are real: so what the host reads, and what Transformers decides by it,
+is what a run reads and decides.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.anatomy.roles import Anatomy
+from weft.comm.collectives import find_group, find_tensors
+from weft.compute.attention import FLASH_HEAD_DIM
+from weft.errors import JobError
+from weft.parallel.expert import takes_indices
+
+LARGEST_STEERING_BYTES = 2**26  # of real numbers made at once: masks of long rows are larger, and no host reads them
+aten = torch.ops.aten
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group of many ranks of which this process is one, and which sends nothing.
+
+    Raises:
+        JobError: there is a process group already.
+    """
+    if dist.is_initialized():
+        raise JobError(
+            "this process is in a process group already",
+            where="weft.planner.dryrun.trace.trace_rank",
+            rule="a dry run makes process groups of its own",
+            fix="call weft.planner.dryrun.trace.trace, which starts a process for each rank",
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class RealControlTensors(TorchDispatchMode):
+    """Inside a FakeTensorMode: operations on real tensors stay real, and new tensors of whole numbers are.
+
+    Real tensors that meet fake ones become fake. Of a collective of real tensors, all ranks are taken to have what this one
+    has. A fake number that the host reads (a loss, the norm of the gradient) is 1.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # what most calls are for
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper (DTensor) goes first; its operations on local tensors come back here
+        tensors = find_tensors((*args, *kwargs.values()))
+        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+            if func is aten._local_scalar_dense.default and args[0].is_floating_point():
+                return 1.0
+            if func is aten._grouped_mm.default:
+                return _grouped_product(*args)
+            return func(*args, **kwargs)
+        largest = math.prod(max(tensor.numel(), 1) for tensor in tensors)  # of what broadcasting makes
+        if not tensors or largest * 8 > LARGEST_STEERING_BYTES:
+            fake = func(*args, **kwargs)
+            made = find_tensors(fake)
+            size = sum(tensor.numel() * tensor.element_size() for tensor in made)
+            if size > LARGEST_STEERING_BYTES or (not tensors and any(tensor.is_floating_point() for tensor in made)):
+                return fake
+        with unset_fake_temporarily():
+            result = func(*args, **kwargs)
+            if func.namespace == "c10d":
+                _agree(func._schema.name.removeprefix("c10d::"), args)
+        return result
+
+
+def _grouped_product(x: Tensor, weight: Tensor, borders: Tensor | None = None, *_: Any) -> Tensor:
+    """The shape of a grouped product; of formats other than bf16, torch 2.13 computes it on CPU but knows no shape."""
+    groups = () if borders is None or x.ndim != weight.ndim else (len(borders),)
+    return x.new_empty((*groups, x.shape[-2], weight.shape[-1]))
+
+
+def _agree(operation: str, args: Any) -> None:
+    """Leave in real tensors what a collective does if all ranks have the same."""
+    group = find_group(args)
+    assert group is not None
+    if operation == "allreduce_":  # of counts: sums
+        for tensor in args[0]:
+            tensor.mul_(group.size())
+    elif operation == "_allgather_base_":
+        args[0].view(group.size(), -1).copy_(args[1].reshape(1, -1))
+    elif operation == "alltoall_base_":
+        args[0].view(group.size(), -1).copy_(args[1].view(group.size(), -1)[group.rank()])
+
+
+# Attention of an accelerator that is not here
+
+
+def fuse_attention(model: nn.Module, anatomy: Anatomy) -> None:
+    """Compute a model's attention under `FusedAttention`, in place: inside its forward, so that what backward computes again
+    is too."""
+    for name in (name for block in anatomy.blocks for name in block.attention):
+        attention = model.get_submodule(name)
+        attention.forward = partial(_fused, attention.forward)
+
+
+def _fused(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with FusedAttention():
+        return forward(*args, **kwargs)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention by the operators that torch chooses on CUDA, so that a CPU build counts their memory.
+
+    Flash where there is no mask and one head size of 16-bit numbers; else the memory-efficient one; float64 stays as it is.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention and args[0].dtype != torch.float64:
+            return _attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    size = q.shape[-1]
+    if attn_mask is None and q.element_size() == 2 and size == v.shape[-1] and size <= FLASH_HEAD_DIM:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~attn_mask, -math.inf)
+        attn_mask = attn_mask.expand(*q.shape[:2], q.shape[2], k.shape[2])
+    needs_lse = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, needs_lse, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+# Routing
+
+
+def route_evenly(model: nn.Module, anatomy: Anatomy) -> None:
+    """Send the copies of each rank's tokens to all experts in turn, whatever the routers say, in place.
+
+    Args:
+        model: whole; it may be parallelized afterwards.
+        anatomy: its roles.
+    """
+    for name in (name for block in anatomy.blocks for name in block.experts):
+        experts: Any = model.get_submodule(name)
+        if takes_indices(experts):
+            experts.register_forward_pre_hook(partial(_take_turns, experts.num_experts), prepend=True, with_kwargs=True)
+
+
+def _take_turns(num_experts: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = next((key for key in kwargs if "ind" in key), None)
+    index = args[1] if name is None else kwargs[name]
+    turns = torch.arange(index.numel(), dtype=index.dtype, device=index.device) % num_experts
+    turns = turns.view(index.shape)
+    return ((args[0], turns, *args[2:]), kwargs) if name is None else (args, kwargs | {name: turns})

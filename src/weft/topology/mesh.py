@@ -1,0 +1,148 @@
+"""Plan -> DeviceMesh with named axes. Built once, passed explicitly."""
+
+from collections.abc import Mapping
+from math import prod
+
+import numpy as np
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend of axes with one rank)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from weft.topology.collective_time import choose
+from weft.backends.hierarchical import register_backend
+from weft.topology.topology import Topology
+from weft.plan import Comm, Plan
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+CONTEXT_AXES = ("cp_ring", "cp_ulysses")
+AXES = ("pp", *DATA_AXES, *CONTEXT_AXES, "tp")
+EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
+TYPICAL_BYTES = 2**24  # of the messages that a hierarchy is chosen by: gradients of a block
+
+
+def mesh_shape(plan: Plan) -> tuple[int, ...]:
+    """Ranks along each of `AXES` for a resolved plan, outermost first.
+
+    With zero = 0 nothing is sharded: the ranks of dp_shard hold copies too, so that they join dp_replicate.
+    """
+    p = plan.parallel
+    replicate, shard = (p.data_ranks, 1) if p.zero == 0 else (p.dp_replicate, p.dp_shard)
+    return (p.pp, replicate, shard, p.cp // p.cp_ulysses, p.cp_ulysses, p.tp)
+
+
+def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
+    """The mesh of all ranks, with every name of `AXES`; tp is innermost, so that its ranks are neighbours.
+
+    An axis of one rank costs nothing: its group has no connections and never communicates. On CPU, ranks of one host
+    communicate through shared memory, and those of several hosts in two levels (`hierarchy.py`).
+
+    Args:
+        plan: may still hold -1; it is resolved against `world_size`.
+        device_type: "cpu", "cuda" or "npu".
+        world_size: ranks of the default process group, which must exist.
+
+    Raises:
+        PlanError: the plan does not fit the number of ranks.
+    """
+    return _named_mesh(device_type, mesh_shape(plan.resolve(world_size)), AXES, plan.comm)
+
+
+def ranks_along(mesh: DeviceMesh, *axes: str) -> int:
+    """Product of the sizes of some axes. `mesh[axes].size()` makes a mesh each time, which takes a millisecond."""
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    return prod(sizes[axis] for axis in axes)
+
+
+def join_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Several axes seen as one: a mesh of one axis, named dp_shard_cp_ring, say. Made by the first call, on all ranks."""
+    if ranks_along(mesh, *axes) == ranks_along(mesh, axes[0]):  # nothing to join
+        return mesh[axes[0]]
+    backends = {dist.get_backend(mesh.get_group(axis)) for axis in axes if ranks_along(mesh, axis) > 1}
+    own = backends.pop() if mesh.device_type == "cpu" else None
+    return mesh[axes]._flatten("_".join(axes), backend_override=own)
+
+
+def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks of a mesh, for the small messages of a step. Made by the first call, on all ranks."""
+    assert mesh.mesh_dim_names is not None
+    wide = [axis for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1]
+    if len(wide) == 1:
+        return mesh.get_group(wide[0])
+    if mesh.device_type != "cpu":
+        return dist.group.WORLD  # type: ignore[return-value]
+    return join_axes(mesh, mesh.mesh_dim_names).get_group()
+
+
+def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """A mesh of two axes out of two meshes of one axis each, of the same ranks."""
+    return DeviceMesh._concatenate([outer, inner])
+
+
+def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    """The same ranks as experts see them, with the names of `EXPERT_AXES`: ep ranks share the experts of a layer.
+
+    The ranks of dp_shard, cp and tp (with zero = 0, those of dp_replicate too) are folded into edp_shard x ep, with ep
+    innermost: attention may be split in one way and experts, whole, in another (Liu et al., MoE Parallel Folding, 2025).
+
+    Args:
+        plan: resolved.
+        device_type: "cpu", "cuda" or "npu".
+    """
+    return _named_mesh(device_type, expert_mesh_shape(plan), EXPERT_AXES, plan.comm)
+
+
+def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:
+    """Ranks along each of `EXPERT_AXES` for a resolved plan, outermost first."""
+    p = plan.parallel
+    inside = p.cp * p.tp * (p.data_ranks if p.zero == 0 else p.dp_shard) // p.ep
+    replicate, shard = (inside, 1) if p.zero == 0 else (p.dp_replicate, inside)
+    return p.pp, replicate, shard, p.ep
+
+
+def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], comm: Comm) -> DeviceMesh:
+    sizes = dict(zip(names, shape, strict=True))
+    backends = {name: _backend(device_type, sizes, name, comm) if size > 1 else "fake" for name, size in sizes.items()}
+    backends = {name: backend for name, backend in backends.items() if backend is not None}
+    return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=backends)  # type: ignore[arg-type]
+
+
+def _backend(device_type: str, sizes: dict[str, int], axis: str, comm: Comm) -> str | None:
+    """Of an axis of several ranks; None leaves it to torch. In a dry run the default group is fake, and so are all others."""
+    if dist.get_backend() == "fake":
+        return "fake"
+    return (
+        register_backend(choose_hierarchy(comm, axis_groups(sizes, axis)[0].tolist())) if device_type == "cpu" else None
+    )
+
+
+def choose_hierarchy(comm: Comm, ranks: list[int]) -> str:
+    """One level or two, for the collectives of some ranks: what the plan says, or by the cost of messages of 16 MB where a
+    topology with figures is declared.
+
+    Args:
+        comm: of the plan.
+        ranks: of a group, host after host.
+    """
+    topology = Topology.load(comm.topology) if comm.topology and comm.hierarchy == "auto" else None
+    if topology is None or not topology.links:
+        return comm.hierarchy
+    if choose(topology, "all_reduce", TYPICAL_BYTES, ranks) == "flat":
+        return "flat"
+    return "two_level" if choose(topology, "all_to_all", TYPICAL_BYTES, ranks) == "two_level" else "auto"
+
+
+def axis_groups(shape: Mapping[str, int], axis: str) -> np.ndarray:
+    """The groups of an axis, [groups, degree]."""
+    place = list(shape).index(axis)
+    ranks = np.arange(prod(shape.values())).reshape(tuple(shape.values()))
+    return np.moveaxis(ranks, place, -1).reshape(-1, shape[axis])
+
+
+def data_rank(mesh: DeviceMesh) -> int:
+    """Which share of every global batch this rank takes, counted over `DATA_AXES`."""
+    return mesh.get_local_rank("dp_replicate") * ranks_along(mesh, "dp_shard") + mesh.get_local_rank("dp_shard")
+
+
+def context_rank(mesh: DeviceMesh) -> int:
+    """Which part of every sequence this rank holds, counted over `CONTEXT_AXES`."""
+    return mesh.get_local_rank("cp_ring") * ranks_along(mesh, "cp_ulysses") + mesh.get_local_rank("cp_ulysses")

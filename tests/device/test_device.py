@@ -1,0 +1,245 @@
+"""The device interface on cpu, and on a stand-in for torch that proves which accelerator calls are made."""
+
+import mmap
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from weft.device.device import Accelerator, Cpu, Device, detect, published_rates
+
+
+class Recorder:
+    """A stand-in for torch with two accelerators of one kind; `calls` holds what was asked of it."""
+
+    def __init__(
+        self,
+        type: str = "cuda",
+        name: str = "NVIDIA H200",
+        capability: tuple[int, int] = (9, 0),
+        hip: str | None = None,
+    ):
+        self.calls: list[tuple[Any, ...]] = []
+        major, minor = capability
+        properties = SimpleNamespace(name=name, total_memory=150_000_000_000, major=major, minor=minor)
+        self.accelerator = SimpleNamespace(
+            current_accelerator=lambda check_available: SimpleNamespace(type=type),
+            device_count=lambda: 2,
+            current_device_index=lambda: 1,
+            set_device_index=self._record("set_device_index"),
+            current_stream=self._record("current_stream", "the current stream"),
+            synchronize=self._record("synchronize"),
+            memory_allocated=self._record("memory_allocated", 7),
+            max_memory_allocated=self._record("max_memory_allocated", 9),
+            reset_peak_memory_stats=self._record("reset_peak_memory_stats"),
+        )
+        self.get_device_module = lambda kind: SimpleNamespace(
+            get_device_properties=self._record("get_device_properties", properties)
+        )
+        self.npu = SimpleNamespace(is_bf16_supported=lambda: True)
+        self.version = SimpleNamespace(hip=hip)
+
+    def _record(self, name: str, result: Any = None) -> Any:
+        return lambda *args, **kwargs: self.calls.append((name, *args, *kwargs.items())) or result
+
+    def Stream(self, *args: Any) -> str:
+        self.calls.append(("Stream", *args))
+        return "a stream"
+
+    def Event(self, *args: Any, enable_timing: bool) -> str:
+        self.calls.append(("Event", *args, enable_timing))
+        return "an event"
+
+
+def test_cpu_is_found_where_torch_has_no_accelerator() -> None:
+    none = SimpleNamespace(accelerator=SimpleNamespace(current_accelerator=lambda check_available: None))
+    assert isinstance(detect(none), Cpu)
+    assert isinstance(detect(Recorder(type="mps")), Cpu)  # no process group back end: cpu and gloo
+    assert detect().type == (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type
+
+
+def test_cpu_facts() -> None:
+    device: Device = Cpu()
+    assert (device.type, device.backend, device.count) == ("cpu", "gloo", 1)
+    assert device.torch_device(3) == torch.device("cpu")
+    assert device.name
+    assert device.total_memory_bytes > 2**28
+    assert device.memory_bandwidth is None
+
+
+def test_cpu_memory_follows_the_process() -> None:
+    device = Cpu()
+    before = device.allocated_bytes()
+    with mmap.mmap(-1, 64 * 2**20) as block:  # fresh pages, where a tensor might reuse what the process has freed
+        block.write(b"x" * len(block))
+        assert device.allocated_bytes() - before > 48 * 2**20
+        assert device.peak_memory_bytes() >= len(block)
+
+
+def test_cpu_rate_is_measured_and_threads_stay() -> None:
+    device, threads = Cpu(), torch.get_num_threads()
+    rate = device.peak_flops(torch.float32)
+    assert rate is not None
+    assert 1e8 < rate < 1e14
+    assert torch.get_num_threads() == threads
+    assert device.peak_flops(torch.int64) is None
+    assert device.peak_flops(torch.float8_e4m3fn) is None
+
+
+BF16_OF = """
+import torch
+from weft.device.device import Cpu, matmul_rate
+rates = [matmul_rate(dtype, 256, 1) for dtype in (torch.bfloat16, torch.float32)]
+print(Cpu().supports("bf16"), rates[0] > 1.25 * rates[1], "|", Cpu().instruction_set)
+print(Cpu().peak_flops(torch.bfloat16) / max(rates))
+"""
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}], ids=str
+)
+def test_cpu_supports_bf16_only_where_its_matmuls_are_faster_than_fp32(variables: dict[str, str]) -> None:
+    """In processes of their own: oneDNN reads the variable, which hides instructions from it, once."""
+    command = [sys.executable, "-c", BF16_OF]
+    found = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=True)
+    claimed, faster = found.stdout.partition("|")[0].split()
+    assert claimed == faster
+    assert ("no native bf16" in found.stdout) == (claimed == "False")
+    assert not variables or claimed == "False"
+    # The peak is that of the fastest dtype, so that no share of it is above 1: emulated bf16 is 0.01 of it on AVX2.
+    assert float(found.stdout.splitlines()[1]) > 0.3
+
+
+def test_cpu_streams_and_events_keep_the_interface() -> None:
+    device = Cpu()
+    start, end, side = device.event(), device.event(), device.stream()
+    start.record()
+    with side as entered:
+        assert entered is side
+        side.wait_stream(device.current_stream())
+        side.wait_event(start)
+        torch.ones(100).sum()
+    end.record(side)
+    end.wait(device.current_stream())
+    end.synchronize()
+    device.synchronize()
+    assert end.query()
+    assert side.query()
+    assert start.elapsed_time(end) > 0
+    assert start.elapsed_time(side.record_event()) > start.elapsed_time(end)
+    interface = {
+        name
+        for name in dir(torch.Stream)
+        if name in ("wait_stream", "wait_event", "record_event", "synchronize", "query")
+    }
+    assert interface <= set(dir(side))
+    assert {"record", "wait", "synchronize", "query", "elapsed_time"} <= set(dir(start)) & set(dir(torch.Event))
+
+
+def test_cpu_has_every_operation_it_claims() -> None:
+    assert Cpu().supports("fp64")
+    assert Cpu().emulates
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert (torch.ones(16, 16, dtype=dtype) @ torch.ones(16, 16, dtype=dtype))[0, 0] == 16
+    assert Cpu().supports("grouped_matmul")
+    offsets = torch.tensor([3, 8], dtype=torch.int32)
+    assert F.grouped_mm(torch.ones(8, 16), torch.ones(2, 16, 16), offs=offsets)[7, 0] == 16
+    assert not Cpu().supports("float8")
+
+
+@pytest.mark.parametrize(("type", "backend"), [("cuda", "cpu:gloo,cuda:nccl"), ("npu", "cpu:gloo,npu:hccl")])
+def test_accelerator_is_found_and_left_untouched(type: str, backend: str) -> None:
+    stand_in = Recorder(type=type)
+    device = detect(stand_in)
+    assert isinstance(device, Accelerator)
+    assert (device.type, device.backend, device.count) == (type, backend, 2)
+    assert stand_in.calls == []
+
+
+def test_accelerator_paths_are_taken() -> None:
+    stand_in = Recorder()
+    device = detect(stand_in)
+    assert device.torch_device(1) == torch.device("cuda", 1)
+    device.use(1)
+    assert device.stream() == "a stream"
+    assert device.current_stream() == "the current stream"
+    assert device.event() == "an event"
+    device.synchronize()
+    assert device.allocated_bytes() == 7
+    assert device.peak_memory_bytes() == 9
+    device.reset_peak_memory()
+    assert (device.name, device.total_memory_bytes) == ("NVIDIA H200", 150_000_000_000)
+    assert stand_in.calls == [
+        ("set_device_index", 1),
+        ("Stream", "cuda"),
+        ("current_stream",),
+        ("Event", "cuda", True),
+        ("synchronize",),
+        ("memory_allocated",),
+        ("max_memory_allocated",),
+        ("reset_peak_memory_stats",),
+        ("get_device_properties", 1),
+        ("get_device_properties", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "expected"),
+    [
+        (Recorder(capability=(7, 5)), {"fp16", "fp64"}),
+        (Recorder(capability=(8, 0)), {"fp16", "fp64", "bf16"}),
+        (Recorder(capability=(8, 9)), {"fp16", "fp64", "bf16", "float8"}),
+        (Recorder(capability=(10, 0)), {"fp16", "fp64", "bf16", "float8", "grouped_matmul"}),
+        (Recorder(capability=(9, 0), hip="7.0"), {"fp16", "fp64", "bf16"}),
+        (Recorder(capability=(9, 4), hip="7.0"), {"fp16", "fp64", "bf16", "float8", "grouped_matmul"}),
+        (Recorder(type="npu"), {"fp16", "bf16"}),
+    ],
+)
+def test_features_follow_the_capability(stand_in: Recorder, expected: set[str]) -> None:
+    device = detect(stand_in)
+    features = ("bf16", "fp16", "fp64", "grouped_matmul", "float8")
+    assert {feature for feature in features if device.supports(feature)} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "gigabytes"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312, 1555),
+        ("NVIDIA A100-SXM4-80GB", 312, 2039),
+        ("NVIDIA A100 80GB PCIe", 312, 1935),
+        ("NVIDIA A100-PCIE-40GB", 312, 1555),
+        ("NVIDIA H100 80GB HBM3", 989.4, 3350),
+        ("NVIDIA H100 PCIe", 756.5, 2000),
+        ("NVIDIA H100 NVL", 835.5, 3900),
+        ("NVIDIA H800", 989.4, 3350),
+        ("NVIDIA H200", 989.4, 4800),
+        ("NVIDIA B200", 2250, 8000),
+        ("NVIDIA GB200", 2500, 8000),
+        ("NVIDIA L40S", 362.05, 864),
+        ("NVIDIA GeForce RTX 4090", 165.2, 1008),
+        ("AMD Instinct MI300X", 1307.4, 5300),
+        ("Ascend910B3", 313, 1600),
+        ("Ascend910_9392", 376, 1600),
+    ],
+)
+def test_published_rates_by_name(name: str, half: float, gigabytes: float) -> None:
+    device = detect(Recorder(name=name))
+    assert device.peak_flops(torch.bfloat16) == device.peak_flops(torch.float16) == half * 1e12
+    assert device.memory_bandwidth == gigabytes * 1e9
+
+
+def test_no_figure_is_none() -> None:
+    unknown = detect(Recorder(name="NVIDIA GeForce GT 710"))
+    assert published_rates(unknown.name) is None
+    assert unknown.peak_flops(torch.bfloat16) is None
+    assert unknown.memory_bandwidth is None
+    a100 = detect(Recorder(name="NVIDIA A100-SXM4-80GB"))
+    assert a100.peak_flops(torch.float8_e4m3fn) is None
+    assert a100.peak_flops(torch.float64) is None
+    assert a100.peak_flops(torch.int8) is None
+    assert a100.peak_flops(torch.float32) == 19.5e12

@@ -1,0 +1,223 @@
+"""Ranks that are forked: children of the launcher like any other, with what they were given, and gone when they should be."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weft.launch.launcher import launch
+from weft.launch.forkserver import ForkServer
+from weft.errors import RankFailure, Stopped
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives a fork another parent")
+
+MODULE = """
+import json, os, signal, sys, threading, time
+
+loaded_in = os.getpid()
+
+def main():
+    seen = {"arguments": sys.argv[1:], "word": os.environ["WORD"], "group": os.getpgrp()}
+    seen |= {"loaded here": loaded_in == os.getpid(), "threads": threading.active_count(), "pid": os.getpid()}
+    print(json.dumps(seen))
+    print("an error", file=sys.stderr)
+    what = sys.argv[1]
+    if what == "sleep":
+        sys.stdout.flush()
+        time.sleep(60)
+    if what == "fail":
+        raise ValueError("boom")
+    sys.exit(int(what))
+"""
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "small_rank.py").write_text(MODULE)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    with ForkServer("small_rank", {**os.environ, "PYTHONPATH": path}) as made:
+        yield made
+
+
+def start(nursery: ForkServer, folder: Path, what: str, rank: int = 3) -> tuple["subprocess.Popen[bytes]", Path, Path]:
+    out, err = folder / "out", folder / "err"
+    process = nursery.start([what], {"WORD": "given", "RANK": str(rank)}, str(out), str(err))
+    return process, out, err  # type: ignore[return-value]
+
+
+def test_a_rank_has_what_it_was_given(nursery: ForkServer, tmp_path: Path) -> None:
+    process, out, err = start(nursery, tmp_path, "7")
+    assert process.poll() is None or process.poll() == 7
+    assert process.wait(20) == 7
+    assert process.poll() == process.returncode == 7
+    seen = json.loads(out.read_text())
+    assert (seen["arguments"], seen["word"], seen["threads"]) == (["7"], "given", 1)
+    assert seen["pid"] == seen["group"] == process.pid
+    assert not seen["loaded here"]
+    assert err.read_text() == "an error\n"
+
+
+FORKING = """
+import json, os, subprocess, sys, threading
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+from weft.launch.forkserver import ForkedProcess, ForkServer
+
+if sys.argv[1] == "threads":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+os.environ["WORD"] = "the launcher's"
+rank = {"WORD": "given", "RANK": "3", "OMP_NUM_THREADS": "1"}
+with ForkServer("small_rank", dict(os.environ), fork=True) as nursery:
+    print(isinstance(nursery.process, ForkedProcess), os.getpid(), nursery.process.pid)
+    nursery.start(["0"], rank, "out", "err").wait(60)
+    nursery.process.kill()
+    nursery.process.wait()
+    print(nursery.start(["7"], rank, "again", "err").wait(60), isinstance(nursery.process, subprocess.Popen))
+"""
+
+
+@pytest.mark.slow("three processes that import torch, one after the other")
+@pytest.mark.parametrize("threads", ["one", "threads"])
+def test_a_launcher_with_one_thread_is_forked_itself(tmp_path: Path, threads: str) -> None:
+    """With more threads, and after it was killed, the nursery is a new process."""
+    (tmp_path / "small_rank.py").write_text(MODULE)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", FORKING, threads]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert lines[0].startswith("True" if threads == "one" else "False")
+    assert lines[1] == "7 True"
+    seen = json.loads((tmp_path / "out").read_text())
+    assert (seen["arguments"], seen["word"], seen["threads"]) == (["0"], "given", 1)
+    assert not Path(f"/proc/{lines[0].split()[2]}").exists()
+
+
+def test_it_can_be_killed_waited_for_and_told_by_its_name(nursery: ForkServer, tmp_path: Path) -> None:
+    process, out, _ = start(nursery, tmp_path, "sleep")
+    deadline = time.monotonic() + 20
+    while not out.exists() or not out.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.poll() is None
+    assert Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+    assert Path(f"/proc/{process.pid}/comm").read_text() == "weft-rank-3\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait(5) == -signal.SIGKILL
+
+
+def test_the_second_starts_at_once(nursery: ForkServer, tmp_path: Path) -> None:
+    start(nursery, tmp_path, "0")[0].wait(60)
+    begin = time.monotonic()
+    processes = [start(nursery, tmp_path, "0", rank)[0] for rank in range(8)]
+    assert [process.wait(20) for process in processes] == [0] * 8
+    assert time.monotonic() - begin < 10  # an interpreter with torch takes seconds each
+
+
+def test_a_module_that_cannot_be_imported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        ForkServer("no_such_module_here", dict(os.environ)) as nursery,
+        pytest.raises(RankFailure, match="ranks of no_such_module_here left with exit code 1"),
+    ):
+        start(nursery, tmp_path, "0")
+    assert "No module named 'no_such_module_here'" in capfd.readouterr().err
+
+
+def test_it_starts_again_after_it_was_killed(nursery: ForkServer, tmp_path: Path) -> None:
+    assert start(nursery, tmp_path, "7")[0].wait(20) == 7
+    before = nursery.process
+    assert before is not None
+    before.kill()
+    before.wait()
+    assert start(nursery, tmp_path, "7")[0].wait(60) == 7
+    assert nursery.process is not before
+
+
+def test_killed_while_it_is_asked_for_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "slow_rank.py").write_text(SLOW_MODULE)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with ForkServer("slow_rank", {**os.environ, "PYTHONPATH": path}) as nursery:
+        assert nursery.process is not None
+        threading.Timer(1.0, nursery.process.kill).start()
+        with pytest.raises(RankFailure, match="ranks of slow_rank was killed by SIGKILL"):
+            start(nursery, tmp_path, "0")
+    assert not (tmp_path / "started").exists()
+
+
+def test_no_nursery_outlives_its_launcher(tmp_path: Path) -> None:
+    code = """
+        import os
+        from weft.launch.forkserver import ForkServer
+        nursery = ForkServer("json", dict(os.environ)).__enter__()
+        print(nursery.process.pid, flush=True)
+        os._exit(1)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    path, deadline = Path(f"/proc/{done.stdout.strip()}"), time.monotonic() + 30
+    while path.exists() and "Z" not in (path / "stat").read_text().rpartition(")")[2][:3]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def launch_here(tmp_path: Path, what: str, **settings: int) -> None:
+    (tmp_path / "small_rank.py").write_text(MODULE)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": path, "WORD": "given"}
+    command = [sys.executable, "-m", "small_rank", what]
+    launch(command, ranks=2, log_dir=tmp_path / "logs", environment=environment, warm=True, **settings)
+
+
+def test_launch(tmp_path: Path) -> None:
+    launch_here(tmp_path, "0")
+    assert '"word": "given"' in (tmp_path / "logs" / "rank-1.out").read_text()
+
+
+def test_an_error_arrives_and_attempts_share_a_nursery(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="ValueError: boom") as caught:
+        launch_here(tmp_path, "fail", max_restarts=1)
+    assert caught.value.exit_code == 1
+    assert (tmp_path / "logs" / "attempt-1" / "rank-1.err").exists()
+
+
+SLOW_MODULE = """
+import os, pathlib, time
+
+folder = pathlib.Path(__file__).parent
+(folder / "importing").touch()
+time.sleep(1.5)
+
+def main():
+    (folder / "started").touch()
+"""
+
+
+def test_no_rank_starts_after_a_signal_during_the_imports(tmp_path: Path) -> None:
+    (tmp_path / "slow_rank.py").write_text(SLOW_MODULE)
+
+    def press() -> None:
+        while not (tmp_path / "importing").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
+    with pytest.raises(Stopped):
+        launch(
+            [sys.executable, "-m", "slow_rank"], ranks=2, log_dir=tmp_path / "logs", environment=environment, warm=True
+        )
+    time.sleep(2)  # longer than the import
+    assert not (tmp_path / "started").exists()

@@ -1,0 +1,340 @@
+"""Ranks are started, watched and stopped; failures arrive once, from the rank that failed first."""
+
+import json
+import os
+import platform
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from weft.launch import launcher as launch_module
+from weft.device.device import Accelerator, Cpu
+from weft.launch.watchdog import Timeouts, process_state
+from weft.launch.launcher import connect, default_ranks, launch
+from weft.errors import DeviceError, RankFailure, Stopped
+
+# Listening sockets of some processes, as hexadecimal addresses of /proc/net/tcp and tcp6.
+LISTENING = """
+import os
+
+def listening(pids):
+    entries = [entry.path for pid in pids for entry in os.scandir(f"/proc/{pid}/fd")]
+    sockets = {os.readlink(path) for path in entries if os.path.lexists(path)}
+    rows = [line.split() for table in ("tcp", "tcp6") for line in open(f"/proc/net/{table}").readlines()[1:]]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+"""
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+def script(folder: Path, code: str) -> list[str]:
+    """The command that runs this code, with the number of the rank in `rank`."""
+    path = folder / "rank.py"
+    path.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}")
+    return [sys.executable, str(path)]
+
+
+def wait_for(*paths: Path) -> None:
+    end = time.monotonic() + 30
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < end, f"{paths} did not appear"
+        time.sleep(0.02)
+
+
+def test_environment_arguments_and_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE", "EXTRA")
+    code = f"print(rank, sys.argv[1:], [os.environ[name] for name in {names}]); print('warned', file=sys.stderr)"
+    launch(
+        [*script(tmp_path, code), "${local_rank} $x"], ranks=2, log_dir=tmp_path / "logs", environment={"EXTRA": "x"}
+    )
+    out, err = capfd.readouterr()
+    assert out == "0 ['${local_rank} $x'] ['0', '2', '0', '1', 'PASSIVE', '1', 'x']\n"
+    assert err == "warned\n"
+    assert (
+        tmp_path / "logs/rank-1.out"
+    ).read_text() == "1 ['${local_rank} $x'] ['1', '2', '1', '1', 'PASSIVE', '1', 'x']\n"
+    assert (tmp_path / "logs/rank-1.err").read_text() == "warned\n"
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-1.err", "rank-1.out"]
+    assert "EXTRA" not in os.environ
+
+
+def test_exit_code_names_the_rank_and_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "if rank == 1: print('reason', file=sys.stderr); sys.exit(3)\ntime.sleep(60)"
+    with pytest.raises(RankFailure, match="rank 1 left with exit code 3") as caught:
+        launch(script(tmp_path, code), ranks=2, log_dir=tmp_path)
+    assert caught.value.what.splitlines()[1:] == ["  | reason"]
+    assert caught.value.where == str(tmp_path / "rank-1.err")
+    assert caught.value.exit_code == 1
+    name = f"weft: rank 1 on {platform.node()} left with exit code 3; log {tmp_path / 'rank-1.err'}\n"
+    assert capfd.readouterr() == ("", name)
+
+
+def test_signal_of_a_rank_is_named(tmp_path: Path) -> None:
+    code = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL") as caught:
+        launch(script(tmp_path, code), ranks=2, log_dir=tmp_path)
+    assert "memory" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "exit_code"),
+    [
+        # rank 0 fails as soon as rank 1 has
+        (
+            "while rank == 0 and not os.path.exists(REPORT_OF_1): time.sleep(0.001)\nraise ValueError(f'boom {rank}')",
+            "ValueError: boom 1",
+            1,
+        ),
+        # rank 0 speaks of its lost peer before rank 1 is seen to fail
+        (
+            "if rank == 0: raise RuntimeError('Connection closed by peer')\ntime.sleep(0.03)\nraise ValueError('boom')",
+            "ValueError: boom",
+            1,
+        ),
+        ("raise DataError('no text', where='train.txt', rule='text is needed', fix='add some')", None, 2),
+    ],
+)
+def test_first_error_arrives_once(code: str, text: str | None, exit_code: int, tmp_path: Path, capfd) -> None:
+    body = "\n".join(f"    {line}" for line in code.splitlines())
+    together = (  # both ranks have done their imports
+        "    open(f'{os.path.dirname(__file__)}/here-{rank}', 'w')\n"
+        "    while not os.path.exists(f'{os.path.dirname(__file__)}/here-{1 - rank}'): time.sleep(0.001)\n"
+    )
+    head = "from weft.launch.launcher import rank_main\nfrom weft.errors import DataError\n"
+    head += f"REPORT_OF_1 = {str(tmp_path / 'logs' / 'rank-1.error')!r}\ndef main():\n"
+    with pytest.raises(RankFailure) as caught:
+        launch(script(tmp_path, f"{head}{together}{body}\nrank_main(main)"), ranks=2, log_dir=tmp_path / "logs")
+    error = caught.value
+    assert error.exit_code == exit_code
+    if text is None:
+        assert str(error) == "no text\n  where: train.txt\n  rule:  text is needed\n  fix:   add some"
+    else:
+        assert error.what.splitlines()[0] == "rank 1 left with exit code 1"
+        assert error.what.endswith(text)
+        assert error.where == str(tmp_path / "logs/rank-1.traceback")
+        assert text in Path(error.where).read_text()
+    out, err = capfd.readouterr()
+    assert out == ""
+    if text is None:  # refused input is told once, by the command
+        assert err == ""
+    else:
+        assert err == f"weft: rank 1 on {platform.node()} left with exit code 1 ({text}); log {error.where}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_get_the_signal_and_end_by_themselves(number: signal.Signals, tmp_path: Path, capfd) -> None:
+    code = """
+def stop(number, frame):
+    time.sleep(0.2)
+    open(f"{sys.argv[1]}/ended-{rank}", "w").write(str(number))
+    sys.exit(0)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, stop)
+open(f"{sys.argv[1]}/ready-{rank}", "w")
+time.sleep(60)
+"""
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
+
+    def press() -> None:
+        wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(Stopped, match=f"stopped by {number.name}") as caught:
+        launch([*script(tmp_path, code), str(tmp_path)], ranks=2, log_dir=tmp_path / "logs")
+    thread.join()
+    assert caught.value.exit_code == 128 + number
+    assert [(tmp_path / f"ended-{rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)] == before
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ranks_that_do_not_end_are_killed_in_the_end_or_by_a_second_signal(
+    presses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = """
+signal.signal(signal.SIGINT, lambda *_: open(f"{sys.argv[1]}/pressed-{rank}", "w"))
+open(f"{sys.argv[1]}/ready-{rank}", "w").write(str(os.getpid()))
+while True:
+    time.sleep(60)
+"""
+    monkeypatch.setattr(launch_module, "SECONDS_TO_END", 1 if presses == 1 else 1000)
+
+    def press() -> None:
+        for name in ("ready", "pressed")[:presses]:
+            wait_for(tmp_path / f"{name}-0", tmp_path / f"{name}-1")
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(Stopped, match="stopped by SIGINT"):
+        launch([*script(tmp_path, code), str(tmp_path)], ranks=2, log_dir=tmp_path / "logs")
+    thread.join()
+    assert [process_state(int((tmp_path / f"ready-{rank}").read_text())) for rank in (0, 1)] == ["", ""]
+    assert capfd.readouterr() == ("", "weft: stopping now\n" if presses == 2 else "")
+
+
+PULSES = """
+from weft.launch.launcher import rank_main
+from weft.launch.heartbeat import Pulse
+def main():
+    pulse, stopped = Pulse.open(), []
+    signal.signal(signal.SIGINT, lambda *_: stopped.append(time.monotonic()))
+    pulse.phase("step", 7)
+    open(f"{sys.argv[1]}/ready-{rank}", "w")
+    while not stopped:
+        time.sleep(0.05)
+    for number in range(20):
+        time.sleep(0.1)
+        if not %s:
+            pulse.phase("saving", 7)
+    while %s:
+        time.sleep(60)
+    open(f"{sys.argv[1]}/saved-{rank}", "w")
+rank_main(main)
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_ranks_have_time_to_save_as_long_as_they_make_progress(
+    hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch_module, "SECONDS_TO_END", 0.2)
+
+    def press() -> None:
+        wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
+        time.sleep(0.5)  # the launcher looks ten times a second
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(Stopped):
+        launch(
+            [*script(tmp_path, PULSES % (hangs, hangs)), str(tmp_path)],
+            ranks=2,
+            log_dir=tmp_path / "logs",
+            limits=Timeouts(patience=1.0),
+            environment={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+    thread.join()
+    assert (tmp_path / "saved-0").exists() != hangs
+    assert capfd.readouterr().err == "weft: finishing step 7, press again to stop now\n"
+
+
+def test_ctrl_c_in_a_terminal_stops_once_and_rank_0_has_the_terminal(tmp_path: Path) -> None:
+    """A launcher in a terminal of its own: rank 0 sees the terminal, Ctrl-C reaches it, nothing else is printed."""
+    code = """
+def stop(number, frame):
+    print("finished the step", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGINT, stop)
+print("terminal", sys.stdout.isatty(), flush=True)
+time.sleep(60)
+"""
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(f"""
+import fcntl, sys, termios
+from pathlib import Path
+from weft.launch.launcher import launch
+from weft.errors import Stopped
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+try:
+    launch({script(tmp_path, code)!r}, ranks=2, log_dir=Path({str(tmp_path)!r}))
+except Stopped as stopped:
+    sys.exit(stopped.exit_code)
+""")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(launcher)], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    seen = b""
+    while b"\n" not in seen:
+        seen += os.read(ours, 1000)
+    wait_for(tmp_path / "rank-1.out")
+    while b"terminal" not in (tmp_path / "rank-1.out").read_bytes():
+        time.sleep(0.02)
+    os.write(ours, b"\x03")
+    assert process.wait(30) == 130
+    seen += os.read(ours, 1000)
+    os.close(ours)
+    assert seen.replace(b"^C", b"").split(b"\r\n") == [b"terminal True", b"finished the step", b""]
+    assert (tmp_path / "rank-1.out").read_text() == "terminal False\nfinished the step\n"
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
+def test_connected_ranks_listen_on_loopback_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = f"""{LISTENING}
+import json
+import torch.distributed as dist
+from weft.device.device import Cpu
+from weft.launch.launcher import connect, rank_main
+
+def main():
+    place = connect(Cpu())
+    found = [None, None]
+    dist.all_gather_object(found, (place, os.getpid()))
+    if place[0] == 0:
+        pids = [os.getppid(), *(pid for _, pid in found)]
+        print(json.dumps([[place for place, _ in found], [listening([pid]) for pid in pids]]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+rank_main(main)
+"""
+    launch(script(tmp_path, code), ranks=2, log_dir=tmp_path)
+    out, err = capfd.readouterr()
+    places, addresses = json.loads(out)
+    assert places == [[0, 2, 0], [1, 2, 1]]
+    launcher, first, second = addresses
+    assert launcher == []  # its store is a Unix socket
+    assert first  # gloo
+    assert second
+    assert {*launcher, *first, *second} <= LOOPBACK
+    assert err == ""
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
+def test_a_process_alone_is_a_group_of_its_own(tmp_path: Path) -> None:
+    code = f"""{LISTENING}
+import torch, torch.distributed as dist
+from weft.device.device import Cpu
+from weft.launch.launcher import connect
+print(connect(Cpu()))
+x = torch.ones(2)
+dist.all_reduce(x)
+print(x.tolist(), dist.get_world_size(), set(listening([os.getpid()])) <= {LOOPBACK})
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "(0, 1, 0)\n[1.0, 1.0] 1 True\n"
+    assert done.stderr == ""
+
+
+def two_accelerators() -> Accelerator:
+    return Accelerator("cuda", SimpleNamespace(accelerator=SimpleNamespace(device_count=lambda: 2)))
+
+
+def test_more_ranks_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "6"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DeviceError, match="rank 6 is number 2 on this host, which has 2 cuda devices") as caught:
+        connect(two_accelerators())
+    assert caught.value.fix == "start at most 2 ranks on this host"
+    assert not torch.distributed.is_initialized()
+
+
+def test_default_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_ranks(two_accelerators()) == 2
+    for cores, ranks in ((1, 1), (2, 2), (64, 2), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert default_ranks(Cpu()) == ranks

@@ -1,0 +1,107 @@
+"""A rank that the kernel kills for want of memory: a real one, in a control group with a limit, where root may make one."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weft.launch.oom_kills import CONTROL_GROUPS, ControlGroup, resident_bytes
+
+MIB = 2**20
+LIMIT = 1536 * MIB
+
+LAUNCHER = """
+import os, sys
+from pathlib import Path
+
+(Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
+from weft.launch.launcher import launch
+from weft.errors import RankFailure
+
+try:
+    launch([sys.executable, sys.argv[2]], ranks=2, log_dir=Path(sys.argv[3]))
+except RankFailure as failure:
+    print(failure)
+"""
+RANK = """
+import os, time
+
+if os.environ["RANK"] == "1":
+    first = bytes(1024 * 2**20)
+    [first[place] for place in range(0, len(first), 4096)]
+    block = bytearray(os.urandom(2**20) * 256)
+    time.sleep(1)
+    block *= 10
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    own = ControlGroup.of_this_process()
+    folder = (own.folders[-1] if own else CONTROL_GROUPS) / f"weft-test-{os.getpid()}"
+    name = "memory.limit_in_bytes" if own and own.version == 1 else "memory.max"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    try:
+        (folder / name).write_text(str(LIMIT))
+    except OSError as error:
+        folder.rmdir()
+        pytest.skip(f"no limit of memory can be set: {error}")
+    yield folder
+    folder.rmdir()
+
+
+def test_a_rank_without_memory(group: Path, tmp_path: Path) -> None:
+    for name, text in (("launcher.py", LAUNCHER), ("rank.py", RANK)):
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    command = [
+        sys.executable,
+        *(str(path) for path in (tmp_path / "launcher.py", group, tmp_path / "rank.py", tmp_path)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "rank 1 was killed by the kernel for memory (limit 1.5 GiB, it had " in done.stdout, done
+    assert "`weft memory` says what takes how much" in done.stdout
+    assert "killed by the kernel for memory" in done.stderr
+
+
+def write_group(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def test_version_2(tmp_path: Path) -> None:
+    write_group(tmp_path / "fs", {})
+    write_group(tmp_path / "fs" / "job", {"memory.max": "4096\n", "memory.events": "oom 9\noom_kill 5\n"})
+    write_group(tmp_path / "fs" / "job" / "mine", {"memory.max": "max\n", "memory.events": "oom 1\noom_kill 2\n"})
+    (tmp_path / "cgroup").write_text("0::/job/mine\n")
+    found = ControlGroup.of_this_process(tmp_path / "fs", tmp_path / "cgroup")
+    assert found is not None
+    assert (found.version, found.kills(), found.limit()) == (2, 2, 4096)
+
+
+def test_version_1_in_a_container(tmp_path: Path) -> None:
+    files = {"memory.limit_in_bytes": f"{2**63 - 4096}\n", "memory.oom_control": "under_oom 0\noom_kill 3\n"}
+    write_group(tmp_path / "fs" / "memory", files)
+    (tmp_path / "cgroup").write_text("3:cpu:/docker/1\n2:memory:/docker/1\n0::/\n")
+    found = ControlGroup.of_this_process(tmp_path / "fs", tmp_path / "cgroup")
+    assert found is not None
+    assert (found.version, found.kills(), found.limit()) == (1, 3, None)
+
+
+def test_nothing_is_known(tmp_path: Path) -> None:
+    assert ControlGroup.of_this_process(tmp_path, tmp_path / "none") is None
+    (tmp_path / "cgroup").write_text("0::/\n")
+    assert ControlGroup.of_this_process(tmp_path, tmp_path / "cgroup") is None
+
+
+def test_resident_bytes() -> None:
+    assert resident_bytes(os.getpid()) > 10 * MIB
+    assert resident_bytes(2**22 + 1) == 0

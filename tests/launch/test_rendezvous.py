@@ -1,0 +1,110 @@
+"""Tokens stay secret, and addresses name one interface."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.launch.rendezvous import interface_address, interface_of, listen, parse_endpoint, new_token, read_token
+from weft.errors import RendezvousError
+
+
+def token_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "token"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_new_token_can_be_read_back(tmp_path: Path) -> None:
+    token = new_token()
+    assert len(token) == 64
+    assert token != new_token()
+    assert read_token(environment={"WEFT_TOKEN": token}) == token
+    assert read_token(token_file(tmp_path, f"{token}\n"), {"WEFT_TOKEN": new_token()}) == token
+    assert read_token(token_file(tmp_path, token.upper())) == token
+
+
+@pytest.mark.parametrize("text", ["", "secret", "ab" * 15, "xy" * 32, "ab" * 16 + " " + "ab" * 16, "é" * 64])
+def test_a_weak_token_is_refused_and_not_shown(text: str, tmp_path: Path) -> None:
+    for read in (lambda: read_token(environment={"WEFT_TOKEN": text}), lambda: read_token(token_file(tmp_path, text))):
+        with pytest.raises(RendezvousError) as caught:
+            read()
+        assert caught.value.exit_code == 2
+        assert not text or text not in str(caught.value)
+
+
+def test_no_token_is_refused() -> None:
+    with pytest.raises(RendezvousError, match="no token"):
+        read_token(environment={})
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
+def test_a_file_that_others_can_read_is_refused(mode: int, tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match=f"mode {mode:o}"):
+        read_token(token_file(tmp_path, new_token(), mode))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match="No such file"):
+        read_token(tmp_path / "token")
+
+
+def test_meeting_point() -> None:
+    assert parse_endpoint("10.0.0.1:29400") == ("10.0.0.1", 29400)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("10.0.0.1", "10.0.0.1:", "10.0.0.1:0", "10.0.0.1:65536", "10.0.0.1:²", ":29400", "host0:29400"),
+        *("0.0.0.0:29400", "[::]:29400", "10.0.0.256:29400", "224.0.0.1:29400"),
+    ],
+)
+def test_what_is_no_meeting_point(text: str) -> None:
+    with pytest.raises(RendezvousError) as caught:
+        parse_endpoint(text)
+    assert caught.value.fix
+
+
+def test_interfaces() -> None:
+    assert interface_address("lo") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(RendezvousError, match="'nosuch0'") as caught:
+        interface_address("nosuch0")
+    assert "lo (127.0.0.1)" in str(caught.value.fix)
+    with pytest.raises(RendezvousError, match=r"203\.0\.113\.1"):
+        interface_of("203.0.113.1")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "", "localhost", "203.0.113.1"])
+def test_nothing_listens_everywhere_or_elsewhere(address: str) -> None:
+    with pytest.raises(RendezvousError, match=r"IPv4 address of one interface|cannot listen at") as caught:
+        listen(address, 0)
+    assert "lo (127.0.0.1)" in str(caught.value.fix)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
+            listen("127.0.0.1", port)
+
+
+FORGETS = """
+import os, sys
+from weft.launch.rendezvous import plan_meeting
+meeting = plan_meeting(0, 2, "127.0.0.1:29400", None, None)
+print(meeting.token, "WEFT_TOKEN" in os.environ, open("/proc/self/environ").read().count(meeting.token))
+"""
+
+
+def test_the_token_is_not_left_in_the_environment() -> None:
+    """Not in what this process passes on, nor in what the system shows of it."""
+    token = new_token()
+    environment = os.environ | {"WEFT_TOKEN": token}
+    ended = subprocess.run([sys.executable, "-c", FORGETS], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [token, "False", "0"]

@@ -1,0 +1,120 @@
+"""Folders in shared memory: those of living processes and of runs that are there stay, all others go with the next launch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.launch import scratch
+from weft.launch.scratch import hold_for_run, remove_leftovers, scratch_folder
+from weft.lock import take_lock
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place of this test, in the role of shared memory."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", folder)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path / "tmp"))
+    return folder
+
+
+def leave(code: str, *arguments: str) -> str:
+    """What another process says that ends by SIGKILL right after it."""
+    head = "import os, signal, sys\nfrom pathlib import Path\nfrom weft.cluster import scratch\n"
+    head += "scratch.SHARED_MEMORY = Path(sys.argv[1])\n"
+    tail = "\nprint(folder, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    command = [sys.executable, "-c", head + code + tail, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def test_a_folder_goes_at_the_end_or_with_the_next_launch(memory: Path) -> None:
+    with scratch_folder() as folder:
+        assert folder.parent == memory
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert remove_leftovers() == []
+    assert not folder.exists()
+    left = Path(leave("block = scratch.scratch_folder()\nfolder = block.__enter__()", str(memory)))
+    assert (left / "lock").exists()
+    assert remove_leftovers() == [left]
+    assert list(memory.iterdir()) == []
+
+
+def test_what_is_not_ours_stays(memory: Path, tmp_path: Path) -> None:
+    """Folders that only bear such a name, links, files."""
+    (memory / "weft-somebody").mkdir()
+    (memory / "weft-file").touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "lock").touch()
+    (memory / "weft-link").symlink_to(tmp_path / "elsewhere")
+    (memory / "weft-of-others").mkdir()
+    (memory / "weft-of-others" / "lock").touch()
+    if os.geteuid() == 0:
+        os.chown(memory / "weft-of-others", 65534, 65534)
+    remove_leftovers()
+    names = {path.name for path in memory.iterdir()}
+    assert {"weft-somebody", "weft-file", "weft-link"} <= names
+    assert (tmp_path / "elsewhere" / "lock").exists()
+    assert ("weft-of-others" in names) == (os.geteuid() == 0)
+
+
+def test_copies_stay_as_long_as_their_run(memory: Path, tmp_path: Path) -> None:
+    run, folder = tmp_path / "runs" / "first", memory / "weft-0-1"
+    run.mkdir(parents=True)
+    (run / "run_id").write_text("abc")
+    code = "folder = Path(sys.argv[2])\nheld = scratch.hold_for_run(folder, Path(sys.argv[3]) / 'run_id', 'abc')"
+    leave(code, str(memory), str(folder), str(run))
+    (folder / "step-00000001").mkdir()
+    assert remove_leftovers() == []
+    lock = hold_for_run(folder, run / "run_id", "abc")
+    second = hold_for_run(folder, run / "run_id", "abc")  # several hosts that share a memory
+    assert (folder / "step-00000001").exists()
+    (run / "run_id").write_text("another")
+    assert remove_leftovers() == []  # it is held
+    lock.release()
+    second.release()
+    run.parent.rename(tmp_path / "not mounted")
+    assert remove_leftovers() == []
+    (tmp_path / "not mounted").rename(run.parent)
+    assert remove_leftovers() == [folder]
+
+
+def test_a_run_does_not_find_what_another_of_its_path_left(memory: Path, tmp_path: Path) -> None:
+    folder, file = memory / "weft-0-1", tmp_path / "run_id"
+    hold_for_run(folder, file, "abc").release()
+    (folder / "step-00000001").mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    lock = hold_for_run(folder, file, "def")
+    assert sorted(path.name for path in folder.iterdir()) == ["lock", "run.json"]
+    assert json.loads((folder / "run.json").read_text())["id"] == "def"
+    lock.release()
+
+
+def test_a_folder_that_is_open_to_others_is_refused(memory: Path, tmp_path: Path) -> None:
+    (memory / "weft-0-1").mkdir()
+    (memory / "weft-0-1").chmod(0o755)
+    with pytest.raises(PermissionError, match="open to others"):
+        hold_for_run(memory / "weft-0-1", tmp_path / "run_id", "abc")
+    (memory / "weft-0-2").symlink_to(tmp_path)
+    with pytest.raises(OSError, match="open to others"):
+        hold_for_run(memory / "weft-0-2", tmp_path / "run_id", "abc")
+
+
+def test_a_folder_held_by_another_run_is_refused(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "LOCK_SECONDS", 0.1)
+    lock = hold_for_run(memory / "weft-0-1", tmp_path / "run_id", "abc")
+    with pytest.raises(OSError, match="held by processes of another run"):
+        hold_for_run(memory / "weft-0-1", tmp_path / "run_id", "def")
+    lock.release()
+
+
+def test_full_memory_is_not_used(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "LEAST_FREE_BYTES", 2**62)
+    with scratch_folder() as folder:
+        assert folder.parent == tmp_path / "tmp"
+        assert take_lock(folder / "lock") is None

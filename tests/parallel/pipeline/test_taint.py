@@ -1,0 +1,174 @@
+"""A model whose parts use more of each other than hidden states cannot be cut, also where no gradient shows it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft.anatomy.roles import Anatomy, Block
+from weft.parallel.pipeline.taint import CrossingError, trace_block_io
+
+SHAPE = (1, 4)
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.state, self.chosen = torch.zeros(*SHAPE, 8), torch.zeros(*SHAPE, 1)
+
+    def forward(self, hidden: Tensor, extra: Tensor | None = None) -> Tensor:
+        hidden = hidden + self.linear(hidden)
+        self.state.copy_(hidden.detach())
+        self.chosen = hidden.argmax(-1, True)
+        return hidden if extra is None else hidden * extra
+
+
+class Plain(nn.Module):
+    """Three blocks between an embedding and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList(Mixer() for _ in range(3))
+
+    def forward(self) -> Tensor:
+        hidden = self.embed(torch.zeros(SHAPE, dtype=torch.int64, device="meta"))
+        mask = torch.ones_like(hidden) + hidden.new_zeros(())  # shapes are not numbers
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        return self.head(self.norm(hidden))
+
+
+class LateSkip(Plain):
+    def forward(self) -> Tensor:
+        first = hidden = self.embed(torch.zeros(SHAPE, dtype=torch.int64, device="meta"))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden + first)
+
+
+class Choices(Plain):
+    """A later block gets whole numbers of an earlier one."""
+
+    def forward(self) -> Tensor:
+        hidden = self.embed(torch.zeros(SHAPE, dtype=torch.int64, device="meta"))
+        hidden = self.blocks[1](self.blocks[0](hidden))
+        return self.head(self.blocks[2](hidden, self.blocks[0].chosen))
+
+
+class MaskOfValues(Plain):
+    def forward(self) -> Tensor:
+        hidden = self.embed(torch.zeros(SHAPE, dtype=torch.int64, device="meta"))
+        with torch.no_grad():
+            mask = hidden > 0
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        return self.head(hidden)
+
+
+class State(Plain):
+    """Blocks write into views of one tensor, which is read behind them."""
+
+    def forward(self) -> Tensor:
+        hidden = self.embed(torch.zeros(SHAPE, dtype=torch.int64, device="meta"))
+        state = torch.zeros(3, *SHAPE, 8, device="meta")
+        self.blocks[0].state = state[0]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden) + state.sum()
+
+
+class SharedWeight(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].linear.weight = self.blocks[0].linear.weight
+
+
+class WeightOfAnother(Plain):
+    """A copy that is no parameter of the second block has no name there, and no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_forward_pre_hook(lambda _, args: (args[0] @ self.blocks[0].linear.weight.detach(),))
+
+
+class Between(Plain):
+    def forward(self) -> Tensor:
+        hidden = self.embed(torch.zeros(SHAPE, dtype=torch.int64, device="meta"))
+        hidden = self.blocks[1](self.blocks[0](hidden) * 2)
+        return self.head(self.blocks[2](hidden))
+
+
+class Twice(Plain):
+    def forward(self) -> Tensor:
+        hidden = self.embed(torch.zeros(SHAPE, dtype=torch.int64, device="meta"))
+        for block in (*self.blocks, self.blocks[0]):
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class EmbedsAgain(Plain):
+    def forward(self) -> Tensor:
+        tokens = torch.zeros(SHAPE, dtype=torch.int64, device="meta")
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden + self.embed(tokens))
+
+
+class Shorter(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(lambda _, args, output: output[:, :1])
+
+    def forward(self) -> Tensor:
+        hidden = self.embed(torch.zeros(SHAPE, dtype=torch.int64, device="meta"))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class WeightAround(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+
+def run(kind: Callable[[], nn.Module]) -> Any:
+    with torch.device("meta"):
+        model = kind()
+    blocks = tuple(Block(f"blocks.{i}", (), (), (), (), (), (), ()) for i in range(3))
+    return trace_block_io(model, Anatomy("toy", "embed", blocks, "norm", "head", True, 0, 0, 16, None), SHAPE)
+
+
+def test_hidden_states_alone_travel() -> None:
+    chain = run(Plain)
+    assert chain.first == ("embed",)
+    assert chain.last == ("norm", "head")
+    assert chain.places == (None,) * 3
+    assert (chain.width, chain.dtype) == (8, torch.float32)
+
+
+CROSSINGS = [
+    (LateSkip, "behind the blocks uses numbers of blocks.0"),
+    (Choices, "blocks.2 uses numbers of blocks.0"),
+    (MaskOfValues, "blocks.0 uses numbers of the part before blocks.0"),
+    (State, "behind the blocks uses numbers of blocks.0"),
+    (SharedWeight, "blocks.2 uses blocks.0.linear.weight of blocks.0"),
+    (WeightOfAnother, "uses blocks.0.linear.weight of blocks.0"),
+    (Between, "the part before blocks.1 uses numbers of blocks.0"),
+    (Twice, "each once"),
+    (EmbedsAgain, "embed is called in"),
+    (Shorter, "shape"),
+    (WeightAround, "the model has weights of its own around the blocks"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason"), CROSSINGS, ids=lambda value: getattr(value, "__name__", ""))
+def test_anything_else_is_refused(kind: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(CrossingError, match=reason):
+        run(kind)

@@ -1,0 +1,122 @@
+"""Published formulas and constants come out of the shape of a model."""
+
+import pytest
+
+from weft.errors import ModelError
+from weft.planner.costmodel.shape import (
+    KNOWN,
+    Shape,
+    activation_bytes,
+    from_config,
+    gpt_parameters,
+    known_shape,
+    megatron_flops,
+    megatron_hardware_flops,
+    model_state_bytes_of,
+)
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> Shape:
+    return Shape(layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, False, True, 2048, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "seq", "giga"),
+    [("deepseekv3", 4096, 260), ("qwen3235b", 4096, 148), ("qwen330b", 4096, 23.0), ("kimik2", 4096, 204)],
+)
+def test_operations_of_a_token_are_those_of_megatron_bridge(name: str, seq: int, giga: float) -> None:
+    assert KNOWN[name].flops(seq) == pytest.approx(giga * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("seq", "giga"), [(4096, 27.2), (8192, 30.8)])
+def test_gpt_oss_as_bridge_counts_it_with_two_matrices_and_no_window(seq: int, giga: float) -> None:
+    counted = Shape(36, 2880, 64, 8, 64, 0, 201088, gated=False, experts=128, top_k=4, expert_ffn=2880)
+    assert counted.flops(seq) == pytest.approx(giga * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("deepseekv3", 671), ("deepseekv2", 236), ("qwen3235b", 235.1), ("mixtral8x7b", 46.7), ("nemotron3nano", 31.6)],
+)
+def test_parameters_are_those_of_the_model_card(name: str, billions: float) -> None:
+    assert KNOWN[name].parameters == pytest.approx(billions * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("layers", "hidden", "heads"), [(48, 6144, 64), (96, 12288, 96), (105, 20480, 128)])
+def test_a_gpt_is_its_papers_formulas(layers: int, hidden: int, heads: int) -> None:
+    shape = gpt(layers, hidden, heads)
+    assert shape.parameters == pytest.approx(gpt_parameters(shape), rel=1e-3)
+    assert shape.flops(2048, causal=False) * 2048 * 4 == pytest.approx(megatron_flops(shape, 4, 2048), rel=1e-3)
+    head = 2048 * 2 * shape.vocab * hidden
+    again = shape.flops(2048, causal=False) * 2048 / 3 - head
+    hardware = megatron_flops(shape, 1, 2048) + again
+    assert hardware == pytest.approx(megatron_hardware_flops(shape, 1, 2048), rel=1e-3)
+
+
+def test_activations_are_those_of_korthikanti() -> None:
+    shape, s, b, t = gpt(48, 6144, 64), 2048, 4, 8
+    h, a = shape.hidden, shape.heads
+    token = s * b * h
+    cases = (
+        (activation_bytes(shape, s, b), 34 + 5 * a * s / h),
+        (activation_bytes(shape, s, b, t), 10 + 24 / t + 5 * a * s / (h * t)),
+        (activation_bytes(shape, s, b, t, sp=True), (34 + 5 * a * s / h) / t),
+        (activation_bytes(shape, s, b, t, recompute="selective"), 10 + 24 / t),
+        (activation_bytes(shape, s, b, t, sp=True, recompute="selective"), 34 / t),
+        (activation_bytes(shape, s, b, t, recompute="full"), 2),
+    )
+    for found, expected in cases:
+        assert found == pytest.approx(token * expected)
+
+
+def test_figure_7_of_korthikanti() -> None:
+    shape = gpt(48, 6144, 64)
+    whole = activation_bytes(shape, 2048, 4, 8)
+    parts = [
+        activation_bytes(shape, 2048, 4, 8, sp=True),
+        activation_bytes(shape, 2048, 4, 8, sp=True, recompute="selective"),
+    ]
+    assert [round(100 * part / whole, 1) for part in parts] == [66.8, 16.1]
+
+
+def test_flash_attention_keeps_a_number_a_head_and_not_the_scores() -> None:
+    shape = KNOWN["llama27b"]
+    scores = activation_bytes(shape, 4096, 1) - activation_bytes(shape, 4096, 1, flash=True)
+    assert scores == 32 * 4096 * (5 * 4096 - 4)
+    assert activation_bytes(shape, 4096, 1, recompute="light", flash=True) < activation_bytes(
+        shape, 4096, 1, flash=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("billions", "ranks", "gigabytes"),
+    [(7.5, 64, (120, 31.4, 16.6, 1.88)), (128, 4, (2048, 896, 704, 512)), (1000, 1024, (16000, 4011, 2013, 15.6))],
+)
+def test_model_states_are_table_1_of_zero(billions: float, ranks: int, gigabytes: tuple[float, ...]) -> None:
+    for zero, expected in enumerate(gigabytes):
+        assert model_state_bytes_of(billions, zero, ranks) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_config_is_read() -> None:
+    config = {
+        "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "intermediate_size": 18432, "vocab_size": 129280, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu",
+    }  # fmt: skip
+    assert from_config(config).parameters == KNOWN["deepseekv3"].parameters
+    gpt2 = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    gpt2 |= {"activation_function": "gelu_new", "tie_word_embeddings": True}
+    assert from_config(gpt2).parameters == pytest.approx(124.4e6, rel=0.002)
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    windows = from_config(config | {"sliding_window": 512, "layer_types": kinds})
+    assert (windows.window, windows.windowed) == (512, pytest.approx(5 / 6))
+    assert windows.attention_flops(4096) < from_config(config).attention_flops(4096) / 2
+    assert from_config(config | {"sliding_window": 512, "use_sliding_window": False}).window == 0
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        from_config({"hidden_size": 8, "num_attention_heads": 1})
+
+
+def test_names_of_models_are_found_whatever_their_spelling() -> None:
+    assert known_shape("Qwen3_30B_a3B") is known_shape("Qwen3-30B-A3B") is KNOWN["qwen330b"]
+    assert known_shape("somebody's 7B") is None

@@ -1,0 +1,65 @@
+"""A dry run in brief comes to what the whole one counts."""
+
+from typing import Any
+
+import pytest
+
+from tests.lab.families import family
+from weft.job import Job
+from weft.planner.dryrun.extrapolate import trace_in_brief, two_depths
+from weft.planner.dryrun.trace import trace
+
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 14, "vocab_size": 512, "head_dim": 16}
+
+
+def job_of(name: str, changes: dict[str, Any], **plan: Any) -> Job:
+    data = {"source": "tokens", "path": "none.npy", "seq_len": 64}
+    train = {"global_batch": 24, "micro_batch": 1}
+    config = {**family(name), **SIZES, **changes}
+    return Job.parse({"model": {"config": config}, "data": data, "train": train, "plan": plan})
+
+
+@pytest.mark.slow("a dry run of all 14 layers")
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("name", "changes", "ranks", "plan"),
+    [
+        ("llama", {}, 4, {"parallel": {"zero": 3}}),
+        ("llama", {"num_hidden_layers": 22}, 2, {"memory": {"recompute": ["block"], "recompute_every": 3}}),
+        ("llama", {}, 2, {"parallel": {"zero": 2}, "memory": {"offload": ["block"]}}),
+        ("llama", {}, 4, {"parallel": {"tp": 2, "zero": 3}, "precision": {"forward": "bf16"}}),
+        ("qwen3_moe", {}, 4, {"parallel": {"ep": 2, "zero": 2}}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"] * 7}, 2, {"parallel": {"zero": 3}}),
+        ("deepseek_v3", {"num_hidden_layers": 15, "head_dim": 8}, 2, {"parallel": {"zero": 3}}),
+        ("llama", {"num_hidden_layers": 4}, 8, {"parallel": {"pp": 4, "zero": 2}}),
+        (
+            "llama",
+            {"num_hidden_layers": 8},
+            4,
+            {"parallel": {"pp": 4}, "pipeline": {"schedule": "interleaved", "virtual_stages": 2}},
+        ),
+        ("llama", {"num_hidden_layers": 4}, 4, {"parallel": {"pp": 4}, "pipeline": {"schedule": "zb-h1"}}),
+    ],
+)
+def test_brief_is_whole(name: str, changes: dict[str, Any], ranks: int, plan: dict[str, Any]) -> None:
+    job = job_of(name, changes, **plan)
+    brief = trace_in_brief(job, ranks, "cuda")
+    whole = trace(job, ranks, [found.rank for found in brief], "cuda")
+    for short, long in zip(brief, whole, strict=True):
+        assert not short.count.operations, "it was not in brief"
+        assert short.parameters == long.parameters
+        assert short.count.peak == pytest.approx(long.count.peak, rel=0.01)
+        assert short.count.state_bytes == pytest.approx(long.count.state_bytes, rel=0.01)
+        assert short.count.flops == long.count.flops
+        traffic = {row[:3]: row[3:] for row in short.count.traffic()}
+        assert traffic == {row[:3]: row[3:] for row in long.count.traffic()}
+        assert short.moved == long.moved
+
+
+def test_models_whose_layers_differ_are_run_whole() -> None:
+    assert two_depths({**family("llama"), "num_hidden_layers": 8}) is None  # not much deeper
+    assert two_depths({**family("llama"), "num_hidden_layers": 81}) == (5, 7)
+    assert two_depths({**family("llama"), "num_hidden_layers": 80}, every=3) == (8, 14)
+    kinds = (["sliding_attention"] * 3 + ["full_attention"]) * 10
+    assert two_depths({**family("gemma3_text"), "num_hidden_layers": 40, "layer_types": kinds}) == (4, 8)
+    assert two_depths({**family("qwen3_moe"), "num_hidden_layers": 40, "mlp_only_layers": [30]}) is None

@@ -1,0 +1,281 @@
+"""A dry run equals a real run: every message, in its order, and the fullest moment of memory, on every rank."""
+
+import json
+import multiprocessing
+import resource
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lab.families import family
+from tests.lab.jobs import write_job
+from tests.lab.pool import close_pools, run_ranks
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.model_config import read_config
+from weft.cli import main
+from weft.device.device import detect
+from weft.topology.mesh import build_mesh
+from weft.data import MicroBatch
+from weft.errors import JobError, PlanError
+from weft.job import Job
+from weft.memory.optimizer_state import place_states
+from weft.parallel.fsdp import model_state_bytes
+from weft.parallel.parallelize import parallelize
+from weft.plan import Comm, Memory
+from weft.planner.dryrun.step_counts import Count, count_step
+from weft.planner.dryrun.modes import route_evenly
+from weft.planner.dryrun.trace import Trace, assumed_batches, trace, trace_rank
+from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.train.optimizer import build_optimizer
+from weft.train.step import train_step
+
+RANKS = 4
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Wide enough that weights and activations dwarf what is small.
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 512, "num_key_value_heads": 4}
+DENSE = {**family("llama"), **SIZES}
+MOE = {**family("qwen3_moe"), **SIZES, "moe_intermediate_size": 64, "num_experts": 8}
+
+
+def job_for(model: dict[str, Any], precision: str, micro_batch: int, **parallel: Any) -> Job:
+    formats = {"forward": precision, "update": "fp32", "reduce": "fp32"}
+    return Job.parse(
+        {
+            "model": {"config": model},
+            "data": {"seq_len": 32},
+            "train": {"global_batch": 8, "micro_batch": micro_batch},
+            "plan": {"parallel": parallel, "precision": formats},
+        }
+    )
+
+
+def real_count(rank: int, world_size: int, job: Job) -> Count:
+    """The same step, counted in the same way, on real ranks."""
+    plan = job.plan.resolve(world_size)
+    job = job.model_copy(update={"plan": plan})
+    mesh = build_mesh(plan, "cpu", world_size)
+    model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
+    anatomy = read_anatomy(model)
+    route_evenly(model, anatomy)
+    parallelize(model, plan, mesh)
+    materialize(model, job.model, torch.device("cpu"))
+    model.train()
+    optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, torch.device("cpu"))
+    place_states(optimizer, plan, detect())
+
+    def step(batches: Sequence[MicroBatch]) -> None:
+        assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None
+
+    step(batches)
+    return count_step(model, optimizer, batches, step, anatomy)
+
+
+PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
+    (DENSE, "fp32", 2, {"zero": 0}),
+    (DENSE, "bf16", 1, {"zero": 1}),
+    (DENSE, "fp32", 1, {"zero": 2}),
+    (DENSE, "bf16", 2, {"zero": 3}),
+    (DENSE, "bf16", 1, {"tp": 2, "zero": 1}),  # four micro-batches, of which the dry run runs three
+    (DENSE, "fp32", 1, {"tp": 4, "sp": False, "zero": 3}),  # eight
+    ({**DENSE, "gradient_checkpointing": True}, "fp32", 1, {"zero": 3}),
+    (DENSE, "fp32", 4, {"cp": 2, "zero": 3}),
+    (DENSE, "fp32", 8, {"cp": 4, "cp_ulysses": 2, "zero": 0}),
+    (DENSE, "fp32", 1, {"pp": 2, "zero": 3}),
+    (DENSE, "bf16", 2, {"pp": 2, "tp": 2, "zero": 0}),
+    ({**DENSE, "tie_word_embeddings": True}, "fp32", 2, {"pp": 2, "zero": 1}),
+    (MOE, "bf16", 2, {"ep": 2, "zero": 3}),
+    (MOE, "fp32", 1, {"ep": 4, "zero": 1}),
+    (MOE, "fp32", 4, {"tp": 2, "ep": 2, "zero": 1}),
+    (MOE, "fp32", 3, {"tp": 2, "cp": 2, "zero": 2}),  # micro-batches of 3, 3 and 2 rows
+    (MOE, "fp32", 2, {"dp_replicate": 2, "zero": 3}),
+]
+
+
+@pytest.mark.thin(6)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan[0]['model_type']} {plan[1]} {plan[2]} {plan[3]}")
+def test_dry_run_equals_a_real_run(plan: tuple[dict[str, Any], str, int, dict[str, Any]]) -> None:
+    model, precision, micro_batch, parallel = plan
+    assert_dry_equals_real(job_for(model, precision, micro_batch, **parallel))
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize(("compression", "parallel"), [("2:4", {"zero": 0}), ("int8", {"zero": 3})])
+def test_compressed_reductions_are_counted(compression: str, parallel: dict[str, Any]) -> None:
+    job = job_for(DENSE, "fp32", 2, **parallel)
+    comm = Comm(compression=compression)  # type: ignore[arg-type]
+    assert_dry_equals_real(job.model_copy(update={"plan": job.plan.model_copy(update={"comm": comm})}), 2)
+
+
+def test_a_dry_run_of_one_bit_adam() -> None:
+    tables = job_for(DENSE, "fp32", 2, zero=2).model_dump(exclude_none=True)
+    tables["optimizer"] |= {"name": "onebit-adam", "freeze_steps": 20}
+    tables["plan"]["comm"] = {"compression": "1-bit"}
+    assert_dry_equals_real(Job.parse(tables), 2)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("sp", "ranks"), [(True, 2), (True, 4), (False, 4)])
+def test_products_in_chunks(sp: bool, ranks: int) -> None:
+    job = job_for(DENSE, "fp32", 2, tp=2, sp=sp, zero=1)
+    plan = job.plan.model_copy(update={"comm": Comm(overlap_chunks=4)})
+    assert_dry_equals_real(job.model_copy(update={"plan": plan}), ranks)
+
+
+@pytest.mark.sweep
+def test_memory_is_what_recompute_leaves() -> None:
+    job = job_for(MOE, "bf16", 2, tp=2, zero=3)
+    peaks = []
+    for roles in ((), ("activation", "norm"), ("block",)):
+        memory = Memory(recompute=roles)
+        peaks.append(
+            assert_dry_equals_real(job.model_copy(update={"plan": job.plan.model_copy(update={"memory": memory})}))
+        )
+    assert peaks[0] > max(peaks[1:])  # two blocks: of each, backward holds one whole
+
+
+@pytest.mark.sweep
+def test_split_weights_hold_no_casts() -> None:
+    """Two bytes a weight less at the peak, which is where all casts for forward are there."""
+    job = job_for({**DENSE, "tie_word_embeddings": True}, "bf16", 2, zero=0)
+    precision = job.plan.precision.model_copy(update={"weights": "split"})
+    split = job.model_copy(update={"plan": job.plan.model_copy(update={"precision": precision})})
+    saved = assert_dry_equals_real(job, 2) - assert_dry_equals_real(split, 2)
+    (found,) = trace(job, 2, [0])
+    assert saved == 2 * found.parameters
+
+
+def test_what_is_elsewhere_is_not_on_the_device(tmp_path: Path) -> None:
+    """States and activations on a disk; and a part of the activations where else the host's memory is the device's own."""
+    job = job_for(DENSE, "bf16", 2, zero=3)
+    plain = assert_dry_equals_real(job, 2)
+    for tier in ("disk", "host"):
+        memory = Memory(optimizer=tier, offload=("block",), offload_to=tier, folder=str(tmp_path))
+        moved = job.model_copy(update={"plan": job.plan.model_copy(update={"memory": memory})})
+        activations = assert_dry_equals_real(moved, 2)
+        assert (activations < plain) == (tier == "disk")
+
+
+def assert_dry_equals_real(job: Job, world_size: int = RANKS) -> int:
+    """The largest bytes of activations at the peak of a rank."""
+    close_pools()  # torch finds meshes of earlier runs in its caches, equal but for their groups
+    dry_runs = [found.count for found in trace(job, world_size, range(world_size))]
+    for dry, real in zip(dry_runs, run_ranks(world_size, real_count, job), strict=True):
+        assert dry.messages == real.messages
+        assert dry.flops == real.flops
+        assert dry.state_bytes == real.state_bytes
+        assert dry.peak == pytest.approx(real.peak, rel=0.02)
+        assert sum(real.peak_roles.values()) == real.peak_bytes["activations"]
+        for kind, size in real.peak_bytes.items():
+            assert dry.peak_bytes[kind] == pytest.approx(size, rel=0.02, abs=0.02 * real.peak), kind
+    return max(found.peak_bytes["activations"] for found in dry_runs)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_the_state_is_what_the_formulas_say(zero: int) -> None:
+    job = job_for(DENSE, "bf16", 2, zero=zero)
+    model = build_on_meta(read_config(job.model), torch.float32)
+    parameters = read_anatomy(model).parameters
+    (found,) = trace(job, RANKS, [3])
+    predicted, state = model_state_bytes(parameters, found.plan), found.count.state_bytes
+    assert state["parameters"] == 4 * found.parameters
+    for kind in ("parameters", "optimizer"):
+        assert state[kind] == pytest.approx(predicted[kind], rel=0.01)
+    # Of zero 0 they are in buckets that stay, with one more number for each tensor: whether a rank has a gradient of it.
+    flags = 4 * len(list(model.parameters()))
+    assert state.get("gradients", 0) == (predicted["gradients"] + flags if zero == 0 else 0)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.slow("traces layers of models of 70 billion parameters and more")
+@pytest.mark.parametrize(
+    ("name", "world_size", "layers"), [("llama-70b", 64, 4), ("qwen3-235b", 512, 2), ("deepseek-v3", 2048, 5)]
+)
+def test_a_share_of_a_model_larger_than_the_host(name: str, world_size: int, layers: int) -> None:
+    settings = [f"model.config.num_hidden_layers={layers}", "data.seq_len=1024", "train.global_batch=1"]
+    job = Job.load(EXAMPLES / f"{name}.toml", settings)
+    parameters = read_anatomy(build_on_meta(read_config(job.model), torch.float32)).parameters
+    with ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn")
+    ) as alone:  # with no children of other tests
+        first, last, most_kib = alone.submit(trace_ends, job, world_size).result()
+    assert first.count.messages == last.count.messages
+    assert first.count.flops == last.count.flops
+    assert last.parameters <= first.parameters
+    assert parameters / world_size <= first.parameters < parameters / world_size * 1.1  # norms are whole on tp ranks
+    assert most_kib < 2**21
+
+
+def trace_ends(job: Job, world_size: int) -> tuple[Trace, Trace, int]:
+    """The first and the last rank, and the memory of the larger dry run."""
+    first, last = trace(job, world_size, [0, world_size - 1], "cuda")
+    return first, last, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("recompute", ["attention", "by Transformers", "nothing"])
+def test_attention_of_an_accelerator_keeps_no_scores(recompute: str) -> None:
+    """Heads of two sizes: on CPU torch makes the matrix of scores, on CUDA it does not."""
+    model = {**family("deepseek_v3"), "v_head_dim": 4, "gradient_checkpointing": recompute == "by Transformers"}
+    job = job_for(model, "bf16", 2, zero=3)
+    if recompute == "attention":
+        memory = Memory(recompute=("attention",))
+        job = job.model_copy(update={"plan": job.plan.model_copy(update={"memory": memory})})
+    job = job.model_copy(update={"data": job.data.model_copy(update={"packing": False, "seq_len": 64})})
+    (cpu,), (cuda,) = trace(job, 2, [0], "cpu"), trace(job, 2, [0], "cuda")
+    assert cuda.count.messages == cpu.count.messages
+    assert cuda.count.state_bytes == cpu.count.state_bytes
+    scores = 2 * 4 * 64 * 64 * 2  # bytes a layer: rows, heads, queries, keys
+    assert cuda.count.peak < cpu.count.peak - 2 * scores
+
+
+def test_what_cannot_be_run_is_refused_at_once() -> None:
+    with pytest.raises(PlanError, match="4 ranks cannot be divided"):
+        trace(job_for(DENSE, "fp32", 2, tp=3), RANKS, [0])
+    with pytest.raises(PlanError, match="8 experts"):
+        trace(job_for(MOE, "fp32", 2, ep=3), 3, [0])
+    with pytest.raises(JobError, match="there is no rank 4"):
+        trace(job_for(DENSE, "fp32", 2), RANKS, [4])
+
+
+def refused(rank: int, world_size: int) -> str:
+    try:
+        trace_rank(job_for(DENSE, "fp32", 2), RANKS, 0)
+    except JobError as error:
+        return error.what
+    return ""
+
+
+def test_a_process_that_is_a_rank_already_is_refused() -> None:
+    assert "process group already" in run_ranks(1, refused)[0]
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, out = write_job(tmp_path), tmp_path / "figures.json"
+    arguments = ["--world", "4", "--rank", "1", "--set", "plan.parallel.zero=1", "--device", "cpu", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["weft", "dryrun", str(path), *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert not stopped.value.code
+    text = capsys.readouterr().out
+    for words in ("rank 1", "dp_shard 4", "zero 1", "dp_shard reduce_scatter float32", "total GiB at the peak"):
+        assert words in text
+    (figures,) = json.loads(out.read_text())
+    assert figures["peak"] == sum(figures["peak_bytes"].values())
+    assert sum(entry["bytes"] for entry in figures["traffic"]) == sum(m["bytes"] for m in figures["messages"])
+
+
+def test_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["weft", "dryrun", str(write_job(tmp_path)), "--world", "3", "--set", "plan.parallel.tp=2"]
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "3 ranks cannot be divided" in capsys.readouterr().err

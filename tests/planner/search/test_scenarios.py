@@ -1,0 +1,59 @@
+"""A scenario becomes a model to train, with its plan, days and dollars."""
+
+import sys
+
+import pytest
+
+from weft.cli import main
+from weft.errors import PlanError
+from weft.planner.costmodel.hardware import ClusterSpec, find_device
+from weft.planner.search.scenarios import SCENARIOS, batch_of, find_scenario, options, recommended
+from weft.planner.costmodel.shape import Shape
+
+PUBLISHED = {
+    "SmolLM2 135M": 0.135e9,
+    "Llama 3.2 1B": 1.24e9,
+    "Llama 3.1 8B": 8.03e9,
+    "Llama 3.1 70B": 70.6e9,
+    "ViT-L/14": 0.304e9,
+    "ViT-H/14": 0.632e9,
+    "ViT-22B": 21.7e9,
+    "72B (Qwen2.5-VL size)": 72.7e9,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_are_those_published(name: str) -> None:
+    shape: Shape = next(scenario.models[name] for scenario in SCENARIOS.values() if name in scenario.models)
+    assert shape.parameters == pytest.approx(PUBLISHED[name], rel=0.03)
+
+
+def test_the_largest_that_can_be_trained_in_time() -> None:
+    cluster = ClusterSpec(find_device("H100"), 1, 8)
+    found = options(find_scenario("vision"), cluster, say=lambda text: None)
+    assert all(
+        option.choice and option.choice.layout.tp * option.choice.layout.pp * option.choice.layout.cp == 1
+        for option in found
+    )
+    days = [option.days for option in found]
+    assert days == sorted(days)
+    best = recommended(found, days[2] * 1.01)
+    assert best is found[2]
+    assert best.dollars == pytest.approx(best.days * 24 * 8 * cluster.device.dollars_per_hour)
+    assert recommended(found, days[0] / 2) is None
+
+
+def test_rows_of_a_step_divide_among_devices() -> None:
+    for devices in (1, 8, 24, 1024, 8192):
+        assert batch_of(4096, devices) % devices == 0
+    assert batch_of(4096, 8) * 4096 == 2**21
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", "advise", "vision", "--device", "L40S", "--hosts", "1", "--days", "0.05"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert "Take ViT-B/14" in capsys.readouterr().out
+    with pytest.raises(PlanError, match="no scenario is called 'speech'"):
+        find_scenario("speech")

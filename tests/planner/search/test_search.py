@@ -1,0 +1,138 @@
+"""The search finds what looking at everything finds."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from weft.planner.costmodel.hardware import GIB, ClusterSpec, find_device
+from weft.planner.costmodel.layout import TrainingLayout
+from weft.planner.costmodel.peak_memory import peak_memory
+from weft.planner.search.search import (
+    LEAN,
+    Choice,
+    MemoryOptions,
+    Space,
+    divisors,
+    fewest_devices,
+    sensitivity,
+    reason,
+    search,
+    simplest,
+    techniques,
+)
+from weft.planner.costmodel.shape import Shape
+from weft.planner.costmodel.frameworks import STACKS
+from weft.planner.costmodel.step_time import step_time
+
+DENSE = Shape(12, 1024, 16, 4, 64, 4096, 32000)
+MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
+WEFT = STACKS["weft"]
+
+
+def space(shape: Shape, gib: float, hosts: int = 2, per_host: int = 2) -> Space:
+    device = replace(find_device("A100-80"), memory=gib * GIB)
+    return Space(shape, 2048, 16, ClusterSpec(device, hosts, per_host), WEFT)
+
+
+def everything(where: Space) -> list[Choice]:
+    """All layouts that fit, without bounds, caches and orders."""
+    found = []
+    for skeleton, lean in product(where.skeletons(), LEAN):
+        some = where.layout(skeleton, lean)
+        memory = peak_memory(where.shape, some, WEFT)
+        if memory.total <= where.budget:
+            sizes = [size for size in divisors(some.cp) if where.shape.heads // some.tp % size == 0]
+            grids = [replace(some, ulysses=size) for size in sizes]
+            found += [Choice(grid, step_time(where.shape, grid, where.cluster, WEFT), memory) for grid in grids]
+    return sorted(found, key=lambda choice: choice.time.seconds)
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 6), (DENSE, 5), (MOE, 80), (MOE, 4.5)])
+def test_the_best_of_all(shape: Shape, gib: float) -> None:
+    where = space(shape, gib)
+    every = everything(where)
+    fastest: dict[tuple[object, ...], float] = {}  # of layouts that differ in nothing but how they hold less
+    for choice in every:
+        layout = replace(
+            choice.layout, recompute="none", recompute_share=1.0, offload=False, optimizer_on_host=False, ulysses=1
+        )
+        fastest.setdefault((layout,), choice.time.seconds)
+    found = search(where, 5)
+    assert [choice.time.seconds for choice in found.best] == pytest.approx(list(fastest.values())[:5], rel=1e-12)
+    assert found.size == sum(1 for _ in where.skeletons()) * len(LEAN)
+    for direction in sensitivity(where, found.best[0]):
+        same = [c.time.seconds for c in every if (direction.setting, direction.value) in settings(c.layout)]
+        assert (direction.choice is None) == (not same)
+        if direction.choice:
+            assert direction.choice.time.seconds == pytest.approx(same[0], rel=1e-12)
+        assert reason(direction, found.best[0], where.cluster)
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 5), (MOE, 4.5)])
+def test_the_simplest_of_all_that_are_fast_enough(shape: Shape, gib: float) -> None:
+    where = space(shape, gib)
+    every = everything(where)
+    for slower in (1.001, 1.03, 1.3):
+        limit = every[0].time.seconds * slower
+        expected = min((techniques(c.layout), c.time.seconds) for c in every if c.time.seconds < limit)
+        found = simplest(where, limit) or pytest.fail("nothing")
+        assert (techniques(found.layout), found.time.seconds) == (expected[0], pytest.approx(expected[1], rel=1e-12))
+    assert simplest(where, every[0].time.seconds) is None
+
+
+def test_every_budget() -> None:
+    """What fits is found, up to the last byte: also where layers are so few that holding less holds more."""
+    shallow = Shape(4, 1024, 16, 4, 64, 4096, 8000)
+    roomy = space(shallow, 1000)
+    every = everything(roomy)
+    totals = sorted(choice.memory.total for choice in every)
+    for total in totals[:40:8] + totals[40 :: len(totals) // 12]:
+        gib = total / GIB / roomy.margin * (1 + 1e-9)
+        fitting = [choice.time.seconds for choice in every if choice.memory.total <= total]
+        found = search(space(shallow, gib), 1)
+        assert found.best[0].time.seconds == pytest.approx(fitting[0], rel=1e-12)
+    assert not search(space(shallow, totals[0] / GIB / roomy.margin * 0.999), 1).best
+
+
+def settings(layout: TrainingLayout) -> set[tuple[str, object]]:
+    names = "tp", "cp", "pp", "ep", "zero", "micro_batch", "shard"
+    return {*((name, getattr(layout, name)) for name in names), ("schedule", (layout.schedule, layout.vpp))}
+
+
+def test_less_memory_is_slower_and_too_little_fits_nothing() -> None:
+    seconds = [search(space(DENSE, gib), 1).best[0].time.seconds for gib in (80, 6, 4)]
+    assert seconds == sorted(seconds)
+    nothing = search(space(DENSE, 1), 1)
+    assert not nothing.best
+
+
+def test_fewest_devices() -> None:
+    cluster, choice = fewest_devices(space(DENSE, 80)) or pytest.fail("nothing")
+    assert cluster.num_devices == 1
+    assert choice.layout.num_devices == 1
+    small = replace(space(DENSE, 3.5), cluster=ClusterSpec(replace(find_device("A100-80"), memory=3.5 * GIB), 1, 1))
+    assert not search(small, 1).best
+    larger, choice = fewest_devices(small) or pytest.fail("nothing")
+    assert larger.num_devices > 1
+    assert choice.memory.total <= small.budget
+    assert fewest_devices(space(DENSE, 0.5)) is None
+
+
+def test_ways_to_hold_less_dominate() -> None:
+    assert MemoryOptions("none", 1, False, False).dominates(MemoryOptions("full", 4, True, True))
+    assert not MemoryOptions("none", 1, True, False).dominates(MemoryOptions("full", 1, True, False))  # which has less to send
+    assert not MemoryOptions("light", 1, False, False).dominates(MemoryOptions("none", 1, True, True))
+    assert MemoryOptions("full", 4, False, False).dominates(MemoryOptions("full", 2, False, False))
+    assert not MemoryOptions("attention", 1, False, False).dominates(MemoryOptions("full", 2, False, False))
+    assert not MemoryOptions("mlp", 1, False, False).dominates(MemoryOptions("attention", 1, False, False))
+    assert all(lean.dominates(lean) for lean in LEAN)
+
+
+def test_divisors() -> None:
+    for number in (1, 2, 12, 36, 97, 1024):
+        assert divisors(number) == [size for size in range(1, number + 1) if number % size == 0]
+    assert math.prod(divisors(6)) == 36

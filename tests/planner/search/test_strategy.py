@@ -1,0 +1,106 @@
+"""A layout becomes the plan that runs it, and its cost follows from its seconds."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weft.parallel.pipeline.schedules import build_schedule
+from weft.plan import Plan, Precision
+from weft.planner.costmodel.hardware import ClusterSpec, find_device
+from weft.planner.costmodel.layout import layout_of
+from weft.planner.search.search import LEAN, Space, search
+from weft.planner.costmodel.shape import Shape
+from weft.planner.costmodel.frameworks import STACKS
+from weft.planner.search.strategy import cost_of, goodput, plan_of, stack_for
+from weft.planner.costmodel.timeline import refined, timeline_of, write_trace
+
+MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
+SPACE = Space(MOE, 2048, 16, ClusterSpec(find_device("A100-80"), 2, 2), STACKS["weft"])
+LAYOUTS = [
+    SPACE.layout(skeleton, lean)
+    for number, skeleton in enumerate(SPACE.skeletons())
+    if number % 7 == 0
+    for lean in LEAN
+]
+
+
+def test_a_layout_is_that_of_its_plan() -> None:
+    for layout in LAYOUTS:
+        plan = plan_of(layout, Plan()).resolve(layout.num_devices)
+        same = layout_of(plan, layout.seq, layout.global_batch, layout.micro_batch)
+        assert replace(same, shard=layout.shard, number=layout.number) == layout  # all data ranks may be named as 0
+        assert plan.parallel.dp_replicate * plan.parallel.dp_shard == layout.dp
+        assert (plan.memory.optimizer == "host", bool(plan.memory.offload)) == (
+            layout.optimizer_on_host,
+            layout.offload,
+        )
+
+
+def test_formats_decide_the_bytes_of_a_parameter() -> None:
+    def sizes(**formats: str) -> tuple[float, float, float]:
+        stack = stack_for(Precision.model_validate(formats))
+        return stack.weights, stack.gradients, stack.optimizer
+
+    assert sizes() == (2, 4, 12)
+    assert sizes(weights="split") == (2, 4, 10)
+    assert sizes(forward="fp32") == (4, 4, 8)
+    assert sizes(reduce="bf16") == (2, 2, 12)
+    assert sizes(states="int8")[2] == pytest.approx(4 + 2 * (1 + 4 / 256))
+
+
+def test_cost_follows_from_seconds() -> None:
+    layout = next(layout for layout in LAYOUTS if layout.num_devices == 4)
+    cluster = ClusterSpec(replace(find_device("A100-80"), dollars_per_hour=2.0, watts=500), 2, 2)
+    one = cost_of(MOE, layout, 1.0, cluster, 0.0)
+    assert one.tokens_per_second == layout.global_batch * layout.seq
+    assert one.mfu == pytest.approx(one.tokens_per_second * MOE.flops(layout.seq) / (4 * 312e12))
+    assert one.joules_per_token == pytest.approx(2000 / one.tokens_per_second)
+    assert one.dollars_per_trillion_tokens == pytest.approx(8 / 3600 / one.tokens_per_second * 1e12)
+    assert (one.goodput, one.checkpoint_seconds) == (1, math.inf)
+    slow = cost_of(MOE, layout, 1.0, cluster, 0.0, scalar=2.0)
+    assert slow.tokens_per_second == one.tokens_per_second / 2
+    failing = cost_of(MOE, layout, 1.0, cluster, 100.0)
+    assert failing.goodput < 1
+    assert failing.dollars_per_trillion_tokens > one.dollars_per_trillion_tokens
+
+
+def test_the_best_interval_is_the_best() -> None:
+    mean = 7200.0
+    share, between = goodput(mean, blocked=5.0)
+    assert between == pytest.approx(math.sqrt(2 * 5 * mean))
+
+    def lost(seconds: float) -> float:
+        return 5.0 / seconds + seconds / 2 / mean
+
+    assert lost(between) <= min(lost(between * 0.9), lost(between * 1.1))
+    assert goodput(mean / 10)[0] < share < 1
+
+
+def test_a_bubble_event_by_event_is_near_its_formula() -> None:
+    """Of 1F1B and interleaved schedules with equal stages they are the same but for messages and the head."""
+    wide = replace(SPACE, shape=replace(MOE, layers=32, vocab=1000))
+    seen = set()
+    for skeleton in wide.skeletons():
+        layout = wide.layout(skeleton, LEAN[0])
+        if layout.pp == 1 or layout.micro_batches < 2 * layout.pp or layout.micro_batch > 2:
+            continue
+        time = wide.time(layout)
+        seen.add(layout.schedule)
+        if layout.schedule in ("1f1b", "zb-h1") or 32 % (layout.pp * layout.vpp) == 0:
+            assert refined(wide, layout, time).seconds == pytest.approx(time.seconds, rel=0.1), layout
+    assert seen == {"1f1b", "zb-h1", "zbv", "interleaved"}
+
+
+def test_a_step_as_a_trace(tmp_path: Path) -> None:
+    best = search(replace(SPACE, cluster=ClusterSpec(find_device("A100-80"), 1, 4)), 1).best[0]
+    layout = replace(best.layout, pp=2, dp=2, tp=1, cp=1, sp=False, ep=1, micro_batch=1, schedule="1f1b", vpp=1)
+    timeline = timeline_of(SPACE, layout)
+    assert timeline.schedule == build_schedule("1f1b", 2, layout.micro_batches)
+    write_trace(timeline, SPACE.time(layout), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert len(events) == 2 * (2 * layout.micro_batches + 2)
+    assert max(event["ts"] + event["dur"] for event in events) >= timeline.makespan * 1e6
+    assert {event["tid"] for event in events} == {0, 1}
