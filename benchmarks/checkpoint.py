@@ -35,13 +35,13 @@ from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
-from weft.device.device import detect
-from weft.topology.mesh import build_mesh
 from weft.data import MicroBatch
+from weft.device.device import detect
 from weft.job import Checkpoint, Job, Model, Optimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
@@ -62,7 +62,7 @@ class Training:
     """A model in training on this rank."""
 
     def __init__(self, world_size: int):
-        precision = Precision(forward="fp32", update="fp32", reduce="fp32")
+        precision = Precision(param_dtype="fp32", update="fp32", reduce_dtype="fp32")
         self.plan = Plan(parallel=Parallel(zero=3), precision=precision).resolve(world_size)
         self.mesh = build_mesh(self.plan, "cpu", world_size)
         self.source = Model(config=MODEL)

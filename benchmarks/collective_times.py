@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from tests.lab.hosts import hosts as emulated_hosts
 
-from weft.topology.collective_time import Operation, collective_times
-from weft.device.device import detect
-from weft.launch.launcher import connect
-from weft.topology.measurement import to_topology
 from weft.comm.collectives import all_gather_rows, exchange, gather_dim, reduce_scatter_dim
 from weft.comm.link_benchmark import measure
+from weft.device.device import detect
+from weft.launch.launcher import connect
+from weft.topology.collective_time import Operation, collective_times
+from weft.topology.measurement import to_topology
 
 SIZES = (2**16, 2**20, 2**22)  # bytes of the full tensor
 REPEATS = 7
@@ -79,8 +79,8 @@ def main(
         for number, host in enumerate(made):
             for local in range(ranks):
                 own = {"RANK": number * ranks + local, "WORLD_SIZE": hosts * ranks, "LOCAL_RANK": local}
-                meeting = {"MASTER_ADDR": made[0].address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": host.interface}
-                environment = os.environ | meeting | {name: str(value) for name, value in own.items()}
+                rendezvous = {"MASTER_ADDR": made[0].address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": host.interface}
+                environment = os.environ | rendezvous | {name: str(value) for name, value in own.items()}
                 started.append(host.start([sys.executable, "-m", "benchmarks.collective_times"], env=environment))
         for process in started:
             process.wait()

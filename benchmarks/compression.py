@@ -56,7 +56,10 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"compression": "int8"},
     "2:4": {"compression": "2:4"},
     "2:4 without error feedback": {"compression": "2:4", "error_feedback": False},
-    "1-bit Adam, nothing compressed": {"compression": "1-bit", "compress_level": "slow"},  # on one host nothing is
+    "1-bit Adam, nothing compressed": {
+        "compression": "1-bit",
+        "compress_scope": "inter_node",
+    },  # on one host nothing is
     "1-bit": {"compression": "1-bit"},
     "1-bit without error feedback": {"compression": "1-bit", "error_feedback": False},
 }
@@ -69,8 +72,8 @@ def job_for(name: str, steps: int, seed: int, zero: int, lr: float) -> Job:
     job["data"] |= {"seq_len": 64}
     job["optimizer"] |= {"lr": lr, "schedule": "cosine"}
     job["train"] |= {"steps": steps, "seed": seed, "global_batch": 8, "evaluate_rows": 512}
-    job["train"]["micro_batch"] = 2 if name == AGAIN else 4
-    job["plan"] = {"parallel": {"zero": zero}, "precision": {"forward": "fp32"}, "comm": CASES[name]}
+    job["train"]["micro_batch_size"] = 2 if name == AGAIN else 4
+    job["plan"] = {"parallel": {"zero": zero}, "precision": {"param_dtype": "fp32"}, "comm": CASES[name]}
     if name.startswith("1-bit"):
         job["optimizer"] |= {"name": "onebit-adam", "freeze_steps": steps // 5}
     return Job.parse(job)

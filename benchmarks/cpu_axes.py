@@ -119,7 +119,7 @@ def run_model(
     largest = 0.0
 
     def weft(parallel: dict[str, Any]) -> Callable[[], Step]:
-        return partial(build_weft_plan, workload, {"parallel": parallel, "precision": {"forward": "fp32"}})
+        return partial(build_weft_plan, workload, {"parallel": parallel, "precision": {"param_dtype": "fp32"}})
 
     with TemporaryDirectory() as folder:
         workload.untouched_model().save_pretrained(folder)

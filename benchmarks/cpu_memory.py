@@ -31,16 +31,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
-from weft.device.device import detect
-from weft.launch.launcher import connect
-from weft.topology.mesh import build_mesh
 from weft.data import MicroBatch
+from weft.device.device import detect
 from weft.job import Model, Optimizer
+from weft.launch.launcher import connect
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.optimizer_state import place_states
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Parallel, Plan, Precision
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
@@ -61,7 +61,7 @@ KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_
 
 def weft(dtype: torch.dtype, **memory: Any) -> Any:
     format = "fp32" if dtype == torch.float32 else "bf16"
-    precision = Precision(forward=format, update=format, reduce=format)
+    precision = Precision(param_dtype=format, update=format, reduce_dtype=format)
     plan = Plan(parallel=Parallel(zero=0), precision=precision, memory=Memory(**memory)).resolve(1)
     return parallelize(plain(dtype), plan, build_mesh(plan, "cpu", 1))
 
@@ -116,7 +116,7 @@ SYSTEMS: dict[str, Callable[[torch.dtype], Any]] = {
     "Weft, attention, activation and norm": recompute("attention", "activation", "norm"),
     "Weft, mlp": recompute("mlp"),
     "Weft, block": recompute("block"),
-    "Weft, every second block": recompute("block", recompute_every=2),
+    "Weft, every second block": recompute("block", recompute_interval=2),
     "Weft, attention to a disk": partial(weft, offload=("attention",), offload_to="disk"),
     "Weft, attention to a disk, mlp again": recompute("mlp", offload=("attention",), offload_to="disk"),
     "Weft, block to a disk": partial(weft, offload=("block",), offload_to="disk"),
@@ -187,8 +187,8 @@ class Training:
         build: Callable[..., torch.optim.Optimizer] | None = None,
     ):
         self.tolerance = 0.05 if build or states != "update" else TOLERANCE
-        precision = Precision(weights=weights, states=states)  # type: ignore[arg-type]
-        memory = Memory(optimizer=optimizer)  # type: ignore[arg-type]
+        precision = Precision(weights=weights, optimizer_state_dtype=states)  # type: ignore[arg-type]
+        memory = Memory(optimizer_device=optimizer)  # type: ignore[arg-type]
         self.plan = Plan(parallel=Parallel(zero=zero), precision=precision, memory=memory).resolve(1)  # type: ignore[arg-type]
         self.mesh = build_mesh(self.plan, "cpu", 1)
         self.model: Any = parallelize(plain(torch.float32), self.plan, self.mesh).train()

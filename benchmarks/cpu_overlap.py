@@ -29,10 +29,10 @@ from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from weft.device.device import detect
 from weft.backends.hierarchical import register_backend
 from weft.comm import collectives
 from weft.comm.overlap import Overlap, multiply_copied, multiply_gathered, multiply_reduced, multiply_scattered
+from weft.device.device import detect
 
 ALPHA = 5e-5  # seconds of a message, however short
 COUNTS = (1, 2, 4, 8, 16, 32)

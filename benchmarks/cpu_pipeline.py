@@ -73,7 +73,7 @@ def plan_tables(schedule: str, ranks: int, head_cost: float) -> dict[str, Any]:
     """The plan of a pipeline."""
     stages = SCHEDULES[schedule].virtual_stages
     pipeline = {"schedule": schedule, "virtual_stages": stages, "head_cost": head_cost}
-    return {"parallel": {"pp": ranks, "zero": 0}, "pipeline": pipeline, "precision": {"forward": "fp32"}}
+    return {"parallel": {"pp": ranks, "zero": 0}, "pipeline": pipeline, "precision": {"param_dtype": "fp32"}}
 
 
 def builders_of(workload: Workload, schedule: str, ranks: int) -> dict[str, Callable[[], Step]]:
@@ -94,7 +94,7 @@ def compare_speed(
     table, largest = Table("schedule", "ranks", "stages", *COLUMNS), 0.0
     for column in ("core seconds a step", "/ Weft's", "waiting", "MB a step", "loss off by"):
         table.add_column(column)
-    one_rank = {"parallel": {"zero": 0}, "precision": {"forward": "fp32"}}
+    one_rank = {"parallel": {"zero": 0}, "precision": {"param_dtype": "fp32"}}
     base = start_base(workload, partial(build_weft_plan, workload, one_rank, MICRO_BATCHES), CHECKED_STEPS)
     for ranks in numbers:
         for schedule in (name for name in schedules if SCHEDULES[name].torch):

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.device.device import Cpu
-from weft.launch.tunnel import LOOPBACK, TunnelClient
 from weft.launch.rendezvous import new_token
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import SocketStore
+from weft.launch.tunnel import LOOPBACK, TunnelClient
 
 LARGE = b"x" * 16_000_000
 SMALL_REQUESTS, CONNECTIONS = 300, 20  # of one repeat

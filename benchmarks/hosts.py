@@ -41,7 +41,6 @@ from transformers import AutoModelForCausalLM
 
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.comm.collectives import Recorder, all_gather_rows
 from weft.comm.stopwatch import CollectiveClock
 from weft.data import MicroBatch
@@ -49,6 +48,7 @@ from weft.job import Model, Optimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
@@ -61,7 +61,7 @@ Step = Callable[[Tensor], float]
 
 def slow(codec: str) -> dict[str, Any]:
     """Compression of what passes between hosts."""
-    return {"compression": codec, "compress_level": "slow"}
+    return {"compression": codec, "compress_scope": "inter_node"}
 
 
 TOKENS, ROWS = 256, 8
@@ -138,7 +138,7 @@ def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_ste
     """A training, with rows in equal parts for all ranks."""
     ranks = dist.get_world_size()
     degrees = {key: ranks if value == -1 else value for key, value in parallel.items()}
-    tables = {"parallel": degrees, "precision": {"forward": "fp32"}, "comm": comm}
+    tables = {"parallel": degrees, "precision": {"param_dtype": "fp32"}, "comm": comm}
     plan = Plan.model_validate(tables).resolve(ranks)
     mesh, source = build_mesh(plan, "cpu", ranks), Model(config=MODELS[model])
     split = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh).train()

@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.job import Job
-from weft.planner.dryrun.extrapolate import trace_in_brief
+from weft.planner.costmodel.frameworks import STACKS
 from weft.planner.costmodel.hardware import GIB, ClusterSpec, cluster_of, find_device
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.peak_memory import peak_memory
-from weft.planner.search.propose import describe, planned, space_of
-from weft.planner.search.search import Choice, Space, sensitivity, search
 from weft.planner.costmodel.shape import KNOWN, Shape
-from weft.planner.costmodel.frameworks import STACKS
 from weft.planner.costmodel.step_time import step_time
+from weft.planner.dryrun.extrapolate import trace_in_brief
 from weft.planner.dryrun.layer_activations import trace_layers
+from weft.planner.search.propose import describe, planned, space_of
+from weft.planner.search.search import Choice, Space, search, sensitivity
 
 PICTURE = Path(__file__).parents[1] / "docs" / "scaling.svg"
 LLAMA_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)
@@ -260,7 +260,7 @@ def confirmations() -> Table:
         table.add_column(name, overflow="fold")
     for name, (config, devices, degrees) in CONFIRMED.items():
         data = {"source": "tokens", "path": "none.npy", "seq_len": 4096}
-        job = Job.parse({"model": {"config": config}, "data": data, "train": {"global_batch": 4 * devices}})
+        job = Job.parse({"model": {"config": config}, "data": data, "train": {"global_batch_size": 4 * devices}})
         space = space_of(job, cluster_of(find_device("H100"), devices))
         space = replace(space, traced=trace_layers(job, "cuda", with_tp=True))
         layout = TrainingLayout(seq=4096, global_batch=4 * devices, expert_tp=1, **degrees)

@@ -31,11 +31,11 @@ from weft.planner.calibrate.calibrate import calibrate, formula
 from weft.planner.costmodel.cluster_file import ClusterFile
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.operator_timing import time_step
+from weft.planner.costmodel.step_time import StepTime
+from weft.planner.dryrun.trace import Trace, trace_stages
 from weft.planner.search.propose import space_of
 from weft.planner.search.search import Choice
-from weft.planner.costmodel.step_time import StepTime
 from weft.planner.search.strategy import predict
-from weft.planner.dryrun.trace import Trace, trace_stages
 from weft.planner.validate import spearman
 from weft.train.run import train
 
@@ -69,7 +69,7 @@ def random_job(chance: random.Random, ranks: int) -> dict[str, Any]:
     micro_batch = chance.choice([1, 2, 4])
     plan: dict[str, Any] = {
         "parallel": parallel,
-        "precision": {"forward": chance.choice(["fp32", "fp32", "bf16"])},
+        "precision": {"param_dtype": chance.choice(["fp32", "fp32", "bf16"])},
         "memory": {"recompute": chance.choice([[], [], ["activation", "norm"], ["block"]])},
         "pipeline": {"schedule": chance.choice(["1f1b", "gpipe", "zb-h1"])},
     }
@@ -80,8 +80,8 @@ def random_job(chance: random.Random, ranks: int) -> dict[str, Any]:
         "optimizer": {"lr": 1e-5},  # at a higher rate routers send all tokens to two experts within eight steps
         "train": {
             "steps": STEPS,
-            "micro_batch": micro_batch,
-            "global_batch": left * micro_batch * chance.choice([2, 4]),
+            "micro_batch_size": micro_batch,
+            "global_batch_size": left * micro_batch * chance.choice([2, 4]),
             "evaluate_every": 0,
             "evaluate_rows": 4,
         },
@@ -106,7 +106,7 @@ def jobs(seed: int, count: int, folder: Path) -> Iterator[tuple[int, Job, list[T
 def with_prediction(job: Job, traces: list[Trace], time: StepTime, machine: ClusterFile) -> Job:
     """The job, whose run puts what it measures beside the prediction."""
     space = space_of(job, machine.cluster())
-    layout = layout_of(traces[0].plan, job.data.seq_len, job.train.global_batch, job.train.micro_batch)
+    layout = layout_of(traces[0].plan, job.data.seq_len, job.train.global_batch_size, job.train.micro_batch_size)
     prediction = predict(space, Choice(layout, time, space.memory(layout)), traces, machine.operators_scalar)
     return job.model_copy(update={"plan": job.plan.model_copy(update={"prediction": prediction})})
 
@@ -122,8 +122,8 @@ def in_short(job: Job, ranks: int) -> str:
     degrees.append(f"dp {p.data_ranks} zero {p.zero}")
     more = [plan.pipeline.schedule] if p.pp > 1 else []
     more += [f"recompute {' '.join(plan.memory.recompute)}"] if plan.memory.recompute else []
-    batch = f"{job.train.micro_batch} of {job.train.global_batch}"
-    return ", ".join([sizes, batch, plan.precision.forward, *degrees, *more])
+    batch = f"{job.train.micro_batch_size} of {job.train.global_batch_size}"
+    return ", ".join([sizes, batch, plan.precision.param_dtype, *degrees, *more])
 
 
 def main() -> None:

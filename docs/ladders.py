@@ -28,7 +28,7 @@ def section(name: str, world_size: int) -> list[str]:
     return [
         f"## {name}: {world_size} ranks, rows of {job.data.seq_len} tokens",
         "",
-        f"`weft memory examples/{name}.toml --world {world_size} --device cuda`. "
+        f"`weft memory examples/{name}.toml --world-size {world_size} --device cuda`. "
         f"Plan: {', '.join(f'{key} {value}' for key, value in degrees.items())}. Rank {base.rank}, "
         f"{base.parameters / 1e6:,.0f} million parameters of its own. The peak is made by {operation} in {role}; GiB: {kinds}.",
         "",

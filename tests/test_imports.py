@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
 HOUSE = (
     "errors lock plan refusal job",
-    "cluster anatomy comm precision compute memory checkpoint data parallel train planner observe cli",
+    "device backends launch topology anatomy comm precision compute memory checkpoint data parallel train planner observe cli",
 )
 ROOMS = " ".join(HOUSE).split()
 

@@ -52,8 +52,8 @@ def test_settings_with_dotted_keys() -> None:
 def test_plan_in_a_file_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text("[parallel]\nzero = 1\n")
-    job = Job.parse({**LLAMA, "plan": str(path)}, ["plan.precision.forward=fp32"])
-    assert (job.plan.parallel.zero, job.plan.precision.forward) == (1, "fp32")
+    job = Job.parse({**LLAMA, "plan": str(path)}, ["plan.precision.param_dtype=fp32"])
+    assert (job.plan.parallel.zero, job.plan.precision.param_dtype) == (1, "fp32")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ SMALL = (  # the recipe of `weft train`, on little text, with a small model
     "data.held_out=0.2",
     "model.config.num_hidden_layers=1",
     "model.config.hidden_size=64",
-    "plan.precision.forward=fp32",
+    "plan.precision.param_dtype=fp32",
 )
 
 

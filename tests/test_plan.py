@@ -49,24 +49,24 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(parallel=Parallel(cp=2, cp_ulysses=3)),
         Plan(parallel=Parallel(dp_shard=0)),
         Plan(comm=Comm(overlap_chunks=2)),
-        Plan(precision=Precision(forward="fp16")),
+        Plan(precision=Precision(param_dtype="fp16")),
         Plan(precision=Precision(update="fp16")),
         Plan(precision=Precision(backward="fp16")),
-        Plan(precision=Precision(forward="fp32", backward="fp16")),
-        Plan(precision=Precision(forward="fp32", update="bf16")),
-        Plan(precision=Precision(reduce="fp16")),
-        Plan(parallel=Parallel(zero=0), precision=Precision(reduce="bf16")),
-        Plan(precision=Precision(forward="fp32", weights="split")),
-        Plan(precision=Precision(update="bf16", states="int8")),
+        Plan(precision=Precision(param_dtype="fp32", backward="fp16")),
+        Plan(precision=Precision(param_dtype="fp32", update="bf16")),
+        Plan(precision=Precision(reduce_dtype="fp16")),
+        Plan(parallel=Parallel(zero=0), precision=Precision(reduce_dtype="bf16")),
+        Plan(precision=Precision(param_dtype="fp32", weights="split")),
+        Plan(precision=Precision(update="bf16", optimizer_state_dtype="int8")),
         Plan(memory=Memory(recompute=("block", "norm"))),
         Plan(memory=Memory(recompute=("mlp", "activation"))),
-        Plan(memory=Memory(recompute_every=2)),
+        Plan(memory=Memory(recompute_interval=2)),
         Plan(memory=Memory(offload=("block", "mlp"))),
         Plan(memory=Memory(offload=("mlp",), recompute=("mlp",))),
-        Plan(memory=Memory(offload_ahead=2)),
+        Plan(memory=Memory(offload_prefetch=2)),
         Plan(memory=Memory(optimizer_bytes=(1000,))),
-        Plan(memory=Memory(optimizer="host", optimizer_bytes=(1000, 2000))),
-        Plan(comm=Comm(compression="2:4"), precision=Precision(update="fp64", reduce="fp64")),
+        Plan(memory=Memory(optimizer_device="host", optimizer_bytes=(1000, 2000))),
+        Plan(comm=Comm(compression="2:4"), precision=Precision(update="fp64", reduce_dtype="fp64")),
         Plan(comm=Comm(error_feedback=False)),
     ]
     for rule in RULES:
@@ -92,7 +92,7 @@ def test_auto_precision_follows_the_device_and_the_other_settings(
 ) -> None:
     for supported, expected in ((True, native), (False, emulated)):
         plan = Plan(precision=Precision(**settings)).resolve(1).resolve_precision(supported)  # type: ignore[arg-type]
-        assert plan.precision.forward == expected
+        assert plan.precision.param_dtype == expected
         assert plan.resolve(1) == plan
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.device.device import detect
 from weft.compute.attention import PLAIN, primitive
+from weft.device.device import detect
 from weft.parallel.context import ContextParallel, attend
 from weft.parallel.expert import mixture_of_experts
 

@@ -68,8 +68,8 @@ def jobs(small: bool, folder: Path) -> dict[str, Job]:
                     "data": {"source": "python", "vocab_size": 2048, "seq_len": seq_len // shorter, "packing": False},
                     "train": {
                         "steps": STEPS,
-                        "global_batch": 2 * rows,
-                        "micro_batch": rows,
+                        "global_batch_size": 2 * rows,
+                        "micro_batch_size": rows,
                         "evaluate_every": 0,
                         "evaluate_rows": 2,
                     },

@@ -29,13 +29,13 @@ from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.device.device import Device, detect
-from weft.launch.launcher import connect
-from weft.topology.mesh import build_mesh
 from weft.job import Checkpoint, Job, Model, Optimizer
+from weft.launch.launcher import connect
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
@@ -71,7 +71,7 @@ def main() -> None:
     device = detect()
     _, world_size, local_rank = connect(device)
     place = device.torch_device(local_rank)
-    precision = Precision(forward="bf16", update="bf16", reduce="bf16")
+    precision = Precision(param_dtype="bf16", update="bf16", reduce_dtype="bf16")
     plan = Plan(parallel=Parallel(zero=0), precision=precision).resolve(world_size)
     mesh = build_mesh(plan, place.type, world_size)
     source = Model(config={**LLAMA_8B, "num_hidden_layers": chosen.blocks})

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from weft.device.device import detect
 from weft.comm.compression.codec import decode, encode
 from weft.comm.compression.codecs import CODECS
+from weft.device.device import detect
 
 REPEATS = 9
 CHUNKS = (1, 2, 4, 8, 16)

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
 from weft.device.device import Device, detect
-from weft.launch.launcher import connect
-from weft.topology.mesh import build_mesh
 from weft.job import Job
+from weft.launch.launcher import connect
 from weft.parallel.parallelize import parallelize
 from weft.planner.dryrun.trace import assumed_batches, trace
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
@@ -69,7 +69,7 @@ def job_for(model: dict[str, Any], recompute: bool, zero: int, rows: int, seq_le
         {
             "model": {"config": {**model, "gradient_checkpointing": recompute}},
             "data": {"source": "tokens", "seq_len": seq_len},
-            "train": {"global_batch": rows, "micro_batch": rows},
+            "train": {"global_batch_size": rows, "micro_batch_size": rows},
             "plan": {"parallel": {"zero": zero}},
         }
     )

@@ -24,15 +24,15 @@ from weft.anatomy.flops import training_flops_per_token
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, build_plain, gather_weights, materialize
 from weft.checkpoint.model_config import read_config
-from weft.device.device import Device, detect
-from weft.launch.launcher import connect
-from weft.topology.mesh import build_mesh
 from weft.data import MicroBatch
+from weft.device.device import Device, detect
 from weft.job import Model, Optimizer
+from weft.launch.launcher import connect
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
@@ -109,7 +109,7 @@ def parity(device: Device, place: torch.device) -> None:
     for name, config in TINY.items():
         results = []
         for where in (torch.device("cpu"), place):
-            step, model = weft_trainer(Model(config=config), Precision(forward="fp32"), where)
+            step, model = weft_trainer(Model(config=config), Precision(param_dtype="fp32"), where)
             losses = torch.tensor([step(random_batch(512, 4, 64, where, seed)) for seed in range(3)])
             results.append((losses, gather_weights(model)))
         (losses, weights), (device_losses, device_weights) = results

@@ -28,13 +28,13 @@ from checkpoint import LLAMA_8B
 from weft.checkpoint.huggingface import allocate, build_on_meta
 from weft.checkpoint.model_config import read_config
 from weft.device.device import detect
-from weft.launch.launcher import connect
-from weft.topology.mesh import build_mesh
 from weft.job import Model, Optimizer
+from weft.launch.launcher import connect
 from weft.memory.optimizer_state import place_states
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Parallel, Plan, Precision
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 

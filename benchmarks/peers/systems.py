@@ -23,13 +23,13 @@ from transformers import PreTrainedModel
 import weft
 from weft.checkpoint.huggingface import build_on_meta
 from weft.checkpoint.model_config import read_config
-from weft.device.device import detect
-from weft.topology.mesh import data_rank
 from weft.data import MicroBatch
+from weft.device.device import detect
 from weft.job import Model
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import IGNORED, train_step
 
@@ -43,7 +43,7 @@ def own_rows(rows: Tensor) -> Tensor:
 
 def build_weft(workload: Workload, zero: int, dtype: str) -> Step:
     """Weft's own step on the untouched model."""
-    return build_weft_plan(workload, {"parallel": {"zero": zero}, "precision": {"forward": dtype}})
+    return build_weft_plan(workload, {"parallel": {"zero": zero}, "precision": {"param_dtype": dtype}})
 
 
 def build_weft_plan(workload: Workload, tables: dict[str, Any], micro_batches: int = 1) -> Step:

@@ -96,12 +96,12 @@ def start(job: Job) -> System:
     context.set_forkserver_preload(PRELOADED)
     # Ranks meet in a file: a port that is free now may be one of another system's connections a moment later.
     folder = TemporaryDirectory(ignore_cleanup_errors=True)
-    meeting = os.path.join(folder.name, "meeting")
+    rendezvous = os.path.join(folder.name, "rendezvous")
     ranks: list[BaseProcess] = []
     connections = []
     for rank in range(job.ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank_main, args=(job, rank, meeting, theirs), daemon=True)
+        process = context.Process(target=_rank_main, args=(job, rank, rendezvous, theirs), daemon=True)
         process.start()
         theirs.close()
         ranks.append(process)
@@ -160,7 +160,7 @@ def _answers(system: System) -> list[Answer]:
         ) from None
 
 
-def _rank_main(job: Job, rank: int, meeting: str, turns: Connection) -> None:
+def _rank_main(job: Job, rank: int, rendezvous: str, turns: Connection) -> None:
     """Build the system, then run as many steps as each turn says; 0 ends."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ.update({key: str(value) for key, value in place.items()})  # some peers look there
@@ -168,7 +168,7 @@ def _rank_main(job: Job, rank: int, meeting: str, turns: Connection) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     disable_progress_bar()
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=job.ranks)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=job.ranks)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # DeepSpeed tells of what it compiles
         train_step = job.build()
     turns.send(Answer([], 0.0, 0.0, None))

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from weft.backends.shm_p2p import ReceiveWork
 from weft.backends.shared_memory import SharedMemoryGroup
+from weft.backends.shm_p2p import ReceiveWork
 from weft.comm.collectives import Recorder
 
 MARK, STEP = "collective", "step"

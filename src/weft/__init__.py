@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.checkpoint.huggingface import materialize
-    from weft.topology.mesh import build_mesh
     from weft.job import Job
     from weft.parallel.labels import count_targets
     from weft.parallel.parallelize import parallelize
     from weft.plan import Plan
+    from weft.topology.mesh import build_mesh
     from weft.train.optimizer import clip_grad_norm_
     from weft.train.run import train
 

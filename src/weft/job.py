@@ -85,9 +85,9 @@ class Train(Table):
 
     steps: Count = 100
     """Optimizer steps."""
-    global_batch: Count = 8
+    global_batch_size: Count = 8
     """Rows of one optimizer step, over all ranks and micro-batches."""
-    micro_batch: Count = 8
+    micro_batch_size: Count = 8
     """Rows a rank takes through forward and backward at once, at most."""
     seed: Seed = 0
     """Seed of the data order and of dropout."""
@@ -125,15 +125,15 @@ class Guard(Table):
     out the batches since then."""
     rollback_steps: Number = 100
     """A rollback goes to the newest checkpoint that is at least so many steps older than the spike."""
-    replicas_every: Number = 0
+    sdc_check_interval: Number = 0
     """Steps between comparisons of the weights that several ranks hold, and before each checkpoint; where they differ,
     training goes back and runs the steps again; 0: none."""
     max_skipped: Annotated[int, Field(ge=1)] = 20
     """Training ends when the updates of so many steps in a row were left out. fp16's loss scale may need 16 to come down."""
-    patience_seconds: Annotated[float, Field(gt=0, lt=1800)] = 600.0
+    hang_timeout_seconds: Annotated[float, Field(gt=0, lt=1800)] = 600.0
     """A job is ended, or started again, when no rank has made progress for that long. After 1800 s collectives give up by
     themselves, without naming a culprit."""
-    rejoin_seconds: Annotated[float, Field(ge=0)] = 60.0
+    node_rejoin_seconds: Annotated[float, Field(ge=0)] = 60.0
     """A host that is lost may come back, or be replaced, for that long; then the job goes on without it."""
 
 
@@ -191,13 +191,13 @@ class Job(Table):
                 rule="a model is a folder with weights (path) or a fresh start from a configuration (config)",
                 fix='set one of them, for example --set model.config="config.json"',
             )
-        if job.plan.precision.states == "bf16" and 1 - job.optimizer.betas[1] < BF16_STEP:
+        if job.plan.precision.optimizer_state_dtype == "bf16" and 1 - job.optimizer.betas[1] < BF16_STEP:
             raise JobError(
-                f"optimizer.betas[1] = {job.optimizer.betas[1]} with plan.precision.states = bf16",
+                f"optimizer.betas[1] = {job.optimizer.betas[1]} with plan.precision.optimizer_state_dtype = bf16",
                 where=where,
                 rule="the second moment moves by 1 - betas[1] of itself a step, and bfloat16 may lose less "
                 f"than {BF16_STEP:.4f}: it would never fall again",
-                fix='set optimizer.betas[1] to 0.99 at most, or plan.precision.states to "int8"',
+                fix='set optimizer.betas[1] to 0.99 at most, or plan.precision.optimizer_state_dtype to "int8"',
             )
         _check_one_bit(job, where)
         return job

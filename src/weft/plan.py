@@ -80,7 +80,7 @@ class Pipeline(Table):
 class Precision(Table):
     """Number formats of each part of a step."""
 
-    forward: DType | Literal["auto"] = "auto"
+    param_dtype: DType | Literal["auto"] = "auto"
     """Dtype of weights and activations in forward and backward; auto: bf16 where the device computes it natively or another
     setting needs it, else fp32. What was chosen is written in the run's job.toml, its checkpoints and its report."""
     backward: Literal["forward", "fp16"] = "forward"
@@ -88,16 +88,16 @@ class Precision(Table):
     bf16, whose activations are cast when they are used."""
     update: DType = "fp32"
     """Format of the weights the optimizer updates, and of its state."""
-    reduce: DType = "fp32"
+    reduce_dtype: DType = "fp32"
     """Format in which gradients are summed over ranks and micro-batches."""
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
     """Factor on the loss that keeps fp16 gradients from underflowing: none, dynamic, or a fixed number."""
-    float32: tuple[Literal["router", "norm", "head"], ...] = ()
+    fp32_modules: tuple[Literal["router", "norm", "head"], ...] = ()
     """Parts of the model that compute in float32 whatever the format of forward. The loss always does."""
     weights: Literal["whole", "split", "split_even"] = "whole"
     """How a weight of the update is held: whole, beside its cast for forward; or split into that cast and the rest, in the
     same memory, where ties are rounded away from zero or, with one bit more, to even as a cast does."""
-    states: Literal["update", "bf16", "int8", "int4"] = "update"
+    optimizer_state_dtype: Literal["update", "bf16", "int8", "int4"] = "update"
     """Format of the optimizer's state between updates: that of the update; bfloat16; or 8 or 4 bits, in blocks with a scale."""
 
     @property
@@ -106,14 +106,14 @@ class Precision(Table):
         return self.weights != "whole" or self.backward == "fp16" or self.update == "bf16"
 
     def resolve(self, native_bf16: bool) -> "Precision":
-        """Replace forward = "auto" by a dtype; any other forward stays.
+        """Replace param_dtype = "auto" by a dtype; any other stays.
 
         Args:
             native_bf16: whether the device computes bf16 natively, see `weft.device.device.Device.supports`.
         """
-        if self.forward != "auto":
+        if self.param_dtype != "auto":
             return self
-        return self.model_copy(update={"forward": "bf16" if native_bf16 or self.needs_bf16 else "fp32"})
+        return self.model_copy(update={"param_dtype": "bf16" if native_bf16 or self.needs_bf16 else "fp32"})
 
 
 class Memory(Table):
@@ -122,9 +122,9 @@ class Memory(Table):
     recompute: tuple[Literal["block", "attention", "mlp", "activation", "norm"], ...] = ()
     """What backward computes again instead of keeping it: whole blocks, their attention or mlp, or only what activation
     functions and norms make."""
-    recompute_every: Degree = 1
+    recompute_interval: Degree = 1
     """Only every so-manieth block does, the first one included."""
-    optimizer: Literal["device", "host", "disk"] = "device"
+    optimizer_device: Literal["device", "host", "disk"] = "device"
     """Where the optimizer's states live between updates."""
     optimizer_bytes: tuple[Annotated[int, Field(gt=0)], ...] = ()
     """Bytes of them that a rank has there, the others stay on the device: one number for all ranks, or one for each rank of pp;
@@ -135,9 +135,9 @@ class Memory(Table):
     """Where they wait."""
     offload_bytes: Annotated[int, Field(ge=0)] = 0
     """Bytes of them that a rank has there at most, the others stay on the device; 0: all. One tensor must fit."""
-    offload_ahead: Degree = 1
+    offload_prefetch: Degree = 1
     """Parts whose activations come back before they are asked for."""
-    folder: str = "/var/tmp"
+    offload_dir: str = "/var/tmp"
     """Of the disk, not of a file system in memory, as /tmp often is: where each rank keeps files. They have no names, and go
     with the process."""
 
@@ -154,7 +154,7 @@ class Comm(Table):
     prefetch: Annotated[int, Field(ge=0)] = 1
     """Blocks whose weights are gathered ahead of the one that computes (zero = 3). Ranks that share memory, whose gathers take
     the cores from computation, gather none ahead."""
-    head_groups: Degree = 1
+    ulysses_chunks: Degree = 1
     """Groups in which the heads of Ulysses travel, each while that before it is attended to."""
     topology: str = ""
     """File that declares the hosts of the job and the links between their ranks, as `weft topology --out` writes it; empty:
@@ -162,7 +162,7 @@ class Comm(Table):
     compression: Literal["none", "bf16", "fp16", "int8", "2:4", "1-bit"] = "none"
     """Of gradients on their way between data ranks: as they are; 16 bits a number; 8, in blocks with a scale; the two largest
     of every four, 9 bits; or signs, which only optimizer.name = "onebit-adam" can use."""
-    compress_level: Literal["all", "slow"] = "all"
+    compress_scope: Literal["all", "inter_node"] = "all"
     """Which of these messages: all, or those between hosts, where a group of ranks is on several."""
     error_feedback: bool = True
     """Whether what a message leaves out is added to the next one."""
@@ -174,7 +174,7 @@ class Prediction(Table):
     cluster: str
     """Hosts and devices it is for, in words."""
     micro_batch: int
-    """Rows, of train.micro_batch, for which it holds."""
+    """Rows, of train.micro_batch_size, for which it holds."""
     step_seconds: float
     terms: dict[str, float]
     """Seconds that the step consists of, on the busiest rank."""
@@ -251,7 +251,7 @@ class Plan(Table):
         return self.model_copy(update={"parallel": parallel, "pipeline": pipeline})
 
     def resolve_precision(self, native_bf16: bool) -> "Plan":
-        """Replace precision.forward = "auto" by a dtype; see `Precision.resolve`."""
+        """Replace precision.param_dtype = "auto" by a dtype; see `Precision.resolve`."""
         return self.model_copy(update={"precision": self.precision.resolve(native_bf16)})
 
 
@@ -298,7 +298,7 @@ STATE_BYTES = {"bf16": 2, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 128}  # with 
 
 def state_bytes(precision: Precision) -> float:
     """Bytes of a number of the optimizer's state, between updates."""
-    return STATE_BYTES.get(precision.states, BYTES[precision.update])
+    return STATE_BYTES.get(precision.optimizer_state_dtype, BYTES[precision.update])
 
 
 # The one table of settings that exclude each other: the runtime, the planner and the docs read it.
@@ -316,10 +316,10 @@ RULES: tuple[Rule, ...] = (
         fix="leave one of the two out of plan.memory.recompute",
     ),
     Rule(
-        name="recompute_every > 1 without recompute",
-        broken=lambda plan: plan.memory.recompute_every > 1 and not plan.memory.recompute,
+        name="recompute_interval > 1 without recompute",
+        broken=lambda plan: plan.memory.recompute_interval > 1 and not plan.memory.recompute,
         reason="it chooses the blocks that compute again",
-        fix="set plan.memory.recompute, or leave plan.memory.recompute_every at 1",
+        fix="set plan.memory.recompute, or leave plan.memory.recompute_interval at 1",
     ),
     Rule(
         name="offload of blocks and of a part of them",
@@ -340,16 +340,16 @@ RULES: tuple[Rule, ...] = (
         name="settings of offload without it",
         broken=lambda plan: (
             not plan.memory.offload
-            and (plan.memory.offload_to, plan.memory.offload_bytes, plan.memory.offload_ahead) != ("host", 0, 1)
+            and (plan.memory.offload_to, plan.memory.offload_bytes, plan.memory.offload_prefetch) != ("host", 0, 1)
         ),
         reason="they say where, how much and how early of the activations that plan.memory.offload names",
         fix="set plan.memory.offload, or leave them out",
     ),
     Rule(
         name="optimizer_bytes without another place",
-        broken=lambda plan: bool(plan.memory.optimizer_bytes) and plan.memory.optimizer == "device",
+        broken=lambda plan: bool(plan.memory.optimizer_bytes) and plan.memory.optimizer_device == "device",
         reason="it is how much of the optimizer's states leaves the device",
-        fix='set plan.memory.optimizer to "host" or "disk", or leave out plan.memory.optimizer_bytes',
+        fix='set plan.memory.optimizer_device to "host" or "disk", or leave out plan.memory.optimizer_bytes',
     ),
     Rule(
         name="optimizer_bytes of another number of stages",
@@ -392,7 +392,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="fp16 forward without a loss scale",
-        broken=lambda plan: plan.precision.forward == "fp16" and plan.precision.loss_scale == "none",
+        broken=lambda plan: plan.precision.param_dtype == "fp16" and plan.precision.loss_scale == "none",
         reason="fp16 gradients below 6e-8 become zero unless the loss is scaled up before backward",
         fix='set plan.precision.loss_scale = "dynamic", or use forward = "bf16"',
     ),
@@ -404,9 +404,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="fp16 backward behind another forward than bf16",
-        broken=lambda plan: plan.precision.backward == "fp16" and plan.precision.forward != "bf16",
+        broken=lambda plan: plan.precision.backward == "fp16" and plan.precision.param_dtype != "bf16",
         reason="a forward in fp16 has its backward in fp16 anyway, and one in fp32 would lose by it",
-        fix='set plan.precision.forward = "bf16", or leave plan.precision.backward = "forward"',
+        fix='set plan.precision.param_dtype = "bf16", or leave plan.precision.backward = "forward"',
     ),
     Rule(
         name="fp16 update",
@@ -418,51 +418,52 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="split weights of other formats than bf16 and fp32",
         broken=lambda plan: (
-            plan.precision.weights != "whole" and (plan.precision.forward, plan.precision.update) != ("bf16", "fp32")
+            plan.precision.weights != "whole"
+            and (plan.precision.param_dtype, plan.precision.update) != ("bf16", "fp32")
         ),
         reason="the upper half of an fp32 number is a bf16 number; no other two formats fit into one another like that",
-        fix='set plan.precision.forward = "bf16" and update = "fp32", or leave plan.precision.weights = "whole"',
-        candidates={"precision.weights": ("whole",), "precision.forward": ("bf16",), "precision.update": ("fp32",)},
+        fix='set plan.precision.param_dtype = "bf16" and update = "fp32", or leave plan.precision.weights = "whole"',
+        candidates={"precision.weights": ("whole",), "precision.param_dtype": ("bf16",), "precision.update": ("fp32",)},
     ),
     Rule(
         name="states of few bits with another update than fp32",
-        broken=lambda plan: plan.precision.states != "update" and plan.precision.update != "fp32",
+        broken=lambda plan: plan.precision.optimizer_state_dtype != "update" and plan.precision.update != "fp32",
         reason="they are packed from fp32 numbers, and unpacked into fp32 for each update",
-        fix='set plan.precision.update = "fp32", or leave plan.precision.states = "update"',
-        candidates={"precision.update": ("fp32",), "precision.states": ("update",)},
+        fix='set plan.precision.update = "fp32", or leave plan.precision.optimizer_state_dtype = "update"',
+        candidates={"precision.update": ("fp32",), "precision.optimizer_state_dtype": ("update",)},
     ),
     Rule(
         name="a forward format wider than the update format",
-        broken=lambda plan: BYTES[plan.precision.forward] > BYTES[plan.precision.update],
+        broken=lambda plan: BYTES[plan.precision.param_dtype] > BYTES[plan.precision.update],
         reason="the forward weights are cast from the updated weights; a wider format adds bytes and no information",
-        fix="set plan.precision.update at least as wide as plan.precision.forward",
-        candidates={"precision.update": ("bf16", "fp32", "fp64"), "precision.forward": ("bf16", "fp32")},
+        fix="set plan.precision.update at least as wide as plan.precision.param_dtype",
+        candidates={"precision.update": ("bf16", "fp32", "fp64"), "precision.param_dtype": ("bf16", "fp32")},
     ),
     Rule(
         name="zero = 0 with gradients reduced in another format than the update's",
-        broken=lambda plan: plan.parallel.zero == 0 and plan.precision.reduce != plan.precision.update,
+        broken=lambda plan: plan.parallel.zero == 0 and plan.precision.reduce_dtype != plan.precision.update,
         reason="replicated gradients are reduced where they are accumulated, in the update format",
-        fix="set plan.precision.reduce to plan.precision.update, or use zero = 1",
-        candidates={"precision.reduce": ("fp32", "bf16", "fp64"), "parallel.zero": (1,)},
+        fix="set plan.precision.reduce_dtype to plan.precision.update, or use zero = 1",
+        candidates={"precision.reduce_dtype": ("fp32", "bf16", "fp64"), "parallel.zero": (1,)},
     ),
     Rule(
         name="fp16 gradient reduction",
-        broken=lambda plan: plan.precision.reduce == "fp16",
+        broken=lambda plan: plan.precision.reduce_dtype == "fp16",
         reason="a sum over ranks overflows fp16 at 65504",
-        fix='set plan.precision.reduce to "fp32" or "bf16"',
-        candidates={"precision.reduce": ("fp32", "bf16", "fp64")},
+        fix='set plan.precision.reduce_dtype to "fp32" or "bf16"',
+        candidates={"precision.reduce_dtype": ("fp32", "bf16", "fp64")},
     ),
     Rule(
         name="compressed gradients in fp64",
-        broken=lambda plan: plan.comm.compression != "none" and plan.precision.reduce == "fp64",
+        broken=lambda plan: plan.comm.compression != "none" and plan.precision.reduce_dtype == "fp64",
         reason="messages are made of fp32 numbers, and what they leave out is kept in fp32",
-        fix='set plan.precision.reduce to "fp32" or "bf16", or leave plan.comm.compression = "none"',
-        candidates={"precision.reduce": ("fp32", "bf16"), "comm.compression": ("none",)},
+        fix='set plan.precision.reduce_dtype to "fp32" or "bf16", or leave plan.comm.compression = "none"',
+        candidates={"precision.reduce_dtype": ("fp32", "bf16"), "comm.compression": ("none",)},
     ),
     Rule(
         name="settings of compression without it",
         broken=lambda plan: (
-            plan.comm.compression == "none" and (plan.comm.compress_level, plan.comm.error_feedback) != ("all", True)
+            plan.comm.compression == "none" and (plan.comm.compress_scope, plan.comm.error_feedback) != ("all", True)
         ),
         reason="they say which messages are compressed, and what becomes of the rest",
         fix="set plan.comm.compression, or leave them out",

@@ -14,6 +14,31 @@ from weft.plan import Plan, Table
 
 SHOWN_ERRORS, SHOWN_CHARACTERS = 5, 80  # of one message, and of one value in it
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+RENAMED = {
+    "train.global_batch": "train.global_batch_size",
+    "train.micro_batch": "train.micro_batch_size",
+    "guard.patience_seconds": "guard.hang_timeout_seconds",
+    "guard.rejoin_seconds": "guard.node_rejoin_seconds",
+    "guard.replicas_every": "guard.sdc_check_interval",
+    "plan.precision.forward": "plan.precision.param_dtype",
+    "plan.precision.reduce": "plan.precision.reduce_dtype",
+    "plan.precision.states": "plan.precision.optimizer_state_dtype",
+    "plan.precision.float32": "plan.precision.fp32_modules",
+    "plan.memory.recompute_every": "plan.memory.recompute_interval",
+    "plan.memory.offload_ahead": "plan.memory.offload_prefetch",
+    "plan.memory.optimizer": "plan.memory.optimizer_device",
+    "plan.memory.folder": "plan.memory.offload_dir",
+    "plan.comm.compress_level": "plan.comm.compress_scope",
+    "plan.comm.head_groups": "plan.comm.ulysses_chunks",
+    "--ranks": "--nproc-per-node",
+    "--ranks-a": "--nproc-per-node-a",
+    "--ranks-b": "--nproc-per-node-b",
+    "--hosts": "--nnodes",
+    "--host": "--node-rank",
+    "--meet": "--rdzv-endpoint",
+    "--world": "--world-size",
+}
+"""Keys and command-line options of version 0.1, and their names since."""
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
 
@@ -105,6 +130,8 @@ def _fix_value(key: str, field: FieldInfo, item: Any) -> tuple[str, str, str]:
 
 def _fix_key(root: type[Table], path: list[str], value: Any) -> str:
     """The known key or table that is most like an unknown one, or those that there are beside it."""
+    if renamed := RENAMED.get(".".join(path)):
+        return f"it is now {renamed}"
     name = path[-1]
     table = root
     for part in path[:-1]:

@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.device.links import two_levels
 from tests.backends.test_shared_memory import FLOATS, numbers, results
+from tests.device.links import two_levels
 from tests.lab.pool import run_ranks
 from weft.backends import hierarchical as hierarchy
 from weft.backends.hierarchical import TwoLevelGroup, register_backend
-from weft.topology.mesh import choose_hierarchy
 from weft.backends.instrumented import GlooGroup
 from weft.backends.shared_memory import SharedMemoryGroup
 from weft.comm.collectives import Recorder
 from weft.plan import Comm
+from weft.topology.mesh import choose_hierarchy
 
 
 def make_group(rank: int, hosts: Sequence[int], forced: str = "auto") -> Any:

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.lab.pool import run_ranks
-from weft.backends import shm_p2p as mailbox
+from weft.backends import shm_p2p as channel
 from weft.backends.hierarchical import register_backend
-from weft.backends.shm_p2p import FORMATS, RECORDS, _Area, wait_until
 from weft.backends.shared_memory import DTYPES, SharedMemoryGroup
+from weft.backends.shm_p2p import FORMATS, RECORDS, _Area, wait_until
 from weft.errors import CommunicationError
 
 OTHER_DTYPES = (torch.complex64, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -333,16 +333,16 @@ def converse(rank: int, ranks: int) -> int:
             dist.isend(torch.full((size,), float(round_)), group=group, group_dst=1 - rank, tag=tag)
             x = torch.empty(size)
             wanted.append((x, dist.irecv(x, group=group, group_src=1 - rank, tag=tag)))
-        highest = max(highest, *group.mailbox.area.stops.values())
+        highest = max(highest, *group.channel.area.stops.values())
         for x, work in reversed(wanted):
             work.wait()
             assert x.eq(round_).all()
         dist.barrier(group)
     dist.send(torch.empty(0), group=group, group_dst=1 - rank)  # takes back what was acknowledged
-    assert len(group.mailbox.area.stops) == 1
-    assert not any(group.mailbox.wanted)
-    assert not any(group.mailbox.arrived)
-    return highest - group.mailbox.area.start
+    assert len(group.channel.area.stops) == 1
+    assert not any(group.channel.wanted)
+    assert not any(group.channel.arrived)
+    return highest - group.channel.area.start
 
 
 def test_memory_is_used_again() -> None:
@@ -413,7 +413,7 @@ def test_area(sizes: list[int], order: random.Random) -> None:
 def test_waiting_ends() -> None:
     assert wait_until(lambda: 5, 0) == 5
     assert wait_until(lambda: None, 0.01) is None
-    answers = iter([0] * (mailbox.SPINS + 20))
+    answers = iter([0] * (channel.SPINS + 20))
     with mock.patch.object(time, "sleep") as sleep:
         assert wait_until(lambda: next(answers, 3), 10) == 3
     assert sleep.call_count < 20

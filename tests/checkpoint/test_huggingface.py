@@ -19,10 +19,10 @@ from weft.checkpoint.huggingface import (
     save_folder,
 )
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
+from weft.topology.mesh import build_mesh
 
 
 def save_plain(folder: Path, name: str = "qwen3_moe") -> Model:

@@ -83,13 +83,13 @@ def blocks(number: int) -> list[str]:
         (["model.config.model_type=gptx"], ["gptx"]),
         (["model.config.hidden_size=33"], ["configuration"]),
         (["model.config.model_type=mamba"], ["mamba cannot keep packed documents apart", "data.packing = false"]),
-        (["plan.precision.forward=fp16"], ["fp16 forward without a loss scale", 'loss_scale = "dynamic"']),
+        (["plan.precision.param_dtype=fp16"], ["fp16 forward without a loss scale", 'loss_scale = "dynamic"']),
         (["plan=/dev/zero"], ["/dev/zero has more than 1048576 bytes"]),
         ([f"train.steps={'9' * 5000}"], ["train.steps"]),
         ([f"train.steps=1{'0' * 30}"], ["train.steps = 1000000000000000000000000000000", "below 9.22"]),
         ([f"train.steps={'[' * 5000}"], ["train.steps"]),
         (['optimizer.lr="inf"'], ['optimizer.lr = "inf"', "finite"]),
-        (["guard.rejoin_seconds=inf"], ["guard.rejoin_seconds = inf", "finite"]),
+        (["guard.node_rejoin_seconds=inf"], ["guard.node_rejoin_seconds = inf", "finite"]),
     ],
 )
 def test_a_bad_setting(
@@ -100,7 +100,9 @@ def test_a_bad_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = write_job(tmp_path)
-    text = refuse(capsys, monkeypatch, "train", str(job), "--ranks", "2", *(f"--set={setting}" for setting in settings))
+    text = refuse(
+        capsys, monkeypatch, "train", str(job), "--nproc-per-node", "2", *(f"--set={setting}" for setting in settings)
+    )
     for word in words:
         assert word in text
     assert not (tmp_path / "run").exists()
@@ -122,9 +124,9 @@ def test_a_pipeline_schedule_that_cannot_run(
 ) -> None:
     file = tmp_path / "own.csv"
     file.write_text(table, encoding="utf-8")
-    batch = ["--set=train.global_batch=2", "--set=train.micro_batch=1"]
+    batch = ["--set=train.global_batch_size=2", "--set=train.micro_batch_size=1"]
     plan = ["--set=plan.parallel.pp=2", f"--set=plan.pipeline.schedule={file}"]
-    text = refuse(capsys, monkeypatch, "train", str(write_job(tmp_path)), "--ranks", "2", *batch, *plan)
+    text = refuse(capsys, monkeypatch, "train", str(write_job(tmp_path)), "--nproc-per-node", "2", *batch, *plan)
     for word in words:
         assert word in " ".join(text.split())
     assert not (tmp_path / "run").exists()
@@ -138,7 +140,7 @@ def test_an_empty_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     job = write_job(tmp_path)
     for file in (tmp_path / "text").iterdir():
         file.write_text("")
-    assert "empty" in refuse(capsys, monkeypatch, "train", str(job), "--ranks", "2")
+    assert "empty" in refuse(capsys, monkeypatch, "train", str(job), "--nproc-per-node", "2")
 
 
 def test_a_model_without_known_roles(
@@ -146,7 +148,9 @@ def test_a_model_without_known_roles(
 ) -> None:
     config = {"model_type": "xlnet", "n_layer": 2, "d_model": 32, "n_head": 2, "d_inner": 32, "vocab_size": 300}
     job = write_job(tmp_path)
-    text = refuse(capsys, monkeypatch, "train", str(job), "--ranks", "2", f"--set=model.config={_inline(config)}")
+    text = refuse(
+        capsys, monkeypatch, "train", str(job), "--nproc-per-node", "2", f"--set=model.config={_inline(config)}"
+    )
     assert "no blocks found" in text
     assert "looked for" in text
 
@@ -162,7 +166,9 @@ def test_tokens_larger_than_the_vocabulary(
     np.save(tmp_path / "rows.npy", np.full((50, 33), 299, dtype=np.int32))
     settings = ["data.source=tokens", f"data.path={tmp_path / 'rows.npy'}", "model.config.vocab_size=299"]
     job = write_job(tmp_path)
-    text = refuse(capsys, monkeypatch, "train", str(job), "--ranks", "2", *(f"--set={setting}" for setting in settings))
+    text = refuse(
+        capsys, monkeypatch, "train", str(job), "--nproc-per-node", "2", *(f"--set={setting}" for setting in settings)
+    )
     assert "need a vocabulary of 300, the model has 299" in text
 
 
@@ -176,7 +182,7 @@ def test_no_disk_space_for_the_token_cache(
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=False).returncode:
         pytest.skip("this sandbox cannot mount a tmpfs")
     try:
-        text = refuse(capsys, monkeypatch, "train", str(job), "--ranks", "2", f"--set=data.cache={small}")
+        text = refuse(capsys, monkeypatch, "train", str(job), "--nproc-per-node", "2", f"--set=data.cache={small}")
         assert "space" in text
         left = {path.relative_to(small).parts[0].split("-")[0] for path in small.rglob("*")}
         assert left <= {"tokenizer"}  # complete, and of use to the next attempt; nothing half-written
@@ -219,14 +225,14 @@ WRONG: list[tuple[str, list[str]]] = [
     ("train {binary}", ["is not a TOML file", "https://toml.io"]),
     ("train {half.toml}", ["is not a TOML file"]),
     ("train {plan.toml}", ["this file is a plan"]),
-    ("dryrun {nowhere} --world 2", ["there is no file"]),
+    ("dryrun {nowhere} --world-size 2", ["there is no file"]),
     ("memory {binary}", ["is not a TOML file"]),
     ("compare {empty}", ["names neither a path nor a config"]),
     ("topology {half.toml}", ["is not a TOML file"]),
     ("export {cut} {to} --step 2", ["is not a TOML file"]),
     # Keys and values.
     ("train {job} --set trian.steps=1", ["unknown key trian", "did you mean [train]?"]),
-    ("dryrun {job} --world 2 --set plan.paralel.tp=2", ["did you mean [plan.parallel]?"]),
+    ("dryrun {job} --world-size 2 --set plan.paralel.tp=2", ["did you mean [plan.parallel]?"]),
     ("memory {job} --set optimizer.name=lion", ['is "adamw" or "onebit-adam"', 'optimizer.name = "adamw"']),
     ("compare {job} --set-b plan.parallel.zero=-1", ["plan.parallel.zero = -1", "is 0, 1, 2 or 3"]),
     ("topology {job} --set train.steps=many", ["is a whole number of at least 1", "train.steps = 100"]),
@@ -240,7 +246,7 @@ WRONG: list[tuple[str, list[str]]] = [
     # Configurations of models.
     *(
         (f"{command} {{{name}}}" if command == "anatomy" else f"{command} {{job}} --set model.config={{{name}}}", words)
-        for command in ("anatomy", "dryrun --world 2", "train")
+        for command in ("anatomy", "dryrun --world-size 2", "train")
         for name, words in {
             "nowhere": ["there is no file"],
             "empty": ["the configuration is refused"],
@@ -276,7 +282,7 @@ WRONG: list[tuple[str, list[str]]] = [
     # Folders that the command writes or reads.
     ("train {job} --out {empty}", ["Not a directory"]),
     ("compare {job} --set-b plan.parallel.zero=1 --out {empty}", ["Not a directory"]),
-    ("dryrun {job} --world 2 --json {folder}", ["is a folder", "name another file"]),
+    ("dryrun {job} --world-size 2 --json {folder}", ["is a folder", "name another file"]),
     ("memory {job} --json {nowhere}/x.json", ["there is no folder"]),
     ("plan {job} --device CPU --out {nowhere}/plan.toml", ["there is no folder"]),
     ("topology --file {ranks.toml} --json {folder}", ["is a folder"]),
@@ -336,7 +342,7 @@ def test_every_wrong_input_is_refused_with_its_rule_and_its_fix(
     monkeypatch.chdir(tmp_path)
     arguments = [re.sub(r"\{(.+?)\}", lambda name: places[name[1]], word) for word in command.split()]
     if "train {job}" in command:
-        arguments += ["--ranks", "2"]
+        arguments += ["--nproc-per-node", "2"]
     text = refuse(capsys, monkeypatch, *arguments)
     assert "  rule: " in text
     assert "  fix: " in text
@@ -351,9 +357,9 @@ def test_every_wrong_input_is_refused_with_its_rule_and_its_fix(
     "command",
     [
         *(
-            "train --ranks 0",
-            "train --ranks -1",
-            "dryrun {job} --world 0",
+            "train --nproc-per-node 0",
+            "train --nproc-per-node -1",
+            "dryrun {job} --world-size 0",
             "memory {job} --device tpu",
             "compare",
             "trian",

@@ -40,7 +40,7 @@ def test_a_plan_is_found_and_trains(
     assert found is not None
     assert found.sent_bytes
     assert sum(found.terms.values()) == pytest.approx(found.step_seconds)
-    settings = ["--set", f"plan={plan}", "--set", f"train.micro_batch={found.micro_batch}", "--ranks", 2]
+    settings = ["--set", f"plan={plan}", "--set", f"train.micro_batch_size={found.micro_batch}", "--nproc-per-node", 2]
     assert weft(monkeypatch, "train", job, *settings) == 0
     assert "predicted" in capsys.readouterr().out
     lines = {line.name: line for line in compare(read_run(tmp_path / "run"))}
@@ -80,7 +80,7 @@ def test_operators_are_timed_here(
         (["--device", "H100", "--cluster", "here.toml"], ["named twice"]),
         (["--cluster", "nowhere.toml"], ["there is no file nowhere.toml"]),
         (
-            ["--device", "H100", "--set", "train.global_batch=3", "--hosts", "7"],
+            ["--device", "H100", "--set", "train.global_batch_size=3", "--nnodes", "7"],
             ["no layout fills 7 hosts of 8 H100", "a batch of 3 rows"],
         ),
     ],
@@ -108,7 +108,7 @@ def test_a_model_that_fits_nowhere_here_is_told_where(
         "--per-host",
         2,
         "--set",
-        "train.global_batch=64",
+        "train.global_batch_size=64",
         "--no-confirm",
         "--out",
         tmp_path / "plan.toml",
@@ -123,8 +123,8 @@ def test_limits_that_a_model_does_not_fit_into(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     job = Path(__file__).parents[2] / "examples" / "llama-70b.toml"
-    options = ["--device", "H100", "--hosts", 8, "--max-devices", 3, "--no-confirm", "--out", tmp_path / "plan.toml"]
-    assert weft(monkeypatch, "plan", job, *options, "--set", "train.global_batch=96") == 2
+    options = ["--device", "H100", "--nnodes", 8, "--max-devices", 3, "--no-confirm", "--out", tmp_path / "plan.toml"]
+    assert weft(monkeypatch, "plan", job, *options, "--set", "train.global_batch_size=96") == 2
     text = capsys.readouterr().err
     assert "no layout fits on 3 H100" in text
     assert "take " in text

@@ -8,8 +8,8 @@ import pytest
 
 from tests.lab.jobs import write_job
 from weft.cli import main
-from weft.topology.topology import Topology
 from weft.job import Job
+from weft.topology.topology import Topology
 from weft.train.run import explain_links
 
 DECLARED = """
@@ -31,7 +31,7 @@ def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatc
     """Measured, shown, and left in a file that can be declared."""
     out, figures = tmp_path / "cluster.toml", tmp_path / "figures.json"
     files = ["--out", str(out), "--json", str(figures), "--cache", str(tmp_path / "cache")]
-    options = ["--ranks", "2", "--seconds", "10", "--set", "plan.parallel.tp=2"]
+    options = ["--nproc-per-node", "2", "--seconds", "10", "--set", "plan.parallel.tp=2"]
     assert run(monkeypatch, "topology", *options, *files) == 0
     printed = capfd.readouterr().out
     assert "1 host, 2 ranks, measured in" in printed
@@ -70,9 +70,9 @@ def test_many_ranks_have_a_row_a_host(
     ("arguments", "words"),
     [
         (["--file", "nowhere.toml"], "there is no file nowhere.toml"),
-        (["--file", "cluster.toml", "--ranks", "3"], "the job starts 3 there"),
+        (["--file", "cluster.toml", "--nproc-per-node", "3"], "the job starts 3 there"),
         (["--file", "cluster.toml", "--set", "plan.parallel.tp=3"], "cannot be divided by"),
-        (["--hosts", "2"], "host 0 of 2 has no --meet"),
+        (["--nnodes", "2"], "host 0 of 2 has no --rdzv-endpoint"),
     ],
 )
 def test_bad_input(
@@ -109,6 +109,6 @@ def test_training_refuses_a_topology_of_other_ranks(
     path = tmp_path / "cluster.toml"
     path.write_text(DECLARED.replace("ranks = 2", "ranks = 4"))
     job = write_job(tmp_path)
-    assert run(monkeypatch, "train", str(job), "--ranks", "2", "--set", f"plan.comm.topology={path}") == 2
+    assert run(monkeypatch, "train", str(job), "--nproc-per-node", "2", "--set", f"plan.comm.topology={path}") == 2
     assert "gives host 0 (here) 4 ranks; the job starts 2 there" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from tests.lab.hosts import Host, hosts, limit_rate
 from tests.lab.pool import RankError, run_ranks
-from weft.device.device import Cpu
-from weft.topology.measurement import LOOPBACK, MEMORY, Measurement, find_slow, to_topology
-from weft.launch.rendezvous import new_token
 from weft.comm.link_benchmark import measure, name_hosts, schedule, tournament
+from weft.device.device import Cpu
 from weft.errors import TopologyError
+from weft.launch.rendezvous import new_token
+from weft.topology.measurement import LOOPBACK, MEMORY, Measurement, find_slow, to_topology
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.25  # of the bandwidth of a limited link
@@ -134,8 +134,8 @@ def measure_between(made: list[Host], ranks: int, folder: Path) -> Measurement:
     for number, host in enumerate(made):
         for local in range(ranks):
             own = {"RANK": number * ranks + local, "WORLD_SIZE": len(made) * ranks, "LOCAL_RANK": local}
-            meeting = {"MASTER_ADDR": made[0].address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": host.interface}
-            environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}"} | meeting
+            rendezvous = {"MASTER_ADDR": made[0].address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": host.interface}
+            environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}"} | rendezvous
             environment |= {name: str(value) for name, value in own.items()}
             result = folder / f"host-{number}"
             result.mkdir(exist_ok=True)
@@ -188,8 +188,8 @@ def test_two_hosts_by_the_command(tmp_path: Path) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "WEFT_TOKEN": new_token()}
         started = []
         for number, host in enumerate(made):
-            command = [sys.executable, "-c", "from weft.cli import main; main()", "topology", "--ranks", "2"]
-            command += ["--hosts", "2", "--host", str(number), "--meet", f"{made[0].address}:29400"]
+            command = [sys.executable, "-c", "from weft.cli import main; main()", "topology", "--nproc-per-node", "2"]
+            command += ["--nnodes", "2", "--node-rank", str(number), "--rdzv-endpoint", f"{made[0].address}:29400"]
             command += ["--set", "plan.parallel.tp=2", "--json", str(tmp_path / f"{number}.json"), "--seconds", "6"]
             options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             started.append(host.start(command, env=environment, **options))

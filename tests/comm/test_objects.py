@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from tests.lab.pool import run_ranks
 from tests.test_imports import FILES, SOURCE, imports
-from weft.topology.mesh import build_mesh
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.plan import Parallel, Plan
+from weft.topology.mesh import build_mesh
 
 # By rank: of very different lengths, one of several megabytes; empty ones, other alphabets, numbers that must not change.
 VALUES: list[Any] = [

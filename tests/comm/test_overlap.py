@@ -16,7 +16,7 @@ from tests.lab.pool import run_ranks
 from tests.lab.wire import Wire, new_wire, virtual_seconds
 from weft.backends.hierarchical import register_backend
 from weft.comm import collectives
-from weft.comm.chunks import MessageCosts, Line, GatherMatmul, MatmulReduce, MatmulScatter, cut_rows, fewest_chunks
+from weft.comm.chunks import GatherMatmul, Line, MatmulReduce, MatmulScatter, MessageCosts, cut_rows, fewest_chunks
 from weft.comm.collectives import Recorder
 from weft.comm.overlap import (
     Overlap,
@@ -450,7 +450,9 @@ def predicted(rank: int, ranks: int) -> None:
         taken = times(wire, "gathered", "backward", chunks, rate, alpha)
         both = (taken.on_the_wire - (chunks + 1) * alpha) / 2
         products = taken.computed / 2
-        costs = MessageCosts(Line(0, 0), Line(alpha, both), {chunks: products / chunks}, ahead=alpha + both, last=products)
+        costs = MessageCosts(
+            Line(0, 0), Line(alpha, both), {chunks: products / chunks}, ahead=alpha + both, last=products
+        )
         assert MatmulReduce.predict(costs, chunks) == pytest.approx(taken.total)
 
 

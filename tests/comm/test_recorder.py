@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from tests.lab.pool import run_ranks
 from weft.backends import shared_memory
-from weft.topology.mesh import build_mesh
 from weft.comm.collectives import Message, Recorder
 from weft.plan import Parallel, Plan
+from weft.topology.mesh import build_mesh
 
 
 def record(rank: int, ranks: int, shared: bool) -> list[Message]:

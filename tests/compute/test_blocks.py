@@ -56,7 +56,9 @@ def test_every_visible_pair_once(data: st.DataObject, parts: int, size: int, til
             assert not seen.all()
 
 
-def blocks_of(sight: Visibility, queries: list[range], keys: list[range], tile: int, largest: int | None) -> list[AttentionBlock]:
+def blocks_of(
+    sight: Visibility, queries: list[range], keys: list[range], tile: int, largest: int | None
+) -> list[AttentionBlock]:
     blocks = visible_blocks(ALL, sight, queries, keys, tile, largest)
     diagonal = [block.queries == block.keys for block in blocks]
     assert diagonal == sorted(diagonal, reverse=True)  # every token sees itself first

@@ -19,12 +19,12 @@ from tests.lab.parity import compare, plan_for, share
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize, save_folder
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh
 from weft.data import MicroBatch
 from weft.job import Model, Optimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 

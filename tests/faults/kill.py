@@ -1,6 +1,6 @@
 """Real runs whose processes are killed at random: each ends with the bits of one that was left alone, and leaves nothing alive.
 
-Victims are ranks, also while they save, the process that starts ranks, and the launcher, with its guardian, also while it
+Victims are ranks, also while they save, the process that starts ranks, and the launcher, with its watchdog, also while it
 writes the report. After the death of its launcher a run is resumed by a second command, else it goes on by itself.
 
     python -m tests.faults.kill --trials 100 [--kills 5] [--seed 0] [--minutes 40]      # five kills a run, layouts in turn
@@ -36,11 +36,11 @@ from rich.table import Table
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from weft.checkpoint.folders import list_checkpoints, part_of
-from weft.launch.watchdog import process_state
+from weft.job import Job
 from weft.launch.forkserver import PROCESS_NAME
 from weft.launch.heartbeat import RankStatus, read_status
 from weft.launch.scratch import PREFIX, SHARED_MEMORY
-from weft.job import Job
+from weft.launch.watchdog import process_state
 from weft.train.metrics import read_metrics
 
 MODEL = {**family("qwen3_moe"), "vocab_size": 300}  # for every axis
@@ -72,8 +72,8 @@ def job_file(folder: Path, layout: str, **tables: dict[str, Any]) -> Path:
     settings: dict[str, dict[str, Any]] = {
         "model": {"config": MODEL},
         "data": {"source": "tokens", "path": str(folder / "tokens.npy"), "held_out": 0.1},
-        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 1},
-        "plan": {"parallel": LAYOUTS[layout][1], "precision": {"forward": "fp32"}},
+        "train": {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1},
+        "plan": {"parallel": LAYOUTS[layout][1], "precision": {"param_dtype": "fp32"}},
         "optimizer": {"lr": 1e-2, "eps": 1e-3},
         "checkpoint": {"every": EVERY},
     }
@@ -114,7 +114,7 @@ def ranks_of(launcher: int) -> dict[int, Rank]:
     return {int(rank.pulse.name): rank for rank in ranks if children.get(rank.pid) == f"weft-rank-{rank.pulse.name}"}
 
 
-def nursery_of(launcher: int) -> int:
+def forkserver_of(launcher: int) -> int:
     """The process that starts ranks for a launcher."""
     (found,) = [pid for pid, parent, name in processes() if parent == launcher and name == PROCESS_NAME]
     return found
@@ -195,7 +195,7 @@ class Command:
 def weft_train(job: Path, layout: str, out: Path, *options: str) -> Command:
     """Start `weft train` on a job."""
     weft, ranks = str(Path(sys.executable).parent / "weft"), str(LAYOUTS[layout][0])
-    return Command([weft, "train", str(job), "--ranks", ranks, "--out", str(out), *options])
+    return Command([weft, "train", str(job), "--nproc-per-node", ranks, "--out", str(out), *options])
 
 
 def run_alone(folder: Path, layout: str, **tables: dict[str, Any]) -> Path:
@@ -227,9 +227,9 @@ def differences(whole: Path, parts: Path) -> list[str]:
     return found
 
 
-RANK, SAVING, NURSERY, LAUNCHER = "rank", "saving rank", "starter of ranks", "launcher"
+RANK, SAVING, FORKSERVER, LAUNCHER = "rank", "saving rank", "starter of ranks", "launcher"
 RANKS = {RANK: 7, SAVING: 3}  # and how often
-VICTIMS = {**RANKS, NURSERY: 2, LAUNCHER: 2}
+VICTIMS = {**RANKS, FORKSERVER: 2, LAUNCHER: 2}
 REPORT = "launcher at its report"  # in place of the last kill, in one run of REPORTS
 REPORTS = 3
 WRITING_REPORT = "counting baselines"
@@ -298,7 +298,7 @@ def kill_launcher(command: Command, layout: str, victim: str, first_step: int, c
     else:
         step = first_step + chance.randrange(1, STEPS)
         ranks = [command.rank_at(rank, step) for rank in range(LAYOUTS[layout][0])]
-        processes = [*(rank.pid for rank in ranks), nursery_of(command.process.pid)]
+        processes = [*(rank.pid for rank in ranks), forkserver_of(command.process.pid)]
         moment = f"step {step}"
     time.sleep(chance.uniform(0, STEP_SECONDS))
     command.process.kill()
@@ -325,8 +325,8 @@ def kill_one(
         command.until(lambda: any(path.exists() for path in drafts), WRITING)
         delay /= 10
     time.sleep(delay)
-    if kind == NURSERY:  # it is needed again for the next attempt only
-        os.kill(nursery_of(command.process.pid), signal.SIGKILL)
+    if kind == FORKSERVER:  # it is needed again for the next attempt only
+        os.kill(forkserver_of(command.process.pid), signal.SIGKILL)
     before = victim.record()
     killed = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)

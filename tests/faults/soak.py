@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tests.faults.kill import Command, job_file, nursery_of, ranks_of, weft_train
+from tests.faults.kill import Command, job_file, forkserver_of, ranks_of, weft_train
 from tests.lab.families import family
 
 PICTURE = Path(__file__).parents[2] / "docs" / "soak.svg"
@@ -58,7 +58,7 @@ def watch(command: Command) -> list[Look]:
     """Look at the processes of a run until it is over."""
     looks = list[Look]()
     command.rank_at(0, 1)
-    starter = nursery_of(command.process.pid)
+    starter = forkserver_of(command.process.pid)
     while command.process.poll() is None:
         ranks = ranks_of(command.process.pid)
         step = max((rank.record().step or 0 for rank in ranks.values()), default=0)

@@ -20,8 +20,8 @@ import pytest
 from tests.faults.kill import processes
 from tests.lab.hosts import Host, hosts
 from tests.lab.jobs import write_job
-from weft.launch.tunnel import MAGIC, MAGIC_TLS
 from weft.launch.rendezvous import new_token
+from weft.launch.tunnel import MAGIC, MAGIC_TLS
 from weft.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ class Launcher:
     def __init__(self, host: Host, number: int, meet: str, token: str, job: Path, log: Path, options: Sequence[str]):
         self.host, self.log = host, log
         command = [sys.executable, "-c", "from weft.cli import main; main()", "train", str(job), *options]
-        command += ["--hosts", "2", "--host", str(number), "--meet", f"{meet}:29400"]
+        command += ["--nnodes", "2", "--node-rank", str(number), "--rdzv-endpoint", f"{meet}:29400"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "WEFT_TOKEN": token}
         with log.open("w") as file:
             self.process = host.start(
@@ -88,7 +88,7 @@ class Lab:
     def start(self, number: int, *options: str, token: str | None = None) -> Launcher:
         self.logs += 1
         log = self.folder / f"printed-{self.logs}-host-{number}"
-        options = options or ("--ranks", "1")
+        options = options or ("--nproc-per-node", "1")
         return Launcher(self.hosts[number], number, self.hosts[0].address, token or self.token, self.job, log, options)
 
     def start_all(self, *options: str) -> tuple[Launcher, Launcher]:
@@ -116,7 +116,10 @@ class Lab:
         command = [sys.executable, "-c", "from weft.cli import main; main()", "train", str(self.job)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
         subprocess.run(
-            [*command, "--ranks", str(ranks), "--out", str(out)], env=environment, check=True, capture_output=True
+            [*command, "--nproc-per-node", str(ranks), "--out", str(out)],
+            env=environment,
+            check=True,
+            capture_output=True,
         )
         return [row.loss for row in read_metrics(out / "metrics.jsonl")]
 
@@ -151,7 +154,7 @@ def test_a_wrong_token_is_refused(lab: Lab) -> None:
 def test_a_rank_killed_on_another_host(lab: Lab) -> None:
     """Host 0 names it before anything else; all start again, and the losses are those of a run without a fault."""
     lab.write(train=LONG | {"steps": 80}, checkpoint={"every": 10})
-    first, second = lab.start_all("--ranks", "1", "--max-restarts", "2")
+    first, second = lab.start_all("--nproc-per-node", "1", "--max-restarts", "2")
     lab.reach(15, first)
     (victim,) = second.ranks()
     os.kill(victim, signal.SIGKILL)
@@ -169,8 +172,10 @@ def test_a_rank_killed_on_another_host(lab: Lab) -> None:
 
 @pytest.mark.sweep
 def test_two_hosts_train_as_one(lab: Lab) -> None:
-    lab.write(train={"steps": 6, "global_batch": 4}, plan={"parallel": {"tp": 2}, "precision": {"forward": "fp32"}})
-    first, second = lab.start_all("--ranks", "2")
+    lab.write(
+        train={"steps": 6, "global_batch_size": 4}, plan={"parallel": {"tp": 2}, "precision": {"param_dtype": "fp32"}}
+    )
+    first, second = lab.start_all("--nproc-per-node", "2")
     printed = first.ends(0)
     assert "the quick brown" in printed.lower()  # a sample
     assert "tp 2: inside a host\ndp_shard 2: between hosts\n" in printed
@@ -196,11 +201,11 @@ with open(sys.argv[1], "wb") as file:
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_launchers_encrypt_what_they_say(encrypt: bool, lab: Lab) -> None:
     """A packet capture on host 1 shows the record that host 0 has of itself, or does not."""
-    lab.write(train={"steps": 3, "global_batch": 4}, cluster={"encrypt": encrypt})
+    lab.write(train={"steps": 3, "global_batch_size": 4}, cluster={"encrypt": encrypt})
     captured = lab.folder / "packets"
     sniffer = lab.hosts[1].start([sys.executable, "-c", SNIFFER, str(captured)], stdout=subprocess.PIPE)
     assert sniffer.stdout.readline()
-    first, second = lab.start_all("--ranks", "1")
+    first, second = lab.start_all("--nproc-per-node", "1")
     printed = [first.ends(0), second.ends(0)]
     sniffer.kill()
     packets = captured.read_bytes()
@@ -250,7 +255,7 @@ def test_a_link_that_is_down_for_good(lab: Lab) -> None:
 def test_a_lost_host_is_replaced(how: str, lab: Lab) -> None:
     """There is no checkpoint on the disk; the newcomer has an empty memory."""
     lab.write(train=LONG | {"steps": 150}, checkpoint={"memory_every": 1})
-    first, second = lab.start_all("--ranks", "1", "--max-restarts", "2")
+    first, second = lab.start_all("--nproc-per-node", "1", "--max-restarts", "2")
     lab.reach(15, first)
     if how == "killed":
         second.kill()
@@ -262,7 +267,7 @@ def test_a_lost_host_is_replaced(how: str, lab: Lab) -> None:
     if how == "cut off":
         assert "host 0" in second.ends(1)
         lab.hosts[1].plug()
-    third = lab.start(1, "--ranks", "1", "--max-restarts", "2")
+    third = lab.start(1, "--nproc-per-node", "1", "--max-restarts", "2")
     third.ends(0)
     printed = first.ends(0)
     assert f"going on after step {went_on(printed)}, from the memory of 2 hosts" in printed
@@ -273,8 +278,8 @@ def test_a_lost_host_is_replaced(how: str, lab: Lab) -> None:
 @pytest.mark.sweep
 def test_without_the_lost_host(lab: Lab) -> None:
     """Fewer ranks go on from the memory of host 0, which holds what host 1 held."""
-    lab.write(train=LONG | {"steps": 60}, checkpoint={"memory_every": 1}, guard={"rejoin_seconds": 1.0})
-    first, second = lab.start_all("--ranks", "1", "--max-restarts", "2")
+    lab.write(train=LONG | {"steps": 60}, checkpoint={"memory_every": 1}, guard={"node_rejoin_seconds": 1.0})
+    first, second = lab.start_all("--nproc-per-node", "1", "--max-restarts", "2")
     lab.reach(15, first)
     second.kill()
     printed = first.ends(0)
@@ -320,13 +325,13 @@ def test_a_signal_to_one_host_ends_the_job_cleanly(number: int, lab: Lab) -> Non
 def test_host_0_is_lost(lab: Lab) -> None:
     """The job ends with it, and goes on when all hosts are started again."""
     lab.write(train=LONG | {"steps": 60}, checkpoint={"every": 10})
-    first, second = lab.start_all("--ranks", "1", "--max-restarts", "2")
+    first, second = lab.start_all("--nproc-per-node", "1", "--max-restarts", "2")
     lab.reach(25, first)
     first.kill()
     printed = second.ends(1)
     assert re.search(r"weft: host 0 \(.+\) is unreachable", printed)
     assert "start all hosts again with --resume auto" in printed
-    first, second = lab.start_all("--ranks", "1", "--resume", "auto")
+    first, second = lab.start_all("--nproc-per-node", "1", "--resume", "auto")
     second.ends(0)
     assert "going on after step 20" in first.ends(0)
     assert lab.losses() == lab.losses_without_a_fault(2)
@@ -339,7 +344,7 @@ def test_what_is_refused_on_one_host_ends_the_others(lab: Lab) -> None:
     for launcher in (first, second):
         assert "2 ranks cannot be divided by dp_replicate 1 x tp 3" in launcher.ends(2)
     lab.write()
-    elsewhere = ("--ranks", "1", "--out", str(lab.folder / "elsewhere"))
+    elsewhere = ("--nproc-per-node", "1", "--out", str(lab.folder / "elsewhere"))
     first, second = lab.start(0), lab.start(1, *elsewhere)
     assert "is not the run folder of host 0" in second.ends(2)
     assert re.search(r"host 1 \(.+\) has ended before the job began", first.ends(2))

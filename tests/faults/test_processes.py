@@ -16,7 +16,7 @@ from tests.faults.kill import (
     differences,
     job_file,
     leftovers_of,
-    nursery_of,
+    forkserver_of,
     ranks_of,
     run_alone,
     steps_of,
@@ -24,8 +24,8 @@ from tests.faults.kill import (
     weft_train,
 )
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
-from weft.launch.watchdog import Timeouts, process_state
 from weft.job import Job
+from weft.launch.watchdog import Timeouts, process_state
 from weft.train.run import train
 from weft.train.run_folder import LAUNCHER_LOCK
 
@@ -69,7 +69,7 @@ def test_the_launcher_is_killed_then_the_process_that_starts_ranks(whole: Path, 
     job, out = job_file(tmp_path, LAYOUT, checkpoint={"memory_every": 1}), tmp_path / "run"
     with weft_train(job, LAYOUT, out) as command:
         pids = [command.rank_at(rank, 3).pid for rank in range(2)]
-        pids.append(nursery_of(command.process.pid))
+        pids.append(forkserver_of(command.process.pid))
         left = [rank.pulse.parent for rank in ranks_of(command.process.pid).values()]
         command.process.kill()
         command.process.wait()
@@ -81,7 +81,7 @@ def test_the_launcher_is_killed_then_the_process_that_starts_ranks(whole: Path, 
     with weft_train(job, LAYOUT, out, "--resume", "auto", "--max-restarts", "3") as command:
         first = command.rank_at(1, 4)
         assert not left[0].exists()
-        os.kill(nursery_of(command.process.pid), signal.SIGKILL)
+        os.kill(forkserver_of(command.process.pid), signal.SIGKILL)
         os.kill(first.pid, signal.SIGKILL)
         assert command.wait() == 0, command.printed()
         assert any("restart 1 of 3" in line for line in command.errors())
@@ -142,7 +142,7 @@ def test_a_second_of_standing_still_is_nobodys_business(whole: Path, job: Path, 
 
 @pytest.mark.sweep
 def test_a_rank_that_stands_still_for_good_is_named_and_the_run_goes_on(whole: Path, job: Path, tmp_path: Path) -> None:
-    options = ("--max-restarts", "1", "--set", f"guard.patience_seconds={PATIENCE}")
+    options = ("--max-restarts", "1", "--set", f"guard.hang_timeout_seconds={PATIENCE}")
     with weft_train(job, LAYOUT, tmp_path / "run", *options) as command:
         victim = command.rank_at(1, 4)
         stopped = time.monotonic()
@@ -225,11 +225,11 @@ def ended(whole: Path, tmp_path: Path) -> Path:
 
 def test_other_batches_are_refused_before_anything_is_touched(ended: Path, job: Path) -> None:
     before = contents(ended)
-    settings = ("--set", "train.global_batch=8", "--set", "train.steps=20")
+    settings = ("--set", "train.global_batch_size=8", "--set", "train.steps=20")
     with weft_train(job, LAYOUT, ended, "--resume", "auto", *settings) as command:
         assert command.wait() == 2, command.printed()
     errors = command.errors()
-    assert errors[:2] == ["error: JobError", "train.global_batch = 8; the checkpoint was made with 4"]
+    assert errors[:2] == ["error: JobError", "train.global_batch_size = 8; the checkpoint was made with 4"]
     assert len(errors) == 5  # class, what, where, rule, fix
     assert contents(ended) == before
 

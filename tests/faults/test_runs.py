@@ -41,8 +41,8 @@ def job_of(folder: Path, layout: str, out: str, **tables: dict[str, Any]) -> tup
     ranks, parallel = LAYOUTS[layout]
     settings: dict[str, dict[str, Any]] = {
         "model": {"config": MODEL},
-        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 1},
-        "plan": {"parallel": parallel, "precision": {"forward": "fp32"}},
+        "train": {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1},
+        "plan": {"parallel": parallel, "precision": {"param_dtype": "fp32"}},
         "optimizer": {"lr": 1e-2, "eps": 1e-3},
         "checkpoint": {"every": 2},
     }
@@ -110,8 +110,8 @@ def test_the_same_layout_goes_on_bit_by_bit(layout: str, tmp_path: Path) -> None
 DROPOUT = {**family("gpt2"), "vocab_size": 300, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 OTHERS: dict[str, dict[str, dict[str, Any]]] = {
     "dropout": {"model": {"config": DROPOUT}},
-    "loss scale": {"plan": {"precision": {"forward": "fp16", "loss_scale": "dynamic"}}},
-    "bf16 weights": {"plan": {"precision": {"forward": "bf16", "update": "bf16"}}},
+    "loss scale": {"plan": {"precision": {"param_dtype": "fp16", "loss_scale": "dynamic"}}},
+    "bf16 weights": {"plan": {"precision": {"param_dtype": "bf16", "update": "bf16"}}},
 }
 
 
@@ -246,7 +246,7 @@ def flip_whenever_step_5_is_done(session: Session) -> None:
 
 
 def test_a_transient_fault_is_undone(tmp_path: Path) -> None:
-    guard = {"replicas_every": 3}
+    guard = {"sdc_check_interval": 3}
     whole, _ = train_in_the_pool(*job_of(tmp_path, "zero 0 on 3", "whole", guard=guard))
     out, printed = train_in_the_pool(*job_of(tmp_path, "zero 0 on 3", "parts", guard=guard), trouble=flip_once)
     said = " ".join(printed[0].split())
@@ -259,7 +259,7 @@ def test_a_transient_fault_is_undone(tmp_path: Path) -> None:
 
 
 def test_a_persistent_fault_ends_the_run_by_name(tmp_path: Path) -> None:
-    job, ranks = job_of(tmp_path, "zero 0 on 3", "run", guard={"replicas_every": 3}, checkpoint={"every": 5})
+    job, ranks = job_of(tmp_path, "zero 0 on 3", "run", guard={"sdc_check_interval": 3}, checkpoint={"every": 5})
     with pytest.raises(
         RankError, match=r"after step 3, and there is no good checkpoint to go back to\n *rank 2: model"
     ):

@@ -26,10 +26,10 @@ from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.device.device import detect
-from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Checkpoint, Job, Model
 from weft.parallel.parallelize import parallelize
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 

@@ -10,16 +10,16 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import allocate, build_on_meta, gather_weights, materialize
 from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
-from weft.checkpoint.slices import OF_RANKS
 from weft.checkpoint.restore import Reader, restore, verify_together
+from weft.checkpoint.slices import OF_RANKS
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.device.device import detect
-from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Checkpoint, Job, Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import evaluate, train_step
 

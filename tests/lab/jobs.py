@@ -22,8 +22,8 @@ def write_job(folder: Path, **tables: dict[str, Any]) -> Path:
             "seq_len": 32,
             "cache": str(folder / "cache"),
         },
-        "train": {"steps": 2, "global_batch": 4},
-        "plan": {"precision": {"forward": "fp32"}},
+        "train": {"steps": 2, "global_batch_size": 4},
+        "plan": {"precision": {"param_dtype": "fp32"}},
         "out": str(folder / "run"),
     }
     for name, table in tables.items():

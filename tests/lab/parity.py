@@ -21,9 +21,8 @@ from weft.checkpoint.huggingface import (
     materialize,
 )
 from weft.checkpoint.model_config import read_config
-from weft.device.device import detect
-from weft.topology.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes
 from weft.data import MicroBatch
+from weft.device.device import detect
 from weft.job import Model, Optimizer
 from weft.memory.optimizer_state import place_states
 from weft.parallel.dropout import set_dropout_seed
@@ -32,6 +31,7 @@ from weft.parallel.sequence_sharding import shard_sequence
 from weft.plan import Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes
 from weft.train.optimizer import build_optimizer, learning_rate
 from weft.train.step import evaluate, forward, forward_backward, train_step
 
@@ -55,7 +55,7 @@ class Trace:
 
 
 def plan_for(dtype: str, pipeline: Pipeline | None = None, **parallel: int) -> Plan:
-    precision = Precision(forward=dtype, update=dtype, reduce=dtype)  # type: ignore[arg-type]
+    precision = Precision(param_dtype=dtype, update=dtype, reduce_dtype=dtype)  # type: ignore[arg-type]
     return Plan(parallel=Parallel(**parallel), pipeline=pipeline or Pipeline(), precision=precision)  # type: ignore[arg-type]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from unittest import mock
 
 from tests.lab.pool import run_ranks
-from weft.launch.heartbeat import Heartbeat
 from weft.data import Prepared
 from weft.job import Job
+from weft.launch.heartbeat import Heartbeat
 from weft.train import loop
 from weft.train import run as run_module
 from weft.train.session import Session, open_session

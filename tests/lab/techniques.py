@@ -31,11 +31,11 @@ NEUTRAL: dict[str, Tables] = {
     "offload block": {"memory": {"offload": ("block",), "offload_to": "disk"}},
     "offload attention": {"memory": {"offload": ("attention",), "offload_to": "disk"}},
     "offload mlp": {"memory": {"offload": ("mlp",), "offload_to": "disk"}},
-    "states on a disk": {"memory": {"optimizer": "disk"}},
+    "states on a disk": {"memory": {"optimizer_device": "disk"}},
 }
 """Change no bit of a step."""
 LOSSY: dict[str, Tables] = {
-    "states of 8 bits": {"precision": {"states": "int8"}},
+    "states of 8 bits": {"precision": {"optimizer_state_dtype": "int8"}},
     "backward in fp16": {"precision": {"backward": "fp16", "loss_scale": 4096.0}},
 }
 """Change the numbers a little."""

@@ -231,13 +231,13 @@ class Wire(SharedMemoryGroup):
 
     def send_to(self, peer: int, tensor: Tensor) -> None:
         """Send a part, and when it is through."""
-        self.mailbox.send(torch.tensor([self.free], dtype=torch.float64), peer, TAG)
-        self.mailbox.send(tensor, peer, TAG)
+        self.channel.send(torch.tensor([self.free], dtype=torch.float64), peer, TAG)
+        self.channel.send(tensor, peer, TAG)
 
     def receive(self, peer: int, parts: Parts, ends: list[Tensor]) -> list[dist.Work]:
         """Want a part of a peer, and when it is through; what is to be waited for."""
         ends.append(torch.zeros(1, dtype=torch.float64))
-        return [self.mailbox.receive(tensor, peer, TAG) for tensor in (ends[-1], parts.incoming[peer])]
+        return [self.channel.receive(tensor, peer, TAG) for tensor in (ends[-1], parts.incoming[peer])]
 
 
 class Mirror(Wire):

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.launch.test_membership import together, until
+from weft.errors import JobError, RankFailure, RendezvousError, WeftError
 from weft.launch import coordinator as team_module
-from weft.launch.tunnel import LOOPBACK, TunnelClient
+from weft.launch.coordinator import FailureRecord, JobCoordinator, assign_ranks
 from weft.launch.launcher import LOOPBACK_INTERFACE
 from weft.launch.rendezvous import RendezvousConfig, new_token, parse_rendezvous
-from weft.launch.coordinator import FailureRecord, JobCoordinator, assign_ranks
-from weft.errors import JobError, RankFailure, RendezvousError, WeftError
+from weft.launch.tunnel import LOOPBACK, TunnelClient
 
 FAILURE = RankFailure("rank 3 was killed by SIGKILL", rank=3, where="its log", fix="see dmesg")
 
@@ -28,11 +28,11 @@ class Hall:
         self.port, self.token, self.teams = port, new_token(), list[JobCoordinator]()
 
     def join(self, host: int, hosts: int, encrypt: bool = False, **options: Any) -> JobCoordinator:
-        meeting = RendezvousConfig(host, hosts, LOOPBACK, self.port, self.token, encrypt=encrypt)
-        options = {"rejoin_seconds": 10.0, "interval": 0.05, "silence_seconds": 1.0, "timeout": 10.0} | options
-        team = JobCoordinator.join(meeting, 2, **options)
-        self.teams.append(team)
-        return team
+        rendezvous = RendezvousConfig(host, hosts, LOOPBACK, self.port, self.token, encrypt=encrypt)
+        options = {"node_rejoin_seconds": 10.0, "interval": 0.05, "silence_seconds": 1.0, "timeout": 10.0} | options
+        coordinator = JobCoordinator.join(rendezvous, 2, **options)
+        self.teams.append(coordinator)
+        return coordinator
 
     def all(self, hosts: int, **options: Any) -> list[JobCoordinator]:
         return together([lambda host=host: self.join(host, hosts, **options) for host in range(hosts)])
@@ -41,8 +41,8 @@ class Hall:
         """Teams whose first attempt is under way."""
         teams = self.all(hosts, **options)
         teams[0].announce({"word": "weft"})
-        assert together([team.facts for team in teams[1:]]) == [{"word": "weft"}] * (hosts - 1)
-        assert together([team.begin for team in teams]) == [(0, 2)] * hosts
+        assert together([coordinator.facts for coordinator in teams[1:]]) == [{"word": "weft"}] * (hosts - 1)
+        assert together([coordinator.begin for coordinator in teams]) == [(0, 2)] * hosts
         return teams
 
 
@@ -50,8 +50,8 @@ class Hall:
 def hall(free_port: int) -> Iterator[Hall]:
     hall = Hall(free_port)
     yield hall
-    for team in sorted(hall.teams, key=lambda team: -team.host):  # host 0 waits for the others
-        team.end(None)
+    for coordinator in sorted(hall.teams, key=lambda coordinator: -coordinator.host):  # host 0 waits for the others
+        coordinator.end(None)
 
 
 @pytest.fixture
@@ -69,11 +69,11 @@ def found(look: Callable[[], FailureRecord | None]) -> FailureRecord:
 
 def test_ranks_are_numbered_host_by_host(hall: Hall) -> None:
     teams = hall.begin(3)
-    assert [team.all_ranks() for team in teams] == [6, 6, 6]
+    assert [coordinator.all_ranks() for coordinator in teams] == [6, 6, 6]
     assert [teams[0].host_of(rank) for rank in (0, 1, 2, 5, 6, None)] == [0, 0, 1, 2, None, None]
-    assert [team.interface for team in teams] == [LOOPBACK_INTERFACE] * 3
-    meetings = together([team.meet for team in teams])
-    infos = together([meeting.next_rendezvous for meeting in meetings])
+    assert [coordinator.interface for coordinator in teams] == [LOOPBACK_INTERFACE] * 3
+    meetings = together([coordinator.meet for coordinator in teams])
+    infos = together([rendezvous.next_rendezvous for rendezvous in meetings])
     assert [(info.rank, info.world_size) for info in infos] == [(0, 3), (1, 3), (2, 3)]
     infos[2].store.set("key", "value")
     assert infos[1].store.get("key") == b"value"
@@ -86,8 +86,8 @@ def test_a_cause_is_told_from_a_consequence(hall: Hall) -> None:
     assert teams[0].trouble() is None
     assert teams[0].last_words() is None  # host 0 speaks for all, if there is no cause
     teams[1].report(FAILURE, own=True, line="the cause")
-    for team in (teams[0], teams[2]):
-        trouble = found(team.trouble)
+    for coordinator in (teams[0], teams[2]):
+        trouble = found(coordinator.trouble)
         assert (trouble.line, str(trouble.error()), trouble.error().rank) == ("the cause", str(FAILURE), 3)
     assert teams[1].trouble() is None
     assert found(teams[2].last_words).line == "the cause"
@@ -105,26 +105,26 @@ def test_nobody_is_blamed_before_others_could_speak(hall: Hall) -> None:
 def test_all_follow_host_0(hall: Hall) -> None:
     teams = hall.begin(3)
     with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(team.follow, FAILURE) for team in teams[1:]]
+        waiting = [pool.submit(coordinator.wait_for_attempt, FAILURE) for coordinator in teams[1:]]
         assert teams[0].gather(1, print) == {0: 2, 1: 2, 2: 2}
         assert teams[0].go_on(1, {0: 2, 1: 1, 2: 2}, seconds=4.0) == 2
         assert [future.result() for future in waiting] == [(1, 1, 4.0), (1, 2, 4.0)]
-        assert [team.host_of(3) for team in teams] == [2, 2, 2]
+        assert [coordinator.host_of(3) for coordinator in teams] == [2, 2, 2]
 
-        waiting = [pool.submit(team.follow, FAILURE) for team in teams[1:]]
+        waiting = [pool.submit(coordinator.wait_for_attempt, FAILURE) for coordinator in teams[1:]]
         assert teams[0].gather(2, print) == {0: 2, 1: 1, 2: 2}  # who was left out stays out
         ending = pool.submit(teams[0].end, JobError("it is over", fix="none"))
         for future in waiting:
             with pytest.raises(RankFailure, match="it is over") as caught:
                 future.result()
             assert (caught.value.exit_code, caught.value.fix) == (2, "none")
-        for team in teams[1:]:
-            team.end(None)
+        for coordinator in teams[1:]:
+            coordinator.end(None)
         ending.result()
 
 
 def test_a_lost_host_is_replaced_or_left_out(hall: Hall) -> None:
-    teams = hall.begin(2, rejoin_seconds=4.0)
+    teams = hall.begin(2, node_rejoin_seconds=4.0)
     said: list[str] = []
     teams[1].board._ended = True
     trouble = found(teams[0].trouble)
@@ -191,11 +191,13 @@ def test_nobody_is_done_before_all_are(hall: Hall) -> None:
 def test_hosts_that_encrypt_meet_and_begin_an_attempt(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
     doors: list[bool] = []
     monkeypatch.setattr(
-        team_module, "TunnelClient", lambda *a, **options: doors.append(options["encrypt"]) or TunnelClient(*a, **options)
+        team_module,
+        "TunnelClient",
+        lambda *a, **options: doors.append(options["encrypt"]) or TunnelClient(*a, **options),
     )
     teams = hall.begin(2, encrypt=True)
-    meetings = together([team.meet for team in teams])
-    assert [info.world_size for info in together([meeting.next_rendezvous for meeting in meetings])] == [2, 2]
+    meetings = together([coordinator.meet for coordinator in teams])
+    assert [info.world_size for info in together([rendezvous.next_rendezvous for rendezvous in meetings])] == [2, 2]
     assert doors == [True, True]  # to the board, and to the store of the attempt
 
 
@@ -228,7 +230,9 @@ def test_a_meeting_from_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert parse_rendezvous(0, 1, None, None, None) is None
     token = new_token()
     monkeypatch.setenv("WEFT_TOKEN", token)
-    assert parse_rendezvous(1, 2, "10.0.0.1:29400", None, "eth1") == RendezvousConfig(1, 2, "10.0.0.1", 29400, token, "eth1")
+    assert parse_rendezvous(1, 2, "10.0.0.1:29400", None, "eth1") == RendezvousConfig(
+        1, 2, "10.0.0.1", 29400, token, "eth1"
+    )
     assert "WEFT_TOKEN" not in os.environ
     file = tmp_path / "token"
     file.write_text(token)

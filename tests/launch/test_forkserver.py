@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.launch.launcher import launch
-from weft.launch.forkserver import ForkServer
 from weft.errors import RankFailure, Stopped
+from weft.launch.forkserver import ForkServer
+from weft.launch.launcher import launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives a fork another parent")
 
@@ -40,7 +40,7 @@ def main():
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def forkserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     folder = tmp_path_factory.mktemp("modules")
     (folder / "small_rank.py").write_text(MODULE)
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
@@ -48,14 +48,14 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
         yield made
 
 
-def start(nursery: ForkServer, folder: Path, what: str, rank: int = 3) -> tuple["subprocess.Popen[bytes]", Path, Path]:
+def start(forkserver: ForkServer, folder: Path, what: str, rank: int = 3) -> tuple["subprocess.Popen[bytes]", Path, Path]:
     out, err = folder / "out", folder / "err"
-    process = nursery.start([what], {"WORD": "given", "RANK": str(rank)}, str(out), str(err))
+    process = forkserver.start([what], {"WORD": "given", "RANK": str(rank)}, str(out), str(err))
     return process, out, err  # type: ignore[return-value]
 
 
-def test_a_rank_has_what_it_was_given(nursery: ForkServer, tmp_path: Path) -> None:
-    process, out, err = start(nursery, tmp_path, "7")
+def test_a_rank_has_what_it_was_given(forkserver: ForkServer, tmp_path: Path) -> None:
+    process, out, err = start(forkserver, tmp_path, "7")
     assert process.poll() is None or process.poll() == 7
     assert process.wait(20) == 7
     assert process.poll() == process.returncode == 7
@@ -76,19 +76,19 @@ if sys.argv[1] == "threads":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 os.environ["WORD"] = "the launcher's"
 rank = {"WORD": "given", "RANK": "3", "OMP_NUM_THREADS": "1"}
-with ForkServer("small_rank", dict(os.environ), fork=True) as nursery:
-    print(isinstance(nursery.process, ForkedProcess), os.getpid(), nursery.process.pid)
-    nursery.start(["0"], rank, "out", "err").wait(60)
-    nursery.process.kill()
-    nursery.process.wait()
-    print(nursery.start(["7"], rank, "again", "err").wait(60), isinstance(nursery.process, subprocess.Popen))
+with ForkServer("small_rank", dict(os.environ), fork=True) as forkserver:
+    print(isinstance(forkserver.process, ForkedProcess), os.getpid(), forkserver.process.pid)
+    forkserver.start(["0"], rank, "out", "err").wait(60)
+    forkserver.process.kill()
+    forkserver.process.wait()
+    print(forkserver.start(["7"], rank, "again", "err").wait(60), isinstance(forkserver.process, subprocess.Popen))
 """
 
 
 @pytest.mark.slow("three processes that import torch, one after the other")
 @pytest.mark.parametrize("threads", ["one", "threads"])
 def test_a_launcher_with_one_thread_is_forked_itself(tmp_path: Path, threads: str) -> None:
-    """With more threads, and after it was killed, the nursery is a new process."""
+    """With more threads, and after it was killed, the forkserver is a new process."""
     (tmp_path / "small_rank.py").write_text(MODULE)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", FORKING, threads]
@@ -104,8 +104,8 @@ def test_a_launcher_with_one_thread_is_forked_itself(tmp_path: Path, threads: st
     assert not Path(f"/proc/{lines[0].split()[2]}").exists()
 
 
-def test_it_can_be_killed_waited_for_and_told_by_its_name(nursery: ForkServer, tmp_path: Path) -> None:
-    process, out, _ = start(nursery, tmp_path, "sleep")
+def test_it_can_be_killed_waited_for_and_told_by_its_name(forkserver: ForkServer, tmp_path: Path) -> None:
+    process, out, _ = start(forkserver, tmp_path, "sleep")
     deadline = time.monotonic() + 20
     while not out.exists() or not out.read_text():
         assert time.monotonic() < deadline
@@ -119,41 +119,41 @@ def test_it_can_be_killed_waited_for_and_told_by_its_name(nursery: ForkServer, t
     assert process.wait(5) == -signal.SIGKILL
 
 
-def test_the_second_starts_at_once(nursery: ForkServer, tmp_path: Path) -> None:
-    start(nursery, tmp_path, "0")[0].wait(60)
+def test_the_second_starts_at_once(forkserver: ForkServer, tmp_path: Path) -> None:
+    start(forkserver, tmp_path, "0")[0].wait(60)
     begin = time.monotonic()
-    processes = [start(nursery, tmp_path, "0", rank)[0] for rank in range(8)]
+    processes = [start(forkserver, tmp_path, "0", rank)[0] for rank in range(8)]
     assert [process.wait(20) for process in processes] == [0] * 8
     assert time.monotonic() - begin < 10  # an interpreter with torch takes seconds each
 
 
 def test_a_module_that_cannot_be_imported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with (
-        ForkServer("no_such_module_here", dict(os.environ)) as nursery,
+        ForkServer("no_such_module_here", dict(os.environ)) as forkserver,
         pytest.raises(RankFailure, match="ranks of no_such_module_here left with exit code 1"),
     ):
-        start(nursery, tmp_path, "0")
+        start(forkserver, tmp_path, "0")
     assert "No module named 'no_such_module_here'" in capfd.readouterr().err
 
 
-def test_it_starts_again_after_it_was_killed(nursery: ForkServer, tmp_path: Path) -> None:
-    assert start(nursery, tmp_path, "7")[0].wait(20) == 7
-    before = nursery.process
+def test_it_starts_again_after_it_was_killed(forkserver: ForkServer, tmp_path: Path) -> None:
+    assert start(forkserver, tmp_path, "7")[0].wait(20) == 7
+    before = forkserver.process
     assert before is not None
     before.kill()
     before.wait()
-    assert start(nursery, tmp_path, "7")[0].wait(60) == 7
-    assert nursery.process is not before
+    assert start(forkserver, tmp_path, "7")[0].wait(60) == 7
+    assert forkserver.process is not before
 
 
 def test_killed_while_it_is_asked_for_a_rank(tmp_path: Path) -> None:
     (tmp_path / "slow_rank.py").write_text(SLOW_MODULE)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    with ForkServer("slow_rank", {**os.environ, "PYTHONPATH": path}) as nursery:
-        assert nursery.process is not None
-        threading.Timer(1.0, nursery.process.kill).start()
+    with ForkServer("slow_rank", {**os.environ, "PYTHONPATH": path}) as forkserver:
+        assert forkserver.process is not None
+        threading.Timer(1.0, forkserver.process.kill).start()
         with pytest.raises(RankFailure, match="ranks of slow_rank was killed by SIGKILL"):
-            start(nursery, tmp_path, "0")
+            start(forkserver, tmp_path, "0")
     assert not (tmp_path / "started").exists()
 
 
@@ -161,8 +161,8 @@ def test_no_nursery_outlives_its_launcher(tmp_path: Path) -> None:
     code = """
         import os
         from weft.launch.forkserver import ForkServer
-        nursery = ForkServer("json", dict(os.environ)).__enter__()
-        print(nursery.process.pid, flush=True)
+        forkserver = ForkServer("json", dict(os.environ)).__enter__()
+        print(forkserver.process.pid, flush=True)
         os._exit(1)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)

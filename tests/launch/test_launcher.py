@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.launch import launcher as launch_module
 from weft.device.device import Accelerator, Cpu
-from weft.launch.watchdog import Timeouts, process_state
-from weft.launch.launcher import connect, default_ranks, launch
 from weft.errors import DeviceError, RankFailure, Stopped
+from weft.launch import launcher as launch_module
+from weft.launch.launcher import connect, default_ranks, launch
+from weft.launch.watchdog import Timeouts, process_state
 
 # Listening sockets of some processes, as hexadecimal addresses of /proc/net/tcp and tcp6.
 LISTENING = """

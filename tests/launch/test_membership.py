@@ -17,12 +17,12 @@ import pytest
 
 import weft
 from tests.lab.hosts import Host, hosts
-from weft.launch.tunnel import LOOPBACK, TunnelClient, TunnelServer
+from weft.errors import RendezvousError
 from weft.launch.membership import MembershipStore
 from weft.launch.rendezvous import new_token
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import SocketStore, StoreServer
-from weft.errors import RendezvousError
+from weft.launch.tunnel import LOOPBACK, TunnelClient, TunnelServer
 
 ROOT = Path(__file__).parents[2]
 INTERVAL = 0.05
@@ -53,11 +53,11 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
 
 
 @pytest.fixture
-def meeting() -> Iterator[Meeting]:
+def rendezvous() -> Iterator[Meeting]:
     with scratch_folder() as folder, StoreServer(folder / "store") as server:
-        meeting = Meeting(server.path)
-        yield meeting
-        for board in reversed(meeting.boards):
+        rendezvous = Meeting(server.path)
+        yield rendezvous
+        for board in reversed(rendezvous.boards):
             board.leave(timeout=0)
 
 
@@ -72,8 +72,8 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.01)
 
 
-def test_all_hosts_see_each_other(meeting: Meeting) -> None:
-    boards = together([lambda host=host: meeting.join(host, 3, ranks=host + 1) for host in (2, 1, 0)])[::-1]
+def test_all_hosts_see_each_other(rendezvous: Meeting) -> None:
+    boards = together([lambda host=host: rendezvous.join(host, 3, ranks=host + 1) for host in (2, 1, 0)])[::-1]
     for board in boards:
         states = board.look()
         assert [(state.host, state.ranks, state.attempt, state.status) for state in states] == [
@@ -84,8 +84,8 @@ def test_all_hosts_see_each_other(meeting: Meeting) -> None:
     assert [board.layout() for board in boards] == [(0, 6), (1, 6), (3, 6)]
 
 
-def test_a_host_that_does_not_come_is_named(meeting: Meeting) -> None:
-    calls = [lambda host=host: meeting.join(host, 4, timeout=0.5) for host in (0, 2)]
+def test_a_host_that_does_not_come_is_named(rendezvous: Meeting) -> None:
+    calls = [lambda host=host: rendezvous.join(host, 4, timeout=0.5) for host in (0, 2)]
     with pytest.raises(RendezvousError) as caught:
         together(calls)
     assert caught.value.what == (
@@ -93,37 +93,37 @@ def test_a_host_that_does_not_come_is_named(meeting: Meeting) -> None:
     )
 
 
-def test_nobody_waits_for_a_host_that_gave_up(meeting: Meeting) -> None:
+def test_nobody_waits_for_a_host_that_gave_up(rendezvous: Meeting) -> None:
     with ThreadPoolExecutor(1) as pool:
-        patient = pool.submit(meeting.join, 0, 3, timeout=60)
+        patient = pool.submit(rendezvous.join, 0, 3, timeout=60)
         with pytest.raises(RendezvousError, match=r"host 2 did not come within 0\.5 s"):
-            meeting.join(1, 3, timeout=0.5)
+            rendezvous.join(1, 3, timeout=0.5)
         with pytest.raises(RendezvousError, match="the job cannot begin: host 1 has left"):
             patient.result(timeout=10)
 
 
-def test_without_host_0(meeting: Meeting) -> None:
+def test_without_host_0(rendezvous: Meeting) -> None:
     with pytest.raises(RendezvousError, match=r"host 0 did not come within 0\.3 s"):
-        meeting.join(1, 2, timeout=0.3)
+        rendezvous.join(1, 2, timeout=0.3)
 
 
 @pytest.mark.parametrize(("host", "number"), [(1, 3), (2, 2), (-1, 2)])
-def test_numbers_must_agree(host: int, number: int, meeting: Meeting) -> None:
-    meeting.all(2)
+def test_numbers_must_agree(host: int, number: int, rendezvous: Meeting) -> None:
+    rendezvous.all(2)
     with pytest.raises(RendezvousError, match=f"this is host {host} of {number}, and host 0 speaks of 2 hosts"):
-        meeting.join(host, number)
-    assert statuses(meeting.boards[0]) == ["here", "here"]
+        rendezvous.join(host, number)
+    assert statuses(rendezvous.boards[0]) == ["here", "here"]
 
 
-def test_a_number_is_taken_once(meeting: Meeting) -> None:
-    meeting.all(2)
+def test_a_number_is_taken_once(rendezvous: Meeting) -> None:
+    rendezvous.all(2)
     with pytest.raises(RendezvousError, match=rf"host number 1 is taken by .+ \(process {os.getpid()}\)"):
-        meeting.join(1, 2)
-    assert statuses(meeting.boards[0]) == ["here", "here"]
+        rendezvous.join(1, 2)
+    assert statuses(rendezvous.boards[0]) == ["here", "here"]
 
 
-def test_a_report_reaches_all_and_belongs_to_its_attempt(meeting: Meeting) -> None:
-    first, second, third = meeting.all(3)
+def test_a_report_reaches_all_and_belongs_to_its_attempt(rendezvous: Meeting) -> None:
+    first, second, third = rendezvous.all(3)
     second.report("rank 3 was killed by SIGKILL at step 17")
     for board in (first, second, third):
         until(lambda board=board: statuses(board) == ["here", "failed", "here"])
@@ -143,16 +143,16 @@ def test_a_report_reaches_all_and_belongs_to_its_attempt(meeting: Meeting) -> No
     until(lambda: [state.report for state in first.look()] == [None, None, "again"])
 
 
-def test_who_leaves_is_not_missed(meeting: Meeting) -> None:
-    first, second = meeting.all(2, silence_seconds=0.5)
+def test_who_leaves_is_not_missed(rendezvous: Meeting) -> None:
+    first, second = rendezvous.all(2, silence_seconds=0.5)
     second.leave()
     until(lambda: statuses(first) == ["here", "left"])
     time.sleep(1)
     assert statuses(first) == ["here", "left"]
 
 
-def test_all_read_the_notice_of_host_0(meeting: Meeting) -> None:
-    first, second, third = meeting.all(3)
+def test_all_read_the_notice_of_host_0(rendezvous: Meeting) -> None:
+    first, second, third = rendezvous.all(3)
     assert [board.notice() for board in (first, second, third)] == [None, None, None]
     for text in ("one", "two"):
         first.post(text)
@@ -160,12 +160,12 @@ def test_all_read_the_notice_of_host_0(meeting: Meeting) -> None:
             until(lambda board=board, text=text: board.notice() == text)
 
 
-def test_a_host_that_is_gone_is_replaced(meeting: Meeting) -> None:
-    first, second, third = meeting.all(3, interval=0.2, silence_seconds=1)
+def test_a_host_that_is_gone_is_replaced(rendezvous: Meeting) -> None:
+    first, second, third = rendezvous.all(3, interval=0.2, silence_seconds=1)
     first.post("the job is under way")
     until(lambda: third.notice() is not None)
     with pytest.raises(RendezvousError, match="host number 2 is taken"):
-        meeting.join(2, 3)
+        rendezvous.join(2, 3)
     old = third.look()[2].entry
 
     def is_free() -> bool:
@@ -173,7 +173,7 @@ def test_a_host_that_is_gone_is_replaced(meeting: Meeting) -> None:
         return [state.host for state in second.look()] == [0, 1]
 
     until(is_free)
-    new = meeting.join(2, 3)  # does not wait for anybody
+    new = rendezvous.join(2, 3)  # does not wait for anybody
     assert new.notice() == "the job is under way"
     until(lambda: second.look()[-1].entry.id == new.look()[2].entry.id != old.id)
     # The old launcher finds that it has been replaced, and writes nothing more.
@@ -183,8 +183,8 @@ def test_a_host_that_is_gone_is_replaced(meeting: Meeting) -> None:
     assert statuses(second) == ["here", "here", "here"]
 
 
-def test_host_0_leaves_last(meeting: Meeting) -> None:
-    first, second = meeting.all(2)
+def test_host_0_leaves_last(rendezvous: Meeting) -> None:
+    first, second = rendezvous.all(2)
     leaving = threading.Thread(target=first.leave)
     leaving.start()
     until(lambda: statuses(second) == ["left", "here"])
@@ -195,23 +195,23 @@ def test_host_0_leaves_last(meeting: Meeting) -> None:
     first.leave()  # a second time does nothing
 
 
-def test_a_record_with_more_fields_is_read(meeting: Meeting) -> None:
+def test_a_record_with_more_fields_is_read(rendezvous: Meeting) -> None:
     """As a version of tomorrow may write it."""
-    first, second = meeting.all(2)
+    first, second = rendezvous.all(2)
     second.leave()
-    record = json.loads(meeting.store.get("host-1")) | {"left": False, "colour": "green", "ranks": 7}
-    meeting.store.set("host-1", json.dumps(record))
+    record = json.loads(rendezvous.store.get("host-1")) | {"left": False, "colour": "green", "ranks": 7}
+    rendezvous.store.set("host-1", json.dumps(record))
     until(lambda: first.look()[1].ranks == 7)
     assert statuses(first) == ["here", "here"]
 
 
-def test_hosts_of_two_versions_name_both(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting.store.set("version", "9.9.9")
-    meeting.store.set("hosts", "2")
+def test_hosts_of_two_versions_name_both(rendezvous: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous.store.set("version", "9.9.9")
+    rendezvous.store.set("hosts", "2")
     with pytest.raises(
         RendezvousError, match=rf"host 0 has Weft 9\.9\.9, this host has Weft {re.escape(weft.__version__)}"
     ):
-        meeting.join(1, 2)
+        rendezvous.join(1, 2)
 
 
 def test_without_the_store_all_others_are_out_of_reach() -> None:
@@ -345,10 +345,10 @@ def test_a_link_breaks_for_a_second_and_for_good(launchers: list[Launcher]) -> N
     assert [launcher.process.wait(30) for launcher in launchers] == [0, 0, 0]
 
 
-def test_what_is_read_late_was_written_before(meeting: Meeting) -> None:
+def test_what_is_read_late_was_written_before(rendezvous: Meeting) -> None:
     """A host is lost just after a heartbeat that nobody has read yet: reading it says nothing of how the host is now."""
     late, lost = together(
-        [lambda: meeting.join(0, 2, interval=0.5), lambda: meeting.join(1, 2)],
+        [lambda: rendezvous.join(0, 2, interval=0.5), lambda: rendezvous.join(1, 2)],
     )
     until(lambda: late.look()[1].silent_seconds < 0.05)  # it has just looked, and does so again in 0.5 s
     time.sleep(0.2)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.launch.rendezvous import interface_address, interface_of, listen, parse_endpoint, new_token, read_token
 from weft.errors import RendezvousError
+from weft.launch.rendezvous import interface_address, interface_of, listen, new_token, parse_endpoint, read_token
 
 
 def token_file(folder: Path, text: str, mode: int = 0o600) -> Path:
@@ -97,8 +97,8 @@ def test_a_port_that_is_taken() -> None:
 FORGETS = """
 import os, sys
 from weft.launch.rendezvous import plan_meeting
-meeting = plan_meeting(0, 2, "127.0.0.1:29400", None, None)
-print(meeting.token, "WEFT_TOKEN" in os.environ, open("/proc/self/environ").read().count(meeting.token))
+rendezvous = plan_meeting(0, 2, "127.0.0.1:29400", None, None)
+print(rendezvous.token, "WEFT_TOKEN" in os.environ, open("/proc/self/environ").read().count(rendezvous.token))
 """
 
 

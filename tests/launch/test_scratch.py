@@ -26,7 +26,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def leave(code: str, *arguments: str) -> str:
     """What another process says that ends by SIGKILL right after it."""
-    head = "import os, signal, sys\nfrom pathlib import Path\nfrom weft.cluster import scratch\n"
+    head = "import os, signal, sys\nfrom pathlib import Path\nfrom weft.launch import scratch\n"
     head += "scratch.SHARED_MEMORY = Path(sys.argv[1])\n"
     tail = "\nprint(folder, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     command = [sys.executable, "-c", head + code + tail, *arguments]

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.launch.test_tunnel import CHALLENGE_BYTES, LOOPBACK, REQUEST_BYTES, TOKEN, call, client, everything, until
 from tests.lab.proxy import answering, proxy
-from weft.launch import tunnel as gate_module
+from tests.launch.test_tunnel import CHALLENGE_BYTES, LOOPBACK, REQUEST_BYTES, TOKEN, call, client, everything, until
+from weft.errors import RendezvousError
 from weft.launch import tls
-from weft.launch.tunnel import MAGIC_TLS, TunnelClient, TunnelServer
+from weft.launch import tunnel as gate_module
 from weft.launch.rendezvous import new_token
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import SocketStore, StoreServer
-from weft.errors import RendezvousError
+from weft.launch.tunnel import MAGIC_TLS, TunnelClient, TunnelServer
 
 KNOWN = "the quick brown fox jumps over the lazy dog"
 STRANGER = new_token()
@@ -55,7 +55,9 @@ def gate(store: SocketStore) -> Iterator[TunnelServer]:
 
 
 def door_to(port: int, folder: Path, name: str = "ranks", **options: bool | float) -> TunnelClient:
-    return TunnelClient(LOOPBACK, port, TOKEN, name, folder / f"door-{name}", **{"encrypt": True, "timeout": 5.0} | options)
+    return TunnelClient(
+        LOOPBACK, port, TOKEN, name, folder / f"door-{name}", **{"encrypt": True, "timeout": 5.0} | options
+    )
 
 
 def test_a_store_is_used_through_tls(gate: TunnelServer, store: SocketStore, folder: Path) -> None:

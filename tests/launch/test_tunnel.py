@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from tests.lab.hosts import Host, hosts
 from tests.lab.proxy import proxy
+from weft.errors import RendezvousError
 from weft.launch import tunnel as gate_module
-from weft.launch.tunnel import MAGIC, TunnelClient, TunnelServer
 from weft.launch.rendezvous import new_token
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import SocketStore, StoreServer
-from weft.errors import RendezvousError
+from weft.launch.tunnel import MAGIC, TunnelClient, TunnelServer
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = "127.0.0.1"
@@ -235,7 +235,10 @@ def test_who_leaves_without_a_proof(gate: TunnelServer, is_reached: Callable[[],
 
 
 def test_who_is_slow_is_sent_away(
-    gate: TunnelServer, is_reached: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gate: TunnelServer,
+    is_reached: Callable[[], bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(gate_module, "HANDSHAKE_SECONDS", 0.5)
     with call(gate.port) as connection:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.launch.test_launcher import script, wait_for
-from weft.launch import launcher as launch_module
-from weft.launch.watchdog import Timeouts, _Track, find_straggler, process_state
-from weft.launch.launcher import launch
-from weft.launch.heartbeat import RankStatus
 from weft.errors import RankFailure, Stopped
+from weft.launch import launcher as launch_module
+from weft.launch.heartbeat import RankStatus
+from weft.launch.launcher import launch
+from weft.launch.watchdog import Timeouts, _Track, find_straggler, process_state
 
 LOOP = """
 import torch, torch.distributed as dist
@@ -177,7 +177,7 @@ def test_a_short_stop_is_nobodys_business(tmp_path: Path, capfd: pytest.CaptureF
     thread = stop_rank_1(tmp_path, 1.0)
     loop(tmp_path, STOP, limits=Timeouts(patience=2000.0))
     thread.join()
-    assert float((tmp_path / "timeout").read_text()) > 2000  # of the process group: the guardian speaks first
+    assert float((tmp_path / "timeout").read_text()) > 2000  # of the process group: the watchdog speaks first
     assert capfd.readouterr() == ("", "")
 
 

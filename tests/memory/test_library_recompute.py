@@ -12,12 +12,12 @@ from tests.lab.parity import packed_batches, plan_for, whole
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Model
 from weft.parallel.dropout import set_dropout_seed
 from weft.plan import Parallel, Plan, Precision
+from weft.topology.mesh import build_mesh, data_rank
 
-MIXED = Precision(forward="bf16")
+MIXED = Precision(param_dtype="bf16")
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 # Ranks, plan, family, what is unusual about it.
 CASES: dict[str, tuple[int, Plan, str, dict[str, Any]]] = {

@@ -19,7 +19,7 @@ from weft.plan import Memory, Pipeline, Precision
 
 MEMORIES = (
     Memory(offload=("block",)),
-    Memory(offload=("attention",), offload_to="disk", offload_ahead=3),
+    Memory(offload=("attention",), offload_to="disk", offload_prefetch=3),
     Memory(offload=("attention",), recompute=("mlp",)),
     Memory(offload=("attention", "mlp"), recompute=("activation", "norm"), offload_bytes=50_000),
     Memory(offload=("block",), recompute=("block",)),

@@ -16,9 +16,9 @@ from tests.lab.families import family
 from tests.lab.live import LiveBytes
 from tests.lab.pool import RankError, run_ranks
 from weft.device.device import detect
+from weft.memory.chunked_step import chunked_step
 from weft.memory.optimizer_state import OffloadedStates, place_states
 from weft.memory.pool import Pool, mapped_files
-from weft.memory.chunked_step import chunked_step
 from weft.plan import Memory, Parallel, Plan, Precision
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -118,7 +118,7 @@ def test_no_bit_changes_in_any_layout(layout: str, weights: str, tmp_path: Path)
     ranks, parallel = LAYOUTS[layout]
     config = family("qwen3_moe" if "ep" in layout else "qwen3")
     plan = Plan(parallel=Parallel(**parallel))  # type: ignore[arg-type]
-    memory = Memory(optimizer="disk", folder=str(tmp_path), recompute=("norm",))
+    memory = Memory(optimizer_device="disk", offload_dir=str(tmp_path), recompute=("norm",))
     other = plan.model_copy(update={"memory": memory, "precision": Precision(weights=weights)})  # type: ignore[arg-type]
     assert_same_bits(config, ranks, 1, plan, other)
 
@@ -136,17 +136,17 @@ def test_a_disk_without_room_is_said_before_the_first_step(tmp_path: Path) -> No
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path)], check=False).returncode:
         pytest.skip("this sandbox cannot mount a tmpfs")
     try:
-        run_ranks(1, build, Memory(optimizer="disk", folder=str(tmp_path)))  # 2.4 MB
+        run_ranks(1, build, Memory(optimizer_device="disk", offload_dir=str(tmp_path)))  # 2.4 MB
         with pytest.raises(RankError, match=r"has no room for the optimizer's states: rank \d: No space left"):
-            run_ranks(2, build, Memory(optimizer="disk", folder=str(tmp_path)))
-        run_ranks(2, build, Memory(optimizer="disk", folder=str(tmp_path), optimizer_bytes=(800_000,)))
+            run_ranks(2, build, Memory(optimizer_device="disk", offload_dir=str(tmp_path)))
+        run_ranks(2, build, Memory(optimizer_device="disk", offload_dir=str(tmp_path), optimizer_bytes=(800_000,)))
         assert list(tmp_path.iterdir()) == []
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_budget_that_holds_nothing_is_refused(tmp_path: Path) -> None:
-    memory = Memory(optimizer="disk", folder=str(tmp_path), optimizer_bytes=(1000,))
+    memory = Memory(optimizer_device="disk", offload_dir=str(tmp_path), optimizer_bytes=(1000,))
     with pytest.raises(RankError, match="1000 bytes hold the state of no parameter"):
         run_ranks(1, build, memory)
 

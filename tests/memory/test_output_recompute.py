@@ -18,7 +18,7 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 def through_tape(function: Function, x: Tensor, weight: Tensor) -> Tensor:
     tape = Tape()
-    with tape.keeping(), tape.noting():
+    with tape.keeping(), tape.recording():
         return function(x, weight)
 
 

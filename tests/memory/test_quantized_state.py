@@ -20,12 +20,12 @@ from weft.checkpoint.folders import list_checkpoints
 from weft.device.device import detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
-from weft.memory.quantized_state import SMALLEST, build_map, keep_states_small, pack
+from weft.memory.chunked_step import chunked_step
 from weft.memory.optimizer_state import OffloadedStates
 from weft.memory.packed import PackedTensor
 from weft.memory.pool import Pool, mapped_files
+from weft.memory.quantized_state import SMALLEST, build_map, keep_states_small, pack
 from weft.memory.storages import plain_parts
-from weft.memory.chunked_step import chunked_step
 from weft.plan import Parallel, Plan, Precision, state_bytes
 from weft.train.metrics import read_metrics
 
@@ -123,7 +123,7 @@ def test_bytes(form: Any, tmp_path: Path) -> None:
             assert live.peak - before <= 2.5 * large * 4 * 2 / 12  # what is unpacked, and what packing needs
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
     held = sum(part.nbytes for value in states for part in plain_parts(value))
-    expected = 2 * large * state_bytes(Precision(states=form)) + 2 * 4 * (SMALLEST - 1)
+    expected = 2 * large * state_bytes(Precision(optimizer_state_dtype=form)) + 2 * 4 * (SMALLEST - 1)
     assert held == expected
 
 
@@ -147,7 +147,7 @@ def test_on_a_disk_the_bits_are_those_at_home(form: Any, tmp_path: Path) -> None
     assert all(isinstance(value, PackedTensor) for value in states)
     assert all(part.untyped_storage().is_shared() for value in states for part in plain_parts(value))
     assert (
-        pool.live < 1.2 * 2 * 8 * 64 * 128 * state_bytes(Precision(states=form)) + 32 * 4096
+        pool.live < 1.2 * 2 * 8 * 64 * 128 * state_bytes(Precision(optimizer_state_dtype=form)) + 32 * 4096
     )  # rooms are 4 KiB at least
 
 
@@ -173,7 +173,7 @@ def test_near_whole_states_in_any_layout(layout: str, form: Any) -> None:
     ranks, parallel = LAYOUTS[layout]
     config = {**family("qwen3_moe" if "ep" in layout else "qwen3"), "hidden_size": 128, "intermediate_size": 256}
     plan = Plan(parallel=Parallel(**parallel))  # type: ignore[arg-type]
-    small = plan.model_copy(update={"precision": Precision(states=form, weights="split")})
+    small = plan.model_copy(update={"precision": Precision(optimizer_state_dtype=form, weights="split")})
     whole = plan.model_copy(update={"precision": Precision(weights="split")})
     assert_near(config, ranks, 1, whole, small, DISTANCE[form])
 
@@ -181,8 +181,8 @@ def test_near_whole_states_in_any_layout(layout: str, form: Any) -> None:
 def train(folder: Path, layout: str, out: str, form: str, **settings: Any) -> Path:
     plan = {
         "parallel": RUNS[layout][1],
-        "precision": {"states": form},
-        "memory": {"optimizer": "disk", "folder": str(folder)},
+        "precision": {"optimizer_state_dtype": form},
+        "memory": {"optimizer_device": "disk", "offload_dir": str(folder)},
     }
     job, ranks = job_of(
         folder, layout, out, model={"config": WIDE}, train={"steps": 12}, plan=plan, checkpoint={"every": 50}
@@ -212,8 +212,8 @@ def test_resume(form: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be() -> None:
     with pytest.raises(PlanError, match="states of few bits with another update than fp32"):
-        Plan(precision=Precision(states="int8", update="bf16")).resolve(1)
-    tables = {"model": {"config": "c.json"}, "plan": {"precision": {"states": "bf16"}}}
-    with pytest.raises(JobError, match=r"betas\[1\] = 0.999 with plan.precision.states = bf16"):
+        Plan(precision=Precision(optimizer_state_dtype="int8", update="bf16")).resolve(1)
+    tables = {"model": {"config": "c.json"}, "plan": {"precision": {"optimizer_state_dtype": "bf16"}}}
+    with pytest.raises(JobError, match=r"betas\[1\] = 0.999 with plan.precision.optimizer_state_dtype = bf16"):
         Job.parse({**tables, "optimizer": {"betas": [0.9, 0.999]}})
     assert Job.parse({**tables, "optimizer": {"betas": [0.9, 0.99]}})

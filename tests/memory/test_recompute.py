@@ -13,10 +13,10 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Pipeline, Plan, Precision
+from weft.topology.mesh import build_mesh
 
 ROLES = (
     ("block",),
@@ -52,7 +52,7 @@ def test_no_bit_changes(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
-    memories = [Memory(recompute=("block",)), Memory(recompute=ALL, recompute_every=2), Memory(recompute=ALL)]
+    memories = [Memory(recompute=("block",)), Memory(recompute=ALL, recompute_interval=2), Memory(recompute=ALL)]
     assert_same_bits_with(family(name), plan_for("fp32", **parallel), ranks, *memories)
 
 
@@ -78,7 +78,7 @@ def test_shared_experts_are_recomputed_in_the_same_order() -> None:
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 2}, {"zero": 0, "tp": 2}, {"pp": 2, "zero": 1}])
 def test_dropout_and_two_formats(parallel: dict[str, int]) -> None:
     """The same numbers are dropped again; weights that were cast for forward are cast weights again."""
-    precision = Precision(forward="bf16", update="fp32", reduce="fp32")
+    precision = Precision(param_dtype="bf16", update="fp32", reduce_dtype="fp32")
     plan = plan_for("fp32", **parallel).model_copy(update={"precision": precision})
     config = {**family("gpt2"), **DROPOUT}
     memories = [Memory(recompute=roles) for roles in (("block",), ("attention", "mlp"), ("activation", "norm"))]
@@ -129,7 +129,7 @@ def test_outputs_of_activation_functions_are_gone_after_forward() -> None:
     """Of a gated feed-forward part: silu(gate), and its product with the other half."""
     assert saved(LLAMA, recompute=("activation",)) == 2 * INNER * 4
     assert saved(LLAMA, torch.bfloat16, recompute=("activation",)) == 2 * INNER * 2
-    assert saved(LLAMA, recompute=("activation",), recompute_every=2) == INNER * 4
+    assert saved(LLAMA, recompute=("activation",), recompute_interval=2) == INNER * 4
 
 
 def test_outputs_of_norms_are_gone_after_forward() -> None:
@@ -141,7 +141,7 @@ def test_blocks_keep_their_input() -> None:
     plain = run_ranks(1, held_bytes, LLAMA, Memory(), torch.float32)[0]
     less = run_ranks(1, held_bytes, LLAMA, Memory(recompute=("block",)), torch.float32)[0]
     assert less < plain / 5
-    assert saved(LLAMA, recompute=("block",), recompute_every=2) < saved(LLAMA, recompute=("block",)) * 0.6
+    assert saved(LLAMA, recompute=("block",), recompute_interval=2) < saved(LLAMA, recompute=("block",)) * 0.6
 
 
 def test_every_family_has_what_the_roles_name() -> None:

@@ -250,7 +250,7 @@ def test_resume_under_another_layout(tmp_path: Path, first: str, then: str) -> N
     """With whole weights, with split ones, and from whole to split, with moments on a disk."""
     whole: dict[str, Any] = {}
     split: dict[str, Any] = {"precision": {"weights": "split_even"}}
-    disk: dict[str, Any] = {**split, "memory": {"optimizer": "disk", "folder": str(tmp_path / "states")}}
+    disk: dict[str, Any] = {**split, "memory": {"optimizer_device": "disk", "offload_dir": str(tmp_path / "states")}}
     curves = []
     for number, (one, other) in enumerate([(whole, whole), (split, split), (whole, disk), (disk, whole)]):
         train(tmp_path, first, str(number), 12, one, trouble=stop_after_5)

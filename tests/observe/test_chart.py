@@ -6,7 +6,17 @@ import re
 import numpy as np
 import pytest
 
-from weft.observe.chart import MOST_POINTS, BarRow, Series, Span, bar_chart, gantt_chart, line_chart, linear_axis, log_axis
+from weft.observe.chart import (
+    MOST_POINTS,
+    BarRow,
+    Series,
+    Span,
+    bar_chart,
+    gantt_chart,
+    line_chart,
+    linear_axis,
+    log_axis,
+)
 from weft.observe.chart import number as text_of
 
 
@@ -59,7 +69,9 @@ def test_a_long_line_keeps_its_spikes() -> None:
 
 
 def test_bars_begin_at_zero_and_texts_are_escaped() -> None:
-    html = bar_chart([BarRow("<a>", [[("x", 1.0), ("y", 3.0)]], "<note>"), BarRow("b", [[("x", 2.0), ("y", 0.0)]])], "<s>")
+    html = bar_chart(
+        [BarRow("<a>", [[("x", 1.0), ("y", 3.0)]], "<note>"), BarRow("b", [[("x", 2.0), ("y", 0.0)]])], "<s>"
+    )
     assert [float(width) for width in re.findall(r"width:(\S+?)%", html)] == [25, 75, 50]
     assert "<a>" not in html
     assert "<note>" not in html

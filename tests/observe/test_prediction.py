@@ -28,7 +28,7 @@ def job_with(seconds: float, micro_batch: int) -> Job:
 
 
 def test_what_is_measured_stands_beside_it(tmp_path: Path) -> None:
-    run = write_run(tmp_path, job=job_with(1.03, JOB.train.micro_batch))
+    run = write_run(tmp_path, job=job_with(1.03, JOB.train.micro_batch_size))
     lines = {line.name: line for line in compare(read_run(run))}
     assert not lines["step"].is_off  # steps take 1 to 1.1 s
     assert lines["sent over tp"].off == 0
@@ -39,10 +39,10 @@ def test_what_is_measured_stands_beside_it(tmp_path: Path) -> None:
 
 
 def test_another_micro_batch_is_another_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = write_run(tmp_path / "other", job=job_with(1.0, JOB.train.micro_batch + 1))
+    other = write_run(tmp_path / "other", job=job_with(1.0, JOB.train.micro_batch_size + 1))
     assert compare(read_run(other)) == []
     print_summary(other, tmp_path / "report.html")
-    assert f"for train.micro_batch = {JOB.train.micro_batch + 1}" in capsys.readouterr().out
+    assert f"for train.micro_batch_size = {JOB.train.micro_batch_size + 1}" in capsys.readouterr().out
     assert compare(read_run(write_run(tmp_path / "none"))) == []
 
 

@@ -16,7 +16,7 @@ from weft.planner.search.propose import Proposal, propose
 @pytest.fixture(scope="module")
 def found() -> Proposal:
     data = {"source": "tokens", "path": "none.npy", "seq_len": 32}
-    job = Job.parse({"model": {"config": family("llama")}, "data": data, "train": {"global_batch": 16}})
+    job = Job.parse({"model": {"config": family("llama")}, "data": data, "train": {"global_batch_size": 16}})
     return propose(job, ClusterSpec(find_device("CPU"), 1, 2), confirm=False, say=lambda _: None)
 
 

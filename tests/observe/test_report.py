@@ -203,7 +203,9 @@ def test_a_page_stays_small_however_long_the_run(tmp_path: Path) -> None:
 def test_a_page_with_a_long_pipeline_stays_small(tmp_path: Path) -> None:
     for micro_batches, drawn in ((120, True), (2000, False)):
         plan = {"parallel": {"pp": 8, "dp_shard": 1}, "pipeline": {"schedule": "1f1b"}}
-        job = Job.parse({**JOB.model_dump(), "plan": plan, "train": {"global_batch": micro_batches, "micro_batch": 1}})
+        job = Job.parse(
+            {**JOB.model_dump(), "plan": plan, "train": {"global_batch_size": micro_batches, "micro_batch_size": 1}}
+        )
         path = write_report(write_run(tmp_path / str(micro_batches), steps=3, job=job))
         assert path.stat().st_size < MOST_BYTES
         assert ("plot-pipeline" in path.read_text(encoding="utf-8")) == drawn
@@ -212,7 +214,7 @@ def test_a_page_with_a_long_pipeline_stays_small(tmp_path: Path) -> None:
 
 def test_a_pipeline_is_drawn(tmp_path: Path) -> None:
     plan = {"parallel": {"pp": 2, "dp_shard": 1}, "pipeline": {"schedule": "zbv", "virtual_stages": 2}}
-    job = Job.parse({**JOB.model_dump(), "plan": plan, "train": {"global_batch": 8, "micro_batch": 2}})
+    job = Job.parse({**JOB.model_dump(), "plan": plan, "train": {"global_batch_size": 8, "micro_batch_size": 2}})
     text = parse(write_report(write_run(tmp_path, steps=3, job=job))).text
     assert "zbv with 4 micro-batches" in text
     assert "plot-pipeline" in (tmp_path / "report.html").read_text(encoding="utf-8")

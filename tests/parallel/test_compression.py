@@ -12,15 +12,15 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.data import MicroBatch
 from weft.errors import JobError
 from weft.job import Model, Optimizer
 from weft.parallel.parallelize import parallelize
-from weft.parallel.sdc_check import check_replicas_match
+from weft.parallel.sdc_check import check_replicas
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
@@ -86,7 +86,11 @@ def train(
     rig = Rig(world_size, source, plan)
     results = [rig.step(number) for number in range(steps)]
     assert all(result.problem is None for result in results), results
-    return [r.loss for r in results], gather_weights(rig.model), check_replicas_match(rig.model, rig.optimizer, rig.mesh)
+    return (
+        [r.loss for r in results],
+        gather_weights(rig.model),
+        check_replicas(rig.model, rig.optimizer, rig.mesh),
+    )
 
 
 @cache
@@ -157,7 +161,7 @@ def test_formats(compression: str, zero: int, precision: dict[str, Any]) -> None
 
 
 def test_nothing_is_compressed_where_nothing_is_slow() -> None:
-    plan = plan_for("2:4", comm={"compress_level": "slow"}, zero=2)
+    plan = plan_for("2:4", comm={"compress_scope": "inter_node"}, zero=2)
     plain = uncompressed(2, plan_for("none", zero=2).model_dump_json(), "llama")
     assert run_ranks(2, train, MODELS["llama"], plan, timeout=120)[0][0] == plain
 
@@ -166,7 +170,7 @@ def test_frozen_adam_without_compression() -> None:
     """Momenta are made where no message is compressed too, and training comes to the same."""
     for layout in ({"zero": 0}, {"zero": 3}, {"zero": 2, "dp_replicate": 2}):
         world_size = 2 * layout.get("dp_replicate", 1)
-        plan = plan_for("1-bit", comm={"compress_level": "slow"}, **layout)
+        plan = plan_for("1-bit", comm={"compress_scope": "inter_node"}, **layout)
         losses, _, differing = run_ranks(world_size, train, MODELS["llama"], plan, timeout=120)[0]
         expected = uncompressed(world_size, plan_for("none", **layout).model_dump_json(), "llama")
         assert differing is None

@@ -51,7 +51,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     tile: int = 4
     dropout: float = 0.0
-    head_groups: int = 1
+    ulysses_chunks: int = 1
 
     def tensors(self) -> tuple[list[Tensor], Tensor]:
         """q, k, v and sinks for the whole sequence, and the gradient of the output."""
@@ -96,7 +96,7 @@ def whole_attention(case: Case) -> list[Tensor]:
     return [out.detach(), *gradients]
 
 
-def make_context(rank: int, ulysses: int, ring: int, tile: int, head_groups: int = 1) -> ContextParallel:
+def make_context(rank: int, ulysses: int, ring: int, tile: int, ulysses_chunks: int = 1) -> ContextParallel:
     """Groups of the grid, with the Ulysses ranks as neighbours."""
     ranks = torch.arange(ulysses * ring).view(ring, ulysses)
 
@@ -104,7 +104,7 @@ def make_context(rank: int, ulysses: int, ring: int, tile: int, head_groups: int
         groups = [dist.new_group(row.tolist(), backend=register_backend()) for row in rows] if size > 1 else []
         return next((group for row, group in zip(rows, groups, strict=False) if rank in row.tolist()), None)
 
-    return ContextParallel(group(ranks, ulysses), group(ranks.T, ring), ulysses, ring, rank, tile, head_groups)
+    return ContextParallel(group(ranks, ulysses), group(ranks.T, ring), ulysses, ring, rank, tile, ulysses_chunks)
 
 
 class CountCalls(TorchDispatchMode):
@@ -127,7 +127,7 @@ def run_case(
     rank: int, world_size: int, case: Case, ulysses: int, ring: int
 ) -> tuple[list[Tensor], Tensor, Counter[str]]:
     """Output and gradients of one rank's tokens, and their positions."""
-    context = make_context(rank, ulysses, ring, case.tile, case.head_groups)
+    context = make_context(rank, ulysses, ring, case.tile, case.ulysses_chunks)
     positions = natural_positions(case.seq_len, ulysses, ring, rank)
     tensors, grad = case.tensors()
     *local, sinks = tensors
@@ -199,7 +199,7 @@ def test_parity(name: str, ulysses: int, ring: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_groups", "ulysses", "ring"),
+    ("heads", "kv_heads", "ulysses_chunks", "ulysses", "ring"),
     [
         (8, 4, 2, 2, 1),
         (8, 8, 2, 2, 2),
@@ -210,8 +210,8 @@ def test_parity(name: str, ulysses: int, ring: int) -> None:
         (8, 2, 2, 2, 2),
     ],
 )
-def test_heads_in_groups(heads: int, kv_heads: int, head_groups: int, ulysses: int, ring: int) -> None:
-    case = Case(heads=heads, kv_heads=kv_heads, head_groups=head_groups, sinks=True, documents=PACKED)
+def test_heads_in_groups(heads: int, kv_heads: int, ulysses_chunks: int, ulysses: int, ring: int) -> None:
+    case = Case(heads=heads, kv_heads=kv_heads, ulysses_chunks=ulysses_chunks, sinks=True, documents=PACKED)
     assert_parity(case, ulysses, ring)
 
 

@@ -9,12 +9,12 @@ from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
 from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh
 from weft.comm.compression.codecs import build_feedback
 from weft.job import Model
-from weft.parallel.parallelize import parallelize
 from weft.parallel.ddp import GradientReducer, Unit
+from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Parallel, Plan, Precision
+from weft.topology.mesh import build_mesh
 from weft.train.step import forward_backward
 
 
@@ -113,7 +113,7 @@ def test_a_vision_tower_that_text_does_not_use_stays_as_it_is() -> None:
 
 
 def step_in_bfloat16(rank: int, world_size: int, name: str, zero: int) -> tuple[float, dict[str, torch.Tensor]]:
-    plan = Plan(parallel=Parallel(zero=zero), precision=Precision(forward="bf16")).resolve(world_size)  # type: ignore[arg-type]
+    plan = Plan(parallel=Parallel(zero=zero), precision=Precision(param_dtype="bf16")).resolve(world_size)  # type: ignore[arg-type]
     source, mesh = Model(config=shrunk(name)), build_mesh(plan, "cpu", world_size)
     model = parallelize(build_plain(source, read_config(source), torch.float32), plan, mesh).train()
     loss = forward_backward(model, share(packed_batches(96)[0], rank, world_size, 2), plan, mesh, 1.0)

@@ -20,10 +20,9 @@ from tests.lab.families import COMMON, EXPERTS, family
 from tests.lab.parity import compare
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
+from weft.backends.hierarchical import register_backend
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.backends.hierarchical import register_backend
-from weft.topology.mesh import build_mesh
 from weft.comm import collectives
 from weft.comm.collectives import Message, Recorder
 from weft.errors import PlanError
@@ -39,6 +38,7 @@ from weft.parallel.expert import (
 )
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
+from weft.topology.mesh import build_mesh
 
 NUM_EXPERTS, HIDDEN = 4, 32
 TABLES: dict[str, dict[str, Any]] = {
@@ -389,7 +389,7 @@ def order_of_events(rank: int, ranks: int, name: str) -> list[str]:
 
 
 def build_split(rank: int, ranks: int, name: str) -> tuple[Any, Any]:
-    plan = Plan(parallel=Parallel(ep=ranks, zero=0), precision=Precision(forward="fp32")).resolve(ranks)
+    plan = Plan(parallel=Parallel(ep=ranks, zero=0), precision=Precision(param_dtype="fp32")).resolve(ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     config = {**family(name), "num_hidden_layers": 2, "first_k_dense_replace": 1}
     source = Model(config=config)

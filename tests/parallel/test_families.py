@@ -13,11 +13,11 @@ from tests.lab.shrink import BIASED, LEAKING, PROVED, shrunk
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh
 from weft.errors import ModelError, PlanError
 from weft.job import Model
 from weft.parallel.parallelize import check_axes, parallelize
 from weft.precision.dtypes import DTYPES
+from weft.topology.mesh import build_mesh
 
 ROUNDING = (
     "gemma4_unified",

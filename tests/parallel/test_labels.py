@@ -13,10 +13,10 @@ from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import shrunk
 from weft.checkpoint.huggingface import arrange_packed, build_on_meta, build_plain, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Model
 from weft.parallel.fsdp import begin_micro_batch
 from weft.plan import Plan
+from weft.topology.mesh import build_mesh, data_rank
 
 LLAMA = Model(config=family("llama"))
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

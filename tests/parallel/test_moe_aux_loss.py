@@ -11,11 +11,11 @@ from tests.lab.parity import compare, packed_batches, plan_for, share, whole
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.data import MicroBatch
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Pipeline, Plan
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.step import forward_backward
 
 COEFFICIENT = 0.5

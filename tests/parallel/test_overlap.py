@@ -16,19 +16,19 @@ from tests.lab.pool import run_ranks
 from tests.lab.shrink import LEAKING, PROVED, shrunk
 from tests.lab.wire import register_wire, virtual_seconds
 from weft.anatomy.transformers import read_anatomy
+from weft.backends.hierarchical import register_backend
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.backends.hierarchical import register_backend
-from weft.topology.mesh import AXES, build_mesh, mesh_shape
 from weft.comm.collectives import Recorder
 from weft.comm.overlap import Overlap
 from weft.errors import ModelError, PlanError
 from weft.job import Model
 from weft.parallel.async_tp import LazyGather, RegionBoundary, share_gather
-from weft.parallel.tp_rules import DOWN
 from weft.parallel.parallelize import check_axes, parallelize
 from weft.parallel.tensor import FIRST_OF_MLP
+from weft.parallel.tp_rules import DOWN
 from weft.plan import Plan
+from weft.topology.mesh import AXES, build_mesh, mesh_shape
 from weft.train.step import forward_backward
 
 FP32 = {"forward": "fp32", "update": "fp32", "reduce": "fp32"}

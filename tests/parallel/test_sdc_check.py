@@ -16,17 +16,17 @@ from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.comm.collectives import Recorder
 from weft.comm.objects import all_gather_json
 from weft.errors import PlanError
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
-from weft.parallel.sdc_check import Digester, check_replicas, check_replicas_match
+from weft.parallel.sdc_check import Digester, check_sdc_plan, check_replicas
 from weft.parallel.weights import to_local
 from weft.plan import Parallel, Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import evaluate, train_step
 
@@ -217,7 +217,7 @@ def after_flips(
     rig = build(ranks, family_name, plan)
 
     def look() -> str | None:
-        return check_replicas_match(rig.model, rig.optimizer, rig.mesh)
+        return check_replicas(rig.model, rig.optimizer, rig.mesh)
 
     clean, said = look(), []
     for wrong in flips:
@@ -291,10 +291,10 @@ def flip_every_parameter(rank: int, ranks: int, family_name: str, plan: Plan, vi
             continue
         if rank == victim:
             flip_at(rig, wrong)
-        found.append((name, wrong.kind, same, check_replicas_match(rig.model, rig.optimizer, rig.mesh)))
+        found.append((name, wrong.kind, same, check_replicas(rig.model, rig.optimizer, rig.mesh)))
         if rank == victim:
             flip_at(rig, wrong)
-    assert check_replicas_match(rig.model, rig.optimizer, rig.mesh) is None
+    assert check_replicas(rig.model, rig.optimizer, rig.mesh) is None
     return found
 
 
@@ -348,7 +348,7 @@ def two_faults(rank: int, ranks: int) -> list[str | None]:
             for wrong in wrongs:
                 if wrong.rank == rank:
                     flip_at(rig, wrong)
-            said.append(check_replicas_match(rig.model, rig.optimizer, rig.mesh))
+            said.append(check_replicas(rig.model, rig.optimizer, rig.mesh))
     return said
 
 
@@ -371,7 +371,7 @@ def without_a_state(rank: int, ranks: int) -> str | None:
     rig = build(ranks, "llama", plan_for("fp32", zero=0))
     if rank == 2:
         del rig.optimizer.state[rig.model.get_parameter(UP)]["exp_avg"]
-    return check_replicas_match(rig.model, rig.optimizer, rig.mesh)
+    return check_replicas(rig.model, rig.optimizer, rig.mesh)
 
 
 def test_a_state_that_one_rank_lacks_is_a_difference() -> None:
@@ -384,11 +384,11 @@ def after_evaluation(rank: int, ranks: int) -> tuple[str | None, str | None, int
     batches = share(packed_batches(96)[0], data_rank(rig.mesh), rig.plan.parallel.data_ranks, 1)
     evaluate(rig.model, batches, rig.mesh)
     with Recorder() as recorder:
-        clean = check_replicas_match(rig.model, rig.optimizer, rig.mesh)
+        clean = check_replicas(rig.model, rig.optimizer, rig.mesh)
     if rank == 0:
         flip_at(rig, Flip(0, UP))
     evaluate(rig.model, batches, rig.mesh)
-    return clean, check_replicas_match(rig.model, rig.optimizer, rig.mesh), recorder.total_bytes
+    return clean, check_replicas(rig.model, rig.optimizer, rig.mesh), recorder.total_bytes
 
 
 def test_weights_at_rest_are_compared_and_little_is_sent() -> None:
@@ -399,7 +399,7 @@ def test_weights_at_rest_are_compared_and_little_is_sent() -> None:
 
 
 class AcceleratorMesh(NamedTuple):
-    """What `check_replicas_match` asks of a mesh, of ranks that would not be on CPU."""
+    """What `check_replicas` asks of a mesh, of ranks that would not be on CPU."""
 
     device_type: str
     places: dict[str, int]
@@ -413,7 +413,7 @@ def as_on_accelerators(rank: int, ranks: int, axis: str, wrong: Flip) -> str | N
     mesh = AcceleratorMesh("cuda", {name: rig.mesh.get_local_rank(name) for name in ("pp", "tp")})
     if rank == wrong.rank:
         flip_at(rig, wrong)
-    return check_replicas_match(rig.model, rig.optimizer, mesh)  # type: ignore[arg-type]
+    return check_replicas(rig.model, rig.optimizer, mesh)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -433,13 +433,13 @@ def sharded(rank: int, ranks: int) -> str | None:
     rig = build(ranks, "llama", plan_for("fp32", zero=3))
     if rank == 1:
         flip_at(rig, Flip(1, UP))
-    return check_replicas_match(rig.model, rig.optimizer, rig.mesh)
+    return check_replicas(rig.model, rig.optimizer, rig.mesh)
 
 
 def test_without_copies_nothing_can_be_said_and_a_plan_is_refused() -> None:
     assert run_ranks(2, sharded) == [None, None]
     with pytest.raises(PlanError, match="there are no replicas to compare"):
-        check_replicas(Plan(parallel=Parallel(zero=3, tp=2)).resolve(8))
+        check_sdc_plan(Plan(parallel=Parallel(zero=3, tp=2)).resolve(8))
 
 
 @pytest.mark.parametrize(
@@ -459,15 +459,15 @@ def test_which_plans_have_copies(parallel: Parallel, refused: bool) -> None:
     plan = Plan(parallel=parallel).resolve(8)
     if refused:
         with pytest.raises(PlanError):
-            check_replicas(plan)
+            check_sdc_plan(plan)
     else:
-        check_replicas(plan)
+        check_sdc_plan(plan)
 
 
 def of_one_rank(rank: int, ranks: int) -> str | None:
     rig = build(ranks, "llama", plan_for("fp32", zero=0))
     assert dist.get_world_size() == 1
-    return check_replicas_match(rig.model, rig.optimizer, rig.mesh)
+    return check_replicas(rig.model, rig.optimizer, rig.mesh)
 
 
 def test_one_rank_has_nobody_to_differ_from() -> None:

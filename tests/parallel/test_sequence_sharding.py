@@ -12,11 +12,11 @@ from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import PROVED, shrunk
 from weft.checkpoint.huggingface import arrange_packed, build_on_meta, build_plain, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.parallel.sequence_sharding import POSITIONS_FROM_MASK
 from weft.plan import Plan
+from weft.topology.mesh import build_mesh, data_rank
 
 PADDED = torch.ones(4, 16, dtype=torch.int64)
 PADDED[1, 12:] = 0

@@ -9,12 +9,12 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh
 from weft.comm.collectives import Recorder
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
@@ -38,7 +38,7 @@ def step_traffic(rank: int, world_size: int, plan: Plan, micro_batch: int) -> tu
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_two_ranks(zero: int, micro_batch: int) -> None:
-    plan = Plan(parallel=Parallel(zero=zero), precision=Precision(forward="bf16"))  # type: ignore[arg-type]
+    plan = Plan(parallel=Parallel(zero=zero), precision=Precision(param_dtype="bf16"))  # type: ignore[arg-type]
     traffic, parameters = run_ranks(2, step_traffic, plan, micro_batch)[0]
     micro_batches = 2 // micro_batch
     half = parameters // 2  # of n = 2 ranks, (n - 1) / n

@@ -13,11 +13,11 @@ from tests.lab.parity import packed_batches, plan_for, share
 from tests.lab.pool import close_pools, run_ranks
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.comm.collectives import Recorder
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.step import forward_backward
 
 PAGE = Path(__file__).parents[2] / "docs" / "traffic.md"

@@ -9,17 +9,17 @@ import torch
 from tests.lab.families import family
 from tests.lab.parity import compare, packed_batches, plan_for, share, whole
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, materialize
-from weft.checkpoint.model_config import read_config
 from weft.backends import hierarchical as hierarchy
 from weft.backends.hierarchical import TwoLevelGroup
-from weft.topology.mesh import build_mesh, data_rank, group_of_all
+from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import Recorder
 from weft.job import Model, Optimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank, group_of_all
 from weft.train.optimizer import build_optimizer
 from weft.train.step import forward, forward_backward, train_step
 
@@ -96,16 +96,16 @@ def test_scattered_behind_backward(parallel: dict[str, Any], micro_batch: int) -
             compare(name, weight, their_weights[name], 1e-4, at_least=3e-4)
 
 
-def flying(rank: int, ranks: int, model: Model, zero: int) -> list[int]:
+def in_flight(rank: int, ranks: int, model: Model, zero: int) -> list[int]:
     """Reduce-scatters that are under way when the backward of each block ends."""
     plan = plan_for("fp32", zero=zero).resolve(ranks)
     split, mesh = built(rank, ranks, model, plan, 2)
     found: list[int] = []
     scatters = split.scatters
     for block in split.model.layers:
-        block.register_full_backward_hook(lambda *_: found.append(len(scatters.flying)))
+        block.register_full_backward_hook(lambda *_: found.append(len(scatters.in_flight)))
     forward_backward(split, share(packed_batches(96)[0], data_rank(mesh), 4, 2), plan, mesh, 1.0)
-    assert not scatters.flying
+    assert not scatters.in_flight
     return found
 
 
@@ -114,7 +114,7 @@ def test_gradients_travel_behind_backward(zero: int) -> None:
     """As a block ends, those after it have sent their gradients; two are under way at most, and the oldest is awaited first."""
     blocks = 4
     model = Model(config={**family("qwen3"), "num_hidden_layers": blocks})
-    for found in run_ranks(4, flying, model, zero):
+    for found in run_ranks(4, in_flight, model, zero):
         assert found == [min(ended, 2) for ended in range(blocks)]
 
 
@@ -127,7 +127,7 @@ def test_compressed_between_hosts(level: str, parallel: dict[str, Any]) -> None:
     """Losses stay near the plain ones, and what passes between hosts is less."""
     model = Model(config={**family("qwen3"), "tie_word_embeddings": False})
     plain = plan_for("fp32", **parallel)
-    plan = plain.model_copy(update={"comm": Comm(compression="int8", compress_level=level)})
+    plan = plain.model_copy(update={"comm": Comm(compression="int8", compress_scope=level)})
     expected = run_ranks(4, trained, model, plain, 2)[0]
     found = run_ranks(4, trained, model, plan, 2)
     for losses, weights, _ in found:

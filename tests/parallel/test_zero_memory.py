@@ -12,13 +12,13 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Model
 from weft.parallel.fsdp import begin_micro_batch, count_split, model_state_bytes
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.state_bytes import measure_model_state
 from weft.train.step import forward, token_loss, train_step
@@ -63,7 +63,7 @@ def count(
 @pytest.mark.parametrize("forward", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_resident_bytes_equal_the_formula(zero: int, forward: str) -> None:
-    plan = Plan(parallel=Parallel(zero=zero), precision=Precision(forward=forward))  # type: ignore[arg-type]
+    plan = Plan(parallel=Parallel(zero=zero), precision=Precision(param_dtype=forward))  # type: ignore[arg-type]
     for total, by_kind, predicted in run_ranks(2, count, plan):
         for kind, expected in predicted.items():
             unit = UNIT_BYTES if kind == "gradients" and zero >= 2 else 0
@@ -74,7 +74,7 @@ def test_resident_bytes_equal_the_formula(zero: int, forward: str) -> None:
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_what_messages_leave_out_is_counted(zero: int) -> None:
-    plan = Plan(parallel=Parallel(zero=zero), precision=Precision(forward="fp32"), comm=Comm(compression="2:4"))
+    plan = Plan(parallel=Parallel(zero=zero), precision=Precision(param_dtype="fp32"), comm=Comm(compression="2:4"))
     for _, by_kind, predicted in run_ranks(2, count, plan):
         assert by_kind["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.01, abs=4096)
 
@@ -93,7 +93,7 @@ def test_what_messages_leave_out_is_counted(zero: int) -> None:
     ],
 )
 def test_axes_split_the_model_state(ranks: int, parallel: dict[str, int]) -> None:
-    plan = Plan(parallel=Parallel(**parallel), precision=Precision(forward="bf16"))  # type: ignore[arg-type]
+    plan = Plan(parallel=Parallel(**parallel), precision=Precision(param_dtype="bf16"))  # type: ignore[arg-type]
     for total, by_kind, predicted in run_ranks(ranks, count, plan, MOE):
         for kind in ("parameters", "optimizer"):
             assert by_kind[kind] == pytest.approx(predicted[kind], rel=0.01, abs=4096), kind

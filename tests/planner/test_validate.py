@@ -11,8 +11,8 @@ from weft.cli import main
 from weft.errors import DataError
 from weft.observe.scatter import write_scatter
 from weft.planner.costmodel.peak_memory import peak_memory
-from weft.planner.published import SOURCES, UNKNOWN, measured_seconds, read_runs, source_family, stack_of_row
 from weft.planner.costmodel.step_time import CALIBRATED
+from weft.planner.published import SOURCES, UNKNOWN, measured_seconds, read_runs, source_family, stack_of_row
 from weft.planner.validate import (
     TRUST,
     Fit,

@@ -47,7 +47,7 @@ class Emulating(Cpu):
     [
         ({"forward": "bf16"}, "cuda V100 does not compute in bf16(.|\n)*plan.precision.forward(.|\n)*loss_scale"),
         ({"forward": "fp16", "update": "bf16"}, 'bf16(.|\n)*plan.precision.update to "fp32"'),
-        ({"forward": "fp32", "reduce": "bf16"}, 'bf16(.|\n)*plan.precision.reduce to "fp32"'),
+        ({"forward": "fp32", "reduce": "bf16"}, 'bf16(.|\n)*plan.precision.reduce_dtype to "fp32"'),
     ],
 )
 def test_refused(settings: dict[str, Any], words: str) -> None:
@@ -56,20 +56,20 @@ def test_refused(settings: dict[str, Any], words: str) -> None:
 
 
 def test_what_the_device_has() -> None:
-    check_formats(Precision(forward="fp16", loss_scale="dynamic"), Older())
+    check_formats(Precision(param_dtype="fp16", loss_scale="dynamic"), Older())
     check_formats(Precision().resolve(native_bf16=False), Older())
-    check_formats(Precision(forward="bf16", backward="fp16", loss_scale="dynamic", update="fp64"), Emulating())
+    check_formats(Precision(param_dtype="bf16", backward="fp16", loss_scale="dynamic", update="fp64"), Emulating())
 
 
 def test_the_choice_of_the_forward_dtype_is_explained() -> None:
     assert "bf16, which this device computes natively" in explain_precision(Precision(), Native())
     assert "fp32: this device has no native bf16" in explain_precision(Precision(), Emulating())
-    assert "fp32, as the plan says" in explain_precision(Precision(forward="fp32"), Native())
+    assert "fp32, as the plan says" in explain_precision(Precision(param_dtype="fp32"), Native())
     assert "fp32: this device" in explain_precision(Precision(), Older())
 
 
 def test_what_an_emulated_dtype_costs_is_said_in_one_line() -> None:
-    text = explain_precision(Precision(forward="bf16"), Emulating())
+    text = explain_precision(Precision(param_dtype="bf16"), Emulating())
     assert re.fullmatch(
         r"forward in bf16 without native .* run at [\d.e+]+ GFLOP/s a thread, those of fp32 at [\d.e+]+", text
     )

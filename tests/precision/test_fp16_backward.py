@@ -13,7 +13,6 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh
 from weft.comm.collectives import Recorder, gather
 from weft.errors import PlanError
 from weft.job import Model
@@ -21,6 +20,7 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.weights import to_local
 from weft.plan import Memory, Parallel, Pipeline, Plan, Precision
 from weft.precision.fp16_backward import Fp16Grad, carry_gradient, from_message, to_message
+from weft.topology.mesh import build_mesh
 
 HALF = Precision(backward="fp16", loss_scale=2.0**12)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], Memory]] = {
@@ -80,7 +80,7 @@ def assert_nearer(config: dict[str, Any], ranks: int, parallel: dict[str, Any], 
     def run(precision: Precision) -> Trace:
         return traces_of(config, plan.model_copy(update={"precision": precision}), ranks, 1)[0]
 
-    exact, brain, half = run(Precision(forward="fp32")), run(Precision()), run(HALF)
+    exact, brain, half = run(Precision(param_dtype="fp32")), run(Precision()), run(HALF)
     assert half.losses[0] == brain.losses[0]
     limit = 1.02 if rounding_chooses_other_experts(config) else 0.9
     assert distance(half, exact) < limit * distance(brain, exact)
@@ -208,4 +208,4 @@ def test_what_cannot_be() -> None:
     with pytest.raises(PlanError, match="fp16 backward without a loss scale"):
         Plan(precision=Precision(backward="fp16")).resolve(1)
     with pytest.raises(PlanError, match="fp16 backward behind another forward than bf16"):
-        Plan(precision=Precision(backward="fp16", forward="fp32", loss_scale="dynamic")).resolve(1)
+        Plan(precision=Precision(backward="fp16", param_dtype="fp32", loss_scale="dynamic")).resolve(1)

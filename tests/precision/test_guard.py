@@ -13,13 +13,13 @@ from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.parallel.weights import to_local
 from weft.plan import Pipeline, Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import StepResult, train_step
 

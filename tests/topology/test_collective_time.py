@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.device.links import FAST, SLOW, two_levels
+from weft.errors import TopologyError
 from weft.topology.collective_time import Operation, choose, collective_times
 from weft.topology.topology import Topology, of_hosts
-from weft.errors import TopologyError
 
 OPERATIONS: list[Operation] = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 

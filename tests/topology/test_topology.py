@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.device.links import FAST, SLOW, two_levels
-from weft.topology.axis_links import explain_axes, explain_plan
-from weft.topology.topology import UNKNOWN, Topology, format_rate, format_seconds, of_hosts
 from weft.errors import JobError, TopologyError
 from weft.plan import Plan
+from weft.topology.axis_links import explain_axes, explain_plan
+from weft.topology.topology import UNKNOWN, Topology, format_rate, format_seconds, of_hosts
 
 TEXT = """
 inside_host = "nvlink"

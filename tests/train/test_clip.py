@@ -13,10 +13,10 @@ from tests.lab.parity import compare, packed_batches, plan_for, whole
 from tests.lab.pool import RankError, run_ranks
 from weft.checkpoint.huggingface import arrange_packed, build_on_meta, build_plain, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.errors import WeftError
 from weft.job import Model
 from weft.plan import Plan
+from weft.topology.mesh import build_mesh, data_rank
 
 SOURCE = Model(config={**family("qwen3_moe"), "tie_word_embeddings": True})
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

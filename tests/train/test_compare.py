@@ -55,8 +55,8 @@ def job_for(folder: Path, name: str = "llama", rows: int = 5, blocks: int = 2, *
     job: dict[str, Any] = {
         "model": {"config": {**family(name), **DROPOUT.get(name, {}), **depth}},
         "data": {"source": "tokens", "path": str(folder / "rows.npy"), "seq_len": SEQ_LEN},
-        "train": {"steps": 2, "global_batch": rows, "micro_batch": 8},
-        "plan": {"parallel": {}, "precision": {"forward": "fp32"}},
+        "train": {"steps": 2, "global_batch_size": rows, "micro_batch_size": 8},
+        "plan": {"parallel": {}, "precision": {"param_dtype": "fp32"}},
         "out": str(folder / "run"),
     }
     for table, values in tables.items():
@@ -550,10 +550,10 @@ def test_bad_input_is_refused(
     refusals = {
         ("--set-b", "train.seed=3"): "train.seed = 0 in A, 3 in B",
         ("--set-a", "plan.parallel.tpp=3"): "did you mean plan.parallel.tp?",
-        ("--set-b", "plan.parallel.tp=2", "--ranks-b", "3"): "3 ranks cannot be divided",
+        ("--set-b", "plan.parallel.tp=2", "--nproc-per-node-b", "3"): "3 ranks cannot be divided",
         ("--set-a", "plan.parallel.pp=3"): "2 blocks cannot fill 3 stages",
         ("--set-b", "plan.parallel.pp=3"): "2 blocks cannot fill 3 stages",
-        ("--rows", "0"): "train.global_batch = 0",
+        ("--rows", "0"): "train.global_batch_size = 0",
         ("--step", "9"): "step 9 of a job of 2 steps",
         ("--out", str(tmp_path)): "holds something else than a comparison",
     }

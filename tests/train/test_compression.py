@@ -29,9 +29,9 @@ def job_of(folder: Path, compression: str, layout: str, out: str = "run", **tabl
     comm = {} if compression == "none" else {"compression": compression}
     settings: dict[str, dict[str, Any]] = {
         "model": {"config": {**family("llama"), "vocab_size": 300}},
-        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 1},
+        "train": {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1},
         "optimizer": {"lr": 1e-2, "eps": 1e-3, "warmup_steps": 2},
-        "plan": {"parallel": parallel, "precision": {"forward": "fp32"}, "comm": comm},
+        "plan": {"parallel": parallel, "precision": {"param_dtype": "fp32"}, "comm": comm},
         "checkpoint": {"every": 6},
     }
     if compression == "1-bit":

@@ -20,8 +20,8 @@ from weft.errors import DataError
 from weft.train.metrics import (
     Evaluation,
     MetricsWriter,
-    TerminalProgress,
     StepMetrics,
+    TerminalProgress,
     format_count,
     format_seconds,
     read_evaluations,

@@ -18,8 +18,8 @@ from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.folders import folder_of
 from weft.checkpoint.manifest import FORMAT_BYTES, read_manifest
-from weft.device.device import detect
 from weft.data import Prepared, Rows, evaluation_batches
+from weft.device.device import detect
 from weft.job import Job
 from weft.observe.report import write_report
 from weft.train.metrics import format_count, read_evaluations, read_metrics
@@ -175,10 +175,10 @@ def test_an_earlier_run_is_moved_aside(finished: Path, tmp_path: Path) -> None:
 
 def test_sigterm_ends_a_pipeline_cleanly(tmp_path: Path) -> None:
     """SIGINT has its tests in test_interruption.py."""
-    number, plan = signal.SIGTERM, {"parallel": {"pp": 2}, "precision": {"forward": "fp32"}}
-    job = write_job(tmp_path, train={"steps": 100_000, "global_batch": 4, "micro_batch": 1}, plan=plan)
+    number, plan = signal.SIGTERM, {"parallel": {"pp": 2}, "precision": {"param_dtype": "fp32"}}
+    job = write_job(tmp_path, train={"steps": 100_000, "global_batch_size": 4, "micro_batch_size": 1}, plan=plan)
     out = tmp_path / "run"
-    command = [str(Path(sys.executable).parent / "weft"), "train", str(job), "--ranks", "2"]
+    command = [str(Path(sys.executable).parent / "weft"), "train", str(job), "--nproc-per-node", "2"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ)
     )

@@ -34,7 +34,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def run(layout: str) -> Path:
         if layout not in found:
             ranks, plan = LAYOUTS[layout]
-            settings = {"plan": {**plan, "precision": {"forward": "fp32"}}, "optimizer": {"lr": 1e-2, "eps": 1e-3}}
+            settings = {"plan": {**plan, "precision": {"param_dtype": "fp32"}}, "optimizer": {"lr": 1e-2, "eps": 1e-3}}
             job = write_job(folder, train=STEPS, model={"config": MODEL}, **settings)
             found[layout] = train_in_the_pool(Job.load(job, [f"out={folder / layout}"]), ranks)[0]
         return found[layout]

@@ -48,7 +48,7 @@ def test_more_steps_are_a_change_where_learning_rates_depended_on_them(schedule:
 
 def test_what_may_change() -> None:
     assert refusal(job_of(), job_of()) == ""
-    assert refusal(job_of(plan={"parallel": {"tp": 2}, "precision": {"forward": "fp32"}}), job_of()) == ""
+    assert refusal(job_of(plan={"parallel": {"tp": 2}, "precision": {"param_dtype": "fp32"}}), job_of()) == ""
     assert refusal(job_of(lr=0.01), job_of(lr=0.02), step=0) == ""  # nothing has been trained
 
 

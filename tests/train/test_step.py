@@ -11,12 +11,12 @@ from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh, data_rank
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import StepResult, evaluate, train_step
 
@@ -95,7 +95,7 @@ def test_a_nan_that_does_not_come_back_is_called_so() -> None:
 
 
 def test_overflow_halves_a_dynamic_scale() -> None:
-    plan = Plan(precision=Precision(forward="fp16", loss_scale="dynamic"))
+    plan = Plan(precision=Precision(param_dtype="fp16", loss_scale="dynamic"))
     for result, moved in run_ranks(2, poisoned_step, plan, 1, "model.layers.0.mlp", True):
         assert result.problem == "gradients overflowed at loss scale 65536; the next scale is 32768"
         assert result.loss_scale == LossScale(32768.0, dynamic=True)
@@ -125,7 +125,7 @@ def scaled_training(rank: int, world_size: int, plan: Plan) -> list[float]:
 
 def test_a_loss_scale_changes_nothing_but_underflow() -> None:
     plain = run_ranks(2, scaled_training, plan_for("fp32"))[0]
-    scaled = Plan(parallel=Parallel(), precision=Precision(forward="fp32", loss_scale=1024.0))
+    scaled = Plan(parallel=Parallel(), precision=Precision(param_dtype="fp32", loss_scale=1024.0))
     assert run_ranks(2, scaled_training, scaled)[0] == pytest.approx(plain, rel=1e-6)
-    half = Plan(precision=Precision(forward="fp16", loss_scale="dynamic"))
+    half = Plan(precision=Precision(param_dtype="fp16", loss_scale="dynamic"))
     assert run_ranks(2, scaled_training, half)[0] == pytest.approx(plain, rel=2e-2)

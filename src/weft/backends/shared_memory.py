@@ -6,7 +6,7 @@ rounds: each rank writes its piece into a slot of its own slab and raises its co
 others, and reads from their slabs what it needs; a slot is written again once all have read it.
 
 Every collective blocks until this rank's part is done, as on one stream of an accelerator. Messages from one rank to another
-go through `mailbox`, every operation that is not written here through gloo. Sums are made in the order of ranks, and in float32
+go through `channel`, every operation that is not written here through gloo. Sums are made in the order of ranks, and in float32
 for shorter formats: all ranks have the same bits, run after run.
 """
 # mypy: disable-error-code="call-arg,override,assignment,attr-defined,arg-type"
@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from weft.backends.shm_p2p import LINE_INTS, MAILBOX_BYTES, P2PChannel, typed, wait_until
 from weft.backends.instrumented import InstrumentedGroup
+from weft.backends.shm_p2p import LINE_INTS, MAILBOX_BYTES, P2PChannel, typed, wait_until
 from weft.errors import CommunicationError
 
 SLOT_BYTES = 2**20  # small enough to stay in cache between the writer and its readers
@@ -127,14 +127,14 @@ class _Slab:
 
     def __init__(self, path: str):
         memory = torch.from_file(path, shared=True, size=SLAB_BYTES, dtype=torch.uint8)
-        # A core dump would fill in every page of the sparse mailbox.
+        # A core dump would fill in every page of the sparse channel.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(SLAB_BYTES), DONT_DUMP)
         ints = memoryview(memory[:HEADER_BYTES].numpy()).cast("q")
         lines = [ints[start : start + LINE_INTS] for start in range(0, len(ints), LINE_INTS)]
         self.written, self.read = lines[0], lines[1]  # rounds its rank has written and read
         self.signatures = lines[2 : 2 + NUM_SLOTS]
         self.slots = memory[HEADER_BYTES:-MAILBOX_BYTES].view(NUM_SLOTS, SLOT_BYTES).unbind()
-        self.mailbox = memory[-MAILBOX_BYTES:]
+        self.channel = memory[-MAILBOX_BYTES:]
 
 
 def _observed(collective: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
@@ -170,7 +170,7 @@ class SharedMemoryGroup(InstrumentedGroup):
         self.slabs, self.own = slabs, slabs[rank]
         self.make_gloo = make_gloo
         self.seconds, self.round = timeout.total_seconds(), 0
-        self.mailbox = P2PChannel([slab.mailbox for slab in slabs], rank, self.seconds)
+        self.channel = P2PChannel([slab.channel for slab in slabs], rank, self.seconds)
 
     is_blocking: ClassVar[bool] = True
     """Nothing can be computed while a collective is under way, also not behind `async_op`."""
@@ -388,11 +388,11 @@ class SharedMemoryGroup(InstrumentedGroup):
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         self._observe("send", tensor.numel(), tensor.dtype)
-        return self.mailbox.send(tensor, destination, tag)
+        return self.channel.send(tensor, destination, tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         (tensor,) = tensors
-        return self.mailbox.receive(_held(tensor), source, tag)
+        return self.channel.receive(_held(tensor), source, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         raise CommunicationError(
@@ -422,7 +422,7 @@ class SharedMemoryGroup(InstrumentedGroup):
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
-        self.mailbox.group_name = name
+        self.channel.group_name = name
 
 
 def _held(tensor: Tensor) -> Tensor:

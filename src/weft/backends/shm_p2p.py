@@ -4,7 +4,7 @@ Every rank owns memory that its peers have mapped. What it sends stays there unt
 each pair of ranks says where messages are, of which format, how long and under which tag; a ring the other way says which
 of them have been taken, so that their place is used again. Every byte has one writer.
 
-The memory is sparse: a page exists once it has been written. The size of a mailbox is a limit, not a cost.
+The memory is sparse: a page exists once it has been written. The size of a channel is a limit, not a cost.
 """
 
 import os
@@ -33,7 +33,7 @@ class _Message(NamedTuple):
     """A message as its sender announces it."""
 
     start: int
-    """Its place in the sender's mailbox, in bytes."""
+    """Its place in the sender's channel, in bytes."""
     numbers: int
     dtype: int
     """Index into FORMATS."""
@@ -59,9 +59,9 @@ class Sent(dist.Work):
 class ReceiveWork(dist.Work):
     """A message that is wanted. Several may be waited for in any order."""
 
-    def __init__(self, mailbox: "P2PChannel", tensor: Tensor, source: int, tag: int):
+    def __init__(self, channel: "P2PChannel", tensor: Tensor, source: int, tag: int):
         super().__init__()
-        self.mailbox, self.tensor, self.source, self.tag = mailbox, tensor, source, tag
+        self.channel, self.tensor, self.source, self.tag = channel, tensor, source, tag
         self.done = False
         self.error: CommunicationError | None = None
 
@@ -72,11 +72,11 @@ class ReceiveWork(dist.Work):
             CommunicationError: it was sent with another format or size, or did not come within the timeout, by default
                 that of the group.
         """
-        seconds = timeout.total_seconds() if timeout else self.mailbox.seconds
+        seconds = timeout.total_seconds() if timeout else self.channel.seconds
         if not wait_until(self.is_completed, seconds):
             raise CommunicationError(
                 f"no message of rank {self.source} came within {seconds:g} s",
-                where=f"rank {self.mailbox.rank} of group {self.mailbox.group_name}, tag {self.tag}",
+                where=f"rank {self.channel.rank} of group {self.channel.group_name}, tag {self.tag}",
                 rule="every receive has a send",
                 fix="look for a rank that ended, hangs, or took another branch",
             )
@@ -87,7 +87,7 @@ class ReceiveWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether the wait is over; takes the message if it is there."""
         if not self.done:
-            self.mailbox.fetch(self.source)
+            self.channel.fetch(self.source)
         return self.done
 
     def is_success(self) -> bool:
@@ -121,14 +121,14 @@ class P2PChannel:
         """Copy a tensor for another rank at once. It blocks only if RECORDS messages or MAILBOX_BYTES have not been taken.
 
         Raises:
-            CommunicationError: the message is longer than a mailbox, or finds no place within the timeout.
+            CommunicationError: the message is longer than a channel, or finds no place within the timeout.
         """
         size = -(-tensor.numel() * tensor.element_size() // 64) * 64 or 64
         if size > self.area.stop - self.area.start:
             raise CommunicationError(
                 f"a message of {size / 2**30:.1f} GB",
                 where=f"send to rank {destination} of group {self.group_name}",
-                rule=f"a message is shorter than a mailbox of {MAILBOX_BYTES / 2**30:.0f} GB",
+                rule=f"a message is shorter than a channel of {MAILBOX_BYTES / 2**30:.0f} GB",
                 fix="send the tensor in parts",
             )
         start = wait_until(lambda: self._find_place(destination, size), self.seconds)

@@ -34,9 +34,9 @@ from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader
 from weft.checkpoint.sources import (
     TensorSource,
-    of_checkpoint,
     from_dcp,
     from_huggingface,
+    of_checkpoint,
     optimizer_of_dcp,
     state_names,
     write_files,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.manifest import Manifest, verify_folder
-from weft.checkpoint.slices import OF_RANKS
 from weft.checkpoint.restore import Reader
+from weft.checkpoint.slices import OF_RANKS
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What bits of a number are compared as, by its bytes."""

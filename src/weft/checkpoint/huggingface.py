@@ -207,7 +207,7 @@ def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
                 value = own[name]
                 whole = join_packed(value.full_tensor() if isinstance(value, DTensor) else value)
                 whole = packed[name](whole, False) if name in packed else whole
-                if stage and leads:  # when rank 0 is ready: what is sent ahead would fill its mailbox
+                if stage and leads:  # when rank 0 is ready: what is sent ahead would fill its channel
                     dist.recv(ready, group=group, group_src=0)
                     dist.send(whole.contiguous(), group=group, group_dst=0)
             elif leads and rank == 0:

@@ -75,7 +75,9 @@ def _row(folder: Path, verify: bool, key: bytes | None) -> ListingRow:
             state = "good"
     except CheckpointError as error:
         state = f"damaged: {error.what}"
-    return ListingRow(folder.name, step, size, written, layout, f"set aside, {state}" if ".aside-" in folder.name else state)
+    return ListingRow(
+        folder.name, step, size, written, layout, f"set aside, {state}" if ".aside-" in folder.name else state
+    )
 
 
 def describe_layout(manifest: Manifest) -> str:

@@ -21,9 +21,9 @@ from torch import Tensor
 from weft.checkpoint.folders import clean, folder_of, list_checkpoints, step_of
 from weft.checkpoint.manifest import NAME, Manifest, file_name, read_manifest, verify_file
 from weft.checkpoint.snapshot import Target
-from weft.launch.scratch import PREFIX, SHARED_MEMORY, belongs_to, hold_for_run
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError
+from weft.launch.scratch import PREFIX, SHARED_MEMORY, belongs_to, hold_for_run
 from weft.lock import Lock
 
 PIECE = 2**26  # bytes of one message between hosts

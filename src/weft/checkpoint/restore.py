@@ -16,8 +16,8 @@ from weft.anatomy.roles import Anatomy
 from weft.checkpoint.boxes import find_fault
 from weft.checkpoint.folders import list_checkpoints, set_aside, step_of
 from weft.checkpoint.manifest import Entry, Manifest, Part, read_manifest, refused, verify_file, verify_names
-from weft.checkpoint.slices import OF_RANKS, TensorSlice, model_pieces, named_weights, optimizer_pieces
 from weft.checkpoint.shard_file import FORMATS, torch_format
+from weft.checkpoint.slices import OF_RANKS, TensorSlice, model_pieces, named_weights, optimizer_pieces
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError
 from weft.plan import Plan
@@ -224,7 +224,7 @@ def own_tensors(manifest: Manifest, kind: str, rank: int) -> list[str]:
 def _reductions(plan: dict[str, Any]) -> list[Any]:
     """The part of a plan that decides which messages ranks send each other in place of gradients."""
     comm = plan.get("comm", {})
-    return [plan["parallel"], plan["pipeline"], *map(comm.get, ("compression", "compress_level", "error_feedback"))]
+    return [plan["parallel"], plan["pipeline"], *map(comm.get, ("compression", "compress_scope", "error_feedback"))]
 
 
 def make_state(

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from weft.anatomy.roles import Anatomy
-from weft.device.device import Device
 from weft.comm.collectives import all_gather_rows
+from weft.device.device import Device
 from weft.errors import CheckpointError
 
 OF_RANKS = ("rng", "feedback")  # kinds of tensors that belong to a rank, not to the model

@@ -42,21 +42,21 @@ from weft.checkpoint.manifest import (
     sync_folder,
     write_manifest,
 )
+from weft.checkpoint.shard_file import FORMATS, Shard, Slot, check_room, write_bytes
 from weft.checkpoint.slices import (
     TensorSlice,
     divide,
     feedback_pieces,
     generators,
-    reshard,
     model_pieces,
     optimizer_pieces,
+    reshard,
 )
-from weft.checkpoint.shard_file import FORMATS, Shard, Slot, check_room, write_bytes
-from weft.device.device import Device
-from weft.topology.mesh import AXES
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import broadcast_json
+from weft.device.device import Device
 from weft.job import Job
+from weft.topology.mesh import AXES
 
 POLL_SECONDS = 0.02
 LOWEST_PRIORITY = 19

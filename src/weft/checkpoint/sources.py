@@ -13,9 +13,9 @@ from weft.checkpoint import dcp
 from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.manifest import Entry, File, Part, file_name
 from weft.checkpoint.model_config import read_config
-from weft.checkpoint.slices import named_weights
 from weft.checkpoint.restore import Reader
 from weft.checkpoint.shard_file import FORMATS, Shard, Slot, check_room, torch_format, write_bytes
+from weft.checkpoint.slices import named_weights
 from weft.errors import CheckpointError
 from weft.job import Model
 
@@ -122,7 +122,9 @@ def _no_adamw(folder: dcp.Folder, problem: str) -> CheckpointError:
     )
 
 
-def write_files(stocks: list[TensorSource], dtype: torch.dtype, folder: Path) -> tuple[dict[str, File], dict[str, Entry]]:
+def write_files(
+    stocks: list[TensorSource], dtype: torch.dtype, folder: Path
+) -> tuple[dict[str, File], dict[str, Entry]]:
     """Write all tensors whole, weights and moments in one format; the files, and what lies in them."""
     readers = {name: stock.read for stock in stocks for name in stock.forms}
     slots = [

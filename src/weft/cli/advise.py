@@ -9,7 +9,7 @@ import typer
 def advise(
     scenario: Annotated[str, typer.Argument(help="nlp, vision or multimodal.")],
     device: Annotated[Optional[str], typer.Option(help="A device by name, such as H100; or --cluster.")] = None,  # noqa: UP045
-    hosts: Annotated[int, typer.Option(min=1, help="Hosts of that device.")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, help="Hosts of that device.")] = 1,
     per_host: Annotated[Optional[int], typer.Option(min=1, help="Devices of a host; default as usual.")] = None,  # noqa: UP045
     cluster: Annotated[Optional[Path], typer.Option(help="A cluster as TOML, instead of --device.")] = None,  # noqa: UP045
     days: Annotated[float, typer.Option(min=0.01, help="Time there is.")] = 30.0,
@@ -26,5 +26,5 @@ def advise(
     from weft.planner.search.scenarios import find_scenario, options
 
     kind = find_scenario(scenario)
-    machine = choose_cluster(cluster, device, hosts, per_host)
+    machine = choose_cluster(cluster, device, nnodes, per_host)
     print_options(kind, machine.cluster, options(kind, machine.cluster, tokens, machine.scalar), days)

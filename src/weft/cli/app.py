@@ -6,6 +6,7 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
+from click.exceptions import NoSuchOption, UsageError
 from typer.core import TyperGroup
 
 from weft.cli.advise import advise
@@ -25,6 +26,7 @@ from weft.cli.topology import topology
 from weft.cli.train import train
 from weft.cli.validate import validate
 from weft.errors import Stopped
+from weft.refusal import RENAMED
 
 
 class Commands(TyperGroup):
@@ -35,6 +37,10 @@ class Commands(TyperGroup):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         try:
             return super().invoke(ctx)
+        except NoSuchOption as error:
+            if renamed := RENAMED.get(error.option_name):
+                raise UsageError(f"{error.option_name} is now {renamed}", error.ctx) from None
+            raise
         except KeyboardInterrupt:
             raise Stopped(signal.SIGINT) from None
 

@@ -7,7 +7,7 @@ import typer
 
 
 def calibrate(
-    ranks: Annotated[
+    nproc_per_node: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Ranks of this host; default one an accelerator, two on CPU."),
     ] = None,
@@ -29,6 +29,6 @@ def calibrate(
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    found, missed = measure(ranks or default_ranks(detect()))
+    found, missed = measure(nproc_per_node or default_ranks(detect()))
     out.write_text(found.to_toml(), encoding="utf-8")
     print(f"{out}: products as its formula has them within {missed:.0%} in the mean; weft plan JOB --cluster {out}")

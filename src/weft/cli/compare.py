@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def compare(
     job: Annotated[Path, typer.Argument(help="Job as TOML.")],
     set_a: Annotated[list[str], typer.Option(help="A key of side A, key=value; may be repeated.")] = [],  # noqa: B006
-    set_b: Annotated[list[str], typer.Option(help="A key of side B: plan.* or train.micro_batch.")] = [],  # noqa: B006
+    set_b: Annotated[list[str], typer.Option(help="A key of side B: plan.* or train.micro_batch_size.")] = [],  # noqa: B006
     set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, for both sides.")] = [],  # noqa: B006
     steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 3,
     step: Annotated[
@@ -21,9 +21,13 @@ def compare(
             min=1, help="Step whose tensors are compared. Default the first; then where losses begin to differ."
         ),
     ] = None,
-    rows: Annotated[Optional[int], typer.Option(help="Rows of a step, instead of train.global_batch.")] = None,  # noqa: UP045
-    ranks_a: Annotated[Optional[int], typer.Option(min=1, help="Processes; default as few as the plan needs.")] = None,  # noqa: UP045
-    ranks_b: Annotated[Optional[int], typer.Option(min=1, help="Processes; default as few as the plan needs.")] = None,  # noqa: UP045
+    rows: Annotated[Optional[int], typer.Option(help="Rows of a step, instead of train.global_batch_size.")] = None,  # noqa: UP045
+    nproc_per_node_a: Annotated[
+        Optional[int], typer.Option(min=1, help="Processes; default as few as the plan needs.")
+    ] = None,  # noqa: UP045
+    nproc_per_node_b: Annotated[
+        Optional[int], typer.Option(min=1, help="Processes; default as few as the plan needs.")
+    ] = None,  # noqa: UP045
     tolerance: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
@@ -43,7 +47,7 @@ def compare(
     from weft.job import Job
     from weft.train.run_folder import check_writable
 
-    both = [*set_, *([f"train.global_batch={rows}"] if rows is not None else [])]
+    both = [*set_, *([f"train.global_batch_size={rows}"] if rows is not None else [])]
     job_a, job_b = Job.load(job, [*both, *set_a]), Job.load(job, [*both, *set_b])
     folder = out or Path(f"{job_a.out}.compare")
     check_writable(job_a.model_copy(update={"out": str(folder)}), new=True)
@@ -54,7 +58,14 @@ def compare(
 
     transformers.logging.set_verbosity_error()
     found = compare_jobs(
-        job_a, job_b, folder, steps=steps, step=step, ranks_a=ranks_a, ranks_b=ranks_b, tolerance=tolerance
+        job_a,
+        job_b,
+        folder,
+        steps=steps,
+        step=step,
+        ranks_a=nproc_per_node_a,
+        ranks_b=nproc_per_node_b,
+        tolerance=tolerance,
     )
     print_comparison(found, folder)
     raise typer.Exit(0 if found.agrees else 1)

@@ -8,7 +8,7 @@ import typer
 
 def dryrun(
     job: Annotated[Path, typer.Argument(help="Job as TOML. No weights and no data are read.")],
-    world: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
     rank: Annotated[
         list[int], typer.Option(help="A rank to look at; may be repeated. Default the first and the last.")
     ] = [],  # noqa: B006
@@ -36,7 +36,7 @@ def dryrun(
     from weft.planner.dryrun.trace import trace
 
     transformers.logging.set_verbosity_error()
-    traces = trace(chosen, world, rank or sorted({0, world - 1}), device or detect().type)
+    traces = trace(chosen, world_size, rank or sorted({0, world_size - 1}), device or detect().type)
     print_traces(chosen, traces)
     if json is not None:
         write_traces(traces, json)

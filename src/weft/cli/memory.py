@@ -8,7 +8,7 @@ import typer
 
 def memory(
     job: Annotated[Path, typer.Argument(help="Job as TOML. No weights and no data are read.")],
-    world: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 1,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 1,
     rank: Annotated[Optional[int], typer.Option(help="A rank; default the fuller of the first and the last.")] = None,  # noqa: UP045
     set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
     device: Annotated[
@@ -33,7 +33,7 @@ def memory(
     from weft.planner.dryrun.memory_options import compare_options, print_rungs, write_rungs
 
     transformers.logging.set_verbosity_error()
-    rungs = compare_options(chosen, world, rank, device or detect().type)
+    rungs = compare_options(chosen, world_size, rank, device or detect().type)
     print_rungs(rungs)
     if json is not None:
         write_rungs(rungs, json)

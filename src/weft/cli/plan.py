@@ -11,7 +11,7 @@ def plan(
         Path, typer.Argument(help="Job as TOML: model, length, batch and formats. No weights, no data are read.")
     ],
     device: Annotated[Optional[str], typer.Option(help="A device by name, such as H100; or --cluster.")] = None,  # noqa: UP045
-    hosts: Annotated[int, typer.Option(min=1, help="Hosts of that device.")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, help="Hosts of that device.")] = 1,
     per_host: Annotated[Optional[int], typer.Option(min=1, help="Devices of a host; default as usual.")] = None,  # noqa: UP045
     cluster: Annotated[Optional[Path], typer.Option(help="A cluster as TOML, instead of --device.")] = None,  # noqa: UP045
     set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
@@ -43,11 +43,11 @@ def plan(
     from weft.observe.proposal import print_proposal, write_plan
     from weft.observe.proposal_page import write_page
     from weft.planner.costmodel.cluster_file import choose_cluster
-    from weft.planner.search.propose import propose
     from weft.planner.costmodel.timeline import timeline_of, write_trace
+    from weft.planner.search.propose import propose
 
     transformers.logging.set_verbosity_error()
-    machine = choose_cluster(cluster, device, hosts, per_host)
+    machine = choose_cluster(cluster, device, nnodes, per_host)
     found = propose(
         chosen,
         machine.cluster.within(max_devices, max_dollars),

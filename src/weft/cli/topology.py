@@ -11,7 +11,7 @@ import typer
 def topology(
     job: Annotated[Optional[Path], typer.Argument(help="Job as TOML, to see over which links its axes run.")] = None,  # noqa: UP045
     set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
-    ranks: Annotated[
+    nproc_per_node: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Processes on this host; default one an accelerator, two on CPU."),
     ] = None,
@@ -23,9 +23,9 @@ def topology(
         Optional[Path],  # noqa: UP045
         typer.Option(help="Folder with measurements: one of the same ranks, not older than a day, is taken."),
     ] = None,
-    hosts: Annotated[int, typer.Option(min=1, help="Hosts; each runs this command.")] = 1,
-    host: Annotated[int, typer.Option(min=0, help="Number of this host, from 0.")] = 0,
-    meet: Annotated[str | None, typer.Option(help="ADDRESS:PORT of host 0, where several hosts meet.")] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Hosts; each runs this command.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Number of this host, from 0.")] = 0,
+    rdzv_endpoint: Annotated[str | None, typer.Option(help="ADDRESS:PORT of host 0, where several hosts meet.")] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="Secret of the hosts; default the variable WEFT_TOKEN.")
     ] = None,
@@ -35,7 +35,7 @@ def topology(
 
     Show classes of links, those that are slow, and over which of them the axes of a job run.
     """
-    if hosts > 1:  # torch prints a stack for each lost connection of its store
+    if nnodes > 1:  # torch prints a stack for each lost connection of its store
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     from weft.cli.outputs import check_outputs
@@ -45,26 +45,26 @@ def topology(
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
     chosen = Job.load(recipe, set_) if job or set_ else None
 
+    from weft.comm.measure_links import measure_links
     from weft.device.device import detect
     from weft.launch.launcher import default_ranks
-    from weft.topology.measurement import to_topology
     from weft.launch.rendezvous import parse_rendezvous
-    from weft.topology.axis_links import explain_plan
-    from weft.topology.topology import Topology, save_text
-    from weft.comm.measure_links import measure_links
     from weft.observe.topology import print_topology, write_topology
+    from weft.topology.axis_links import explain_plan
+    from weft.topology.measurement import to_topology
+    from weft.topology.topology import Topology, save_text
 
     measured = None
     if file is not None:
         found, source = Topology.load(file), f"declared in {file}"
-        if ranks is not None:
-            found.check_fits([ranks], where=str(file))
+        if nproc_per_node is not None:
+            found.check_fits([nproc_per_node], where=str(file))
     else:
-        meeting = parse_rendezvous(host, hosts, meet, token_file, interface)
-        ranks = ranks or default_ranks(detect())
-        if chosen and meeting is None:  # what does not fit is refused before anything is measured
-            chosen.plan.resolve(ranks)
-        measured, source = measure_links(ranks, meeting=meeting, seconds=seconds, cache=cache)
+        rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
+        nproc_per_node = nproc_per_node or default_ranks(detect())
+        if chosen and rendezvous is None:  # what does not fit is refused before anything is measured
+            chosen.plan.resolve(nproc_per_node)
+        measured, source = measure_links(nproc_per_node, rendezvous=rendezvous, seconds=seconds, cache=cache)
         found = to_topology(measured)
     lines = explain_plan(found, chosen.plan.resolve(found.world_size)) if chosen else []
     print_topology(found, measured, source, lines)

@@ -12,7 +12,9 @@ import typer
 def train(
     job: Annotated[Optional[Path], typer.Argument(help="Job as TOML; without it the first run is trained.")] = None,  # noqa: UP045
     set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes; default one an accelerator, two on CPU.")] = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default one an accelerator, two on CPU.")
+    ] = None,
     resume: Annotated[
         str | None, typer.Option(help="auto: go on from the newest good checkpoint; or its folder.")
     ] = None,
@@ -22,31 +24,31 @@ def train(
     ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of a failed job that get it no further.")] = 0,
     out: Annotated[Optional[Path], typer.Option(help="Output folder, instead of the job's.")] = None,  # noqa: UP045
-    hosts: Annotated[int, typer.Option(min=1, help="Hosts of the job; each runs this command.")] = 1,
-    host: Annotated[int, typer.Option(min=0, help="Number of this host, from 0.")] = 0,
-    meet: Annotated[str | None, typer.Option(help="ADDRESS:PORT of host 0, where several hosts meet.")] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Hosts of the job; each runs this command.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Number of this host, from 0.")] = 0,
+    rdzv_endpoint: Annotated[str | None, typer.Option(help="ADDRESS:PORT of host 0, where several hosts meet.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="Secret of the job; default the variable WEFT_TOKEN.")] = None,
     interface: Annotated[str | None, typer.Option(help="Of this host; default the one that leads to host 0.")] = None,
 ) -> None:
     """Train a model; write metrics, report and export."""
-    if hosts > 1:  # torch prints a stack for each lost connection of its store; the guardian says who is lost
+    if nnodes > 1:  # torch prints a stack for each lost connection of its store; the watchdog says who is lost
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait in a spin hold up whatever else runs here
     os.environ.setdefault(
         "OPENBLAS_NUM_THREADS", "1"
-    )  # numpy's; without a second thread ranks are forks of this process
-    from weft.launch.rendezvous import parse_rendezvous
+    )  # numpy's; without a second thread nproc_per_node are forks of this process
     from weft.job import Job
+    from weft.launch.rendezvous import parse_rendezvous
     from weft.train.run_folder import check_writable
 
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
     chosen = Job.load(recipe, set_)
     if out:
         chosen = chosen.model_copy(update={"out": str(out)})
-    check_writable(chosen, new=resume is None, leads=host == 0)
-    if ranks and hosts == 1:
-        chosen.plan.resolve(ranks)
-    meeting = parse_rendezvous(host, hosts, meet, token_file, interface)
+    check_writable(chosen, new=resume is None, leads=node_rank == 0)
+    if nproc_per_node and nnodes == 1:
+        chosen.plan.resolve(nproc_per_node)
+    rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
 
     import transformers  # torch and Transformers take seconds: what is refused above is refused without them
 
@@ -60,17 +62,17 @@ def train(
     try:
         train_job(
             chosen,
-            ranks=ranks,
+            ranks=nproc_per_node,
             resume=resume,
             accept_changes=accept_changes,
             max_restarts=max_restarts,
-            meeting=meeting,
+            rendezvous=rendezvous,
         )
     except Stopped:
-        if host == 0:
+        if node_rank == 0:
             print_end(chosen, _report(Path(chosen.out)), sys.argv)
         raise
-    if host == 0:
+    if node_rank == 0:
         print_end(chosen, _report(Path(chosen.out)), sys.argv)
 
 

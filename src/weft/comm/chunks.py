@@ -234,7 +234,9 @@ def cut_rows(rows: int, count: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
-def choose_count(form: GatherMatmul | MatmulReduce | MatmulScatter, rows: int, group: dist.ProcessGroup, watch: "RepeatTimer") -> int:
+def choose_count(
+    form: GatherMatmul | MatmulReduce | MatmulScatter, rows: int, group: dist.ProcessGroup, watch: "RepeatTimer"
+) -> int:
     """The number of chunks that is predicted to be fastest; the same on all ranks of the group, which call this together.
 
     Args:

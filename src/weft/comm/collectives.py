@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from weft.backends.hierarchical import all_gather_single, reduce_scatter_single
-from weft.topology.mesh import group_of_all
 from weft.backends.shared_memory import SharedMemoryGroup
+from weft.topology.mesh import group_of_all
 
 # Frames that stand between a collective and the code that wanted it: installed packages, and the rooms below.
 CARRIERS = (
@@ -144,29 +144,29 @@ class _AlongDim(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None, sends: list[int] | None
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, output_splits: list[int] | None, input_splits: list[int] | None
     ) -> torch.Tensor:
-        ctx.group, ctx.takes, ctx.sends = group, takes, sends
-        return exchange(x, group, takes, sends)
+        ctx.group, ctx.output_splits, ctx.input_splits = group, output_splits, input_splits
+        return exchange(x, group, output_splits, input_splits)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return exchange(gradient, ctx.group, ctx.sends, ctx.takes), None, None, None
+        return exchange(gradient, ctx.group, ctx.input_splits, ctx.output_splits), None, None, None
 
 
 class AsyncAllToAll:
     """An exchange of rows that is under way; in backward, the one back."""
 
-    def __init__(self, group: dist.ProcessGroup, takes: list[int] | None, sends: list[int] | None):
-        self.group, self.takes, self.sends = group, takes, sends
+    def __init__(self, group: dist.ProcessGroup, output_splits: list[int] | None, input_splits: list[int] | None):
+        self.group, self.output_splits, self.input_splits = group, output_splits, input_splits
         self.cargo: torch.Tensor | None = None
         self.work: dist.Work | None = None
 
-    def start(self, x: torch.Tensor, takes: list[int] | None, sends: list[int] | None) -> torch.Tensor:
+    def start(self, x: torch.Tensor, output_splits: list[int] | None, input_splits: list[int] | None) -> torch.Tensor:
         """Send rows; what comes is there after `wait`."""
         self.cargo = x.contiguous()  # until it has been sent
-        out = x.new_empty((sum(takes) if takes is not None else len(x), *x.shape[1:]))
-        self.work = dist.all_to_all_single(out, self.cargo, takes, sends, self.group, async_op=True)
+        out = x.new_empty((sum(output_splits) if output_splits is not None else len(x), *x.shape[1:]))
+        self.work = dist.all_to_all_single(out, self.cargo, output_splits, input_splits, self.group, async_op=True)
         return out
 
     def wait(self) -> None:
@@ -180,7 +180,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, flight: AsyncAllToAll, comes: list[torch.Tensor]) -> torch.Tensor:
         ctx.flight = flight
-        comes.append(flight.start(x, flight.takes, flight.sends))
+        comes.append(flight.start(x, flight.output_splits, flight.input_splits))
         return x.view_as(x)
 
     @staticmethod
@@ -199,15 +199,15 @@ class _Land(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         flight: AsyncAllToAll = ctx.flight
-        return flight.start(gradient, flight.sends, flight.takes), None, None
+        return flight.start(gradient, flight.input_splits, flight.output_splits), None, None
 
 
 def exchange(
-    x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
+    x: torch.Tensor, group: dist.ProcessGroup, output_splits: list[int] | None = None, input_splits: list[int] | None = None
 ) -> torch.Tensor:
     """Rows to and from every rank. Not differentiable; see `all_to_all`."""
-    out = x.new_empty((sum(takes) if takes is not None else len(x), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), takes, sends, group)
+    out = x.new_empty((sum(output_splits) if output_splits is not None else len(x), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group)
     return out
 
 
@@ -242,20 +242,20 @@ def unsplit(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor
 
 
 def all_to_all(
-    x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
+    x: torch.Tensor, group: dist.ProcessGroup, output_splits: list[int] | None = None, input_splits: list[int] | None = None
 ) -> torch.Tensor:
-    """Exchange rows (dim 0): `sends[r]` go to rank r, `takes[r]` come from it, in the order of ranks; else equal parts."""
-    return _AllToAll.apply(x, group, takes, sends)
+    """Exchange rows (dim 0): `input_splits[r]` go to rank r, `output_splits[r]` come from it, in the order of ranks; else equal parts."""
+    return _AllToAll.apply(x, group, output_splits, input_splits)
 
 
 Wait = Callable[[], torch.Tensor]
 
 
 def start_all_to_all(
-    x: torch.Tensor, group: dist.ProcessGroup, takes: list[int] | None = None, sends: list[int] | None = None
+    x: torch.Tensor, group: dist.ProcessGroup, output_splits: list[int] | None = None, input_splits: list[int] | None = None
 ) -> Wait:
     """Start an `all_to_all`; a function that waits for it, once, and gives what has come. All ranks land in one order."""
-    flight, comes = AsyncAllToAll(group, takes, sends), list[torch.Tensor]()
+    flight, comes = AsyncAllToAll(group, output_splits, input_splits), list[torch.Tensor]()
     ticket = _Start.apply(x, flight, comes)
     return lambda: _Land.apply(ticket, flight, comes)
 

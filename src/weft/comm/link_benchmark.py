@@ -25,13 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.device.device import Device
-from weft.device.links import read_device_links
 from weft.backends.hierarchical import host_id, register_backend
-from weft.topology.measurement import LOOPBACK, MEMORY, NETWORK, Measurement, cache_path, recall, remember
 from weft.backends.shared_memory import SharedMemoryGroup
 from weft.comm.objects import all_gather_json, broadcast_json
+from weft.device.device import Device
+from weft.device.links import read_device_links
 from weft.errors import TopologyError
+from weft.topology.measurement import LOOPBACK, MEMORY, NETWORK, Measurement, cache_path, recall, remember
 
 SECONDS = 5.0
 FIRST_BYTES, LAST_BYTES = 2**16, 2**26

@@ -10,50 +10,50 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from weft.device.device import detect
-from weft.launch.launcher import connect, launch, rank_main
-from weft.topology.measurement import Measurement
-from weft.launch.rendezvous import RendezvousConfig
-from weft.launch.coordinator import JobCoordinator
 from weft.comm.link_benchmark import SECONDS, measure
+from weft.device.device import detect
 from weft.errors import WeftError
+from weft.launch.coordinator import JobCoordinator
+from weft.launch.launcher import connect, launch, rank_main
+from weft.launch.rendezvous import RendezvousConfig
+from weft.topology.measurement import Measurement
 
 RESULT, SOURCE = "measurement.json", "source"
 
 
 def measure_links(
-    ranks: int, *, meeting: RendezvousConfig | None = None, seconds: float = SECONDS, cache: Path | None = None
+    ranks: int, *, rendezvous: RendezvousConfig | None = None, seconds: float = SECONDS, cache: Path | None = None
 ) -> tuple[Measurement, str]:
     """Measure the links between ranks on this host, or on several hosts together, which all call it and have the result.
 
     Args:
         ranks: processes on this host.
-        meeting: where hosts meet, if there are several.
+        rendezvous: where hosts meet, if there are several.
         seconds: budget of the measurement; that of host 0 counts.
         cache: folder on host 0 for earlier measurements; that of host 0 counts.
 
     Raises:
         WeftError: one of its subclasses: the hosts did not meet, or a rank failed.
     """
-    if meeting is None:
+    if rendezvous is None:
         return _survey_here(ranks, seconds, str(cache or ""), None)
-    team = JobCoordinator.join(meeting, ranks, rejoin_seconds=0)
+    coordinator = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=0)
     failure: WeftError | None = None
     try:
-        if meeting.host == 0:
-            team.announce({"seconds": str(seconds), "cache": str(cache or "")})
-        facts = team.facts()
-        return _survey_here(ranks, float(facts["seconds"]), facts["cache"], team)
+        if rendezvous.host == 0:
+            coordinator.announce({"seconds": str(seconds), "cache": str(cache or "")})
+        facts = coordinator.facts()
+        return _survey_here(ranks, float(facts["seconds"]), facts["cache"], coordinator)
     except WeftError as error:
         failure = error
         raise
     finally:
-        team.end(failure)
+        coordinator.end(failure)
 
 
-def _survey_here(ranks: int, seconds: float, cache: str, team: JobCoordinator | None) -> tuple[Measurement, str]:
+def _survey_here(ranks: int, seconds: float, cache: str, coordinator: JobCoordinator | None) -> tuple[Measurement, str]:
     """Start the ranks of this host; the first of them leaves the result, so that hosts need no folder in common."""
-    network = team.rank_network() if team else {}
+    network = coordinator.rank_network() if coordinator else {}
     with tempfile.TemporaryDirectory(prefix="weft-topology-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", "weft.comm.measure_links", str(folder), str(seconds), cache]
@@ -62,8 +62,8 @@ def _survey_here(ranks: int, seconds: float, cache: str, team: JobCoordinator | 
             ranks=ranks,
             log_dir=folder / "logs",
             environment=network,
-            team=team,
-            warm=detect().bears_forks,
+            coordinator=coordinator,
+            warm=detect().supports_fork,
         )
         text = (folder / RESULT).read_text(encoding="utf-8")
         return Measurement.model_validate_json(text), (folder / SOURCE).read_text(encoding="utf-8")

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.comm.chunks import GatherMatmul, MatmulReduce, RepeatTimer, MatmulScatter, choose_count, cut_rows
+from weft.comm.chunks import GatherMatmul, MatmulReduce, MatmulScatter, RepeatTimer, choose_count, cut_rows
 from weft.comm.collectives import Pending, start_all_reduce, start_gather, start_reduce_scatter, start_trade
 from weft.comm.symmetric import Fused
 from weft.errors import PlanError
@@ -59,7 +59,9 @@ class Overlap:
         self.counts: dict[Hashable, int] = {}
         """What was chosen, by form and shapes."""
 
-    def cut(self, name: str, form: GatherMatmul | MatmulReduce | MatmulScatter, rows: int, *tensors: Tensor) -> list[slice]:
+    def cut(
+        self, name: str, form: GatherMatmul | MatmulReduce | MatmulScatter, rows: int, *tensors: Tensor
+    ) -> list[slice]:
         """The chunks of some rows.
 
         Args:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from weft.backends.instrumented import InstrumentedGroup, CollectiveTiming
+from weft.backends.instrumented import CollectiveTiming, InstrumentedGroup
 from weft.comm.collectives import axis_of
 
 

@@ -328,7 +328,9 @@ def _common(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def _cut(rows: slice, sight: Visibility, queries: range, keys: range, tile: int, largest: int | None) -> list[AttentionBlock]:
+def _cut(
+    rows: slice, sight: Visibility, queries: range, keys: range, tile: int, largest: int | None
+) -> list[AttentionBlock]:
     """Halve both sides until a block is all visible, not visible, the square on the diagonal, or small enough for a mask."""
     if not queries or not keys or keys.start > queries[-1] or keys[-1] < sight.first(queries.start):
         return []

@@ -75,7 +75,7 @@ class Device(ABC):
         """Instructions that matmuls use, in words; empty if that says nothing beyond the name."""
 
     @property
-    def bears_forks(self) -> bool:
+    def supports_fork(self) -> bool:
         """Whether ranks may be forks of a process that has imported what they need; not if an import may touch a device."""
         return False
 
@@ -170,7 +170,7 @@ class Cpu(Device):
         return f"{' + '.join(parts)}, {'native' if self.supports('bf16') else 'no native'} bf16"
 
     @property
-    def bears_forks(self) -> bool:
+    def supports_fork(self) -> bool:
         return sys.platform == "linux"
 
     def supports(self, feature: Feature) -> bool:

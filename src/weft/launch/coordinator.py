@@ -1,8 +1,8 @@
 """The hosts of one job, seen by the launcher of one of them: they meet, blame the same rank, and go on together.
 
-    team = JobCoordinator.join(RendezvousConfig(host=0, hosts=2, address="10.0.0.1", port=29400, token=token), ranks=4)
-    launch(argv, ranks=4, log_dir=..., team=team)
-    team.end(None)
+    coordinator = JobCoordinator.join(RendezvousConfig(host=0, hosts=2, address="10.0.0.1", port=29400, token=token), ranks=4)
+    launch(argv, ranks=4, log_dir=..., coordinator=coordinator)
+    coordinator.end(None)
 
 Host 0 decides: which hosts take part in an attempt, with how many ranks each, and when the job ends. It says so by a notice on
 the `MembershipStore`; the others follow it. What a host has seen of its own ranks it reports to all others before it ends them, so that
@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.launch.tunnel import TunnelClient, TunnelServer
-from weft.launch.membership import MembershipStore, HostState, known_fields
+from weft.errors import RankFailure, RendezvousError, WeftError
+from weft.launch.membership import HostState, MembershipStore, known_fields
 from weft.launch.rendezvous import RendezvousConfig, interface_address, interface_of, own_address
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import SocketStore, StoreRendezvous, StoreServer
 from weft.launch.tls import gloo_variables
-from weft.errors import RankFailure, RendezvousError, WeftError
+from weft.launch.tunnel import TunnelClient, TunnelServer
 
 MEETING_SECONDS = 300.0  # for all hosts to come at the start
 BEGIN_SECONDS = 60.0  # for agents and ranks of an attempt to find each other
@@ -86,45 +86,49 @@ class JobCoordinator:
     """The hosts of a job. Made by `join`; its methods are called by one thread."""
 
     @classmethod
-    def join(cls, meeting: RendezvousConfig, ranks: int, *, rejoin_seconds: float = 60.0, **options: Any) -> "JobCoordinator":
+    def join(
+        cls, rendezvous: RendezvousConfig, ranks: int, *, node_rejoin_seconds: float = 60.0, **options: Any
+    ) -> "JobCoordinator":
         """Meet the other hosts.
 
         Args:
             ranks: how many this host can run.
-            rejoin_seconds: a host that is lost may come back, or be replaced, for so long.
+            node_rejoin_seconds: a host that is lost may come back, or be replaced, for so long.
             options: for `MembershipStore.join`.
 
         Raises:
             RendezvousError: the token is wrong, a host does not come, numbers do not fit, or there is no such interface.
         """
-        interface = meeting.interface or interface_of(own_address(meeting))
+        interface = rendezvous.interface or interface_of(own_address(rendezvous))
         interface_address(interface)  # refuses a name that is none
-        options = {"host": meeting.host, "hosts": meeting.hosts, "ranks": ranks, "timeout": MEETING_SECONDS} | options
+        options = {"host": rendezvous.host, "hosts": rendezvous.hosts, "ranks": ranks, "timeout": MEETING_SECONDS} | options
         with ExitStack() as stack:
             folder, gate = stack.enter_context(scratch_folder()), None
-            if meeting.host == 0:
-                gate = stack.enter_context(TunnelServer(meeting.address, meeting.port, meeting.token, encrypt=meeting.encrypt))
+            if rendezvous.host == 0:
+                gate = stack.enter_context(
+                    TunnelServer(rendezvous.address, rendezvous.port, rendezvous.token, encrypt=rendezvous.encrypt)
+                )
                 gate.open("board", stack.enter_context(StoreServer(folder / "board")).path)
             else:
-                way = meeting.address, meeting.port, meeting.token, "board"
-                door = TunnelClient(*way, folder / "board", timeout=options["timeout"], encrypt=meeting.encrypt)
+                way = rendezvous.address, rendezvous.port, rendezvous.token, "board"
+                door = TunnelClient(*way, folder / "board", timeout=options["timeout"], encrypt=rendezvous.encrypt)
                 stack.enter_context(door)
             board = MembershipStore.join(SocketStore(folder / "board"), **options)
-            return cls(meeting, board, ranks, rejoin_seconds, interface, folder, gate, stack.pop_all())
+            return cls(rendezvous, board, ranks, node_rejoin_seconds, interface, folder, gate, stack.pop_all())
 
     def __init__(
         self,
-        meeting: RendezvousConfig,
+        rendezvous: RendezvousConfig,
         board: MembershipStore,
         ranks: int,
-        rejoin_seconds: float,
+        node_rejoin_seconds: float,
         interface: str,
         folder: Path,
         gate: TunnelServer | None,
         open_until_end: ExitStack,
     ):
-        self.meeting, self.board, self.ranks, self.rejoin_seconds = meeting, board, ranks, rejoin_seconds
-        self.host, self.interface = meeting.host, interface
+        self.rendezvous, self.board, self.ranks, self.node_rejoin_seconds = rendezvous, board, ranks, node_rejoin_seconds
+        self.host, self.interface = rendezvous.host, interface
         self.place = f"host {self.host} ({socket.gethostname()})"
         self._folder, self._gate, self._open_until_end = folder, gate, open_until_end
         # The store of an attempt, or the door to it: on host 0 it must outlive the agents of the others.
@@ -148,8 +152,8 @@ class JobCoordinator:
             RendezvousError: TLS needs a library that is not installed.
         """
         variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.interface)
-        if self.meeting.encrypt:
-            variables |= gloo_variables(self.meeting.token, self._folder, self.interface)
+        if self.rendezvous.encrypt:
+            variables |= gloo_variables(self.rendezvous.token, self._folder, self.interface)
         return variables
 
     def announce(self, facts: dict[str, str]) -> None:
@@ -174,7 +178,7 @@ class JobCoordinator:
             WeftError: a host has ended before the job began.
         """
         if self.host:
-            return self.follow()[:2]
+            return self.wait_for_attempt()[:2]
         while waiting := [state for state in self.board.look() if state.host and state.entry.ready < 0]:
             for state in waiting:
                 if state.gone:
@@ -199,12 +203,12 @@ class JobCoordinator:
             self._attempt = StoreServer(self._folder / name)
             self._gate.open(name, self._attempt.path)
         else:
-            way = self.meeting.address, self.meeting.port, self.meeting.token, name
-            self._attempt = TunnelClient(*way, self._folder / name, encrypt=self.meeting.encrypt)
+            way = self.rendezvous.address, self.rendezvous.port, self.rendezvous.token, name
+            self._attempt = TunnelClient(*way, self._folder / name, encrypt=self.rendezvous.encrypt)
         members = list(self._notice.members)
         return StoreRendezvous(self._attempt.path, members.index(self.host), len(members), BEGIN_SECONDS)
 
-    # While an attempt is under way: for the guardian
+    # While an attempt is under way: for the watchdog
 
     def report(self, failure: RankFailure, own: bool, line: str) -> None:
         """Tell the other hosts how this one has failed, before its ranks are ended.
@@ -250,7 +254,7 @@ class JobCoordinator:
 
     # After a failure
 
-    def follow(self, cause: RankFailure | None = None) -> tuple[int, int, float]:
+    def wait_for_attempt(self, cause: RankFailure | None = None) -> tuple[int, int, float]:
         """On another host than 0: the next attempt that this host takes part in, its ranks in it, and seconds until then.
 
         Raises:
@@ -268,9 +272,9 @@ class JobCoordinator:
                 self.board.note(ready=seen + 1)
             time.sleep(POLL_SECONDS)
 
-    def gather(self, attempt: int, say: Callable[[str], None]) -> dict[int, int]:
+    def wait_for_hosts(self, attempt: int, say: Callable[[str], None]) -> dict[int, int]:
         """On host 0: ranks of each host that can take part in the next attempt; those that are lost have time to come back."""
-        end, freed = time.monotonic() + self.rejoin_seconds, set[str]()
+        end, freed = time.monotonic() + self.node_rejoin_seconds, set[str]()
         while True:
             states = {state.host: state for state in self.board.look()}
             ready = {
@@ -285,7 +289,9 @@ class JobCoordinator:
                 if host in states and states[host].gone and states[host].entry.id not in freed:
                     freed.add(states[host].entry.id)
                     self.board.free(host)
-                    say(f"host {host} may come back, or be replaced, within {self.rejoin_seconds:g} s: start it anew")
+                    say(
+                        f"host {host} may come back, or be replaced, within {self.node_rejoin_seconds:g} s: start it anew"
+                    )
             time.sleep(POLL_SECONDS)
 
     def go_on(self, attempt: int, shares: Mapping[int, int], seconds: float) -> int:
@@ -302,7 +308,9 @@ class JobCoordinator:
         """Leave the others; on host 0 the job ends with it, for the same reason on every host."""
         if self.host == 0:
             self._post(
-                AttemptSpec(**asdict(self._notice) | {"ended": True, "failure": failure and asdict(FailureRecord.of(failure))})
+                AttemptSpec(
+                    **asdict(self._notice) | {"ended": True, "failure": failure and asdict(FailureRecord.of(failure))}
+                )
             )
         self.board.leave()
         if self._attempt:

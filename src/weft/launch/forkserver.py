@@ -1,19 +1,19 @@
 """Ranks that start at once: forks of a process that has imported what they need.
 
 Importing torch, Transformers and the rest takes a rank some seconds of a core, at the start and again at every restart. A
-nursery imports once, in a process that computes nothing and has no threads, and forks a rank when the launcher asks for one. It
+forkserver imports once, in a process that computes nothing and has no threads, and forks a rank when the launcher asks for one. It
 does so twice over, and the process between goes: the system gives the rank to the launcher, which becomes its parent as of any
 process that it started.
 
     launcher          asks: arguments, environment, files     says go, waits for the rank as for its child
-    nursery           forks                                   forgets it
+    forkserver           forks                                   forgets it
     (between)         forks, leaves
     rank              imports nothing, waits for the go, runs main
 
-The nursery itself is a fork of the launcher, where that has one thread when it asks: then the imports of the launcher serve
+The forkserver itself is a fork of the launcher, where that has one thread when it asks: then the imports of the launcher serve
 for ranks too. Elsewhere, and after it was killed, it is a new process.
 
-A rank that the launcher does not know of, because the nursery was killed before it could answer, gets no go, and ends.
+A rank that the launcher does not know of, because the forkserver was killed before it could answer, gets no go, and ends.
 
 Linux alone can do that; elsewhere ranks start as ordinary processes. So they do where they have accelerators, whose libraries
 do not bear to be forked if an import has touched them.
@@ -39,8 +39,8 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from weft.launch.parent_death import LAUNCHER_VARIABLE, end_with_launcher
 from weft.errors import RankFailure
+from weft.launch.parent_death import LAUNCHER_VARIABLE, end_with_launcher
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.02
@@ -126,12 +126,12 @@ class ForkServer:
 
         Args:
             arguments: of the module.
-            environment: on top of the nursery's own.
+            environment: on top of the forkserver's own.
             stdout: path of a file; empty for that of the launcher.
             stderr: the same.
 
         Raises:
-            RankFailure: the nursery has ended instead; it was killed, or the module cannot be imported, say.
+            RankFailure: the forkserver has ended instead; it was killed, or the module cannot be imported, say.
         """
         assert self.process is not None
         if self.process.poll() is not None:  # since the last rank
@@ -217,15 +217,15 @@ class Handler:
 
 
 class ForkServerContext(SubprocessContext):
-    """torch's context of processes, which a nursery starts."""
+    """torch's context of processes, which a forkserver starts."""
 
-    def __init__(self, nursery: ForkServer, **settings: Any):
-        self.nursery = nursery
+    def __init__(self, forkserver: ForkServer, **settings: Any):
+        self.forkserver = forkserver
         super().__init__(entrypoint="", **settings)
 
     def _start(self) -> None:
         for number in range(self.nprocs):  # one by one: a signal between two ranks must find those that run
-            rank = self.nursery.start(
+            rank = self.forkserver.start(
                 list(self.args[number]), self.envs[number], self.stdouts[number], self.stderrs[number]
             )
             self.subprocess_handlers[number] = Handler(rank, number)  # type: ignore[assignment]
@@ -240,7 +240,7 @@ def _be_subreaper(wanted: bool) -> bool:
     return bool(before.value)
 
 
-# In the nursery
+# In the forkserver
 
 
 def serve(module: str, wire: socket.socket) -> None:
@@ -280,7 +280,7 @@ def serve(module: str, wire: socket.socket) -> None:
 
 
 def _become(module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
-    """Turn a fork of the nursery into a rank."""
+    """Turn a fork of the forkserver into a rank."""
     os.setsid()
     os.environ.update(environment)
     sys.argv = [module, *arguments]

@@ -49,7 +49,7 @@ CARRIERS = (
 COMMUNICATION = (
     str(dist.distributed_c10d.__file__),
     os.path.join(TORCH, "distributed/_functional_collectives.py"),
-    *(os.path.join(WEFT, "cluster", name) for name in ("mailbox.py", "shared_memory.py", "store.py")),
+    *(os.path.join(WEFT, "cluster", name) for name in ("channel.py", "shared_memory.py", "store.py")),
 )
 
 
@@ -117,7 +117,7 @@ class Heartbeat:
         """Say what begins now.
 
         Args:
-            name: starting, step, evaluating, saving, exporting, say. The guardian knows how long a "step" takes.
+            name: starting, step, evaluating, saving, exporting, say. The watchdog knows how long a "step" takes.
             step: the optimizer step it belongs to.
         """
         now = time.monotonic()

@@ -5,7 +5,7 @@
     rank, world_size, local_rank = connect(device)                                                    # inside main
 
 Rank 0 keeps the terminal; the output of the others goes to files. On one host nothing listens on an address that others reach.
-What is wrong with a rank while it runs is the business of `guardian`; what several hosts say to each other, of `team`.
+What is wrong with a rank while it runs is the business of `watchdog`; what several hosts say to each other, of `coordinator`.
 """
 
 import atexit
@@ -31,14 +31,14 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from weft.device.device import Device
-from weft.launch.watchdog import REFUSED, Watchdog, Timeouts
+from weft.errors import DeviceError, RankFailure, Stopped, WeftError
+from weft.launch.coordinator import JobCoordinator, assign_ranks
 from weft.launch.forkserver import ForkServer, ForkServerContext
-from weft.launch.parent_death import LAUNCHER_VARIABLE, end_with_launcher
 from weft.launch.heartbeat import HEARTBEAT_VARIABLE, create_heartbeat
+from weft.launch.parent_death import LAUNCHER_VARIABLE, end_with_launcher
 from weft.launch.scratch import remove_leftovers, scratch_folder
 from weft.launch.store import STORE_VARIABLE, SocketStore, StoreRendezvous, StoreServer
-from weft.launch.coordinator import JobCoordinator, assign_ranks
-from weft.errors import DeviceError, RankFailure, Stopped, WeftError
+from weft.launch.watchdog import REFUSED, Timeouts, Watchdog
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -78,9 +78,9 @@ def launch(
     max_restarts: int = 0,
     again: list[str] | None = None,
     resize: Callable[[RankFailure, int], int] | None = None,
-    team: JobCoordinator | None = None,
+    coordinator: JobCoordinator | None = None,
     warm: bool = False,
-    nursery: ForkServer | None = None,
+    forkserver: ForkServer | None = None,
 ) -> None:
     """Run a command as `ranks` processes of one job on this host, and wait until all have ended well.
 
@@ -100,15 +100,15 @@ def launch(
         argv: the command, its executable first.
         ranks: those of this host.
         environment: variables of the ranks, on top of this process's own and of `RANK_ENVIRONMENT`.
-        limits: when the guardian speaks, and when it ends a job that stands still.
+        limits: when the watchdog speaks, and when it ends a job that stands still.
         max_restarts: restarts in a row without progress. Of several hosts, host 0 decides.
         again: the command of the attempts after the first, if it is another.
         resize: called with the failure and the number of ranks there can be, of all hosts; how many the next attempt has. It
             raises the failure if that is no number to go on with. Of several hosts, only host 0 calls it.
-        team: the hosts of the job, if there are several; their ranks are numbered host after host.
+        coordinator: the hosts of the job, if there are several; their ranks are numbered host after host.
         warm: the command is `python -m MODULE ...`, and MODULE has a function `main` for `rank_main`: ranks are forks of
-            one process that has imported it (`nursery`). Where the device bears that.
-        nursery: that process, if there is one already; see `early_forkserver`.
+            one process that has imported it (`forkserver`). Where the device bears that.
+        forkserver: that process, if there is one already; see `early_forkserver`.
 
     Raises:
         RankFailure: a rank failed, or none made progress, or a host was lost; it names the one to blame, the same on every
@@ -123,49 +123,49 @@ def launch(
     common = {**RANK_ENVIRONMENT, **memory, LAUNCHER_VARIABLE: str(os.getpid()), **environment}
     with (
         _signals_raise(),
-        nullcontext(nursery) if nursery or not warm else ForkServer(argv[2], {**os.environ, **common}) as nursery,
+        nullcontext(forkserver) if forkserver or not warm else ForkServer(argv[2], {**os.environ, **common}) as forkserver,
     ):
-        if team:
-            attempt, ranks = team.begin()
+        if coordinator:
+            attempt, ranks = coordinator.begin()
         while True:
             folder = log_dir / f"attempt-{attempt}" if attempt else log_dir
             own = {ATTEMPT_VARIABLE: str(attempt), HANG_TIMEOUT_VARIABLE: str(limits.patience)}
             command = again if attempt and again else argv
             with scratch_folder() as pulses:
-                guardian = Watchdog(_log_folder(folder, pulses), pulses, limits, _say, team)
+                watchdog = Watchdog(_log_folder(folder, pulses), pulses, limits, _say, coordinator)
                 try:
-                    return _run(command, ranks, guardian, {**own, **common}, team, nursery)
+                    return _run(command, ranks, watchdog, {**own, **common}, coordinator, forkserver)
                 except RankFailure as failure:
                     cause = failure
-            if team and team.host:
-                attempt, ranks, seconds = team.follow(cause)
+            if coordinator and coordinator.host:
+                attempt, ranks, seconds = coordinator.wait_for_attempt(cause)
                 _say(f"{_first_line(cause)}: attempt {attempt} starts {ranks} ranks on this host in {seconds:g} s")
             else:
-                if guardian.furthest > furthest:
-                    furthest, restarts = guardian.furthest, 0
+                if watchdog.furthest > furthest:
+                    furthest, restarts = watchdog.furthest, 0
                 if cause.exit_code == REFUSED or restarts == max_restarts:
                     raise cause
                 restarts, attempt = restarts + 1, attempt + 1
                 seconds = min(2 ** (restarts - 1), LONGEST_WAIT)
-                available = team.gather(attempt, _say) if team else {0: ranks}
+                available = coordinator.wait_for_hosts(attempt, _say) if coordinator else {0: ranks}
                 total = resize(cause, sum(available.values())) if resize else sum(available.values())
                 _say(
                     f"{_first_line(cause)}: attempt {attempt} starts {total} ranks in {seconds} s, "
                     f"restart {restarts} of {max_restarts}"
                 )
-                shares = assign_ranks(available, total, team.host_of(cause.rank) if team else None)
-                ranks = team.go_on(attempt, shares, seconds) if team else total
+                shares = assign_ranks(available, total, coordinator.host_of(cause.rank) if coordinator else None)
+                ranks = coordinator.go_on(attempt, shares, seconds) if coordinator else total
             time.sleep(seconds)
 
 
 def early_forkserver(module: str, device: Device) -> AbstractContextManager[ForkServer | None]:
-    """A nursery for `launch`, forked from this process: to be called before anything is computed, or a thread is started.
+    """A forkserver for `launch`, forked from this process: to be called before anything is computed, or a thread is started.
 
     Args:
         module: of the ranks.
         device: of the ranks; None is the result where its libraries cannot be forked.
     """
-    if not device.bears_forks:
+    if not device.supports_fork:
         return nullcontext()
     return ForkServer(module, {**os.environ, **RANK_ENVIRONMENT}, fork=True)
 
@@ -190,15 +190,15 @@ def _first_line(failure: RankFailure) -> str:
 def _run(
     argv: list[str],
     ranks: int,
-    guardian: Watchdog,
+    watchdog: Watchdog,
     environment: Mapping[str, str],
-    team: JobCoordinator | None,
-    nursery: ForkServer | None,
+    coordinator: JobCoordinator | None,
+    forkserver: ForkServer | None,
 ) -> None:
     """One attempt."""
     executable, *arguments = [argument.replace("$", "$$") for argument in argv]  # the agent expands ${local_rank}
-    name = f"launcher-{team.host}.log" if team else "launcher.log"
-    with _elastic_log(guardian.log_dir / name), _meeting_point(team, guardian.pulses / "store") as meeting_point:
+    name = f"launcher-{coordinator.host}.log" if coordinator else "launcher.log"
+    with _elastic_log(watchdog.log_dir / name), _meeting_point(coordinator, watchdog.pulses / "store") as meeting_point:
         environment = {**environment, STORE_VARIABLE: str(meeting_point.path)}
         spec = WorkerSpec(
             role="rank",
@@ -209,22 +209,22 @@ def _run(
             max_restarts=0,
             local_addr=LOOPBACK,
         )
-        agent = GuardedAgent(spec, RankFiles(guardian.log_dir, guardian.pulses, environment), guardian, nursery)
+        agent = GuardedAgent(spec, RankFiles(watchdog.log_dir, watchdog.pulses, environment), watchdog, forkserver)
         try:
             agent.run()
         except dist.DistError as error:  # before there are ranks, agents talk through the store
             words = str(error).partition("\n")[0]
-            failure = RankFailure(f"the hosts did not meet: {words}", where=guardian.host, fix="see the other hosts")
-            if team:
-                team.report(failure, own=False, line="")
+            failure = RankFailure(f"the hosts did not meet: {words}", where=watchdog.host, fix="see the other hosts")
+            if coordinator:
+                coordinator.report(failure, own=False, line="")
             raise failure from None
 
 
 @contextmanager
-def _meeting_point(team: JobCoordinator | None, path: Path) -> Iterator[StoreRendezvous]:
+def _meeting_point(coordinator: JobCoordinator | None, path: Path) -> Iterator[StoreRendezvous]:
     """The rendezvous of an attempt; of one host, with a store of its own at this path."""
-    if team:
-        yield team.meet()
+    if coordinator:
+        yield coordinator.meet()
     else:
         with StoreServer(path):
             yield StoreRendezvous(path, 0, 1, SECONDS_TO_END)
@@ -290,7 +290,7 @@ def connect(device: Device) -> tuple[int, int, int]:
     patience = float(os.environ.get(HANG_TIMEOUT_VARIABLE, Timeouts.patience))
     timeout = timedelta(
         seconds=max(DEFAULT_GROUP_TIMEOUT, 2 * patience)
-    )  # the guardian, who knows the culprit, speaks first
+    )  # the watchdog, who knows the culprit, speaks first
     if path := os.environ.get(STORE_VARIABLE):
         store = SocketStore(Path(path))
         atexit.register(store.close)  # torch holds the part of it that is C++, not this object, whose methods it calls
@@ -302,20 +302,20 @@ def connect(device: Device) -> tuple[int, int, int]:
 
 
 class GuardedAgent(LocalElasticAgent):
-    """Leaves the verdict on the ranks to the guardian, and decides itself how long they have to end."""
+    """Leaves the verdict on the ranks to the watchdog, and decides itself how long they have to end."""
 
-    def __init__(self, spec: WorkerSpec, files: "RankFiles", guardian: Watchdog, nursery: ForkServer | None):
+    def __init__(self, spec: WorkerSpec, files: "RankFiles", watchdog: Watchdog, forkserver: ForkServer | None):
         super().__init__(spec, files, exit_barrier_timeout=EXIT_SECONDS)
-        self.files, self.guardian, self.nursery = files, guardian, nursery
+        self.files, self.watchdog, self.forkserver = files, watchdog, forkserver
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """As torch's own does, but for where processes come from."""
-        if self.nursery is None:
+        if self.forkserver is None:
             return super()._start_workers(worker_group)
         spec, workers = worker_group.spec, worker_group.workers
         _, _, *arguments = spec.args  # -m MODULE
         self._pcontext = ForkServerContext(
-            self.nursery,
+            self.forkserver,
             name=spec.role,
             args={worker.local_rank: tuple(arguments) for worker in workers},
             envs={
@@ -341,11 +341,11 @@ class GuardedAgent(LocalElasticAgent):
         context: Any = self._pcontext
         workers = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
         processes = {rank: context.subprocess_handlers[number].proc for rank, number in workers.items()}
-        if failure := self.guardian.look(processes):
+        if failure := self.watchdog.poll(processes):
             context.close(signal.SIGTERM, SECONDS_TO_END_A_BROKEN_JOB)
             raise failure
-        team = self.guardian.team
-        if all(process.returncode == 0 for process in processes.values()) and (team is None or team.all_done()):
+        coordinator = self.watchdog.coordinator
+        if all(process.returncode == 0 for process in processes.values()) and (coordinator is None or coordinator.all_done()):
             return super()._monitor_workers(worker_group)
         return RunResult(state=WorkerState.HEALTHY)
 
@@ -361,7 +361,7 @@ class GuardedAgent(LocalElasticAgent):
             again: list[int] = []  # noted, not raised: an exception may get lost wherever the signal comes
             for number in HANDLED:
                 signal.signal(number, lambda number, _: again.append(number))
-            if work := self.guardian.unfinished_work():
+            if work := self.watchdog.unfinished_work():
                 words = "press again" if death_sig == signal.SIGINT else f"send {death_sig.name} again"
                 _say(f"{work}, {words} to stop now")
             for handler in living.values():
@@ -378,7 +378,7 @@ class GuardedAgent(LocalElasticAgent):
                 return _say("stopping now")
             if failed:  # the others wait for that rank in vain
                 end = min(end, now + SECONDS_TO_END_A_BROKEN_JOB)
-            if now > end and (failed or not self.guardian.shows_progress(processes)):
+            if now > end and (failed or not self.watchdog.shows_progress(processes)):
                 return
             time.sleep(POLL_SECONDS)
 
@@ -401,7 +401,10 @@ class RankFiles(LogsSpecs):
             for suffix in ("error", "traceback"):
                 (self.log_dir / f"rank-{rank}.{suffix}").unlink(missing_ok=True)  # of an earlier launch
             create_heartbeat(self.pulses / rank)
-            own = {HEARTBEAT_VARIABLE: str(self.pulses / rank), ERROR_VARIABLE: str(self.log_dir / f"rank-{rank}.error")}
+            own = {
+                HEARTBEAT_VARIABLE: str(self.pulses / rank),
+                ERROR_VARIABLE: str(self.log_dir / f"rank-{rank}.error"),
+            }
             envs[number].update(self.environment, **own)
 
         def files(suffix: str) -> dict[int, str]:
@@ -483,7 +486,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _write_report(path: Path, error: Exception, exit_code: int, fields: dict[str, str | None] | None) -> None:
-    """Leave the error of this rank for the guardian, and its traceback for the user. torchrun finds in it what it expects.
+    """Leave the error of this rank for the watchdog, and its traceback for the user. torchrun finds in it what it expects.
 
     The exit code stands in it because the rank may be ended by SIGTERM before it has left by itself.
     """
@@ -495,7 +498,7 @@ def _write_report(path: Path, error: Exception, exit_code: int, fields: dict[str
         try:
             place.with_suffix(".traceback").write_text(stack, encoding="utf-8")
             place.with_suffix(".draft").write_text(json.dumps(report), encoding="utf-8")
-            place.with_suffix(".draft").replace(place)  # the guardian may look at any moment
+            place.with_suffix(".draft").replace(place)  # the watchdog may look at any moment
             return
         except OSError:
             continue

@@ -135,7 +135,7 @@ class MembershipStore:
                 f"this is host {host} of {hosts}, and host 0 speaks of {told} hosts",
                 where=f"host {host}",
                 rule="all hosts are started with the same number of hosts, and have numbers from 0",
-                fix=f"start {told} hosts with --hosts {told} and --host 0 to {told - 1}",
+                fix=f"start {told} hosts with --nnodes {told} and --node-rank 0 to {told - 1}",
             )
         under_way = store.get(NOTICE).decode()
         board = cls(store, host, hosts, ranks, interval, silence_seconds)
@@ -163,7 +163,7 @@ class MembershipStore:
                 f"host number {host} is taken by {other['name']} (process {other['pid']})",
                 where=f"host {host}",
                 rule="each host has a number of its own",
-                fix="give every host another --host, and end what an earlier start has left",
+                fix="give every host another --node-rank, and end what an earlier start has left",
             )
         self._entries: list[HostRecord | None] = [None] * hosts
         self._heard = [time.monotonic()] * hosts

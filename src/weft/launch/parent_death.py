@@ -1,6 +1,6 @@
 """A process that ends with its launcher, also where that is killed and can tell nobody.
 
-Ranks that went on alone would train without a guardian, and write into the folder of the run that takes their place. Linux
+Ranks that went on alone would train without a watchdog, and write into the folder of the run that takes their place. Linux
 sends them SIGKILL in the moment the launcher dies; elsewhere a thread looks every second whether it is still their parent.
 Nothing is lost by the kill that the launcher's death has not lost: checkpoints become visible whole or not at all.
 """

@@ -41,7 +41,7 @@ class RendezvousConfig:
 def parse_rendezvous(
     host: int, hosts: int, meet: str | None, token_file: Path | None, interface: str | None
 ) -> RendezvousConfig | None:
-    """The meeting that a command line describes; None for one host.
+    """The rendezvous that a command line describes; None for one host.
 
     The token is taken out of the environment: ranks have no use for it, and what they start might show it.
 
@@ -52,10 +52,10 @@ def parse_rendezvous(
         return None
     if meet is None or host >= hosts:
         raise RendezvousError(
-            f"host {host} of {hosts} " + ("has no --meet" if meet is None else "does not exist"),
+            f"host {host} of {hosts} " + ("has no --rdzv-endpoint" if meet is None else "does not exist"),
             where="command line",
-            rule="several hosts have numbers from 0 to --hosts - 1, and meet at an address of host 0",
-            fix="weft train JOB --hosts 2 --host 0 --meet 10.0.0.1:29400, and the same with --host 1 on the other",
+            rule="several hosts have numbers from 0 to --nnodes - 1, and meet at an address of host 0",
+            fix="weft train JOB --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400, and the same with --node-rank 1 on the other",
         )
     address, port = parse_endpoint(meet)
     token = read_token(token_file)
@@ -135,26 +135,26 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     address, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise RendezvousError(
-            f"{text!r} is no meeting point", rule="ADDRESS:PORT", fix="write it as 10.0.0.1:29400, an address of host 0"
+            f"{text!r} is no rendezvous point", rule="ADDRESS:PORT", fix="write it as 10.0.0.1:29400, an address of host 0"
         )
     _check_address(address)
     return address, int(port)
 
 
-def own_address(meeting: RendezvousConfig) -> str:
+def own_address(rendezvous: RendezvousConfig) -> str:
     """The address of this host on the way to host 0. Nothing is sent: connecting UDP only asks for the route.
 
     Raises:
         RendezvousError: there is no way.
     """
-    if meeting.host == 0:
-        return meeting.address
+    if rendezvous.host == 0:
+        return rendezvous.address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         try:
-            route.connect((meeting.address, meeting.port))
+            route.connect((rendezvous.address, rendezvous.port))
         except OSError as error:
             raise RendezvousError(
-                f"there is no way to {meeting.address}: {error.strerror}", rule="hosts of a job share a network"
+                f"there is no way to {rendezvous.address}: {error.strerror}", rule="hosts of a job share a network"
             ) from None
         return str(route.getsockname()[0])
 

@@ -16,9 +16,9 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from weft.errors import RendezvousError
 from weft.launch.rendezvous import token_key
 from weft.launch.scratch import scratch_folder
-from weft.errors import RendezvousError
 
 SERVER_NAME = "weft"
 VALID = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)  # wide: clocks of hosts need not agree

@@ -42,11 +42,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.launch.rendezvous import TOKEN_VARIABLE, listen, token_key
-from weft.launch.tcp_proxy import TcpProxy, Streams, pass_on, watch
-from weft.launch.store import BACKLOG, listen_at
-from weft.launch.tls import SERVER_NAME, make_context
 from weft.errors import RendezvousError
+from weft.launch.rendezvous import TOKEN_VARIABLE, listen, token_key
+from weft.launch.store import BACKLOG, listen_at
+from weft.launch.tcp_proxy import Streams, TcpProxy, pass_on, watch
+from weft.launch.tls import SERVER_NAME, make_context
 
 LOOPBACK = "127.0.0.1"
 MAGIC, MAGIC_TLS = b"weft-gate-01", b"weft-gate-s1"

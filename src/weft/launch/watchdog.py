@@ -1,10 +1,10 @@
 """Who is to blame when the ranks of a host do not go on: the one that died by itself, or the one that stands still.
 
-    guardian = Watchdog(log_dir, pulses, Timeouts(), say)      # in the launcher
-    failure = guardian.look(processes)                       # about ten times a second
+    watchdog = Watchdog(log_dir, pulses, Timeouts(), say)      # in the launcher
+    failure = watchdog.poll(processes)                       # about ten times a second
 
 A rank that dies takes the others with it, and a rank that stands still makes all of them wait. What they say then is a
-consequence. The guardian tells it from the cause by the exit codes, the reports and the pulses of all ranks, and by what the
+consequence. The watchdog tells it from the cause by the exit codes, the reports and the pulses of all ranks, and by what the
 guardians of other hosts say.
 """
 
@@ -21,10 +21,10 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from weft.launch.oom_kills import ControlGroup, resident_bytes
-from weft.launch.heartbeat import RankStatus, read_status
-from weft.launch.coordinator import FailureRecord, JobCoordinator
 from weft.errors import RankFailure
+from weft.launch.coordinator import FailureRecord, JobCoordinator
+from weft.launch.heartbeat import RankStatus, read_status
+from weft.launch.oom_kills import ControlGroup, resident_bytes
 
 TAIL_LINES = 12
 GRACE_SECONDS = 0.5  # for the cause to be seen, when only a consequence has been seen
@@ -46,7 +46,7 @@ CONSEQUENCES = (
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds after which the guardian speaks."""
+    """Seconds after which the watchdog speaks."""
 
     stopped: float = 5.0
     """A rank that a signal or a debugger has stopped is named."""
@@ -96,14 +96,19 @@ class Watchdog:
         log_dir: where the ranks log, and where `rank_main` reports errors.
         pulses: folder with the pulse of each rank.
         say: receives what the user must know at once, one line at a time.
-        team: the hosts of the job, if there are several.
+        coordinator: the hosts of the job, if there are several.
     """
 
     def __init__(
-        self, log_dir: Path, pulses: Path, limits: Timeouts, say: Callable[[str], None], team: JobCoordinator | None = None
+        self,
+        log_dir: Path,
+        pulses: Path,
+        limits: Timeouts,
+        say: Callable[[str], None],
+        coordinator: JobCoordinator | None = None,
     ):
-        self.log_dir, self.pulses, self.limits, self.say, self.team = log_dir, pulses, limits, say, team
-        self.host = team.place if team else platform.node()
+        self.log_dir, self.pulses, self.limits, self.say, self.coordinator = log_dir, pulses, limits, say, coordinator
+        self.host = coordinator.place if coordinator else platform.node()
         self.group = ControlGroup.of_this_process()
         self.memory_kills = self.group.kills() if self.group else None  # before this attempt
         self.furthest = -1  # step that a rank has come to
@@ -113,7 +118,7 @@ class Watchdog:
         self.incident: tuple[int, Any, float] | None = None
         self.overdue: float | None = None  # since when a rank is
 
-    def look(self, processes: Mapping[int, "Popen[Any]"]) -> RankFailure | None:
+    def poll(self, processes: Mapping[int, "Popen[Any]"]) -> RankFailure | None:
         """Look at all ranks of this host, once; say what is new.
 
         Args:
@@ -132,7 +137,7 @@ class Watchdog:
         for rank, code in codes.items():
             if code is not None or rank in reports:
                 self.ended.setdefault(rank, time.time())
-        if self.team and (trouble := self.team.trouble()):
+        if self.coordinator and (trouble := self.coordinator.trouble()):
             return self._repeat(trouble)
         failed = {rank for rank, code in codes.items() if code or rank in reports}
         if failed:
@@ -144,12 +149,12 @@ class Watchdog:
             own = causes[culprit] == Cause.OWN
             if not own and len(self.ended) < len(codes) and waited < GRACE_SECONDS:
                 return None
-            if not own and self.team:
-                if not self.team.has_heard(waited):
+            if not own and self.coordinator:
+                if not self.coordinator.has_heard(waited):
                     return None
-                if words := self.team.last_words():
+                if words := self.coordinator.last_words():
                     return self._repeat(words)
-            return self._bury(culprit, codes[culprit] or 0, reports.get(culprit, {}), own)
+            return self._report_death(culprit, codes[culprit] or 0, reports.get(culprit, {}), own)
         for rank, code in codes.items():
             self.tracks[rank].left = code == 0
         return self._watch()
@@ -186,11 +191,11 @@ class Watchdog:
         """Say it, here and to the other hosts."""
         if line:
             self.say(line)
-        if self.team:
-            self.team.report(failure, own, line)
+        if self.coordinator:
+            self.coordinator.report(failure, own, line)
         return failure
 
-    def _bury(self, rank: int, code: int, report: dict[str, Any], own: bool) -> RankFailure:
+    def _report_death(self, rank: int, code: int, report: dict[str, Any], own: bool) -> RankFailure:
         """Name a dead rank, and make the error of the job."""
         code = report.get("exit_code", code)
         for_memory = self._killed_for_memory(rank) if code == -signal.SIGKILL else ""
@@ -209,7 +214,7 @@ class Watchdog:
             return self._tell(error, own, line)
         log = self._log_path(rank, report)
         lines = log.read_text(errors="replace").rstrip().splitlines()[-TAIL_LINES:] if log.exists() else []
-        place = f" on {self.host}" if self.team else ""
+        place = f" on {self.host}" if self.coordinator else ""
         fix = "if nobody sent it, the kernel did for want of memory: see dmesg" if code == -signal.SIGKILL else None
         error = RankFailure(
             "\n".join([f"rank {rank}{place} {how}", *(f"  | {text}" for text in lines)]),
@@ -285,17 +290,17 @@ class Watchdog:
         rank, why, waits = find_straggler(self.tracks, now)
         track = self.tracks[rank]
         elsewhere = None
-        if waits and self.team:
-            elsewhere = self.team.standing()
-            if elsewhere is None and not self.team.has_heard(now - track.active - self._patience(track)):
-                return None  # the guardian of another host may know
+        if waits and self.coordinator:
+            elsewhere = self.coordinator.standing()
+            if elsewhere is None and not self.coordinator.has_heard(now - track.active - self._patience(track)):
+                return None  # the watchdog of another host may know
         text = f"rank {rank} made no progress for {now - track.active:.0f} s in {_phase(track.record)}: {why}"
         error = RankFailure(
             f"no rank of this host made progress for {now - track.active:.0f} s: {elsewhere}" if elsewhere else text,
             rank=None if elsewhere else rank,
             where=f"rank {rank} on {self.host}{self._log(rank, {})}",
             rule=f"a job is ended when no rank has made progress for {self.limits.patience:g} s",
-            fix="look at the place that is named; allow more patience if it needs the time: guard.patience_seconds",
+            fix="look at the place that is named; allow more patience if it needs the time: guard.hang_timeout_seconds",
         )
         return self._tell(error, own=elsewhere is None, line="")
 
@@ -305,13 +310,13 @@ class Watchdog:
         since = track.stopped if track.state else track.since if _has_step_time(track.record) else track.active
         text = f"rank {rank} on {self.host} stands still in {_phase(track.record)} for {now - since:.0f} s: {why}"
         text += self._log(rank, {})
-        if self.team and waits:
-            if elsewhere := self.team.standing():
+        if self.coordinator and waits:
+            if elsewhere := self.coordinator.standing():
                 text = elsewhere
-            elif self.overdue is not None and not self.team.has_heard(now - self.overdue):
-                return  # the guardian of another host may know, or the host is lost
-        elif self.team:
-            self.team.say_standing(text)
+            elif self.overdue is not None and not self.coordinator.has_heard(now - self.overdue):
+                return  # the watchdog of another host may know, or the host is lost
+        elif self.coordinator:
+            self.coordinator.say_standing(text)
         self.incident = rank, self._standing(rank), since
         self.say(text)
 
@@ -322,8 +327,8 @@ class Watchdog:
         if self._standing(rank) != before:
             self.say(f"rank {rank} goes on after {now - since:.0f} s")
             self.incident = None
-            if self.team:
-                self.team.say_standing(None)
+            if self.coordinator:
+                self.coordinator.say_standing(None)
             for track in self.tracks.values():  # they have lost the same time
                 track.since = track.active = now
 

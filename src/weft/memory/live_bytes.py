@@ -107,7 +107,7 @@ class LiveBytes(TorchDispatchMode):
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for pool in pools_of(model, optimizer).values():
-            if pool.is_elsewhere:
+            if pool.is_off_device:
                 self.leave_out(pool.rooms)
         self.track("parameters", parameters)
         self.track("buffers", model.buffers())

@@ -181,9 +181,9 @@ def build_offload(memory: Memory, device: Device) -> Offload:
         device: that activations are computed on.
     """
     on_disk = memory.offload_to == "disk"
-    make = mapped_files(Path(memory.folder)) if on_disk else pinned_memory(device.type)
-    pool = Pool(make, is_elsewhere=on_disk or device.type != "cpu")
-    return Offload(device, pool, memory.offload_bytes or math.inf, memory.offload_ahead)
+    make = mapped_files(Path(memory.offload_dir)) if on_disk else pinned_memory(device.type)
+    pool = Pool(make, is_off_device=on_disk or device.type != "cpu")
+    return Offload(device, pool, memory.offload_bytes or math.inf, memory.offload_prefetch)
 
 
 def _weights(module: nn.Module) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Optimizer states off the device: on the host, or on a disk, and on the device only around their own update.
 
-Adam keeps 8 bytes a parameter that nothing reads but its update. With `plan.memory.optimizer = "host"` they live in pinned
+Adam keeps 8 bytes a parameter that nothing reads but its update. With `plan.memory.optimizer_device = "host"` they live in pinned
 host memory (MindSpeed, swap optimizer; Ren et al., ZeRO-Offload, 2021), with "disk" in files that are mapped into memory
 (Rajbhandari et al., ZeRO-Infinity, 2021). The update goes through the parameters a part at a time (`update.py`):
 
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.device.device import Device
 from weft.comm.objects import all_gather_json
+from weft.device.device import Device
 from weft.errors import PlanError
-from weft.memory.quantized_state import keep_states_small
 from weft.memory.packed import copy_parts, with_parts
 from weft.memory.pool import Pool, mapped_files, pinned_memory, shaped
+from weft.memory.quantized_state import keep_states_small
 from weft.memory.storages import local_part, plain_parts, put_local
 from weft.plan import Memory, Plan, state_bytes
 
@@ -138,17 +138,17 @@ def place_states(
         PlanError: the budget is smaller than the states of every parameter; or a disk is full, on every rank the same.
     """
     settlers: list[Callable[[Tensor], None]] = []
-    if plan.precision.states != "update":
-        settlers.append(keep_states_small(optimizer, plan.precision.states))
+    if plan.precision.optimizer_state_dtype != "update":
+        settlers.append(keep_states_small(optimizer, plan.precision.optimizer_state_dtype))
     memory = plan.memory
-    if memory.optimizer == "disk" or (memory.optimizer == "host" and device.type != "cpu"):
+    if memory.optimizer_device == "disk" or (memory.optimizer_device == "host" and device.type != "cpu"):
         budget = budget_of(optimizer, memory, stage_rank)
         pool = Pool(pinned_memory(device.type))
-        if memory.optimizer == "disk":
+        if memory.optimizer_device == "disk":
             numbers = sum(local_part(parameter).numel() for parameter in _parameters(optimizer))
             states = STATES + (plan.comm.compression == "1-bit")  # and the momentum from before the freeze
-            _check_disk(Path(memory.folder), int(min(budget, states * state_bytes(plan.precision) * numbers)))
-            pool = Pool(mapped_files(Path(memory.folder)))
+            _check_disk(Path(memory.offload_dir), int(min(budget, states * state_bytes(plan.precision) * numbers)))
+            pool = Pool(mapped_files(Path(memory.offload_dir)))
         settlers.append(OffloadedStates(optimizer, device, pool, budget).settle)
 
     def settle(parameter: Tensor) -> None:
@@ -190,7 +190,7 @@ def _check_disk(folder: Path, size: int) -> None:
     if problems:
         raise PlanError(
             f"{folder} has no room for the optimizer's states: {problems[0]} ({size / 2**20:.1f} MiB a rank are needed)",
-            where="plan.memory.folder",
+            where="plan.memory.offload_dir",
             rule="states on a disk need a file of their size for each rank of the host",
             fix="make room, name a folder on another disk, or keep a part of them there (plan.memory.optimizer_bytes)",
         )

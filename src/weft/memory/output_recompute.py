@@ -8,7 +8,7 @@ the storage goes when forward has no more use for it. Whatever needs it in backw
     tape = Tape()
     with tape.keeping():             # around a block: what its operations keep for backward passes by the tape
         ...
-        with tape.noting():          # around a norm, or an activation function: notes which cheap operation made what
+        with tape.recording():          # around a norm, or an activation function: notes which cheap operation made what
             ...
 """
 
@@ -144,7 +144,7 @@ class Tape:
         self.notes.clear()  # the graph has those that it needs
         self.claimed.clear()
 
-    def noting(self) -> TorchDispatchMode:
+    def recording(self) -> TorchDispatchMode:
         """OpRecord cheap operations. A context manager, inside of `keeping`."""
         return _Noting(self)
 

@@ -24,13 +24,13 @@ class Pool:
     out now, at most `peak` so far; `held` is what the pool has in all, so that `held - live` lies idle.
     """
 
-    def __init__(self, make: Callable[[int], Tensor], *, is_elsewhere: bool = True):
+    def __init__(self, make: Callable[[int], Tensor], *, is_off_device: bool = True):
         """
         Args:
             make: gives so many bytes, [bytes] uint8.
-            is_elsewhere: whether that is other memory than the device's own, for which it is not counted.
+            is_off_device: whether that is other memory than the device's own, for which it is not counted.
         """
-        self.make, self.is_elsewhere = make, is_elsewhere
+        self.make, self.is_off_device = make, is_off_device
         self.rooms: list[Tensor] = []
         self.free: dict[int, list[Tensor]] = defaultdict(list)
         self.requested = self.reused = self.live = self.peak = self.held = 0

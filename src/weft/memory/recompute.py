@@ -50,7 +50,7 @@ def keep_less(
     for number, block in enumerate(anatomy.blocks):
         if block.name not in own:
             continue
-        recomputes = number % memory.recompute_every == 0
+        recomputes = number % memory.recompute_interval == 0
         again = modules_of(block, memory.recompute) if recomputes else ()
         noted = noted_modules(block, memory) if recomputes else ()
         sent = modules_of(block, memory.offload)
@@ -137,7 +137,7 @@ def _noted(forward: Any, tapes: list[Tape], *args: Any, **kwargs: Any) -> Any:
     """The forward of a module inside."""
     if not tapes:
         return forward(*args, **kwargs)
-    with tapes[-1].noting():
+    with tapes[-1].recording():
         return forward(*args, **kwargs)
 
 

@@ -35,7 +35,7 @@ def compare(run: RunRecord) -> list[Compared]:
     """Predicted beside measured figures; empty where the plan has no prediction for its micro-batch or no step was measured."""
     found: Prediction | None = run.job.plan.prediction if run.job else None
     rows = run.rows[WARM_UP:] or run.rows
-    if run.job is None or found is None or not rows or found.micro_batch != run.job.train.micro_batch:
+    if run.job is None or found is None or not rows or found.micro_batch != run.job.train.micro_batch_size:
         return []
     lines = [Compared("step", "time", found.step_seconds, statistics.median(row.step_seconds for row in rows))]
     watched = next((row for row in run.rows if row.peak), None)

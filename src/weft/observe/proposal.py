@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from weft.observe.figures import format_bytes
+from weft.planner.costmodel.step_time import CALIBRATED, UNCALIBRATED
 from weft.planner.search.propose import Proposal, describe, planned
 from weft.planner.search.search import EQUAL, TERMS, reason
-from weft.planner.costmodel.step_time import CALIBRATED, UNCALIBRATED
 from weft.planner.search.strategy import in_words, predict
 
 WORTH = 0.005  # less than that is not said
@@ -117,4 +117,4 @@ def write_plan(found: Proposal, path: Path) -> None:
         first, scalar = first._replace(time=found.by_operators[0]), 1.0
     plan = job.plan.model_copy(update={"prediction": predict(found.space, first, found.traces, scalar)})
     path.write_text(tomli_w.dumps(plan.model_dump(exclude_none=True)), encoding="utf-8")
-    print(f"{path}: weft train JOB --set plan={path} --set train.micro_batch={first.layout.micro_batch}")
+    print(f"{path}: weft train JOB --set plan={path} --set train.micro_batch_size={first.layout.micro_batch}")

@@ -258,7 +258,7 @@ def _prediction(run: RunRecord) -> list[str]:
 def _pipeline_plot(job: Job) -> str:
     """One step of the pipeline as it is planned: of every stage, forward and each part of a backward take 1."""
     train, plan = job.train, job.plan
-    micro_batches = count_micro_batches(train.global_batch, train.micro_batch, plan.parallel.data_ranks)
+    micro_batches = count_micro_batches(train.global_batch_size, train.micro_batch_size, plan.parallel.data_ranks)
     try:
         timeline = plan_timeline(plan, micro_batches)
     except PlanError as error:  # a schedule of the user's own that is no longer where it was

@@ -41,9 +41,9 @@ def print_summary(folder: Path, report: Path | None) -> None:
         for row in in_words(compared):
             planned.add_row(*row)
         console.print(planned)
-    elif run.job and (found := run.job.plan.prediction) and found.micro_batch != run.job.train.micro_batch:
+    elif run.job and (found := run.job.plan.prediction) and found.micro_batch != run.job.train.micro_batch_size:
         console.print(
-            f"The plan's prediction is for train.micro_batch = {found.micro_batch}; this run had {run.job.train.micro_batch}."
+            f"The plan's prediction is for train.micro_batch_size = {found.micro_batch}; this run had {run.job.train.micro_batch_size}."
         )
 
 

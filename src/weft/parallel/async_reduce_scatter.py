@@ -20,23 +20,23 @@ class Scatters:
     """What is under way, oldest first."""
 
     def __init__(self) -> None:
-        self.flying: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
+        self.in_flight: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
 
     def add(self, work: dist.Work, output: Tensor, input: Tensor) -> None:
         """Wait for it at the end of this backward, or when there are more than can be held."""
-        if not self.flying:
+        if not self.in_flight:
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        self.flying.append((work, output, input))
-        while len(self.flying) > MOST:
+        self.in_flight.append((work, output, input))
+        while len(self.in_flight) > MOST:
             self._land()
 
     def finish(self) -> None:
         """Wait for all."""
-        while self.flying:
+        while self.in_flight:
             self._land()
 
     def _land(self) -> None:
-        work, *_ = self.flying.popleft()
+        work, *_ = self.in_flight.popleft()
         work.wait()
 
 

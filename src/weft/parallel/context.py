@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.topology.mesh import context_rank, ranks_along
 from weft.comm.collectives import start_all_to_all
 from weft.compute.attention import (
     PLAIN,
@@ -41,6 +40,7 @@ from weft.compute.attention import (
 )
 from weft.compute.dropout import dropout_keep
 from weft.errors import ModelError, PlanError
+from weft.topology.mesh import context_rank, ranks_along
 
 PLAIN_BLOCK = 2048  # tokens on a side of a block where the matrix of scores is really made
 # Arguments of attention functions in Transformers 5.17 to 5.23 that change the result and are not known here.
@@ -61,7 +61,7 @@ class ContextParallel:
     """Of cp."""
     tile: int = 512
     """Tokens on a side up to which a block may be computed under a mask instead of being cut further."""
-    head_groups: int = 1
+    ulysses_chunks: int = 1
     """Groups in which the heads of a rank travel, at most: as many as divide those of its keys and values."""
 
     @property
@@ -279,10 +279,10 @@ def _send_on(x: Tensor, ring: _Ring, tag: int) -> _Transfer:
 def _trade_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
     """[ranks, B, H / ranks, S, *] -> [B, H / ranks, S * ranks, *]: all tokens of the group for a share of the heads, in one
     message, which is awaited by the call of what is returned."""
-    land = start_all_to_all(torch.cat([x.flatten(1) for x in tensors], 1), group)
+    wait = start_all_to_all(torch.cat([x.flatten(1) for x in tensors], 1), group)
 
     def take() -> list[Tensor]:
-        pieces = land().split([x[0].numel() for x in tensors], 1)
+        pieces = wait().split([x[0].numel() for x in tensors], 1)
         return [piece.view(x.shape).movedim(0, 2).flatten(2, 3) for piece, x in zip(pieces, tensors, strict=True)]
 
     return take
@@ -290,8 +290,8 @@ def _trade_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Callab
 
 def _trade_heads(x: Tensor, group: dist.ProcessGroup, ranks: int) -> Callable[[], Tensor]:
     """[B, H, S, D] -> [B, ranks, H, S / ranks, D], the way back."""
-    land = start_all_to_all(x.unflatten(2, (ranks, -1)).movedim(2, 0), group)
-    return lambda: land().movedim(0, 1)
+    wait = start_all_to_all(x.unflatten(2, (ranks, -1)).movedim(2, 0), group)
+    return lambda: wait().movedim(0, 1)
 
 
 def attend(
@@ -392,7 +392,7 @@ def _attend_in_groups(
     ranks, heads, kv_heads = context.ulysses, q.shape[1], k.shape[1]
     repeats = math.lcm(kv_heads, ranks) // kv_heads  # until every rank can have whole heads
     k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
-    groups = math.gcd(context.head_groups, k.shape[1] // ranks)
+    groups = math.gcd(context.ulysses_chunks, k.shape[1] // ranks)
     # [groups, ranks, B, heads of a rank in a group, S / cp, D]
     parts = [x.unflatten(1, (ranks, groups, -1)).movedim((1, 2), (1, 0)) for x in (q, k, v)]
     coming = [_trade_tokens(tensors, group) for tensors in zip(*parts, strict=True)]
@@ -402,7 +402,7 @@ def _attend_in_groups(
         own_sinks = None if sinks is None else sinks[first : first + size]
         out = _RingAttention.apply(*take(), own_sinks, replace(ring, first_head=ring.first_head + first))
         going.append(_trade_heads(out, group, ranks))
-    return torch.cat([land() for land in going], 2).flatten(1, 2)
+    return torch.cat([wait() for wait in going], 2).flatten(1, 2)
 
 
 def context_attention(

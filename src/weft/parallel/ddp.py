@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from weft.anatomy.roles import Anatomy
-from weft.topology.mesh import CONTEXT_AXES, join_axes
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import AllReduce, PlainAllReduce, levels_of
 from weft.memory.packed import has_values
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
+from weft.topology.mesh import CONTEXT_AXES, join_axes
 
 IN_FLIGHT = 2  # buckets whose first messages are on the way, before the second message of an earlier one leaves
 
@@ -45,12 +45,12 @@ def replicate_data_parallel(
     if expert_mesh is not None:
         experts = expert_mesh.get_group("edp_replicate")
         units = [Unit(name, experts) for block in reversed(anatomy.blocks) for name in block.experts] + units
-    reducer = GradientReducer([*units, Unit("", group)], model.feedback, plan.comm.compress_level)
+    reducer = GradientReducer([*units, Unit("", group)], model.feedback, plan.comm.compress_scope)
     model.gradient_reducer = reducer
     # Weights may still be on the meta device: their hooks wait for the first forward.
     model.register_forward_pre_hook(reducer.prepare)
-    if plan.precision.forward != plan.precision.update:
-        _cast_in_forward(model, anatomy, DTYPES[plan.precision.forward])
+    if plan.precision.param_dtype != plan.precision.update:
+        _cast_in_forward(model, anatomy, DTYPES[plan.precision.param_dtype])
 
 
 class Unit(NamedTuple):
@@ -78,10 +78,10 @@ class Bucket:
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], unit: Unit, feedback: Feedback | None = None, compress_level: str = "all"
+        self, parameters: list[nn.Parameter], unit: Unit, feedback: Feedback | None = None, compress_scope: str = "all"
     ):
         self.unit, self.feedback = unit, feedback
-        self.levels = levels_of(unit.group, compress_level)
+        self.levels = levels_of(unit.group, compress_scope)
         self.name = f"{'split' if is_split(parameters[0]) else 'whole'}.{unit.module or 'rest'}"
         self.parameters = parameters
         locals_ = [to_local(p.detach()) for p in parameters]
@@ -145,14 +145,14 @@ def _like(view: Tensor, parameter: Tensor) -> Tensor:
 class GradientReducer:
     """Moves gradients into buckets as they are made, and reduces full buckets if this backward is the step's last."""
 
-    def __init__(self, units: list[Unit], feedback: Feedback | None = None, compress_level: str = "all"):
+    def __init__(self, units: list[Unit], feedback: Feedback | None = None, compress_scope: str = "all"):
         """
         Args:
             units: in the order of backward.
             feedback: of reductions that are compressed; None where none is.
-            compress_level: which of them are, as in the plan.
+            compress_scope: which of them are, as in the plan.
         """
-        self.units, self.feedback, self.compress_level = units, feedback, compress_level
+        self.units, self.feedback, self.compress_scope = units, feedback, compress_scope
         makes_momenta = feedback is not None and feedback.takes_momentum
         self.communicates = makes_momenta or any(unit.group.size() > 1 for unit in units)
         self.last_micro_batch = True
@@ -168,7 +168,7 @@ class GradientReducer:
         for unit in self.units:
             inside = [p for p in model.get_submodule(unit.module).parameters() if rest.pop(id(p), None) is not None]
             for part in self._parts(inside):
-                self.buckets.append(Bucket(part, unit, self.feedback, self.compress_level))
+                self.buckets.append(Bucket(part, unit, self.feedback, self.compress_scope))
         for index, bucket in enumerate(self.buckets):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.register_post_accumulate_grad_hook(self._keeper(index, view))

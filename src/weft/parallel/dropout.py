@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
-from weft.topology.mesh import CONTEXT_AXES, ranks_along
 from weft.compute.dropout import dropout_keep, mix
 from weft.errors import ModelError
 from weft.parallel.context import own_positions
+from weft.topology.mesh import CONTEXT_AXES, ranks_along
 
 
 @dataclass

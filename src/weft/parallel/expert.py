@@ -52,9 +52,9 @@ class Route(NamedTuple):
     """Places that a token may have a copy at: its K experts, or all hosts."""
     order: Tensor
     """[copies sent] int64: which copy (token * K + k) each sent row is."""
-    sends: list[int]
+    input_splits: list[int]
     """Rows to each rank in dispatch."""
-    takes: list[int]
+    output_splits: list[int]
     """Rows from each rank in dispatch; their sum is R."""
 
 
@@ -86,15 +86,15 @@ def dispatch(
     borders = torch.arange(num_experts + 1, dtype=index.dtype, device=index.device)
     counts = torch.searchsorted(experts, borders).diff().view(ranks, -1)  # no wait for the device, as bincount has
     coming = exchange(counts, group)
-    sends, takes = torch.stack([counts.sum(1), coming.sum(1)]).tolist()  # the one wait of a layer
-    order = order[: sum(sends)]
-    land = start_all_to_all(hidden[order // top_k], group, takes, sends)
-    land_weights = start_all_to_all(weights.flatten()[order, None], group, takes, sends)
+    input_splits, output_splits = torch.stack([counts.sum(1), coming.sum(1)]).tolist()  # the one wait of a layer
+    order = order[: sum(input_splits)]
+    wait = start_all_to_all(hidden[order // top_k], group, output_splits, input_splits)
+    wait_weights = start_all_to_all(weights.flatten()[order, None], group, output_splits, input_splits)
     meanwhile()
-    received, received_weights = land(), land_weights()
+    received, received_weights = wait(), wait_weights()
     local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
-    local_index = local.repeat_interleave(coming.flatten(), output_size=sum(takes))[:, None]
-    route = Route(group, num_tokens, top_k, order, sends, takes)
+    local_index = local.repeat_interleave(coming.flatten(), output_size=sum(output_splits))[:, None]
+    route = Route(group, num_tokens, top_k, order, input_splits, output_splits)
     return received, local_index, received_weights, route
 
 
@@ -125,15 +125,15 @@ def dispatch_to_hosts(
     goes = here.any(2)
     counts = goes.sum(1)
     coming = exchange(counts, outer)
-    sends, takes = torch.stack([counts, coming]).tolist()  # waits for the device
-    host, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    input_splits, output_splits = torch.stack([counts, coming]).tolist()  # waits for the device
+    host, token = torch.nonzero_static(goes, size=sum(input_splits)).unbind(1)
     local = torch.where(here, index[None] - per_host * numbers[:, None, None], per_host)[host, token]
-    received_index = exchange(local, outer, takes, sends)
-    land = start_all_to_all(hidden[token], outer, takes, sends)
-    land_weights = start_all_to_all(weights[token], outer, takes, sends)
+    received_index = exchange(local, outer, output_splits, input_splits)
+    wait = start_all_to_all(hidden[token], outer, output_splits, input_splits)
+    wait_weights = start_all_to_all(weights[token], outer, output_splits, input_splits)
     meanwhile()
-    received, received_weights = land(), land_weights()
-    route = Route(outer, num_tokens, hosts, token * hosts + host, sends, takes)
+    received, received_weights = wait(), wait_weights()
+    route = Route(outer, num_tokens, hosts, token * hosts + host, input_splits, output_splits)
     return received, received_index, received_weights, route
 
 
@@ -147,7 +147,7 @@ def combine(outputs: Tensor, route: Route) -> Tensor:
     Returns:
         [T, H].
     """
-    rows = all_to_all(outputs, route.group, route.sends, route.takes)
+    rows = all_to_all(outputs, route.group, route.input_splits, route.output_splits)
     copies = rows.new_zeros(route.num_tokens * route.top_k, rows.shape[1])
     copies = copies.index_put((route.order,), rows)  # keeps no rows for backward, as index_copy does
     return copies.unflatten(0, (route.num_tokens, route.top_k)).sum(1)  # in one order, as atomic additions are not

@@ -31,14 +31,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft.anatomy.roles import Anatomy
 from weft.backends.hierarchical import leaves_host
-from weft.topology.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes, ranks_along
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
-from weft.parallel.ddp import GradientReducer, Unit, is_split
 from weft.parallel.async_reduce_scatter import groups_of, scatter_behind_backward
+from weft.parallel.ddp import GradientReducer, Unit, is_split
 from weft.parallel.weights import to_local
 from weft.plan import BYTES, Plan, state_bytes
 from weft.precision.dtypes import DTYPES
+from weft.topology.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes, ranks_along
 
 
 def shard_data_parallel(
@@ -55,7 +55,7 @@ def shard_data_parallel(
         mesh: with the axes of `weft.topology.mesh`.
         expert_mesh: the same ranks as experts see them; None where experts are split like all else.
     """
-    policy = MixedPrecisionPolicy(DTYPES[plan.precision.forward], DTYPES[plan.precision.reduce])
+    policy = MixedPrecisionPolicy(DTYPES[plan.precision.param_dtype], DTYPES[plan.precision.reduce_dtype])
     settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": plan.parallel.zero == 3}
     # Ranks that share a sequence also share its weights' gradients.
     shards = join_axes(mesh, ("dp_shard", *CONTEXT_AXES))
@@ -81,7 +81,7 @@ def shard_data_parallel(
     elif (
         mesh.device_type == "cpu"
         and plan.parallel.dp_replicate == 1
-        and plan.precision.reduce == plan.precision.update
+        and plan.precision.reduce_dtype == plan.precision.update
         and leaves_host(shards.get_group())
     ):
         scatter_behind_backward(model)
@@ -93,7 +93,7 @@ def _compress(
     """Let units of FSDP2 reduce-scatter what is compressed; between replicas their shards are reduced as whole gradients are
     (`replicate.py`): FSDP2's own all-reduce takes no other.
     """
-    level = plan.comm.compress_level
+    level = plan.comm.compress_scope
     experts = {name for block in anatomy.blocks for name in block.experts} if expert_mesh else set()
     groups = {False: (mesh["dp_replicate"], join_axes(mesh, ("dp_shard", *CONTEXT_AXES)))}
     if expert_mesh is not None:
@@ -221,7 +221,7 @@ def begin_pipelined_step(model: Any, plan: Plan) -> None:
 def add_up_gradients(model: Any, plan: Plan) -> None:
     """Add what a part of a backward has left at gathered weights to their sums in the format of reduction. FSDP2 does so when
     a backward ends, but gradients of matrices may come later than that (`pipeline/weight_gradients.py`)."""
-    if plan.parallel.zero == 0 or plan.precision.forward == plan.precision.reduce:
+    if plan.parallel.zero == 0 or plan.precision.param_dtype == plan.precision.reduce_dtype:
         return
     for group in _all_groups(model):
         for parameter in group.fsdp_params:
@@ -268,8 +268,8 @@ def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str
     whole = float(parameters + experts)
     return {
         "parameters": BYTES[precision.update] * sharded,
-        "gathered parameters": 0.0 if p.zero in (0, 3) else BYTES[precision.forward] * whole,
-        "gradients": BYTES[precision.reduce] * (whole if p.zero <= 1 or p.pp > 1 else sharded),
+        "gathered parameters": 0.0 if p.zero in (0, 3) else BYTES[precision.param_dtype] * whole,
+        "gradients": BYTES[precision.reduce_dtype] * (whole if p.zero <= 1 or p.pp > 1 else sharded),
         "optimizer": (2 + (plan.comm.compression == "1-bit")) * state_bytes(precision) * sharded
         + _feedback_bytes(plan) * whole,
     }

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, ranks_along
 from weft.comm.collectives import all_reduce
 from weft.data import IGNORED
 from weft.errors import ModelError
 from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.sequence_sharding import pad_rows, shard_sequence
+from weft.topology.mesh import CONTEXT_AXES, DATA_AXES, ranks_along
 
 SumAndCount = Callable[..., tuple[Tensor, Tensor]]
 

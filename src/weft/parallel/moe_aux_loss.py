@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy, Block
 from weft.anatomy.transformers import experts_per_token
-from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.comm import collectives
 from weft.parallel.expert import load_imbalance, takes_indices
+from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 
 
 class RouterStats:
@@ -35,7 +35,7 @@ class RouterStats:
         self.num_experts = max((_count_experts(model, block) for block in anatomy.blocks), default=0)
         self.model, self.dtype = model, torch.promote_types(model.dtype, torch.float32)
         self.logits: list[Tensor] = []
-        self.hears = True
+        self.recording = True
         """Not while backward runs a block again: what it says has been heard."""
         self.counts_load = False
         self.load: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ class RouterStats:
         self.counts_load = True
 
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module.training and self.hears:
+            if module.training and self.recording:
                 index = args[1] if len(args) > 1 else next(value for key, value in kwargs.items() if "ind" in key)
                 load = torch.bincount(index.flatten(), minlength=num_experts)[:num_experts]
                 self.load[name] = self.load[name] + load if name in self.load else load
@@ -67,7 +67,7 @@ class RouterStats:
         experts.register_forward_pre_hook(count, with_kwargs=True)
 
     def _keep_logits(self, router: nn.Module, args: Any, out: Any) -> None:
-        if router.training and self.hears:
+        if router.training and self.recording:
             self.logits.append(out[0])
 
     def no_sums(self, rows: int, device: torch.device) -> Tensor:

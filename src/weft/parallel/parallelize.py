@@ -8,35 +8,43 @@ from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
-from weft.device.device import detect
-from weft.topology.mesh import build_expert_mesh, ranks_along
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.objects import all_gather_json
 from weft.comm.overlap import check_chunks
+from weft.device.device import detect
 from weft.errors import PlanError
 from weft.memory.offload import build_offload
 from weft.memory.recompute import follow_library_recompute, keep_less
 from weft.memory.weights import split_weights
-from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.checks import check_tensors
-from weft.parallel.fsdp import gather_ahead, prefetch_inside_stages, shard_data_parallel
+from weft.parallel.ddp import replicate_data_parallel
 from weft.parallel.documents import check_rows
 from weft.parallel.dropout import place_dropout
 from weft.parallel.expert import check_experts, compute_shared_experts_meanwhile, split_experts
+from weft.parallel.fsdp import gather_ahead, prefetch_inside_stages, shard_data_parallel
 from weft.parallel.labels import average_over_all_targets
-from weft.parallel.pipeline.partition import BlockChain, StageIO, check_ranks, cut_model, install_stage_switch, read_chain, split_blocks
+from weft.parallel.moe_aux_loss import RouterStats
+from weft.parallel.pipeline.partition import (
+    BlockChain,
+    StageIO,
+    check_ranks,
+    cut_model,
+    install_stage_switch,
+    read_chain,
+    split_blocks,
+)
 from weft.parallel.pipeline.plan_schedule import read_order, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import PipelineRuntime
 from weft.parallel.pipeline.weight_gradients import WeightGradients, defer_weight_gradients
-from weft.parallel.ddp import replicate_data_parallel
-from weft.parallel.sequence_sharding import row_multiple, split_sequences, shard_inputs, takes_over_attention
 from weft.parallel.recompute_context import capture_context
+from weft.parallel.sequence_sharding import row_multiple, shard_inputs, split_sequences, takes_over_attention
 from weft.parallel.tensor import split_tensors
-from weft.parallel.weights import TensorLayout, LocalWeights, shard_parameter
+from weft.parallel.weights import LocalWeights, TensorLayout, shard_parameter
 from weft.plan import Plan
-from weft.precision.fp16_backward import carry_from
 from weft.precision.dtypes import DTYPES
+from weft.precision.fp16_backward import carry_from
 from weft.precision.roles import compute_in_float32
+from weft.topology.mesh import build_expert_mesh, ranks_along
 
 
 def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
@@ -77,14 +85,14 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         compute_shared_experts_meanwhile(model, anatomy)
     place_dropout(model, anatomy, mesh, row_multiple(whole, plan))
     if own_attention:
-        split_sequences(model, anatomy, mesh, plan.comm.head_groups)
+        split_sequences(model, anatomy, mesh, plan.comm.ulysses_chunks)
     splits_rows = p.tp > 1 or own_attention
     if splits_rows:
         shard_inputs(model, whole, plan, mesh)
     average_over_all_targets(model, mesh, row_multiple(whole, plan) if splits_rows else None)
     if queue is not None:
         defer_weight_gradients(model, anatomy, queue)
-    compute_in_float32(model, whole, plan.precision.float32)
+    compute_in_float32(model, whole, plan.precision.fp32_modules)
     model.carries_gradients = plan.precision.backward == "fp16"
     if model.carries_gradients:
         carry_from(model.get_submodule(whole.head))
@@ -111,7 +119,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
 
 def _native_bf16(plan: Plan) -> bool:
     """Whether the devices of all ranks compute bf16 natively; asked where the plan leaves the choice, on all ranks alike."""
-    return plan.precision.forward == "auto" and all(all_gather_json(detect().supports("bf16")))
+    return plan.precision.param_dtype == "auto" and all(all_gather_json(detect().supports("bf16")))
 
 
 def cut_for_rank(
@@ -160,7 +168,9 @@ def check_axes(
         _check_row_length(seq_len, anatomy, plan)
         if p.tp > 1 and plan.comm.overlap_chunks != "auto":
             check_chunks(plan.comm.overlap_chunks, seq_len // p.cp // (p.tp if p.sp else 1))
-    forward = plan.precision.resolve(native_bf16=True).forward  # whether the blocks form a chain does not depend on it
+    forward = plan.precision.resolve(
+        native_bf16=True
+    ).param_dtype  # whether the blocks form a chain does not depend on it
     return read_chain(model, anatomy, DTYPES[forward]) if p.pp > 1 else None
 
 

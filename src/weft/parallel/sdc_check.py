@@ -2,7 +2,7 @@
 
 A chip that computes wrongly now and then, or a flipped bit in memory, leaves no trace in the loss at first. Copies give it
 away: their gradients are reduced together and their updates are the same, so that after every step their bits are equal.
-`check_replicas_match` digests what each rank holds and names the rank, the parameter and the state that differ. Large runs meet
+`check_replicas` digests what each rank holds and names the rank, the parameter and the state that differ. Large runs meet
 such faults every week or two (Gemini Team, Gemini, 2023; Dixit et al., Silent Data Corruptions at Scale, 2021).
 
 Whether a fault is transient or stays with a device shows when the step is run again from the last good state.
@@ -35,7 +35,7 @@ Table = list[tuple[str, str, int]]
 """(parameter, "" or the name of a state of the optimizer, digest) of everything in a part."""
 
 
-def check_replicas(plan: Plan) -> None:
+def check_sdc_plan(plan: Plan) -> None:
     """Refuse to look for differences between copies where matrices have none.
 
     Args:
@@ -55,7 +55,7 @@ def check_replicas(plan: Plan) -> None:
 
 
 @torch.no_grad()
-def check_replicas_match(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str | None:
+def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str | None:
     """Compare parameters and optimizer state between the ranks that hold the same. Every rank must call it, between steps.
 
     Each rank reads all it holds once and sends some hundred bytes; only where digests differ, a few ranks send them tensor by

@@ -11,13 +11,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import ATTENTION, document_masks
-from weft.topology.mesh import CONTEXT_AXES, context_rank, ranks_along
 from weft.errors import ModelError, PlanError
 from weft.parallel.checks import check_decoder
 from weft.parallel.context import ContextParallel, check_heads, context_attention, own_positions, sequence_parts
 from weft.parallel.dropout import has_attention_dropout
 from weft.parallel.tp_rules import count_heads, count_kv_heads
 from weft.plan import Plan
+from weft.topology.mesh import CONTEXT_AXES, context_rank, ranks_along
 
 IMPLEMENTATION = "weft_context"
 # What no name tells.
@@ -31,10 +31,10 @@ POSITIONS_FROM_MASK = ("opt",)
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
-def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, head_groups: int = 1) -> None:
+def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, ulysses_chunks: int = 1) -> None:
     """Let attention reach over the parts of a row that the ranks of cp hold, in place; `shard_inputs` cuts the rows.
 
-    Heads of Ulysses travel in `head_groups`. The model has passed `takes_over_attention`.
+    Heads of Ulysses travel in `ulysses_chunks`. The model has passed `takes_over_attention`.
     """
     ulysses, ring = mesh["cp_ulysses"], mesh["cp_ring"]
     context = ContextParallel(
@@ -43,7 +43,7 @@ def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, 
         ulysses.size(),
         ring.size(),
         context_rank(mesh),
-        head_groups=head_groups,
+        ulysses_chunks=ulysses_chunks,
     )
     register_attention()
     model.set_attn_implementation(IMPLEMENTATION)

@@ -31,6 +31,7 @@ from weft.comm.overlap import Overlap, can_overlap
 from weft.comm.symmetric import find_fused
 from weft.errors import PlanError
 from weft.parallel.async_tp import RegionBoundary, is_plain, reduce_at_once, share_gather
+from weft.parallel.pipeline.weight_gradients import WeightGradients
 from weft.parallel.tp_rules import (
     DOWN,
     KEY_VALUE,
@@ -45,8 +46,7 @@ from weft.parallel.tp_rules import (
     out_features,
     wide_norms,
 )
-from weft.parallel.pipeline.weight_gradients import WeightGradients
-from weft.parallel.weights import TensorLayout, LocalWeights, Packed, part_bounds, shard_parameter
+from weft.parallel.weights import LocalWeights, Packed, TensorLayout, part_bounds, shard_parameter
 from weft.plan import Plan
 
 # Families that give what the final norm makes the shape of their input_ids: the sequence must be whole by then.
@@ -160,7 +160,7 @@ def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceM
         shard_parameter(attention, name, 0, tp)
         layouts[f"{prefix}.{name}"] = TensorLayout("shard")
     _tell_heads(attention, ranks, heads, kv_heads)
-    _gather_forwide_norms(attention, tp.get_group())
+    _gather_for_wide_norms(attention, tp.get_group())
     return layouts
 
 
@@ -220,7 +220,7 @@ def _tell_heads(attention: Any, ranks: int, heads: int, kv_heads: int) -> None:
         attention.config.num_attention_heads, attention.config.num_key_value_heads = heads // ranks, own_kv
 
 
-def _gather_forwide_norms(attention: nn.Module, group: dist.ProcessGroup) -> None:
+def _gather_for_wide_norms(attention: nn.Module, group: dist.ProcessGroup) -> None:
     """Let a norm over all heads see the outputs of all ranks."""
     for norm in wide_norms(attention):
         norm.register_forward_pre_hook(lambda _, args: (collectives.gather(args[0], group, -1), *args[1:]))

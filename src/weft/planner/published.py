@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from weft.errors import DataError, WeftError
 from weft.planner.costmodel import shape as shapes
+from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec, read_hardware
-from weft.planner.costmodel.layout import TrainingLayout, Schedule, check
+from weft.planner.costmodel.layout import Schedule, TrainingLayout, check
 from weft.planner.costmodel.peak_memory import peak_memory
 from weft.planner.costmodel.shape import Recompute, Shape, known_shape
-from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
 
 USABLE = 0.97  # of a device's memory: drivers and page tables have the rest
 
@@ -80,7 +80,10 @@ NOTES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"unfused attention|attention kernel:? (torch|megatron)|(torch|megatron) attention", {"flash": False}),
     (r"\bbalanced?\b|token drop", {"imbalance": 1.0}),
     (r"real routing", {"imbalance": FrameworkModel.imbalance}),
-    (r"alltoall|dispatcher a2a", {"once_a_host": False, "ep_near": FrameworkModel.ep_near, "rows": FrameworkModel.rows}),
+    (
+        r"alltoall|dispatcher a2a",
+        {"once_a_host": False, "ep_near": FrameworkModel.ep_near, "rows": FrameworkModel.rows},
+    ),
     (r"(?<!no )ep overlap|overlap on", {"ep_overlap": 0.7}),
     (r"mc2 enabled, legacy", {"passes": 2.6}),  # models from before Megatron-Core: fewer fused kernels
     (r"async ?tp", {"tp_overlap": 0.3, "tp_backward": 0.3}),  # its authors gain 4 to 14 % of a step
@@ -197,7 +200,9 @@ def read_run(name: str, rows: Sequence[Mapping[str, str]]) -> Run:
     )
 
 
-def complete(row: Mapping[str, str], shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel) -> TrainingLayout:
+def complete(
+    row: Mapping[str, str], shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel
+) -> TrainingLayout:
     """A layout with what its line leaves out, as somebody would choose who has tuned it.
 
     Stages are interleaved as far as layers allow; what is recomputed is the least that fits; of a run without a pipeline the

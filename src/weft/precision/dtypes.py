@@ -46,15 +46,15 @@ def explain_precision(written: Precision, device: Device) -> str:
         written: as the user wrote it; its forward may be "auto".
         device: that the ranks compute on.
     """
-    chosen = written.resolve(device.supports("bf16")).forward
+    chosen = written.resolve(device.supports("bf16")).param_dtype
     if (chosen == "bf16" or chosen == "fp16") and device.emulates and not device.supports(chosen):
         slow, fast = (matmul_rate(DTYPES[name], EMULATION_SIZE, 1) for name in (chosen, "fp32"))
-        needed = ", which another setting of the plan needs," if written.forward == "auto" else ""
+        needed = ", which another setting of the plan needs," if written.param_dtype == "auto" else ""
         return (
             f"forward in {chosen}{needed} without native instructions: its matmuls run at {slow / 1e9:.2g} GFLOP/s a thread, "
             f"those of fp32 at {fast / 1e9:.2g}"
         )
-    if written.forward != "auto":
+    if written.param_dtype != "auto":
         return f"forward in {chosen}, as the plan says"
     if chosen == "bf16":
         return "forward in bf16, which this device computes natively"

@@ -48,7 +48,7 @@ class SpikeWatch:
         """Values in a row, up to the last step, that stood out."""
         self.high_norm: list[float] = []
 
-    def see(self, loss: float, grad_norm: float) -> str | None:
+    def observe(self, loss: float, grad_norm: float) -> str | None:
         """Look at a step, once, before its update.
 
         Args:

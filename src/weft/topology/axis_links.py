@@ -11,9 +11,9 @@ from math import gcd, prod
 
 import numpy as np
 
+from weft.plan import Plan
 from weft.topology.mesh import AXES, axis_groups, mesh_shape
 from weft.topology.topology import UNKNOWN, Topology
-from weft.plan import Plan
 
 TENSOR, CONTEXT = ("tp",), ("cp_ring", "cp_ulysses")
 NAMES = {"cp_ring": "cp (ring)", "cp_ulysses": "cp (Ulysses)"}

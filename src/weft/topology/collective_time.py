@@ -24,8 +24,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from weft.topology.topology import UNKNOWN, Link, Topology
 from weft.errors import TopologyError
+from weft.topology.topology import UNKNOWN, Link, Topology
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 Algorithm = Literal["flat", "two_level"]

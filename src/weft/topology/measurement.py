@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from weft.topology.topology import UNKNOWN, Host, Link, Pair, Topology, format_rate, save_text
 from weft.plan import Table
+from weft.topology.topology import UNKNOWN, Host, Link, Pair, Topology, format_rate, save_text
 
 GAP = 2.0  # between two classes: neighbours in the order of bandwidth differ by this factor
 SLOW = 0.5  # of what is usual

@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend of axes with one rank)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.topology.collective_time import choose
 from weft.backends.hierarchical import register_backend
-from weft.topology.topology import Topology
 from weft.plan import Comm, Plan
+from weft.topology.collective_time import choose
+from weft.topology.topology import Topology
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 CONTEXT_AXES = ("cp_ring", "cp_ulysses")

@@ -12,16 +12,16 @@ from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Manifest, Position
 from weft.checkpoint.memory_tier import HostMemory, holds_copies
-from weft.checkpoint.slices import set_generators
 from weft.checkpoint.restore import (
     Reader,
-    choose,
     archive_newer,
+    choose,
     own_tensors,
     restore,
     restore_feedback,
     verify_together,
 )
+from weft.checkpoint.slices import set_generators
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import JobError
@@ -30,7 +30,7 @@ from weft.train.optimizer import learning_rate
 from weft.train.run_folder import RUN_ID, read_run_id
 
 SAME_BATCHES = (
-    "train.global_batch",
+    "train.global_batch_size",
     "train.seed",
     "data.source",
     "data.seq_len",

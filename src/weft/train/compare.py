@@ -32,18 +32,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from weft.checkpoint.model_config import read_config
-from weft.device.device import detect
-from weft.launch.launcher import launch
 from weft.data import Prepared, prepare
+from weft.device.device import detect
 from weft.errors import DataError, JobError
 from weft.job import Job, keys
+from weft.launch.launcher import launch
 from weft.plan import BYTES, Plan
 from weft.train.run import check_model, check_tokens
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 SMALL_GRADIENT = 1e-3  # of the largest gradient of all tensors
 ROUNDINGS = 8  # of a weight's format that its update may be off by
-MAY_DIFFER = ("plan.", "train.micro_batch")
+MAY_DIFFER = ("plan.", "train.micro_batch_size")
 
 Kind = Literal["output", "gradient", "weight", "weight before"]
 """Kinds of tensors that a side writes; the weights before a step only where it is not the first, to see what it changes."""
@@ -229,7 +229,9 @@ def compare(
     for name, job, count in zip("AB", jobs, ranks, strict=True):
         say(f"{name}: {describe(job, count)}")
     precisions = [job.plan.precision for job in jobs]
-    formats = {value for precision in precisions for value in (precision.forward, precision.update, precision.reduce)}
+    formats = {
+        value for precision in precisions for value in (precision.param_dtype, precision.update, precision.reduce_dtype)
+    }
     tolerance = tolerance or max(TOLERANCE[name] for name in formats)
 
     def run(steps: int, recorded: int) -> Comparison:
@@ -258,7 +260,7 @@ def _run_side(job: Job, prepared: Prepared, folder: Path, ranks: int, steps: int
     (folder / "job.toml").write_text(job.to_toml(), encoding="utf-8")
     (folder / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
     argv = [sys.executable, "-m", "weft.train.compare_rank", str(folder), str(steps), str(recorded)]
-    launch(argv, ranks=ranks, log_dir=folder / "logs", warm=detect().bears_forks)
+    launch(argv, ranks=ranks, log_dir=folder / "logs", warm=detect().supports_fork)
 
 
 def check_same_job(a: Job, b: Job) -> None:
@@ -276,7 +278,7 @@ def check_same_job(a: Job, b: Job) -> None:
         raise JobError(
             "\n".join(f"{key} = {value(a, key)!r} in A, {value(b, key)!r} in B" for key in wrong),
             where="--set-a, --set-b",
-            rule="the sides train the same weights on the same rows; only plan.* and train.micro_batch may differ",
+            rule="the sides train the same weights on the same rows; only plan.* and train.micro_batch_size may differ",
             fix="change other keys with --set, for both sides",
         )
 
@@ -297,8 +299,8 @@ def describe(job: Job, ranks: int) -> str:
     virtual = f", {pipeline.stages_a_rank} virtual stages a rank" if pipeline.stages_a_rank > 1 else ""
     order = [f"schedule {pipeline.schedule}{virtual}"] if p.pp > 1 else []
     sequence = [f"sp {str(p.sp).lower()}"] if p.tp > 1 else []
-    formats = f"{precision.forward} forward, {precision.update} update, {precision.reduce} reduce"
-    what = [*degrees, *order, *sequence, f"zero {p.zero}", formats, f"micro-batch {job.train.micro_batch}"]
+    formats = f"{precision.param_dtype} forward, {precision.update} update, {precision.reduce_dtype} reduce"
+    what = [*degrees, *order, *sequence, f"zero {p.zero}", formats, f"micro-batch {job.train.micro_batch_size}"]
     return f"{ranks} rank{'s' if ranks > 1 else ''}: {', '.join(what)}"
 
 
@@ -321,9 +323,9 @@ def _clear(out: Path) -> None:
 def _check_space(jobs: list[Job], out: Path, parameters: int, blocks: int, recorded: int) -> None:
     config = read_config(jobs[0].model).get_text_config()
     numbers = (blocks + 2) * config.hidden_size + config.vocab_size  # a token
-    tokens = jobs[0].train.global_batch * jobs[0].data.seq_len
+    tokens = jobs[0].train.global_batch_size * jobs[0].data.seq_len
     needed = sum(
-        (2 + (recorded > 1)) * parameters * BYTES[precision.update] + tokens * numbers * BYTES[precision.forward]
+        (2 + (recorded > 1)) * parameters * BYTES[precision.update] + tokens * numbers * BYTES[precision.param_dtype]
         for precision in (job.plan.precision for job in jobs)
     )
     free = shutil.disk_usage(out).free

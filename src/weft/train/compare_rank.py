@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.huggingface import arrange_packed
-from weft.launch.launcher import rank_main
-from weft.topology.mesh import AXES, data_rank, ranks_along
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
 from weft.data import MicroBatch, Prepared
 from weft.job import Job
+from weft.launch.launcher import rank_main
 from weft.parallel.dropout import set_dropout_seed
 from weft.parallel.pipeline.runtime import running_stage
 from weft.parallel.sequence_sharding import shard_sequence
 from weft.parallel.weights import part_bounds
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import AXES, data_rank, ranks_along
 from weft.train.compare import KINDS, Kind, Seen, SeenStep, Side, tensor_file
 from weft.train.loop import STEPS_OF_A_SEED
 from weft.train.optimizer import learning_rate, set_learning_rate
@@ -193,10 +193,10 @@ def _whole_rows(session: Session, output: Tensor, width: int) -> Tensor:
 
 def _row_numbers(job: Job, micro_batch: int, rows: int) -> Iterator[int | None]:
     """Which row of the global batch each row of `_whole_rows` is, as `weft.data.batches` deals them; None: it only fills up."""
-    data_ranks, size = job.plan.parallel.data_ranks, job.train.global_batch
+    data_ranks, size = job.plan.parallel.data_ranks, job.train.global_batch_size
     for part in range(data_ranks):
         low, high = part * size // data_ranks, (part + 1) * size // data_ranks
-        first = low + micro_batch * job.train.micro_batch
+        first = low + micro_batch * job.train.micro_batch_size
         yield from (row if row < high else None for row in range(first, first + rows))
 
 

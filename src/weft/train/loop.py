@@ -15,21 +15,21 @@ from rich.console import Console
 
 from weft.anatomy.flops import training_flops_per_token
 from weft.checkpoint.manifest import Position
-from weft.topology.mesh import AXES
-from weft.launch.heartbeat import Heartbeat
-from weft.comm.desync_check import DesyncCheck
 from weft.comm.collectives import Message, Recorder, all_reduce
+from weft.comm.desync_check import DesyncCheck
 from weft.comm.objects import broadcast_json
 from weft.comm.stopwatch import CollectiveClock
 from weft.data import MicroBatch
 from weft.errors import CheckpointError, NumericError
+from weft.launch.heartbeat import Heartbeat
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.pool import pools_of
-from weft.parallel.fsdp import count_split, model_state_bytes
 from weft.parallel.dropout import set_dropout_seed
+from weft.parallel.fsdp import count_split, model_state_bytes
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
-from weft.train.metrics import Evaluation, MetricsWriter, TerminalProgress, StepMetrics, utilization
+from weft.topology.mesh import AXES
+from weft.train.metrics import Evaluation, MetricsWriter, StepMetrics, TerminalProgress, utilization
 from weft.train.optimizer import learning_rate, set_learning_rate
 from weft.train.recovery import Recovery
 from weft.train.run_folder import SUMMARY, read_run_id, read_table, write_summary
@@ -140,7 +140,7 @@ def _endless_skipping(count: int, step: int, result: StepResult) -> NumericError
         f"the updates of {count} steps in a row were left out, the last of them step {step}: {result.problem}",
         where=f"guard.max_skipped = {count}",
         rule="a step whose loss or gradients are not finite leaves the weights as they were",
-        fix="look at the data and at what is named; a smaller optimizer.lr or precision.forward fp32 may help; "
+        fix="look at the data and at what is named; a smaller optimizer.lr or precision.param_dtype fp32 may help; "
         "the state is saved, --resume auto goes on from it",
     )
 
@@ -247,7 +247,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
     """Turns what a step did into a line of metrics.jsonl."""
     job, config = session.job, session.model.config
     flops_per_token = training_flops_per_token(session.anatomy, config, job.data.seq_len)
-    peak = session.device.peak_flops(DTYPES[job.plan.precision.forward])
+    peak = session.device.peak_flops(DTYPES[job.plan.precision.param_dtype])
     available = peak * dist.get_world_size() if peak else None
 
     def to_metrics(

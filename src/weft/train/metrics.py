@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import ConfigDict, TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
-from rich.progress import TerminalProgress as Bar
+from rich.progress import Progress as Bar
 
 from weft.errors import DataError
 

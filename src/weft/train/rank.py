@@ -7,10 +7,10 @@ from pathlib import Path
 import torch.distributed as dist
 import transformers
 
-from weft.launch.launcher import rank_main
-from weft.launch.heartbeat import Heartbeat
 from weft.data import Prepared
 from weft.job import Job
+from weft.launch.heartbeat import Heartbeat
+from weft.launch.launcher import rank_main
 from weft.train.loop import train
 from weft.train.run_folder import join_folders
 from weft.train.session import open_session

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.checkpoint.manifest import Position
 from weft.errors import RankFailure
 from weft.job import Guard
-from weft.parallel.sdc_check import check_replicas_match
+from weft.parallel.sdc_check import check_replicas
 from weft.precision.spikes import SpikeWatch
 from weft.train.checkpoints import Checkpoints
 
@@ -49,7 +49,7 @@ class Recovery:
         """Why the update of a step, whose numbers are finite, is left out; None if it is not."""
         if self.settings.spikes == "off":
             return None
-        self.spike = self.spikes.see(loss, grad_norm)
+        self.spike = self.spikes.observe(loss, grad_norm)
         return self.spike if self.settings.spikes != "warn" else None
 
     def look(self, position: Position, due: bool) -> tuple[Position, bool]:
@@ -70,7 +70,7 @@ class Recovery:
             self.say(f"step {position.step} is a spike: {spike}")
         if spike and self.settings.spikes == "rollback" and (back := self._pass_over(position)):
             return back, True
-        every = self.settings.replicas_every
+        every = self.settings.sdc_check_interval
         if every and (due or position.step % every == 0) and (back := self._compare(position)):
             return back, True
         return position.model_copy(update={"watch": self.spikes.state()}) if due else position, False
@@ -94,7 +94,7 @@ class Recovery:
 
     def _compare(self, position: Position) -> Position | None:
         """Where replicas differ: the state before, to run the steps again."""
-        problem, step = check_replicas_match(self.model, self.optimizer, self.mesh), position.step
+        problem, step = check_replicas(self.model, self.optimizer, self.mesh), position.step
         if problem is None:
             if step == self.differed_at:
                 self.say(f"run again, replicas are equal after step {step}: the fault was transient")
@@ -102,7 +102,7 @@ class Recovery:
         if step <= self.differed_at:
             raise RankFailure(
                 f"replicas differ after step {step}, again: the fault is persistent\n{problem}",
-                where="guard.replicas_every",
+                where="guard.sdc_check_interval",
                 rule="ranks that hold the same part of a model hold the same bits of it",
                 fix="take the device of the rank that is named out of service, and go on with --resume auto",
             )
@@ -112,7 +112,7 @@ class Recovery:
         if earlier is None:
             raise RankFailure(
                 f"replicas differ after step {step}, and there is no good checkpoint to go back to\n{problem}",
-                where="guard.replicas_every",
+                where="guard.sdc_check_interval",
                 rule="ranks that hold the same part of a model hold the same bits of it",
                 fix="set checkpoint.every, so that training can go back and run the steps again",
             )

@@ -23,24 +23,24 @@ from weft.checkpoint.huggingface import build_on_meta
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config
-from weft.device.device import Device, detect
-from weft.launch.watchdog import Timeouts
-from weft.launch.launcher import default_ranks, early_forkserver, launch
-from weft.launch.rendezvous import RendezvousConfig
-from weft.launch.forkserver import ForkServer
-from weft.topology.axis_links import explain_plan
-from weft.launch.coordinator import JobCoordinator
-from weft.launch.tls import GLOO_TRANSPORT
-from weft.topology.topology import Topology, of_hosts
 from weft.data import Prepared, Rows, count_micro_batches, prepare, scored_pairs, unigram_and_bigram
+from weft.device.device import Device, detect
 from weft.errors import CheckpointError, JobError, RankFailure, Stopped, WeftError
 from weft.job import Job
+from weft.launch.coordinator import JobCoordinator
+from weft.launch.forkserver import ForkServer
+from weft.launch.launcher import default_ranks, early_forkserver, launch
+from weft.launch.rendezvous import RendezvousConfig
+from weft.launch.tls import GLOO_TRANSPORT
+from weft.launch.watchdog import Timeouts
 from weft.parallel.documents import check_packing
 from weft.parallel.parallelize import check_axes
-from weft.parallel.sdc_check import check_replicas
+from weft.parallel.sdc_check import check_sdc_plan
 from weft.parallel.sequence_sharding import row_multiple
 from weft.plan import Plan
 from weft.precision.dtypes import check_formats, explain_precision
+from weft.topology.axis_links import explain_plan
+from weft.topology.topology import Topology, of_hosts
 from weft.train.checkpoints import check_same_batches, check_same_update, checkpoint_folder
 from weft.train.run_folder import (
     RUN_ID,
@@ -55,7 +55,7 @@ from weft.train.run_folder import (
 from weft.train.startup import startup_screen
 
 RANK_MODULE = "weft.train.rank"
-WORD = "meeting"  # file in the run folder of several hosts, by which they know that it is one
+WORD = "rendezvous"  # file in the run folder of several hosts, by which they know that it is one
 SHARING_SECONDS = 10.0  # until what one host wrote is seen by another
 NO_ENCRYPTION = {"cuda": "NCCL", "npu": "HCCL"}
 BASELINE_ROWS = 40_000  # rows of the train split that the bigram counts look at, at most
@@ -68,7 +68,7 @@ def train(
     resume: str | None = None,
     accept_changes: bool = False,
     max_restarts: int = 0,
-    meeting: RendezvousConfig | None = None,
+    rendezvous: RendezvousConfig | None = None,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Train a job on the devices of this machine, or of several hosts together, and return its run folder.
@@ -83,30 +83,30 @@ def train(
         accept_changes: a resumed run may have another optimizer, schedule or configuration than before, and other tokens.
         max_restarts: how often a failed job is started again, from its newest good checkpoint, without getting any further.
             A rank that fails twice in a row is left out, where fewer data ranks fit the plan; so is a host that is lost.
-        meeting: where the hosts of the job meet, if there are several. All of them call this with the same job and the same
+        rendezvous: where the hosts of the job meet, if there are several. All of them call this with the same job and the same
             run folder, on a file system that they share. Host 0 prepares it and decides; its `resume` and `max_restarts` count.
         say: receives lines of progress; the ranks print to the terminal themselves.
 
     Raises:
         WeftError: one of its subclasses, see `weft.errors`; `Stopped` after a signal, when the ranks have ended.
     """
-    leads = meeting is None or meeting.host == 0
+    leads = rendezvous is None or rendezvous.host == 0
     check_writable(job, new=resume is None, leads=leads)
     device = detect()
-    with early_forkserver(RANK_MODULE, device) as nursery, HeldFolders(job) if leads else nullcontext() as folders:
-        return _train(job, folders, device, nursery, ranks, resume, accept_changes, max_restarts, meeting, say)
+    with early_forkserver(RANK_MODULE, device) as forkserver, HeldFolders(job) if leads else nullcontext() as folders:
+        return _train(job, folders, device, forkserver, ranks, resume, accept_changes, max_restarts, rendezvous, say)
 
 
 def _train(
     job: Job,
     folders: HeldFolders | None,
     device: Device,
-    nursery: ForkServer | None,
+    forkserver: ForkServer | None,
     ranks: int | None,
     resume: str | None,
     accept_changes: bool,
     max_restarts: int,
-    meeting: RendezvousConfig | None,
+    rendezvous: RendezvousConfig | None,
     say: Callable[[str], None],
 ) -> Path:
     """Train in folders that are held; None on another host than 0."""
@@ -115,21 +115,21 @@ def _train(
     check_formats(job.plan.precision, device)
     ranks = ranks or default_ranks(device)
     going_on = Resume(resume, accept_changes, max_restarts)
-    if meeting is None:
+    if rendezvous is None:
         assert folders is not None
-        return _train_here(job, folders, ranks, device, nursery, forward, going_on, None, say)
-    meeting = replace(meeting, encrypt=job.cluster.encrypt)
-    team = JobCoordinator.join(meeting, ranks, rejoin_seconds=job.guard.rejoin_seconds)
+        return _train_here(job, folders, ranks, device, forkserver, forward, going_on, None, say)
+    rendezvous = replace(rendezvous, encrypt=job.cluster.encrypt)
+    coordinator = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=job.guard.node_rejoin_seconds)
     failure: WeftError | None = None
     try:
         if folders:
-            return _train_here(job, folders, ranks, device, nursery, forward, going_on, team, say)
-        return _help(job, ranks, device, nursery, team, say)
+            return _train_here(job, folders, ranks, device, forkserver, forward, going_on, coordinator, say)
+        return _help(job, ranks, device, forkserver, coordinator, say)
     except WeftError as error:
         failure = error
         raise
     finally:
-        team.end(failure)
+        coordinator.end(failure)
 
 
 @dataclass(frozen=True)
@@ -147,19 +147,19 @@ def _train_here(
     folders: HeldFolders,
     ranks: int,
     device: Device,
-    nursery: ForkServer | None,
+    forkserver: ForkServer | None,
     forward: str,
     going_on: Resume,
-    team: JobCoordinator | None,
+    coordinator: JobCoordinator | None,
     say: Callable[[str], None],
 ) -> Path:
     """Prepare a run, start its ranks on this host, and complete what they leave; on the only host, or on host 0."""
     resume = going_on.source
-    all_ranks = team.all_ranks() if team else ranks
+    all_ranks = coordinator.all_ranks() if coordinator else ranks
     plan = job.plan.resolve(all_ranks)
     resolved = job.model_copy(update={"plan": plan})
     config, anatomy = check_model(resolved)
-    lines = explain_links(plan, team.ranks_by_host() if team else [ranks])
+    lines = explain_links(plan, coordinator.ranks_by_host() if coordinator else [ranks])
     prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, say=say)
     check_tokens(resolved, prepared, config)
     if resume and going_on.accept_changes:
@@ -174,10 +174,10 @@ def _train_here(
     clean(checkpoint_folder(job))
     (out / "job.toml").write_text(resolved.to_toml(), encoding="utf-8")
     (out / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
-    if team:
+    if coordinator:
         word = secrets.token_hex(8)
         (out / WORD).write_text(word, encoding="utf-8")
-        team.announce({"word": word, "resume": resume or ""})
+        coordinator.announce({"word": word, "resume": resume or ""})
     for line in [*startup_screen(resolved, prepared, device, all_ranks, anatomy, out, forward), *lines]:
         say(line)
     summary = out / SUMMARY
@@ -187,13 +187,13 @@ def _train_here(
             _command(out, resume),
             ranks=ranks,
             log_dir=out / "logs",
-            environment=_network(team, device, say),
-            limits=Timeouts(patience=job.guard.patience_seconds),
+            environment=_network(coordinator, device, say),
+            limits=Timeouts(patience=job.guard.hang_timeout_seconds),
             max_restarts=going_on.max_restarts,
             again=_command(out, "auto", resume),
             resize=Resize(job, all_ranks, out / "job.toml"),
-            team=team,
-            nursery=nursery,
+            coordinator=coordinator,
+            forkserver=forkserver,
         )
     finally:
         if summary.exists() and summary.stat().st_mtime_ns != before:  # the ranks came to their end, or to a signal
@@ -206,23 +206,23 @@ def _train_here(
 
 
 def _help(
-    job: Job, ranks: int, device: Device, nursery: ForkServer | None, team: JobCoordinator, say: Callable[[str], None]
+    job: Job, ranks: int, device: Device, forkserver: ForkServer | None, coordinator: JobCoordinator, say: Callable[[str], None]
 ) -> Path:
     """Start the ranks of another host than 0, when that has prepared the run."""
     out = Path(job.out)
-    facts = team.facts()
+    facts = coordinator.facts()
     _check_shared(out, facts["word"])
     join_folders(job, out)
-    say(f"{team.place} has {ranks} ranks of the job, output in {out}")
+    say(f"{coordinator.place} has {ranks} ranks of the job, output in {out}")
     launch(
         _command(out, facts["resume"]),
         ranks=ranks,
         log_dir=out / "logs",
-        environment=_network(team, device, say),
-        limits=Timeouts(patience=job.guard.patience_seconds),
+        environment=_network(coordinator, device, say),
+        limits=Timeouts(patience=job.guard.hang_timeout_seconds),
         again=_command(out, "auto", facts["resume"]),
-        team=team,
-        nursery=nursery,
+        coordinator=coordinator,
+        forkserver=forkserver,
     )
     return out
 
@@ -293,14 +293,14 @@ def earlier_tokens(job: Job, resume: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _network(team: JobCoordinator | None, device: Device, say: Callable[[str], None]) -> dict[str, str]:
+def _network(coordinator: JobCoordinator | None, device: Device, say: Callable[[str], None]) -> dict[str, str]:
     """Environment variables for the connections of ranks on several hosts; prints which of them are not encrypted."""
-    if team is None:
+    if coordinator is None:
         return {}
-    variables = team.rank_network()
+    variables = coordinator.rank_network()
     unable = [NO_ENCRYPTION[device.type]] if device.type in NO_ENCRYPTION else []
     unable += [] if GLOO_TRANSPORT in variables else ["gloo of this PyTorch"]
-    if team.meeting.encrypt and unable:
+    if coordinator.rendezvous.encrypt and unable:
         say(f"connections between ranks are not encrypted: no TLS in {' and '.join(unable)}; use WireGuard")
     return variables
 
@@ -399,10 +399,10 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
     if job.data.packing and job.data.source != "tokens":
         check_packing(model, anatomy, job.plan, job.data.seq_len)
     train = job.train
-    micro_batches = count_micro_batches(train.global_batch, train.micro_batch, job.plan.parallel.data_ranks)
+    micro_batches = count_micro_batches(train.global_batch_size, train.micro_batch_size, job.plan.parallel.data_ranks)
     check_axes(model, anatomy, job.plan, job.data.seq_len, micro_batches)
-    if job.guard.replicas_every:
-        check_replicas(job.plan)
+    if job.guard.sdc_check_interval:
+        check_sdc_plan(job.plan)
     return config, anatomy
 
 

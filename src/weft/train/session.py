@@ -24,17 +24,17 @@ from weft.checkpoint.huggingface import (
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots
-from weft.device.device import Device, detect
-from weft.launch.launcher import connect
-from weft.topology.mesh import build_mesh, data_rank
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.data import MicroBatch, Prepared, Rows, batches, evaluation_batches
+from weft.device.device import Device, detect
 from weft.errors import CheckpointError
 from weft.job import Job
+from weft.launch.launcher import connect
 from weft.memory.optimizer_state import place_states
 from weft.parallel.parallelize import parallelize
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.checkpoints import Checkpoints
 from weft.train.optimizer import build_optimizer
 
@@ -129,8 +129,8 @@ def train_batches(session: Session, position: Position) -> Iterator[list[MicroBa
     steps = batches(
         session.train_rows,
         steps=position.next_batch + train.steps - position.step,
-        global_batch=train.global_batch,
-        micro_batch=train.micro_batch,
+        global_batch=train.global_batch_size,
+        micro_batch=train.micro_batch_size,
         data_rank=data_rank(session.mesh),
         data_ranks=session.job.plan.parallel.data_ranks,
         start_step=position.next_batch,
@@ -143,7 +143,7 @@ def held_out_batches(session: Session) -> list[MicroBatch]:
     """This rank's micro-batches of an evaluation, on its device; empty where nothing is held out."""
     found = evaluation_batches(
         session.held_out_rows,
-        micro_batch=session.job.train.micro_batch,
+        micro_batch=session.job.train.micro_batch_size,
         data_rank=data_rank(session.mesh),
         data_ranks=session.job.plan.parallel.data_ranks,
         max_rows=session.job.train.evaluate_rows,

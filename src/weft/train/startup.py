@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 from weft.anatomy.roles import Anatomy
-from weft.device.device import Device
 from weft.data import Prepared
+from weft.device.device import Device
 from weft.job import Job
 from weft.plan import BYTES, Plan, state_bytes
 from weft.train.metrics import format_count
@@ -25,7 +25,7 @@ def startup_screen(
     """
     table = {
         "device": _device(device, ranks, job.plan),
-        "precision": f"{forward}; {job.plan.precision.reduce} reduction, {job.plan.precision.update} update",
+        "precision": f"{forward}; {job.plan.precision.reduce_dtype} reduction, {job.plan.precision.update} update",
         "model": _model(anatomy),
         "data": _data(prepared),
         "training": _training(job, prepared),
@@ -70,10 +70,10 @@ def _data(prepared: Prepared) -> str:
 
 
 def _training(job: Job, prepared: Prepared) -> str:
-    tokens = job.train.steps * job.train.global_batch * job.data.seq_len
+    tokens = job.train.steps * job.train.global_batch_size * job.data.seq_len
     passes = tokens / prepared.train_tokens
     return (
-        f"{job.train.steps} steps of {job.train.global_batch} rows x {job.data.seq_len} tokens: "
+        f"{job.train.steps} steps of {job.train.global_batch_size} rows x {job.data.seq_len} tokens: "
         f"{format_count(tokens)} tokens, {format_count(passes) + ' times' if passes >= 1 else f'{passes:.1%} of'} the text"
     )
 

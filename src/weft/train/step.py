@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.transformers import row_arguments
-from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.comm.collectives import all_reduce
 from weft.comm.compression.feedback import Feedback
 from weft.comm.objects import all_gather_json
@@ -26,6 +25,7 @@ from weft.plan import Plan
 from weft.precision.fp16_backward import carry_gradient
 from weft.precision.guard import find_culprit
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.train.one_bit_adam import momentum_decay
 from weft.train.optimizer import scale_gradients, square_of_gradients
 
@@ -163,7 +163,11 @@ def train_step(
     if finite and problem is None:
         clip = min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0
         scale_gradients(parameters, clip / loss_scale.value)
-        if (plan.precision.weights, plan.precision.states, plan.memory.optimizer) == ("whole", "update", "device"):
+        if (plan.precision.weights, plan.precision.optimizer_state_dtype, plan.memory.optimizer_device) == (
+            "whole",
+            "update",
+            "device",
+        ):
             optimizer.step()
         else:
             chunked_step(optimizer)

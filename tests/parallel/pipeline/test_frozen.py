@@ -22,15 +22,15 @@ from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
-from weft.device.device import detect
-from weft.topology.mesh import build_mesh, data_rank
 from weft.data import MicroBatch
+from weft.device.device import detect
 from weft.job import Checkpoint, Job, Model, Optimizer
 from weft.memory.optimizer_state import place_states
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Memory, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
@@ -222,7 +222,13 @@ LAYOUTS: dict[str, tuple[str, int, str, dict[str, int], dict[str, Any]]] = {
         {"memory": Memory(recompute=("norm",))},
     ),
     "offload": ("all but two matrices", 2, "zb-h1", {"zero": 1}, {"memory": Memory(offload=("block",))}),
-    "states on the host": ("all but the last block", 2, "1f1b", {"zero": 1}, {"memory": Memory(optimizer="host")}),
+    "states on the host": (
+        "all but the last block",
+        2,
+        "1f1b",
+        {"zero": 1},
+        {"memory": Memory(optimizer_device="host")},
+    ),
 }
 
 

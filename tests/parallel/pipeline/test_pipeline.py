@@ -144,7 +144,7 @@ def test_gradients_in_bf16_are_added_up_in_fp32(schedule: str, zero: int) -> Non
         plan = Plan(
             parallel=Parallel(pp=2, zero=zero),  # type: ignore[arg-type]
             pipeline=Pipeline(schedule=name),
-            precision=Precision(forward="bf16"),
+            precision=Precision(param_dtype="bf16"),
         )
         traces = run_ranks(4, run_plan, source("llama", 4), plan, batches, 1)
         found[name] = {key: value for trace in traces for key, value in trace.gradients.items()}

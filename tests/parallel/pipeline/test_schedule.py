@@ -11,9 +11,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from weft.errors import PlanError
 from weft.parallel.pipeline.formulas import max_in_flight_formula
-from weft.parallel.pipeline.schedules import SCHEDULES, build_schedule, rounds
 from weft.parallel.pipeline.plan_schedule import read_order
 from weft.parallel.pipeline.schedule import Schedule, parse_schedule, peak_in_flight, slot_text
+from weft.parallel.pipeline.schedules import SCHEDULES, build_schedule, rounds
 from weft.parallel.pipeline.verify import verify
 from weft.plan import Parallel, Pipeline, Plan
 

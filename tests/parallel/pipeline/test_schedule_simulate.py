@@ -12,8 +12,8 @@ from tests.parallel.pipeline.test_schedule import schedules
 from weft.errors import PlanError
 from weft.parallel.pipeline.formulas import bubble_formula, max_in_flight_formula
 from weft.parallel.pipeline.gantt import bars, gantt_text
-from weft.parallel.pipeline.schedules import build_schedule
 from weft.parallel.pipeline.schedule import Action, Schedule, parse_schedule, peak_in_flight
+from weft.parallel.pipeline.schedules import build_schedule
 from weft.parallel.pipeline.search import list_schedule
 from weft.parallel.pipeline.simulate import ActionCosts, simulate
 from weft.parallel.pipeline.verify import verify
@@ -49,7 +49,9 @@ def longest_path(schedule: Schedule, costs: ActionCosts) -> dict[Action, float]:
 def test_slots_start_as_soon_as_they_can(drawn: tuple[Schedule, int], data: st.DataObject) -> None:
     schedule, _ = drawn
     stages = st.lists(seconds, min_size=schedule.num_stages, max_size=schedule.num_stages)
-    costs = ActionCosts(*(data.draw(stages) for _ in range(3)), data.draw(st.integers(0, 3)), data.draw(st.none() | stages))
+    costs = ActionCosts(
+        *(data.draw(stages) for _ in range(3)), data.draw(st.integers(0, 3)), data.draw(st.none() | stages)
+    )
     timeline = simulate(schedule, costs)
     end = longest_path(schedule, costs)
     assert all(timeline.end[rank][position] == end[action] for rank, position, action in schedule.actions())

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad
 
 from weft.errors import PlanError
-from weft.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from weft.parallel.pipeline.schedule import Action, Schedule, parse_schedule, slot_text
+from weft.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from weft.parallel.pipeline.verify import verify
 
 

@@ -14,7 +14,6 @@ from tests.lab.parity import assert_parity, compare, packed_batches, plan_for, s
 from tests.lab.pool import RankError, run_ranks
 from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
 from weft.checkpoint.model_config import read_config
-from weft.topology.mesh import build_mesh
 from weft.comm.collectives import all_reduce
 from weft.errors import PlanError
 from weft.job import Model, Optimizer
@@ -24,6 +23,7 @@ from weft.parallel.pipeline.plan_schedule import read_order
 from weft.parallel.pipeline.schedule import Schedule, peak_in_flight
 from weft.parallel.pipeline.stage import Stage
 from weft.plan import Parallel, Pipeline, Plan
+from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import forward_backward
 

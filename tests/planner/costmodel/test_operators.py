@@ -15,11 +15,10 @@ from weft.errors import DeviceError
 from weft.plan import Parallel, Pipeline, Plan
 from weft.planner.calibrate.calibrate import file_of, fit_products
 from weft.planner.costmodel.cluster_file import read_cluster
-from weft.planner.dryrun.step_counts import Count
 from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, Wire, find_device
 from weft.planner.costmodel.links import fit
-from weft.planner.costmodel.operator_timing import measured_step, message_seconds, time_step, work_of
 from weft.planner.costmodel.network import all_gather, group, point_to_point
+from weft.planner.costmodel.operator_timing import measured_step, message_seconds, time_step, work_of
 from weft.planner.costmodel.operators import (
     Like,
     Named,
@@ -32,9 +31,10 @@ from weft.planner.costmodel.operators import (
     thaw,
     time_operations,
 )
-from weft.planner.search.propose import check_here
 from weft.planner.costmodel.roofline import fill
+from weft.planner.dryrun.step_counts import Count
 from weft.planner.dryrun.trace import Trace, trace
+from weft.planner.search.propose import check_here
 
 CPU = torch.device("cpu")
 

@@ -25,9 +25,9 @@ def job_of(name: str, changes: dict[str, Any], **plan: Any) -> Job:
     ("name", "changes", "ranks", "plan"),
     [
         ("llama", {}, 4, {"parallel": {"zero": 3}}),
-        ("llama", {"num_hidden_layers": 22}, 2, {"memory": {"recompute": ["block"], "recompute_every": 3}}),
+        ("llama", {"num_hidden_layers": 22}, 2, {"memory": {"recompute": ["block"], "recompute_interval": 3}}),
         ("llama", {}, 2, {"parallel": {"zero": 2}, "memory": {"offload": ["block"]}}),
-        ("llama", {}, 4, {"parallel": {"tp": 2, "zero": 3}, "precision": {"forward": "bf16"}}),
+        ("llama", {}, 4, {"parallel": {"tp": 2, "zero": 3}, "precision": {"param_dtype": "bf16"}}),
         ("qwen3_moe", {}, 4, {"parallel": {"ep": 2, "zero": 2}}),
         ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"] * 7}, 2, {"parallel": {"zero": 3}}),
         ("deepseek_v3", {"num_hidden_layers": 15, "head_dim": 8}, 2, {"parallel": {"zero": 3}}),

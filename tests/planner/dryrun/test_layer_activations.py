@@ -10,10 +10,10 @@ from tests.lab.families import family
 from weft.job import Job
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.peak_memory import Traced, peak_memory
+from weft.planner.dryrun.layer_activations import trace_layers
+from weft.planner.dryrun.trace import trace
 from weft.planner.search.propose import shape_of
 from weft.planner.search.strategy import stack_for
-from weft.planner.dryrun.trace import trace
-from weft.planner.dryrun.layer_activations import trace_layers
 
 pytestmark = pytest.mark.together
 ZB = {"schedule": "zb-h1"}
@@ -68,17 +68,17 @@ def test_what_is_computed_again_is_not_kept(model: str) -> None:
         ("llama", {"parallel": {"zero": 1, "pp": 2}, "pipeline": ZB}),
         ("llama", {"parallel": {"zero": 1, "pp": 2}, "pipeline": ZB, "memory": {"recompute": ["block"]}}),
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["block"]}}),
-        ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["block"], "recompute_every": 2}}),
+        ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["block"], "recompute_interval": 2}}),
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["attention", "activation", "norm"]}}),
         ("llama", {"parallel": {"zero": 1}, "memory": {"recompute": ["mlp"]}}),
         ("llama", {"parallel": {"zero": 1}, "precision": {"weights": "split"}}),
         ("llama", {"parallel": {"zero": 3}, "precision": {"weights": "split"}}),
-        ("llama", {"parallel": {"zero": 3}, "memory": {"optimizer": "host", "recompute": ["block"]}}),
+        ("llama", {"parallel": {"zero": 3}, "memory": {"optimizer_device": "host", "recompute": ["block"]}}),
         ("qwen3_moe", {"parallel": {"zero": 1, "ep": 4}}),
         ("qwen3_moe", {"parallel": {"zero": 1, "ep": 4}, "memory": {"recompute": ["mlp"]}}),
         ("qwen3_moe", {"parallel": {"zero": 3, "ep": 2}, "memory": {"recompute": ["activation", "norm"]}}),
         ("qwen3_moe", {"parallel": {"zero": 3, "tp": 2}, "memory": {"recompute": ["mlp"]}}),
-        ("qwen3_moe", {"parallel": {"zero": 3, "tp": 2, "ep": 2}, "memory": {"optimizer": "host"}}),
+        ("qwen3_moe", {"parallel": {"zero": 3, "tp": 2, "ep": 2}, "memory": {"optimizer_device": "host"}}),
     ],
 )
 def test_a_formula_is_what_a_dry_run_counts(model: str, plan: dict[str, Any]) -> None:

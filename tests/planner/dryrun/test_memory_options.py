@@ -40,7 +40,12 @@ def test_what_a_plan_refuses_is_said(
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": 512}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     settings = [f"model.config.{key}={value}" for key, value in small.items()]
-    settings += ["data.seq_len=32", "train.global_batch=1", "plan.parallel.tp=1", "plan.precision.forward=fp32"]
+    settings += [
+        "data.seq_len=32",
+        "train.global_batch_size=1",
+        "plan.parallel.tp=1",
+        "plan.precision.param_dtype=fp32",
+    ]
     arguments = [word for setting in settings for word in ("--set", setting)]
     monkeypatch.setattr(sys, "argv", ["weft", "memory", str(job), *arguments, "--json", str(tmp_path / "ladder.json")])
     with pytest.raises(SystemExit) as ended:

@@ -19,20 +19,20 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
 from weft.cli import main
-from weft.device.device import detect
-from weft.topology.mesh import build_mesh
 from weft.data import MicroBatch
+from weft.device.device import detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
 from weft.memory.optimizer_state import place_states
 from weft.parallel.fsdp import model_state_bytes
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Memory
-from weft.planner.dryrun.step_counts import Count, count_step
 from weft.planner.dryrun.modes import route_evenly
+from weft.planner.dryrun.step_counts import Count, count_step
 from weft.planner.dryrun.trace import Trace, assumed_batches, trace, trace_rank
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
@@ -50,7 +50,7 @@ def job_for(model: dict[str, Any], precision: str, micro_batch: int, **parallel:
         {
             "model": {"config": model},
             "data": {"seq_len": 32},
-            "train": {"global_batch": 8, "micro_batch": micro_batch},
+            "train": {"global_batch_size": 8, "micro_batch_size": micro_batch},
             "plan": {"parallel": parallel, "precision": formats},
         }
     )
@@ -156,7 +156,7 @@ def test_what_is_elsewhere_is_not_on_the_device(tmp_path: Path) -> None:
     job = job_for(DENSE, "bf16", 2, zero=3)
     plain = assert_dry_equals_real(job, 2)
     for tier in ("disk", "host"):
-        memory = Memory(optimizer=tier, offload=("block",), offload_to=tier, folder=str(tmp_path))
+        memory = Memory(optimizer_device=tier, offload=("block",), offload_to=tier, offload_dir=str(tmp_path))
         moved = job.model_copy(update={"plan": job.plan.model_copy(update={"memory": memory})})
         activations = assert_dry_equals_real(moved, 2)
         assert (activations < plain) == (tier == "disk")
@@ -198,7 +198,7 @@ def test_the_state_is_what_the_formulas_say(zero: int) -> None:
     ("name", "world_size", "layers"), [("llama-70b", 64, 4), ("qwen3-235b", 512, 2), ("deepseek-v3", 2048, 5)]
 )
 def test_a_share_of_a_model_larger_than_the_host(name: str, world_size: int, layers: int) -> None:
-    settings = [f"model.config.num_hidden_layers={layers}", "data.seq_len=1024", "train.global_batch=1"]
+    settings = [f"model.config.num_hidden_layers={layers}", "data.seq_len=1024", "train.global_batch_size=1"]
     job = Job.load(EXAMPLES / f"{name}.toml", settings)
     parameters = read_anatomy(build_on_meta(read_config(job.model), torch.float32)).parameters
     with ProcessPoolExecutor(
@@ -258,7 +258,18 @@ def test_a_process_that_is_a_rank_already_is_refused() -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path, out = write_job(tmp_path), tmp_path / "figures.json"
-    arguments = ["--world", "4", "--rank", "1", "--set", "plan.parallel.zero=1", "--device", "cpu", "--json", str(out)]
+    arguments = [
+        "--world-size",
+        "4",
+        "--rank",
+        "1",
+        "--set",
+        "plan.parallel.zero=1",
+        "--device",
+        "cpu",
+        "--json",
+        str(out),
+    ]
     monkeypatch.setattr(sys, "argv", ["weft", "dryrun", str(path), *arguments])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -273,7 +284,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        sys, "argv", ["weft", "dryrun", str(write_job(tmp_path)), "--world", "3", "--set", "plan.parallel.tp=2"]
+        sys, "argv", ["weft", "dryrun", str(write_job(tmp_path)), "--world-size", "3", "--set", "plan.parallel.tp=2"]
     )
     with pytest.raises(SystemExit) as stopped:
         main()

@@ -7,13 +7,13 @@ import pytest
 
 from tests.lab.families import family
 from weft.job import Job
+from weft.planner.costmodel.frameworks import STACKS
 from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, Wire, find_device
 from weft.planner.costmodel.layout import TrainingLayout
+from weft.planner.costmodel.shape import Shape
+from weft.planner.costmodel.step_time import StepTime
 from weft.planner.search.propose import compressed_steps, describe, dry_run, leaner_than, propose, simple_first, unsplit
 from weft.planner.search.search import EQUAL, Choice, Space, reason, search
-from weft.planner.costmodel.shape import Shape
-from weft.planner.costmodel.frameworks import STACKS
-from weft.planner.costmodel.step_time import StepTime
 
 DENSE = Shape(16, 2048, 16, 16, 128, 8192, 32000)
 
@@ -66,7 +66,9 @@ def test_of_equal_layouts_the_simplest_is_chosen_and_of_others_the_fastest() -> 
 
 
 def test_a_small_model_gets_no_technique_that_does_not_pay() -> None:
-    found = propose(job_of(dict(family("llama"))), ClusterSpec(find_device("CPU"), 1, 2), confirm=False, say=lambda _: None)
+    found = propose(
+        job_of(dict(family("llama"))), ClusterSpec(find_device("CPU"), 1, 2), confirm=False, say=lambda _: None
+    )
     assert describe(found.best[0]).startswith("dp 2, zero 0, micro-batch")
     assert found.slower[0] == 0
     assert min(found.slower) > -EQUAL
@@ -93,7 +95,7 @@ def test_leaner_layouts_are_each_leaner_than_the_one_before() -> None:
 
 def job_of(config: dict[str, object]) -> Job:
     data = {"source": "tokens", "path": "none.npy", "seq_len": 32}
-    return Job.parse({"model": {"config": config}, "data": data, "train": {"global_batch": 16}})
+    return Job.parse({"model": {"config": config}, "data": data, "train": {"global_batch_size": 16}})
 
 
 FALCON = {"model_type": "falcon", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

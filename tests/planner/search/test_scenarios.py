@@ -7,8 +7,8 @@ import pytest
 from weft.cli import main
 from weft.errors import PlanError
 from weft.planner.costmodel.hardware import ClusterSpec, find_device
-from weft.planner.search.scenarios import SCENARIOS, batch_of, find_scenario, options, recommended
 from weft.planner.costmodel.shape import Shape
+from weft.planner.search.scenarios import SCENARIOS, batch_of, find_scenario, options, recommended
 
 PUBLISHED = {
     "SmolLM2 135M": 0.135e9,
@@ -50,7 +50,9 @@ def test_rows_of_a_step_divide_among_devices() -> None:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["weft", "advise", "vision", "--device", "L40S", "--hosts", "1", "--days", "0.05"])
+    monkeypatch.setattr(
+        sys, "argv", ["weft", "advise", "vision", "--device", "L40S", "--nnodes", "1", "--days", "0.05"]
+    )
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code

@@ -6,9 +6,12 @@ from itertools import product
 
 import pytest
 
+from weft.planner.costmodel.frameworks import STACKS
 from weft.planner.costmodel.hardware import GIB, ClusterSpec, find_device
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.peak_memory import peak_memory
+from weft.planner.costmodel.shape import Shape
+from weft.planner.costmodel.step_time import step_time
 from weft.planner.search.search import (
     LEAN,
     Choice,
@@ -16,15 +19,12 @@ from weft.planner.search.search import (
     Space,
     divisors,
     fewest_devices,
-    sensitivity,
     reason,
     search,
+    sensitivity,
     simplest,
     techniques,
 )
-from weft.planner.costmodel.shape import Shape
-from weft.planner.costmodel.frameworks import STACKS
-from weft.planner.costmodel.step_time import step_time
 
 DENSE = Shape(12, 1024, 16, 4, 64, 4096, 32000)
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
@@ -124,7 +124,9 @@ def test_fewest_devices() -> None:
 
 def test_ways_to_hold_less_dominate() -> None:
     assert MemoryOptions("none", 1, False, False).dominates(MemoryOptions("full", 4, True, True))
-    assert not MemoryOptions("none", 1, True, False).dominates(MemoryOptions("full", 1, True, False))  # which has less to send
+    assert not MemoryOptions("none", 1, True, False).dominates(
+        MemoryOptions("full", 1, True, False)
+    )  # which has less to send
     assert not MemoryOptions("light", 1, False, False).dominates(MemoryOptions("none", 1, True, True))
     assert MemoryOptions("full", 4, False, False).dominates(MemoryOptions("full", 2, False, False))
     assert not MemoryOptions("attention", 1, False, False).dominates(MemoryOptions("full", 2, False, False))

@@ -9,13 +9,13 @@ import pytest
 
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.plan import Plan, Precision
+from weft.planner.costmodel.frameworks import STACKS
 from weft.planner.costmodel.hardware import ClusterSpec, find_device
 from weft.planner.costmodel.layout import layout_of
-from weft.planner.search.search import LEAN, Space, search
 from weft.planner.costmodel.shape import Shape
-from weft.planner.costmodel.frameworks import STACKS
-from weft.planner.search.strategy import cost_of, goodput, plan_of, stack_for
 from weft.planner.costmodel.timeline import refined, timeline_of, write_trace
+from weft.planner.search.search import LEAN, Space, search
+from weft.planner.search.strategy import cost_of, goodput, plan_of, stack_for
 
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
 SPACE = Space(MOE, 2048, 16, ClusterSpec(find_device("A100-80"), 2, 2), STACKS["weft"])
@@ -33,7 +33,7 @@ def test_a_layout_is_that_of_its_plan() -> None:
         same = layout_of(plan, layout.seq, layout.global_batch, layout.micro_batch)
         assert replace(same, shard=layout.shard, number=layout.number) == layout  # all data ranks may be named as 0
         assert plan.parallel.dp_replicate * plan.parallel.dp_shard == layout.dp
-        assert (plan.memory.optimizer == "host", bool(plan.memory.offload)) == (
+        assert (plan.memory.optimizer_device == "host", bool(plan.memory.offload)) == (
             layout.optimizer_on_host,
             layout.offload,
         )

@@ -44,14 +44,14 @@ class Levels(NamedTuple):
         return self.outer.size() if self.outer is not None else 1
 
 
-def levels_of(group: dist.ProcessGroup, compress_level: str) -> Levels:
+def levels_of(group: dist.ProcessGroup, compress_scope: str) -> Levels:
     """How a group is reduced.
 
     Args:
         group: ranks with gradients to be averaged; one of two levels has `inner` and `outer`, groups or None.
-        compress_level: "all" messages are compressed, or only the "slow" ones, between hosts.
+        compress_scope: "all" messages are compressed, or only the "slow" ones, between hosts.
     """
-    if compress_level == "slow":
+    if compress_scope == "inter_node":
         return Levels(getattr(group, "inner", None), getattr(group, "outer", None))
     return Levels(None, group if group.size() > 1 else None)
 

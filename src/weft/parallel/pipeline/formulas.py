@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from weft.errors import PlanError
-from weft.parallel.pipeline.schedules import rounds
 from weft.parallel.pipeline.schedule import WHERE
+from weft.parallel.pipeline.schedules import rounds
 
 
 def bubble_formula(

@@ -23,8 +23,8 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import EXPERTS, document_masks
 from weft.checkpoint.huggingface import build_on_meta
 from weft.errors import ModelError, PlanError
-from weft.parallel.pipeline.taint import BlockChain, CrossingError, trace_block_io
 from weft.parallel.pipeline.schedules import SCHEDULES
+from weft.parallel.pipeline.taint import BlockChain, CrossingError, trace_block_io
 from weft.plan import Pipeline, Plan
 
 WHERE = "plan.parallel.pp"

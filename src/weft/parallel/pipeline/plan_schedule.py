@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from weft.errors import PlanError
-from weft.parallel.pipeline.schedules import build_schedule, find_kind
 from weft.parallel.pipeline.schedule import WHERE, Schedule, parse_schedule
+from weft.parallel.pipeline.schedules import build_schedule, find_kind
 from weft.parallel.pipeline.simulate import ActionCosts, Timeline, simulate
 from weft.parallel.pipeline.verify import verify
 from weft.plan import Plan

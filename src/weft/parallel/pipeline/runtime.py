@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.roles import Anatomy
-from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.data import MicroBatch
 from weft.errors import ModelError
 from weft.parallel.fsdp import add_up_gradients, begin_pipelined_step, reduce_gradients
@@ -21,6 +20,7 @@ from weft.parallel.pipeline.stage import Runtime, Stage
 from weft.parallel.pipeline.weight_gradients import WeightGradients
 from weft.parallel.weights import to_local
 from weft.plan import Plan
+from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 
 Forward = Callable[[MicroBatch], Any]
 """The model's forward, with its arguments."""

@@ -26,10 +26,10 @@ from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.links import measure_links
 from weft.planner.costmodel.operator_timing import time_step
 from weft.planner.costmodel.operators import Like, Named, Operation, time_operations
-from weft.planner.search.propose import space_of
 from weft.planner.costmodel.roofline import fill
 from weft.planner.costmodel.step_time import StepTime, step_time
 from weft.planner.dryrun.trace import trace
+from weft.planner.search.propose import space_of
 from weft.train.metrics import read_metrics
 from weft.train.run import train
 
@@ -46,14 +46,14 @@ TRAIN = {"steps": 10, "evaluate_every": 0, "evaluate_rows": 4}
 JOB: dict[str, Any] = {
     "model": {"config": {**MODEL, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4}},
     "data": {"source": "python", "vocab_size": 2048, "seq_len": 256},
-    "train": {**TRAIN, "micro_batch": 2},
-    "plan": {"precision": {"forward": "fp32"}, "parallel": {"zero": 1}},
+    "train": {**TRAIN, "micro_batch_size": 2},
+    "plan": {"precision": {"param_dtype": "fp32"}, "parallel": {"zero": 1}},
 }
 SMALL_JOB: dict[str, Any] = {
     **JOB,
     "model": {"config": {**MODEL, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8}},
     "data": {**JOB["data"], "seq_len": 128},
-    "train": {**TRAIN, "micro_batch": 1},
+    "train": {**TRAIN, "micro_batch_size": 1},
 }
 
 
@@ -183,7 +183,7 @@ class Measured(NamedTuple):
 def measured_run(table: dict[str, Any], ranks: int, cluster: ClusterSpec) -> Measured:
     """Train, and time the operators of it."""
     with tempfile.TemporaryDirectory(prefix="weft-calibrate-") as name:
-        rows = {"global_batch": ranks * table["train"]["micro_batch"] * 2}
+        rows = {"global_batch": ranks * table["train"]["micro_batch_size"] * 2}
         job = Job.parse({**table, "out": f"{name}/run", "train": {**table["train"], **rows}})
         traces = trace(job, ranks, [0], detect().type)
         before = time_step(job, traces, cluster).seconds
@@ -203,7 +203,9 @@ def seconds_of_call(cluster: ClusterSpec) -> float:
 def formula(job: Job, ranks: int, cluster: ClusterSpec) -> StepTime:
     """The step of the job's plan by formula."""
     space = space_of(job, cluster)
-    layout = layout_of(job.plan.resolve(ranks), job.data.seq_len, job.train.global_batch, job.train.micro_batch)
+    layout = layout_of(
+        job.plan.resolve(ranks), job.data.seq_len, job.train.global_batch_size, job.train.micro_batch_size
+    )
     return step_time(space.shape, layout, cluster, space.stack)
 
 

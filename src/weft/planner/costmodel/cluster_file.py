@@ -173,7 +173,7 @@ def choose_cluster(path: Path | None, name: str | None, hosts: int, per_host: in
     if (path is None) == (name is None):
         raise DeviceError(
             "no cluster is named" if path is None else "a cluster is named twice",
-            rule="a cluster is a file (--cluster), or a device by name (--device) with --hosts",
+            rule="a cluster is a file (--cluster), or a device by name (--device) with --nnodes",
             fix="give one of them",
         )
     if path is not None:

@@ -147,7 +147,9 @@ STACKS: dict[str, FrameworkModel] = {
             dropout=True,
             sp=False,
         ),
-        FrameworkModel("megatron-core", tp_overlap=0.1, dp_overlap=0.8, gather_overlap=True, p2p_overlap=0.5, host=2e-3),
+        FrameworkModel(
+            "megatron-core", tp_overlap=0.1, dp_overlap=0.8, gather_overlap=True, p2p_overlap=0.5, host=2e-3
+        ),
         FrameworkModel(
             "research",
             passes=1.25,

@@ -71,7 +71,7 @@ class DeviceSpec:
     watts: float = 0.0
     dollars_per_hour: float = 0.0
     native_bf16: bool = True
-    """Whether it has instructions for bf16; without them precision.forward = "auto" means fp32."""
+    """Whether it has instructions for bf16; without them precision.param_dtype = "auto" means fp32."""
 
     def rate(self, number: str) -> float:
         """FLOP/s of long products in a format; a format that the device lacks runs in bf16."""

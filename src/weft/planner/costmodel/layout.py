@@ -207,9 +207,9 @@ def layout_of(plan: Plan, seq: int, global_batch: int, micro_batch: int) -> Trai
         shard=p.dp_shard if p.dp_replicate > 1 else 0,
         expert_tp=1,
         recompute=recompute,
-        recompute_share=1 / plan.memory.recompute_every,
+        recompute_share=1 / plan.memory.recompute_interval,
         offload=bool(plan.memory.offload),
-        number="fp32" if plan.precision.forward in ("fp32", "fp64") else "bf16",
+        number="fp32" if plan.precision.param_dtype in ("fp32", "fp64") else "bf16",
         schedule=cast(Schedule, order) if order in get_args(Schedule) else "1f1b",
-        optimizer_on_host=plan.memory.optimizer != "device",
+        optimizer_on_host=plan.memory.optimizer_device != "device",
     )

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.device.device import detect
 from weft.backends.hierarchical import all_gather_single, reduce_scatter_single
+from weft.device.device import detect
 from weft.launch.launcher import connect, launch, rank_main
-from weft.topology.mesh import build_mesh
 from weft.plan import Parallel, Plan
 from weft.planner.costmodel.hardware import Wire
+from weft.topology.mesh import build_mesh
 
 RESULT = "seconds.json"
 SIZES = tuple(2**power for power in range(10, 26, 3))  # bytes of the gathered tensor
@@ -41,7 +41,7 @@ def measure_links(ranks: int) -> Wire:
     with tempfile.TemporaryDirectory(prefix="weft-links-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", "weft.planner.costmodel.links", str(folder)]
-        launch(command, ranks=ranks, log_dir=folder / "logs", warm=detect().bears_forks)
+        launch(command, ranks=ranks, log_dir=folder / "logs", warm=detect().supports_fork)
         return fit([tuple(row) for row in json.loads((folder / RESULT).read_text(encoding="utf-8"))], ranks)
 
 

@@ -14,9 +14,8 @@ from itertools import combinations
 from math import prod
 from typing import NamedTuple
 
-from weft.device.device import detect
-from weft.topology.mesh import AXES, EXPERT_AXES, expert_mesh_shape, mesh_shape
 from weft.comm.collectives import Message
+from weft.device.device import detect
 from weft.job import Job
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.parallel.pipeline.simulate import ActionCosts, simulate
@@ -26,6 +25,7 @@ from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.operators import Operation, time_operations
 from weft.planner.costmodel.step_time import StepTime
 from weft.planner.dryrun.trace import Trace
+from weft.topology.mesh import AXES, EXPERT_AXES, expert_mesh_shape, mesh_shape
 
 
 class Work(NamedTuple):
@@ -155,7 +155,7 @@ def time_step(
     seconds = time_operations(calls, processes, detect().type)
     if untimed := sorted({operation.name for operation, found in seconds.items() if found is None}):
         say(f"not timed, and counted as nothing: {', '.join(untimed)}")
-    micro_batches = job.train.global_batch // (job.train.micro_batch * traces[0].plan.parallel.data_ranks)
+    micro_batches = job.train.global_batch_size // (job.train.micro_batch_size * traces[0].plan.parallel.data_ranks)
     time = measured_step(traces, seconds, cluster, micro_batches)
     if formula is None or device.cores:
         return time

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from weft.planner.costmodel.frameworks import FrameworkModel
 from weft.planner.costmodel.layout import TrainingLayout, layers_of_ranks, local_parameters
 from weft.planner.costmodel.shape import Recompute, Shape, activation_bytes, model_state_bytes_of
-from weft.planner.costmodel.frameworks import FrameworkModel
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ class Traced:
         return (self.ends if tp == 1 or self.split_ends is None else self.split_ends) / tp
 
 
-def peak_memory(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, traced: Traced | None = None) -> MemoryEstimate:
+def peak_memory(
+    shape: Shape, layout: TrainingLayout, stack: FrameworkModel, traced: Traced | None = None
+) -> MemoryEstimate:
     """Bytes of the fullest rank of pp."""
     counts = layers_of_ranks(shape, layout)
     # Of ranks with as many layers the first holds most, or the last; the first two may have layers without experts.
@@ -168,7 +170,9 @@ def rank_states(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, ran
     return states
 
 
-def stage_memory(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rank: int, traced: Traced | None = None) -> MemoryEstimate:
+def stage_memory(
+    shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rank: int, traced: Traced | None = None
+) -> MemoryEstimate:
     """Bytes of one rank of pp."""
 
     def kept(recompute: Recompute) -> float:
@@ -195,7 +199,9 @@ def stage_memory(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, ra
     return MemoryEstimate(rank, states, activations, transient, reserve, stack.framework)
 
 
-def fullest_moment(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rank: int, layer: float, head: float) -> float:
+def fullest_moment(
+    shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rank: int, layer: float, head: float
+) -> float:
     """Bytes of what lives for a moment, where one layer and the head hold so many of activations."""
     each = sum(local_parameters(shape, layout, rank)) / max(1, layers_of_ranks(shape, layout)[rank])
     gathered = 2 * 2 * each if layout.zero >= 3 else 0.0

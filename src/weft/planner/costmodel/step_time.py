@@ -8,14 +8,13 @@ can be explained.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.planner.costmodel import network
-from weft.planner.costmodel import roofline
+from weft.planner.costmodel import network, roofline
+from weft.planner.costmodel.frameworks import FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.layout import TrainingLayout, layers_of_ranks, local_parameters
 from weft.planner.costmodel.network import exposed
 from weft.planner.costmodel.peak_memory import layer_bytes
 from weft.planner.costmodel.shape import Shape
-from weft.planner.costmodel.frameworks import FrameworkModel
 
 # Between which factors of a predicted step time nine of ten measured ones lie, with a run of the machine and library that
 # calibrates and without, as `weft validate` finds of published runs.
@@ -98,7 +97,9 @@ def product(cluster: ClusterSpec, m: float, n: float, k: float, number: str, exp
     return Two(forward, roofline.matmul(d, m, k, n, number) + roofline.matmul(d, k, n, m, number))
 
 
-def attention_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel) -> tuple[Two, Two]:
+def attention_time(
+    shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel
+) -> tuple[Two, Two]:
     """Seconds of the matrices of attention, and of attention itself."""
     tokens, tp, h, number = layout.tokens, layout.tp, shape.hidden, layout.number
     if shape.kv_lora:
@@ -224,7 +225,9 @@ def layer_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack
     return LayerTime(Two(forward, backward), tp, cp, ep, weights)
 
 
-def message_times(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, core: Two) -> tuple[Two, Two, Two]:
+def message_times(
+    shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, core: Two
+) -> tuple[Two, Two, Two]:
     """Seconds of messages of tp, cp and ep of the mean layer that nothing hides."""
     tokens, h = layout.tokens, shape.hidden
     size = 2.0 * tokens * h
@@ -273,7 +276,9 @@ def head_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack:
     return both.times(1 + shape.predict_ahead)
 
 
-def step_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, layer: LayerTime | None = None) -> StepTime:
+def step_time(
+    shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, layer: LayerTime | None = None
+) -> StepTime:
     """Seconds of a step.
 
     Args:
@@ -357,7 +362,9 @@ def zero_times(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack
     return Two(forward, exposed(weights + gradients, beside.backward, stack.slowdown))
 
 
-def gradient_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, rank: Two) -> float:
+def gradient_time(
+    shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, rank: Two
+) -> float:
     """Seconds of reducing gradients and gathering updated weights that one micro-batch's work does not hide."""
     if (layout.zero >= 3 and layout.pp == 1) or layout.dp * layout.cp == 1:
         return 0.0

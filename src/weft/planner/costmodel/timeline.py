@@ -9,8 +9,8 @@ from weft.parallel.pipeline.simulate import ActionCosts, Timeline, simulate
 from weft.plan import Pipeline
 from weft.planner.costmodel import network
 from weft.planner.costmodel.layout import TrainingLayout
-from weft.planner.search.search import Space
 from weft.planner.costmodel.step_time import StepTime, head_time
+from weft.planner.search.search import Space
 
 
 def head_cost(space: Space, layout: TrainingLayout) -> float:

@@ -14,7 +14,7 @@ from torch import nn
 from weft.checkpoint.huggingface import build_on_meta
 from weft.checkpoint.model_config import read_config
 from weft.job import Job, Model
-from weft.planner.dryrun.step_counts import extrapolate, extend
+from weft.planner.dryrun.step_counts import extend, extrapolate
 from weft.planner.dryrun.trace import Trace, trace_all
 from weft.train.run import check_model
 
@@ -55,7 +55,7 @@ def trace_in_brief(job: Job, world_size: int, device_type: str, stage: int = 0) 
         ranks = [stage * world_size // plan.parallel.pp for stage in stages]
         return trace_all([(job, world_size, rank, device_type) for rank in ranks], in_brief=True)
     config = read_config(job.model).to_dict()
-    depth, depths = _depth(config), two_depths(config, plan.memory.recompute_every)
+    depth, depths = _depth(config), two_depths(config, plan.memory.recompute_interval)
     if depths is None:
         return trace_all([(job, world_size, 0, device_type)])
     shallow, deep = trace_all([(with_layers(job, config, few), world_size, 0, device_type) for few in depths])

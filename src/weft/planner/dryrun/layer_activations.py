@@ -10,11 +10,11 @@ from typing import Any
 from weft.checkpoint.model_config import read_config
 from weft.job import Job
 from weft.plan import Parallel, Plan
-from weft.planner.dryrun.extrapolate import cut_layers, first_layers
 from weft.planner.costmodel.peak_memory import Traced
 from weft.planner.costmodel.shape import Recompute
-from weft.planner.search.strategy import RECOMPUTE
+from weft.planner.dryrun.extrapolate import cut_layers, first_layers
 from weft.planner.dryrun.trace import trace_all
+from weft.planner.search.strategy import RECOMPUTE
 
 MORE = 2  # layers of the deeper model
 ROWS = 8  # of a micro-batch: so many that its logits make the fullest moment, when all layers are kept and no gradient is there
@@ -61,7 +61,9 @@ def _cut(job: Job, config: dict[str, Any], depth: int, recompute: Recompute, tp:
     cut = cut_layers(config, depth)
     # A token keeps as much of few experts, and their gradients do not hide it.
     cut |= {name: min(few, int(value)) for name, value in config.items() if name in EXPERTS and value}
-    memory = job.plan.memory.model_copy(update={"recompute": RECOMPUTE[recompute], "recompute_every": 1, "offload": ()})
+    memory = job.plan.memory.model_copy(
+        update={"recompute": RECOMPUTE[recompute], "recompute_interval": 1, "offload": ()}
+    )
     plan = Plan(parallel=Parallel(zero=1, tp=tp), precision=job.plan.precision, memory=memory)
     return job.model_copy(
         update={

@@ -25,15 +25,15 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     "recompute block": {"memory": {"recompute": ("block",)}},
     "offload attention": {"memory": {"offload": ("attention",)}},
     "offload block": {"memory": {"offload": ("block",)}},
-    "states of 8 bits": {"precision": {"states": "int8"}},
-    "optimizer on the host": {"memory": {"optimizer": "host"}},
+    "states of 8 bits": {"precision": {"optimizer_state_dtype": "int8"}},
+    "optimizer on the host": {"memory": {"optimizer_device": "host"}},
     "split, recompute activation and norm, offload block, optimizer on the host": {
         "precision": {"weights": "split"},
-        "memory": {**CHEAP, "offload": ("block",), "optimizer": "host"},
+        "memory": {**CHEAP, "offload": ("block",), "optimizer_device": "host"},
     },
     "split, recompute block, offload block, optimizer on the host": {
         "precision": {"weights": "split"},
-        "memory": {"recompute": ("block",), "offload": ("block",), "optimizer": "host"},
+        "memory": {"recompute": ("block",), "offload": ("block",), "optimizer_device": "host"},
     },
 }
 

@@ -25,22 +25,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import allocate, build_on_meta
 from weft.checkpoint.model_config import read_config
-from weft.device.device import Cpu, detect
-from weft.topology.mesh import build_mesh
 from weft.data import MicroBatch
+from weft.device.device import Cpu, detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
-from weft.memory.quantized_state import keep_states_small
 from weft.memory.optimizer_state import OffloadedStates, budget_of
 from weft.memory.pool import Pool
+from weft.memory.quantized_state import keep_states_small
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.parallel.weights import to_local
 from weft.plan import Plan
-from weft.planner.dryrun.step_counts import Count, extrapolate, count_calls, count_step
 from weft.planner.dryrun.modes import RealControlTensors, fake_world, fuse_attention, route_evenly
+from weft.planner.dryrun.step_counts import Count, count_calls, count_step, extrapolate
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.run import check_model
 from weft.train.step import train_step
@@ -175,7 +175,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         if "optimizer" in pools:  # its homes stay
             sent["optimizer"] = pools["optimizer"].live
         parameters = sum(to_local(parameter.detach()).numel() for parameter in model.parameters())
-    elsewhere = {name: pool.peak for name, pool in pools.items() if pool.is_elsewhere}
+    elsewhere = {name: pool.peak for name, pool in pools.items() if pool.is_off_device}
     moved = 2 * int(sum(sent[name] for name in elsewhere))
     return Trace(rank, world_size, plan, parameters, count, elsewhere, moved, time.perf_counter() - started)
 
@@ -205,15 +205,15 @@ def _imagine_elsewhere(
     memory, on_cpu = plan.memory, device_type == "cpu"  # whose own memory the host's is
 
     def imagined(tier: str) -> Pool:
-        return Pool(lambda size: torch.empty(size, dtype=torch.uint8), is_elsewhere=tier == "disk" or not on_cpu)
+        return Pool(lambda size: torch.empty(size, dtype=torch.uint8), is_off_device=tier == "disk" or not on_cpu)
 
     pools: dict[str, Pool] = {}
-    if plan.precision.states != "update":
-        keep_states_small(optimizer, plan.precision.states)
+    if plan.precision.optimizer_state_dtype != "update":
+        keep_states_small(optimizer, plan.precision.optimizer_state_dtype)
     if memory.offload:
         model.offload.pool = pools["activations"] = imagined(memory.offload_to)
-    if memory.optimizer == "disk" or (memory.optimizer == "host" and not on_cpu):
-        pools["optimizer"] = imagined(memory.optimizer)
+    if memory.optimizer_device == "disk" or (memory.optimizer_device == "host" and not on_cpu):
+        pools["optimizer"] = imagined(memory.optimizer_device)
         budget = budget_of(optimizer, memory, mesh.get_local_rank("pp"))
         OffloadedStates(optimizer, detect(), pools["optimizer"], budget)
     return pools
@@ -227,9 +227,9 @@ def assumed_batches(job: Job, place: torch.device) -> list[MicroBatch]:
         place: device of the rank.
     """
     train, data = job.train, job.data
-    share = -(-train.global_batch // job.plan.parallel.data_ranks)
+    share = -(-train.global_batch_size // job.plan.parallel.data_ranks)
     packed = data.packing and data.source != "tokens"
     positions = torch.arange(data.seq_len, device=place) % (data.seq_len // 2 if packed else data.seq_len)
-    sizes = [min(train.micro_batch, share - begin) for begin in range(0, share, train.micro_batch)]
+    sizes = [min(train.micro_batch_size, share - begin) for begin in range(0, share, train.micro_batch_size)]
     zeros = [torch.zeros(size, data.seq_len, dtype=torch.int64, device=place) for size in sizes]
     return [MicroBatch(rows, positions.repeat(len(rows), 1), rows.clone()) for rows in zeros]

@@ -10,17 +10,22 @@ import transformers
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta
 from weft.checkpoint.model_config import read_config
-from weft.device.device import detect
 from weft.comm.compression.codecs import CODECS
+from weft.device.device import detect
 from weft.errors import DeviceError, PlanError, WeftError
 from weft.job import Job
 from weft.parallel.parallelize import check_axes
 from weft.plan import Parallel, Pipeline
-from weft.planner.dryrun.extrapolate import trace_in_brief
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.layout import TrainingLayout, local_parameters
 from weft.planner.costmodel.operator_timing import time_step
 from weft.planner.costmodel.roofline import stream
+from weft.planner.costmodel.shape import Shape, from_config
+from weft.planner.costmodel.step_time import StepTime
+from weft.planner.costmodel.timeline import head_cost, refined
+from weft.planner.dryrun.extrapolate import trace_in_brief
+from weft.planner.dryrun.layer_activations import trace_layers
+from weft.planner.dryrun.trace import Trace, trace_stages
 from weft.planner.search.search import (
     EQUAL,
     MARGIN,
@@ -28,17 +33,12 @@ from weft.planner.search.search import (
     Direction,
     Space,
     fewest_devices,
-    sensitivity,
     search,
+    sensitivity,
     simplest,
     techniques,
 )
-from weft.planner.costmodel.shape import Shape, from_config
-from weft.planner.costmodel.step_time import StepTime
 from weft.planner.search.strategy import RECOMPUTE, Cost, cost_of, in_words, plan_of, stack_for
-from weft.planner.costmodel.timeline import head_cost, refined
-from weft.planner.dryrun.trace import Trace, trace_stages
-from weft.planner.dryrun.layer_activations import trace_layers
 
 MOST_REFUSED = 8  # layouts: after so many the formulas have nothing to say
 HEADROOMS = (0.75, 0.5, 0.25)  # of a device's memory
@@ -299,12 +299,12 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
         ModelError: the model's configuration cannot be read.
     """
     precision = job.plan.precision.resolve(cluster.device.native_bf16)
-    number = "bf16" if precision.forward in ("bf16", "fp16") else "fp32"
+    number = "bf16" if precision.param_dtype in ("bf16", "fp16") else "fp32"
     stack = stack_for(precision)
     return Space(
         shape_of(job),
         job.data.seq_len,
-        job.train.global_batch,
+        job.train.global_batch_size,
         cluster,
         stack,
         margin,

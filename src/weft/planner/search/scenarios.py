@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from weft.errors import PlanError
 from weft.plan import Precision
 from weft.planner.costmodel.hardware import ClusterSpec
-from weft.planner.search.search import MARGIN, Choice, Space, search
 from weft.planner.costmodel.shape import KNOWN, Shape
+from weft.planner.search.search import MARGIN, Choice, Space, search
 from weft.planner.search.strategy import Cost, cost_of, stack_for
 
 ENOUGH = 20.0  # tokens a parameter of compute-optimal training (Hoffmann et al., Chinchilla, 2022)
@@ -141,7 +141,7 @@ def options(
         say(f"searching for {name}")
         batch = batch_of(scenario.seq, cluster.num_devices)
         unsplit = {} if scenario.is_decoder else DATA_ONLY
-        space = Space(shape, scenario.seq, batch, cluster, stack, margin, number=precision.forward, unsplit=unsplit)
+        space = Space(shape, scenario.seq, batch, cluster, stack, margin, number=precision.param_dtype, unsplit=unsplit)
         best = search(space, 1).best
         wanted = tokens or ENOUGH * shape.active_parameters
         cost = cost_of(shape, best[0].layout, best[0].time.seconds, cluster, 0.0, scalar) if best else None

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from weft.planner.costmodel.frameworks import FrameworkModel
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
-from weft.planner.costmodel.layout import TrainingLayout, Schedule, split_layers
+from weft.planner.costmodel.layout import Schedule, TrainingLayout, split_layers
 from weft.planner.costmodel.peak_memory import MemoryEstimate, Traced, peak_memory, rank_states
 from weft.planner.costmodel.shape import Recompute, Shape
-from weft.planner.costmodel.frameworks import FrameworkModel
 from weft.planner.costmodel.step_time import LayerTime, StepTime, fillers, head_time, layer_time, step_time
 
 MARGIN = 0.92  # of a device's memory that a plan may fill: fragments and what formulas do not know have the rest

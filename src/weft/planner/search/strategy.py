@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.plan import BYTES, Plan, Precision, Prediction, state_bytes
+from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.layout import TrainingLayout
-from weft.planner.search.search import Choice, Space
 from weft.planner.costmodel.shape import Shape
-from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
 from weft.planner.dryrun.trace import Trace
+from weft.planner.search.search import Choice, Space
 
 RECOMPUTE: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -26,15 +26,15 @@ RESTART_SECONDS = 180.0  # from a failure to the next step: noticed, started aga
 def stack_for(precision: Precision) -> FrameworkModel:
     """Weft, with the dtypes of a plan; a forward dtype of "auto" counts as bf16."""
     precision = precision.resolve(native_bf16=True)
-    copy = BYTES[precision.forward] if precision.forward != precision.update else 0
+    copy = BYTES[precision.param_dtype] if precision.param_dtype != precision.update else 0
     master = BYTES[precision.update] - (copy if precision.weights != "whole" else 0)
     return replace(
         STACKS["weft"],
         weights=float(copy or BYTES[precision.update]),
         optimizer=(master if copy else 0) + 2 * state_bytes(precision),
         stays=float(master if copy else 0),
-        gradients=float(BYTES[precision.reduce]),
-        reduce=float(BYTES[precision.reduce]),
+        gradients=float(BYTES[precision.reduce_dtype]),
+        reduce=float(BYTES[precision.reduce_dtype]),
         shards_hold_copy=not copy or precision.weights != "whole",
     )
 
@@ -66,7 +66,7 @@ def plan_of(layout: TrainingLayout, base: Plan, head_cost: float = 0.0) -> Plan:
     memory = base.memory.model_copy(
         update={
             "recompute": RECOMPUTE[layout.recompute],
-            "recompute_every": round(1 / layout.recompute_share),
+            "recompute_interval": round(1 / layout.recompute_share),
             "offload": ("block",) if layout.offload else (),
             "optimizer": "host" if layout.optimizer_on_host else "device",
         }
@@ -92,7 +92,12 @@ class Cost:
 
 
 def cost_of(
-    shape: Shape, layout: TrainingLayout, seconds: float, cluster: ClusterSpec, failure_hours: float, scalar: float = 1.0
+    shape: Shape,
+    layout: TrainingLayout,
+    seconds: float,
+    cluster: ClusterSpec,
+    failure_hours: float,
+    scalar: float = 1.0,
 ) -> Cost:
     """What a layout comes to.
 
