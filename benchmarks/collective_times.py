@@ -79,7 +79,11 @@ def main(
         for number, host in enumerate(made):
             for local in range(ranks):
                 own = {"RANK": number * ranks + local, "WORLD_SIZE": hosts * ranks, "LOCAL_RANK": local}
-                rendezvous = {"MASTER_ADDR": made[0].address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": host.interface}
+                rendezvous = {
+                    "MASTER_ADDR": made[0].address,
+                    "MASTER_PORT": "29500",
+                    "GLOO_SOCKET_IFNAME": host.interface,
+                }
                 environment = os.environ | rendezvous | {name: str(value) for name, value in own.items()}
                 started.append(host.start([sys.executable, "-m", "benchmarks.collective_times"], env=environment))
         for process in started:

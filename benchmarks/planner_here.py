@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from published.validate import spearman
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -36,7 +37,6 @@ from weft.planner.dryrun.trace import Trace, trace_stages
 from weft.planner.search.propose import space_of
 from weft.planner.search.search import Choice
 from weft.planner.search.strategy import predict
-from weft.planner.validate import spearman
 from weft.train.run import train
 
 STEPS = 24  # a CPU compiles kernels for each number of rows that an expert gets: the first ten steps have many new ones

@@ -81,8 +81,8 @@ def schedules(draw: st.DrawFn) -> tuple[int, list[tuple[str, tuple[int, int, int
 
 def follow(rank: int, ranks: int, events: list[Any], messages: list[Any], polls: bool) -> int:
     group, wanted, checked = make_group(), {}, 0
-    for what, channel, place in events:
-        source, destination, tag = channel
+    for what, route, place in events:
+        source, destination, tag = route
         key = place + 100 * (tag + 10 * (destination + 10 * source))
         count, dtype, steps = messages[key % len(messages)]
         if what == "send" and source == rank:

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tests.faults.kill import Command, job_file, forkserver_of, ranks_of, weft_train
+from tests.faults.kill import Command, forkserver_of, job_file, ranks_of, weft_train
 from tests.lab.families import family
 
 PICTURE = Path(__file__).parents[2] / "docs" / "soak.svg"

@@ -48,7 +48,9 @@ def forkserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]
         yield made
 
 
-def start(forkserver: ForkServer, folder: Path, what: str, rank: int = 3) -> tuple["subprocess.Popen[bytes]", Path, Path]:
+def start(
+    forkserver: ForkServer, folder: Path, what: str, rank: int = 3
+) -> tuple["subprocess.Popen[bytes]", Path, Path]:
     out, err = folder / "out", folder / "err"
     process = forkserver.start([what], {"WORD": "given", "RANK": str(rank)}, str(out), str(err))
     return process, out, err  # type: ignore[return-value]

@@ -21,7 +21,7 @@ from weft.comm.objects import all_gather_json
 from weft.errors import PlanError
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
-from weft.parallel.sdc_check import Digester, check_sdc_plan, check_replicas
+from weft.parallel.sdc_check import Digester, check_replicas, check_sdc_plan
 from weft.parallel.weights import to_local
 from weft.plan import Parallel, Plan
 from weft.precision.dtypes import DTYPES

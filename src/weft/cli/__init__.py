@@ -2,12 +2,19 @@
 
 import sys
 
+import typer
+
 from weft.cli.app import app
 from weft.errors import Stopped, WeftError
 
 
 def main() -> None:
-    """Run a command; an error of Weft is printed once, and decides the exit code. A signal is no error."""
+    """Entry point of the weft command."""
+    run_app(app)
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run commands; an error of Weft is printed once, and decides the exit code. A signal is no error."""
     try:
         app()
     except Stopped as stopped:

@@ -24,7 +24,6 @@ from weft.cli.report import report
 from weft.cli.schema import schema
 from weft.cli.topology import topology
 from weft.cli.train import train
-from weft.cli.validate import validate
 from weft.errors import Stopped
 from weft.refusal import RENAMED
 
@@ -69,7 +68,7 @@ def weft(
     """Trains the PyTorch models people already have, on many devices."""
 
 
-PLANNING = (plan, advise, calibrate, validate, compare, dryrun, memory, topology)
+PLANNING = (plan, advise, calibrate, compare, dryrun, memory, topology)
 for command in (train, *PLANNING, export, report, clean, anatomy, schema):
     add_command(app, command)
 app.add_typer(checkpoint, name="checkpoint")

@@ -23,11 +23,11 @@ def compare(
     ] = None,
     rows: Annotated[Optional[int], typer.Option(help="Rows of a step, instead of train.global_batch_size.")] = None,  # noqa: UP045
     nproc_per_node_a: Annotated[
-        Optional[int], typer.Option(min=1, help="Processes; default as few as the plan needs.")
-    ] = None,  # noqa: UP045
+        int | None, typer.Option(min=1, help="Processes; default as few as the plan needs.")
+    ] = None,
     nproc_per_node_b: Annotated[
-        Optional[int], typer.Option(min=1, help="Processes; default as few as the plan needs.")
-    ] = None,  # noqa: UP045
+        int | None, typer.Option(min=1, help="Processes; default as few as the plan needs.")
+    ] = None,
     tolerance: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(

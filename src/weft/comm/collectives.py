@@ -144,7 +144,11 @@ class _AlongDim(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, output_splits: list[int] | None, input_splits: list[int] | None
+        ctx: Any,
+        x: torch.Tensor,
+        group: dist.ProcessGroup,
+        output_splits: list[int] | None,
+        input_splits: list[int] | None,
     ) -> torch.Tensor:
         ctx.group, ctx.output_splits, ctx.input_splits = group, output_splits, input_splits
         return exchange(x, group, output_splits, input_splits)
@@ -203,7 +207,10 @@ class _Land(torch.autograd.Function):
 
 
 def exchange(
-    x: torch.Tensor, group: dist.ProcessGroup, output_splits: list[int] | None = None, input_splits: list[int] | None = None
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    output_splits: list[int] | None = None,
+    input_splits: list[int] | None = None,
 ) -> torch.Tensor:
     """Rows to and from every rank. Not differentiable; see `all_to_all`."""
     out = x.new_empty((sum(output_splits) if output_splits is not None else len(x), *x.shape[1:]))
@@ -242,7 +249,10 @@ def unsplit(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor
 
 
 def all_to_all(
-    x: torch.Tensor, group: dist.ProcessGroup, output_splits: list[int] | None = None, input_splits: list[int] | None = None
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    output_splits: list[int] | None = None,
+    input_splits: list[int] | None = None,
 ) -> torch.Tensor:
     """Exchange rows (dim 0): `input_splits[r]` go to rank r, `output_splits[r]` come from it, in the order of ranks; else equal parts."""
     return _AllToAll.apply(x, group, output_splits, input_splits)
@@ -252,7 +262,10 @@ Wait = Callable[[], torch.Tensor]
 
 
 def start_all_to_all(
-    x: torch.Tensor, group: dist.ProcessGroup, output_splits: list[int] | None = None, input_splits: list[int] | None = None
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    output_splits: list[int] | None = None,
+    input_splits: list[int] | None = None,
 ) -> Wait:
     """Start an `all_to_all`; a function that waits for it, once, and gives what has come. All ranks land in one order."""
     flight, comes = AsyncAllToAll(group, output_splits, input_splits), list[torch.Tensor]()

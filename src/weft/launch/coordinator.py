@@ -101,7 +101,12 @@ class JobCoordinator:
         """
         interface = rendezvous.interface or interface_of(own_address(rendezvous))
         interface_address(interface)  # refuses a name that is none
-        options = {"host": rendezvous.host, "hosts": rendezvous.hosts, "ranks": ranks, "timeout": MEETING_SECONDS} | options
+        options = {
+            "host": rendezvous.host,
+            "hosts": rendezvous.hosts,
+            "ranks": ranks,
+            "timeout": MEETING_SECONDS,
+        } | options
         with ExitStack() as stack:
             folder, gate = stack.enter_context(scratch_folder()), None
             if rendezvous.host == 0:
@@ -127,7 +132,12 @@ class JobCoordinator:
         gate: TunnelServer | None,
         open_until_end: ExitStack,
     ):
-        self.rendezvous, self.board, self.ranks, self.node_rejoin_seconds = rendezvous, board, ranks, node_rejoin_seconds
+        self.rendezvous, self.board, self.ranks, self.node_rejoin_seconds = (
+            rendezvous,
+            board,
+            ranks,
+            node_rejoin_seconds,
+        )
         self.host, self.interface = rendezvous.host, interface
         self.place = f"host {self.host} ({socket.gethostname()})"
         self._folder, self._gate, self._open_until_end = folder, gate, open_until_end

@@ -123,7 +123,9 @@ def launch(
     common = {**RANK_ENVIRONMENT, **memory, LAUNCHER_VARIABLE: str(os.getpid()), **environment}
     with (
         _signals_raise(),
-        nullcontext(forkserver) if forkserver or not warm else ForkServer(argv[2], {**os.environ, **common}) as forkserver,
+        nullcontext(forkserver)
+        if forkserver or not warm
+        else ForkServer(argv[2], {**os.environ, **common}) as forkserver,
     ):
         if coordinator:
             attempt, ranks = coordinator.begin()
@@ -345,7 +347,9 @@ class GuardedAgent(LocalElasticAgent):
             context.close(signal.SIGTERM, SECONDS_TO_END_A_BROKEN_JOB)
             raise failure
         coordinator = self.watchdog.coordinator
-        if all(process.returncode == 0 for process in processes.values()) and (coordinator is None or coordinator.all_done()):
+        if all(process.returncode == 0 for process in processes.values()) and (
+            coordinator is None or coordinator.all_done()
+        ):
             return super()._monitor_workers(worker_group)
         return RunResult(state=WorkerState.HEALTHY)
 

@@ -135,7 +135,9 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     address, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise RendezvousError(
-            f"{text!r} is no rendezvous point", rule="ADDRESS:PORT", fix="write it as 10.0.0.1:29400, an address of host 0"
+            f"{text!r} is no rendezvous point",
+            rule="ADDRESS:PORT",
+            fix="write it as 10.0.0.1:29400, an address of host 0",
         )
     _check_address(address)
     return address, int(port)

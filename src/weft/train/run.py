@@ -206,7 +206,12 @@ def _train_here(
 
 
 def _help(
-    job: Job, ranks: int, device: Device, forkserver: ForkServer | None, coordinator: JobCoordinator, say: Callable[[str], None]
+    job: Job,
+    ranks: int,
+    device: Device,
+    forkserver: ForkServer | None,
+    coordinator: JobCoordinator,
+    say: Callable[[str], None],
 ) -> Path:
     """Start the ranks of another host than 0, when that has prepared the run."""
     out = Path(job.out)

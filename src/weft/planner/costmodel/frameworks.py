@@ -1,7 +1,7 @@
 """What is known of the software that a run uses: which kernels it has, what it overlaps, what it keeps.
 
 These are priors, from the code and the papers of each stack and from what its published runs have in common; none follows one
-run. What remains is one scalar a machine and stack (`validate.py`). The last stack is Weft itself.
+run. What remains is one scalar a machine and stack (`benchmarks/published/validate.py`). The last stack is Weft itself.
 """
 
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from weft.planner.costmodel.peak_memory import layer_bytes
 from weft.planner.costmodel.shape import Shape
 
 # Between which factors of a predicted step time nine of ten measured ones lie, with a run of the machine and library that
-# calibrates and without, as `weft validate` finds of published runs.
+# calibrates and without, as `benchmarks/published` finds of published runs.
 CALIBRATED, UNCALIBRATED = (0.84, 1.4), (0.8, 1.4)
 
 

@@ -26,9 +26,7 @@ LARGEST_MICRO_BATCH = 64
 SHARING_HOSTS = (1, 16, 128)  # whose data ranks share states among themselves under ZeRO 3, beside all of them
 FEW = 4  # layers in flight on a rank: what is offloaded, or computed again, is one or two of them at any moment
 INTERLEAVED = (2, 3, 4, 5, 6, 8)  # stages of a rank
-EQUAL = (
-    0.03  # relative difference of two predicted step times below which neither is known to be less (`weft validate`)
-)
+EQUAL = 0.03  # relative difference of two predicted step times below which neither is known to be less (`benchmarks/published`)
 
 
 Value = int | tuple[str, int]

@@ -8,7 +8,8 @@ import numpy as np
 from weft.observe import page
 from weft.observe.chart import NEUTRAL, Dot, Series, log_axis, scatter_chart
 from weft.planner.costmodel.step_time import CALIBRATED
-from weft.planner.validate import Outcome, score
+
+from .validate import Outcome, score
 
 
 def write_scatter(outcomes: Sequence[Outcome], path: Path) -> None:

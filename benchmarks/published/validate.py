@@ -22,8 +22,9 @@ from rich.table import Column, Table
 from weft.planner.costmodel.hardware import GB, GIB, MIB
 from weft.planner.costmodel.peak_memory import peak_memory, stage_memory
 from weft.planner.costmodel.step_time import CALIBRATED, UNCALIBRATED, step_time
-from weft.planner.published import USABLE, Run, measured_seconds
 from weft.planner.search.search import EQUAL
+
+from .published import USABLE, Run, measured_seconds
 
 WIDTH = 150  # letters of a line
 SURPRISE = 1.5  # times as long as predicted, or as short: what is more says more of that run than of the machine

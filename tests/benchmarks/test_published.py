@@ -6,14 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from weft.cli import main
-from weft.errors import DataError
-from weft.observe.scatter import write_scatter
-from weft.planner.costmodel.peak_memory import peak_memory
-from weft.planner.costmodel.step_time import CALIBRATED
-from weft.planner.published import SOURCES, UNKNOWN, measured_seconds, read_runs, source_family, stack_of_row
-from weft.planner.validate import (
+from benchmarks.published.__main__ import main
+from benchmarks.published.published import SOURCES, UNKNOWN, measured_seconds, read_runs, source_family, stack_of_row
+from benchmarks.published.scatter import write_scatter
+from benchmarks.published.validate import (
     TRUST,
     Fit,
     interval,
@@ -25,6 +21,10 @@ from weft.planner.validate import (
     score,
     spearman,
 )
+
+from weft.errors import DataError
+from weft.planner.costmodel.peak_memory import peak_memory
+from weft.planner.costmodel.step_time import CALIBRATED
 
 COLUMNS = [
     "id",
@@ -223,7 +223,7 @@ def test_the_command_prints_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = sweep(tmp_path / "runs.csv", 1.2)
-    monkeypatch.setattr(sys, "argv", ["weft", "validate", str(path), "--out", str(tmp_path / "page.html")])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.published", str(path), "--out", str(tmp_path / "page.html")])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
