@@ -71,7 +71,7 @@ def job_for(name: str, steps: int, seed: int, zero: int, lr: float) -> Job:
     job["model"]["config"] |= SMALLER
     job["data"] |= {"seq_len": 64}
     job["optimizer"] |= {"lr": lr, "schedule": "cosine"}
-    job["train"] |= {"steps": steps, "seed": seed, "global_batch": 8, "evaluate_rows": 512}
+    job["train"] |= {"steps": steps, "seed": seed, "global_batch_size": 8, "evaluate_rows": 512}
     job["train"]["micro_batch_size"] = 2 if name == AGAIN else 4
     job["plan"] = {"parallel": {"zero": zero}, "precision": {"param_dtype": "fp32"}, "comm": CASES[name]}
     if name.startswith("1-bit"):

@@ -33,32 +33,32 @@ RECIPE = read_toml(Path(str(files("weft.recipes") / "first.toml")))
 MODEL = {"config": RECIPE["model"]["config"] | {"num_hidden_layers": 4}}  # 4.3 million parameters
 RATE = 5e-4
 SEEDS = (0, 1, 2)
-BF16: dict[str, Any] = {"forward": "bf16"}
+BF16: dict[str, Any] = {"param_dtype": "bf16"}
 HALF: dict[str, Any] = {**BF16, "backward": "fp16", "loss_scale": "dynamic"}
 AGAIN = "fp32, sums in another order"
 FORMATS: dict[str, dict[str, Any]] = {
-    "fp32": {"forward": "fp32"},
-    AGAIN: {"forward": "fp32"},
+    "fp32": {"param_dtype": "fp32"},
+    AGAIN: {"param_dtype": "fp32"},
     "bf16 forward and backward, fp32 update": BF16,
     "the same, split weights": {**BF16, "weights": "split"},
-    "the same, router, norms and head in fp32": {**BF16, "float32": ["router", "norm", "head"]},
-    "the same, states of 8 bits": {**BF16, "states": "int8"},
-    "the same, states of 4 bits": {**BF16, "states": "int4"},
+    "the same, router, norms and head in fp32": {**BF16, "fp32_modules": ["router", "norm", "head"]},
+    "the same, states of 8 bits": {**BF16, "optimizer_state_dtype": "int8"},
+    "the same, states of 4 bits": {**BF16, "optimizer_state_dtype": "int4"},
     "bf16 forward, fp16 backward, fp32 update": HALF,
     "the same, split weights, router, norms and head in fp32": {
         **HALF,
         "weights": "split",
-        "float32": ["router", "norm", "head"],
+        "fp32_modules": ["router", "norm", "head"],
     },
-    "fp16 forward and backward, fp32 update": {"forward": "fp16", "loss_scale": "dynamic"},
-    "bf16 all through": {**BF16, "update": "bf16", "reduce": "bf16"},
+    "fp16 forward and backward, fp32 update": {"param_dtype": "fp16", "loss_scale": "dynamic"},
+    "bf16 all through": {**BF16, "update": "bf16", "reduce_dtype": "bf16"},
 }
 
 
 def run(prepared: Prepared, name: str, steps: int, seed: int) -> tuple[float, int]:
     """Held-out loss, and the number of skipped steps."""
     precision, micro_batch = FORMATS[name], 2 if name == AGAIN else 4
-    train = {"steps": steps, "seed": seed, "global_batch": 4, "micro_batch": micro_batch, "evaluate_rows": 64}
+    train = {"steps": steps, "seed": seed, "global_batch_size": 4, "micro_batch_size": micro_batch, "evaluate_rows": 64}
     job = merge(RECIPE, {"model": MODEL, "train": train, "optimizer": {"lr": RATE, "schedule": "cosine"}})
     session = open_session(Job.parse(merge(job, {"plan": {"parallel": {"zero": 0}, "precision": precision}})), prepared)
     plan, settings, scale = session.job.plan, session.job.optimizer, session.position.loss_scale

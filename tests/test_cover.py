@@ -52,9 +52,9 @@ def tables_of(row: Row, technique: str) -> Tables:
     for name, table in LAYOUTS[row["layout"]].items():
         tables[name] = {**table, **tables.get(name, {})}
     tables["parallel"] = {**tables.get("parallel", {}), "zero": row["zero"]}
-    formats = {"forward": row["dtype"]}
+    formats = {"param_dtype": row["dtype"]}
     if row["dtype"] == "fp64":
-        formats |= {"update": "fp64", "reduce": "fp64"}
+        formats |= {"update": "fp64", "reduce_dtype": "fp64"}
     tables["precision"] = {**formats, **tables.get("precision", {})}
     return tables
 

@@ -31,10 +31,10 @@ def test_degrees_that_do_not_fit(parallel: dict[str, int], world_size: int, word
 @pytest.mark.parametrize(
     "precision",
     [
-        {"forward": "fp16"},
-        {"update": "fp16", "forward": "bf16"},
-        {"forward": "fp32", "update": "bf16"},
-        {"reduce": "fp16"},
+        {"param_dtype": "fp16"},
+        {"update": "fp16", "param_dtype": "bf16"},
+        {"param_dtype": "fp32", "update": "bf16"},
+        {"reduce_dtype": "fp16"},
     ],
 )
 def test_excluded_formats(precision: dict[str, str]) -> None:
@@ -79,9 +79,9 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
     ("settings", "native", "emulated"),
     [
         ({}, "bf16", "fp32"),
-        ({"forward": "bf16"}, "bf16", "bf16"),
-        ({"forward": "fp32"}, "fp32", "fp32"),
-        ({"update": "fp64", "reduce": "fp64"}, "bf16", "fp32"),
+        ({"param_dtype": "bf16"}, "bf16", "bf16"),
+        ({"param_dtype": "fp32"}, "fp32", "fp32"),
+        ({"update": "fp64", "reduce_dtype": "fp64"}, "bf16", "fp32"),
         ({"update": "bf16"}, "bf16", "bf16"),
         ({"weights": "split"}, "bf16", "bf16"),
         ({"backward": "fp16", "loss_scale": "dynamic"}, "bf16", "bf16"),

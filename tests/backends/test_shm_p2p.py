@@ -91,9 +91,9 @@ def follow(rank: int, ranks: int, events: list[Any], messages: list[Any], polls:
             x.zero_()
         elif what == "want" and destination == rank:
             x = torch.zeros(count * steps, dtype=DTYPES[dtype])[::steps]
-            wanted[channel, place] = x, dist.irecv(x, group=group, group_src=source, tag=tag)
+            wanted[route, place] = x, dist.irecv(x, group=group, group_src=source, tag=tag)
         elif what == "wait" and destination == rank:
-            x, work = wanted[channel, place]
+            x, work = wanted[route, place]
             assert work.wait()
             assert same_bits(x, content(key, count, DTYPES[dtype]))
             checked += 1

@@ -124,7 +124,7 @@ def main() -> None:
     began = time.monotonic()
     with TemporaryDirectory() as name:
         saving = {"every": options.every, "memory_every": options.memory_every}
-        train = {"steps": options.steps, "micro_batch": 4}
+        train = {"steps": options.steps, "micro_batch_size": 4}
         job = job_file(Path(name), LAYOUT, model={"config": MODEL}, train=train, checkpoint=saving)
         with weft_train(job, LAYOUT, Path(name) / "run") as command:
             looks = watch(command)

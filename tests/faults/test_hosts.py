@@ -26,7 +26,7 @@ from weft.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SILENCE_SECONDS = 15.0  # of the board: as long as that a link may be down
-LONG = {"steps": 200, "global_batch": 4}  # long enough for a fault to meet it
+LONG = {"steps": 200, "global_batch_size": 4}  # long enough for a fault to meet it
 MOUNT = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'  # a memory file system that other hosts do not see
 
 

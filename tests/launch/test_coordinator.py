@@ -106,13 +106,13 @@ def test_all_follow_host_0(hall: Hall) -> None:
     teams = hall.begin(3)
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(coordinator.wait_for_attempt, FAILURE) for coordinator in teams[1:]]
-        assert teams[0].gather(1, print) == {0: 2, 1: 2, 2: 2}
+        assert teams[0].wait_for_hosts(1, print) == {0: 2, 1: 2, 2: 2}
         assert teams[0].go_on(1, {0: 2, 1: 1, 2: 2}, seconds=4.0) == 2
         assert [future.result() for future in waiting] == [(1, 1, 4.0), (1, 2, 4.0)]
         assert [coordinator.host_of(3) for coordinator in teams] == [2, 2, 2]
 
         waiting = [pool.submit(coordinator.wait_for_attempt, FAILURE) for coordinator in teams[1:]]
-        assert teams[0].gather(2, print) == {0: 2, 1: 1, 2: 2}  # who was left out stays out
+        assert teams[0].wait_for_hosts(2, print) == {0: 2, 1: 1, 2: 2}  # who was left out stays out
         ending = pool.submit(teams[0].end, JobError("it is over", fix="none"))
         for future in waiting:
             with pytest.raises(RankFailure, match="it is over") as caught:
@@ -143,7 +143,7 @@ def test_a_lost_host_is_replaced_or_left_out(hall: Hall) -> None:
     new.board._ended = True
     found(teams[0].trouble)
     began = time.monotonic()
-    assert teams[0].gather(2, said.append) == {0: 2}
+    assert teams[0].wait_for_hosts(2, said.append) == {0: 2}
     assert time.monotonic() - began >= 4
 
 
@@ -161,7 +161,7 @@ def test_without_host_0_the_others_end(hall: Hall) -> None:
     trouble = found(teams[1].trouble)
     assert "start all hosts again with --resume auto" in str(trouble.error())
     with pytest.raises(RankFailure, match=r"host 0 \(.+\) is unreachable"):
-        teams[1].follow(FAILURE)
+        teams[1].wait_for_attempt(FAILURE)
 
 
 def test_a_host_that_ends_before_the_job_begins(hall: Hall) -> None:

@@ -16,8 +16,8 @@ from weft.plan import Plan
 CONFIG = family("qwen3_moe")
 WIDE = {**CONFIG, "hidden_size": 128, "moe_intermediate_size": 64}
 """With states that are large enough to be packed."""
-BF16 = {"forward": "bf16"}
-FP32 = {"forward": "fp32"}
+BF16 = {"param_dtype": "bf16"}
+FP32 = {"param_dtype": "fp32"}
 
 
 def plan_of(tables: dict[str, Any], precision: dict[str, str], folder: Path | None = None) -> Plan:

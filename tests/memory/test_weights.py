@@ -226,7 +226,7 @@ def train(folder: Path, layout: str, out: str, steps: int, tables: dict[str, Any
         tables: of the plan, beside bf16 over fp32.
         settings: of `train_in_the_pool`.
     """
-    precision = {"forward": "bf16", **tables.get("precision", {})}
+    precision = {"param_dtype": "bf16", **tables.get("precision", {})}
     plan = {"parallel": RUNS[layout][1], **tables, "precision": precision}
     job, ranks = job_of(folder, layout, out, train={"steps": steps}, plan=plan, checkpoint={"every": 50})
     close_pools()

@@ -40,7 +40,7 @@ def settings_for(compression: str) -> Optimizer:
 
 
 def plan_for(compression: str, precision: dict[str, Any] | None = None, comm: Any = None, **parallel: Any) -> Plan:
-    formats = {"forward": "fp32", **(precision or {})}
+    formats = {"param_dtype": "fp32", **(precision or {})}
     return Plan(
         parallel=Parallel(**parallel),
         precision=Precision(**formats),  # type: ignore[arg-type]
@@ -150,10 +150,10 @@ def test_every_axis(compression: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("compression", "zero", "precision"),
     [
-        ("2:4", 0, {"forward": "bf16", "update": "bf16", "reduce": "bf16"}),
-        ("int8", 2, {"forward": "bf16", "reduce": "bf16"}),
-        ("1-bit", 3, {"forward": "fp16", "loss_scale": "dynamic"}),
-        ("1-bit", 2, {"forward": "bf16", "weights": "split", "states": "int8"}),
+        ("2:4", 0, {"param_dtype": "bf16", "update": "bf16", "reduce_dtype": "bf16"}),
+        ("int8", 2, {"param_dtype": "bf16", "reduce_dtype": "bf16"}),
+        ("1-bit", 3, {"param_dtype": "fp16", "loss_scale": "dynamic"}),
+        ("1-bit", 2, {"param_dtype": "bf16", "weights": "split", "optimizer_state_dtype": "int8"}),
     ],
 )
 def test_formats(compression: str, zero: int, precision: dict[str, Any]) -> None:

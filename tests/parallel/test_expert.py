@@ -223,7 +223,7 @@ def between_hosts(rank: int, ranks: int, top_k: int) -> tuple[int, int]:
     other = 1 - rank // 2
     copies = int((index // (NUM_EXPERTS // 2) == other).sum())
     tokens = int((index // (NUM_EXPERTS // 2) == other).any(1).sum())
-    assert route.sends[other] == tokens
+    assert route.input_splits[other] == tokens
     assert rows == [4 * HIDDEN * tokens, 4 * top_k * tokens]
     return tokens, copies
 

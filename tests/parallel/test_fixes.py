@@ -76,10 +76,10 @@ DTYPES = ["fp64", "fp32", "bf16", "fp16"]
 
 
 PRECISIONS = {
-    "forward": DTYPES,
+    "param_dtype": DTYPES,
     "update": DTYPES,
-    "reduce": DTYPES,
-    "states": ["update", "bf16", "int8"],
+    "reduce_dtype": DTYPES,
+    "optimizer_state_dtype": ["update", "bf16", "int8"],
     "weights": ["whole", "split"],
     "loss_scale": ["none", "dynamic"],
     "backward": ["forward", "fp16"],

@@ -31,8 +31,8 @@ from weft.plan import Plan
 from weft.topology.mesh import AXES, build_mesh, mesh_shape
 from weft.train.step import forward_backward
 
-FP32 = {"forward": "fp32", "update": "fp32", "reduce": "fp32"}
-FP64 = {"forward": "fp64", "update": "fp64", "reduce": "fp64"}
+FP32 = {"param_dtype": "fp32", "update": "fp32", "reduce_dtype": "fp32"}
+FP64 = {"param_dtype": "fp64", "update": "fp64", "reduce_dtype": "fp64"}
 # Name of the layout -> ranks, plan.parallel.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2, "zero": 1}),

@@ -45,9 +45,12 @@ class Emulating(Cpu):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"forward": "bf16"}, "cuda V100 does not compute in bf16(.|\n)*plan.precision.forward(.|\n)*loss_scale"),
-        ({"forward": "fp16", "update": "bf16"}, 'bf16(.|\n)*plan.precision.update to "fp32"'),
-        ({"forward": "fp32", "reduce": "bf16"}, 'bf16(.|\n)*plan.precision.reduce_dtype to "fp32"'),
+        (
+            {"param_dtype": "bf16"},
+            "cuda V100 does not compute in bf16(.|\n)*plan.precision.param_dtype(.|\n)*loss_scale",
+        ),
+        ({"param_dtype": "fp16", "update": "bf16"}, 'bf16(.|\n)*plan.precision.update to "fp32"'),
+        ({"param_dtype": "fp32", "reduce_dtype": "bf16"}, 'bf16(.|\n)*plan.precision.reduce_dtype to "fp32"'),
     ],
 )
 def test_refused(settings: dict[str, Any], words: str) -> None:

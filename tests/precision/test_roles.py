@@ -67,7 +67,7 @@ def test_in_any_layout(layout: str) -> None:
         plan = Plan(parallel=Parallel(**parallel), precision=Precision(**precision), memory=memory)
         return traces_of(config, plan, ranks, 1)[0].losses
 
-    exact = run(forward="fp32")
+    exact = run(param_dtype="fp32")
     plain, found = run(**settings), run(**settings, float32=ROLES)
     assert found != plain
     assert found == pytest.approx(exact, rel=2e-3)

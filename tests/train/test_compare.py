@@ -26,7 +26,7 @@ from weft.parallel.pipeline.runtime import PipelineRuntime as PipelineOfModel
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.pipeline.weight_gradients import Product
 from weft.parallel.weights import LocalWeights
-from weft.plan import Parallel, PipelineRuntime, Plan
+from weft.plan import Parallel, Pipeline, Plan
 from weft.train import compare as compare_module
 from weft.train import compare_rank
 from weft.train.compare import (
@@ -44,7 +44,7 @@ from weft.train.step import forward_backward
 
 SEQ_LEN = 16
 DROPOUT = {"gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}}
-FP64 = {"forward": "fp64", "update": "fp64", "reduce": "fp64"}
+FP64 = {"param_dtype": "fp64", "update": "fp64", "reduce_dtype": "fp64"}
 
 
 def job_for(folder: Path, name: str = "llama", rows: int = 5, blocks: int = 2, **tables: dict[str, Any]) -> Job:
@@ -243,7 +243,7 @@ def side(job: Job, folder: Path, bug: Callable[[int], Any] = no_bug) -> Path:
     return folder
 
 
-def with_plan(job: Job, micro_batch: int = 8, pipeline: PipelineRuntime = PipelineRuntime(), **parallel: Any) -> Job:  # noqa: B008
+def with_plan(job: Job, micro_batch: int = 8, pipeline: Pipeline = Pipeline(), **parallel: Any) -> Job:  # noqa: B008
     plan = Plan(parallel=Parallel(**parallel), pipeline=pipeline, precision=job.plan.precision)
     return job.model_copy(update={"plan": plan, "train": job.train.model_copy(update={"micro_batch": micro_batch})})
 
@@ -261,8 +261,8 @@ def compare_sides(
 
 
 ONE = {"zero": 0}
-STAGES = {"pp": 2, "zero": 1, "micro_batch": 1, "pipeline": PipelineRuntime(schedule="zb-h1")}
-ZBV, INTERLEAVED = (PipelineRuntime(schedule=name, virtual_stages=2) for name in ("zbv", "interleaved"))
+STAGES = {"pp": 2, "zero": 1, "micro_batch": 1, "pipeline": Pipeline(schedule="zb-h1")}
+ZBV, INTERLEAVED = (Pipeline(schedule=name, virtual_stages=2) for name in ("zbv", "interleaved"))
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "data": ("llama", {"dp_shard": 2, "micro_batch": 2}),
     "no_sp": ("qwen3", {"tp": 2, "sp": False, "zero": 0}),
@@ -273,7 +273,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor_ring": ("llama", {"tp": 2, "cp": 2, "micro_batch": 3}),
     "tensor_data": ("qwen3_moe", {"tp": 2, "dp_shard": 2, "ep": 2, "zero": 2}),
     "stages": ("llama", {"pp": 2, "zero": 1, "micro_batch": 2}),
-    "stages_tied": ("qwen3", {"pp": 2, "zero": 0, "micro_batch": 1, "pipeline": PipelineRuntime(schedule="zb-h1")}),
+    "stages_tied": ("qwen3", {"pp": 2, "zero": 0, "micro_batch": 1, "pipeline": Pipeline(schedule="zb-h1")}),
     "stages_data_dropout": ("gpt2", {"pp": 2, "dp_shard": 2, "micro_batch": 2}),
     "stages_tensor": ("qwen3_moe", {"pp": 2, "tp": 2, "ep": 2, "zero": 1, "micro_batch": 1, "pipeline": ZBV}),
 }
@@ -284,7 +284,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_equal_plans_agree(layout: str, tmp_path: Path) -> None:
     """In float64, where rounding is far below anything else; all tensors are there, in natural order."""
     name, plan = LAYOUTS[layout]
-    blocks = plan.get("pp", 2) * plan.get("pipeline", PipelineRuntime()).stages_a_rank
+    blocks = plan.get("pp", 2) * plan.get("pipeline", Pipeline()).stages_a_rank
     job = job_for(tmp_path, name, blocks=blocks, plan={"precision": FP64})
     found = compare_sides(job, tmp_path, ONE, plan, tolerance=1e-9)
     assert found.agrees, (found.first, found.steps)
@@ -306,7 +306,7 @@ def test_pipelines_agree_with_each_other(tmp_path: Path) -> None:
         {"pp": 2, "pipeline": ZBV, "zero": 0},
         {"pp": 2, "pipeline": INTERLEAVED, "zero": 3},
         {"pp": 4, "zero": 1},
-        {"pp": 2, "tp": 2, "pipeline": PipelineRuntime(stage_blocks=(1, 3))},
+        {"pp": 2, "tp": 2, "pipeline": Pipeline(stage_blocks=(1, 3))},
     ]
     folders = [side(with_plan(job, micro_batch=1, **plan), tmp_path / str(number)) for number, plan in enumerate(plans)]
     for folder in folders[1:]:

@@ -239,7 +239,7 @@ def test_with_another_axis_or_technique(layout: str) -> None:
     check(CASES[name], plan, ranks)
 
 
-BF16 = {"forward": "bf16", "update": "fp32", "reduce": "fp32"}
+BF16 = {"param_dtype": "bf16", "update": "fp32", "reduce_dtype": "fp32"}
 
 
 def run_bf16(rank: int, ranks: int, case: Case, plan: Plan) -> Trace:

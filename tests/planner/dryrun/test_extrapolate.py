@@ -14,7 +14,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 14, "
 
 def job_of(name: str, changes: dict[str, Any], **plan: Any) -> Job:
     data = {"source": "tokens", "path": "none.npy", "seq_len": 64}
-    train = {"global_batch": 24, "micro_batch": 1}
+    train = {"global_batch_size": 24, "micro_batch_size": 1}
     config = {**family(name), **SIZES, **changes}
     return Job.parse({"model": {"config": config}, "data": data, "train": train, "plan": plan})
 

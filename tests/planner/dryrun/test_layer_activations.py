@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def job_of(model: str, **plan: Any) -> Job:
     data = {"source": "tokens", "path": "none.npy", "seq_len": 1024}
-    train = {"global_batch": 16, "micro_batch": 2}
+    train = {"global_batch_size": 16, "micro_batch_size": 2}
     return Job.parse({"model": {"config": MODELS[model]}, "data": data, "train": train, "plan": plan})
 
 

@@ -45,7 +45,7 @@ MOE = {**family("qwen3_moe"), **SIZES, "moe_intermediate_size": 64, "num_experts
 
 
 def job_for(model: dict[str, Any], precision: str, micro_batch: int, **parallel: Any) -> Job:
-    formats = {"forward": precision, "update": "fp32", "reduce": "fp32"}
+    formats = {"param_dtype": precision, "update": "fp32", "reduce_dtype": "fp32"}
     return Job.parse(
         {
             "model": {"config": model},

@@ -46,9 +46,9 @@ def test_formats_decide_the_bytes_of_a_parameter() -> None:
 
     assert sizes() == (2, 4, 12)
     assert sizes(weights="split") == (2, 4, 10)
-    assert sizes(forward="fp32") == (4, 4, 8)
-    assert sizes(reduce="bf16") == (2, 2, 12)
-    assert sizes(states="int8")[2] == pytest.approx(4 + 2 * (1 + 4 / 256))
+    assert sizes(param_dtype="fp32") == (4, 4, 8)
+    assert sizes(reduce_dtype="bf16") == (2, 2, 12)
+    assert sizes(optimizer_state_dtype="int8")[2] == pytest.approx(4 + 2 * (1 + 4 / 256))
 
 
 def test_cost_follows_from_seconds() -> None:

@@ -183,7 +183,7 @@ class Measured(NamedTuple):
 def measured_run(table: dict[str, Any], ranks: int, cluster: ClusterSpec) -> Measured:
     """Train, and time the operators of it."""
     with tempfile.TemporaryDirectory(prefix="weft-calibrate-") as name:
-        rows = {"global_batch": ranks * table["train"]["micro_batch_size"] * 2}
+        rows = {"global_batch_size": ranks * table["train"]["micro_batch_size"] * 2}
         job = Job.parse({**table, "out": f"{name}/run", "train": {**table["train"], **rows}})
         traces = trace(job, ranks, [0], detect().type)
         before = time_step(job, traces, cluster).seconds

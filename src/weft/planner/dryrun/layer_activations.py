@@ -68,7 +68,7 @@ def _cut(job: Job, config: dict[str, Any], depth: int, recompute: Recompute, tp:
     return job.model_copy(
         update={
             "model": job.model.model_copy(update={"path": None, "config": cut}),
-            "train": job.train.model_copy(update={"global_batch": 2 * ROWS, "micro_batch": ROWS}),
+            "train": job.train.model_copy(update={"global_batch_size": 2 * ROWS, "micro_batch_size": ROWS}),
             "plan": plan,
         }
     )

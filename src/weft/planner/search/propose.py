@@ -80,7 +80,7 @@ class Proposal:
 
 def planned(job: Job, space: Space, layout: TrainingLayout) -> Job:
     """The job with the plan of a layout."""
-    train = job.train.model_copy(update={"micro_batch": layout.micro_batch})
+    train = job.train.model_copy(update={"micro_batch_size": layout.micro_batch})
     return job.model_copy(update={"plan": plan_of(layout, job.plan, head_cost(space, layout)), "train": train})
 
 

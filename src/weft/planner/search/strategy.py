@@ -68,7 +68,7 @@ def plan_of(layout: TrainingLayout, base: Plan, head_cost: float = 0.0) -> Plan:
             "recompute": RECOMPUTE[layout.recompute],
             "recompute_interval": round(1 / layout.recompute_share),
             "offload": ("block",) if layout.offload else (),
-            "optimizer": "host" if layout.optimizer_on_host else "device",
+            "optimizer_device": "host" if layout.optimizer_on_host else "device",
         }
     )
     tables: dict[str, Any] = {"parallel": parallel, "pipeline": pipeline, "memory": memory, "prediction": None}
