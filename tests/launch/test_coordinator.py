@@ -131,7 +131,7 @@ def test_a_lost_host_is_replaced_or_left_out(hall: Hall) -> None:
     assert trouble.what.startswith("host 1 (")
     assert "is unreachable: nothing heard for 1 s; its ranks 2, 3 did not report a crash" in trouble.what
     with ThreadPoolExecutor(2) as pool:
-        gathering = pool.submit(teams[0].gather, 1, said.append)
+        gathering = pool.submit(teams[0].wait_for_hosts, 1, said.append)
         until(lambda: [state.host for state in teams[0].board.look()] == [0])
         new = hall.join(1, 2)
         assert new.facts() == {"word": "weft"}
