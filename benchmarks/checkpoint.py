@@ -1,12 +1,14 @@
-"""What a checkpoint costs training: Weft beside torch's distributed checkpoint (DCP), saved at once and in the background.
+"""Cost of a checkpoint for training: Weft beside torch's distributed checkpoint (DCP), synchronous and in the background.
 
     python benchmarks/checkpoint.py [--repeats 5] [--steps 16] [--folder DIR]
 
-Two ranks train one model under ZeRO-3; the same shards are saved in turn by each system. In a turn the state is saved once, and
-then some steps are taken while it is written. Blocked is what training waited for the save to return; the slow-down is that
-of the steps after it, beside the steps of the median turn in which nothing is saved; CPU beside is what other
-threads of a rank than its training took meanwhile: where all cores are busy, that is what they take from training. Written
-is when the state was on the disk, counted from the save.
+Two ranks train one model under ZeRO-3; each system saves the same shards in turn. In a turn the state is saved once, and then
+some steps run while it is written. The columns are
+
+- blocked: time until the save returned and training continued;
+- slow-down: of the steps after it, compared with the median turn in which nothing is saved;
+- CPU of other threads: CPU time of a rank's threads other than training; where all cores are busy, training loses it;
+- written after: time from the save until the state was on disk.
 """
 
 import argparse
@@ -59,7 +61,7 @@ MODEL = {
 
 
 class Training:
-    """A model in training on this rank."""
+    """Training of a model on this rank."""
 
     def __init__(self, world_size: int):
         precision = Precision(param_dtype="fp32", update="fp32", reduce_dtype="fp32")
@@ -80,22 +82,22 @@ class Training:
 
 
 class Saver(Protocol):
-    """A way to save."""
+    """Checkpoint system under test."""
 
-    def save(self, number: int) -> None:
-        """Returns when training may go on."""
+    def save(self, step: int) -> None:
+        """Save the state; return when training may continue."""
 
     def finish(self) -> float:
-        """Wait until the last save is on the disk; when that was, by time.perf_counter()."""
+        """Wait until the last save is on disk; return that moment, by time.perf_counter()."""
 
     def load(self) -> None:
-        """Bring the last save back into the model and its optimizer."""
+        """Load the last save into the model and its optimizer."""
 
 
 class Nothing:
     def __init__(self, training: Training, folder: Path): ...
 
-    def save(self, number: int) -> None: ...
+    def save(self, step: int) -> None: ...
 
     def finish(self) -> float:
         return time.perf_counter()
@@ -110,39 +112,39 @@ class Weft:
         job = Job(model=t.source, plan=t.plan, checkpoint=Checkpoint(every=1))
         cpu = torch.device("cpu")
         self.snapshots = Snapshots(job, t.model, t.anatomy, t.optimizer, detect(), cpu, t.mesh)
-        self.number = 0
+        self.last_step = 0
 
-    def save(self, number: int) -> None:
-        self.number = number
-        self.snapshots.take(Position(step=number, next_batch=number, loss_scale=LossScale()), self.target)
+    def save(self, step: int) -> None:
+        self.last_step = step
+        self.snapshots.take(Position(step=step, next_batch=step, loss_scale=LossScale()), self.target)
 
     def finish(self) -> float:
         self.snapshots.finish()
         return self.snapshots.finished
 
     def load(self) -> None:
-        folder = folder_of(self.target.folder, self.number)
+        folder = folder_of(self.target.folder, self.last_step)
         with Reader(folder, verify_together(folder)) as reader:
             restore(self.training.model, self.training.anatomy, self.training.optimizer, reader, lambda files: None)
 
 
 class Dcp:
-    """With its plan kept from one save to the next, and each save in a folder of its own."""
+    """Synchronous DCP, with its plan cached between saves, and a new folder for each save."""
 
     def __init__(self, training: Training, folder: Path):
         self.training, self.folder = training, folder / type(self).__name__
         self.planner = DefaultSavePlanner(enable_plan_caching=True)
-        self.number, self.end = 0, 0.0
+        self.last_step, self.end = 0, 0.0
 
     def state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.training.model, self.training.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def path(self) -> Path:
-        return self.folder / str(self.number)
+        return self.folder / str(self.last_step)
 
-    def save(self, number: int) -> None:
-        self.number = number
+    def save(self, step: int) -> None:
+        self.last_step = step
         dcp.save(self.state(), storage_writer=FileSystemWriter(self.path()), planner=self.planner)
         self.end = time.perf_counter()
 
@@ -154,22 +156,22 @@ class Dcp:
 
 
 class DcpAsync(Dcp):
-    def save(self, number: int) -> None:
-        self.number = number
-        # Staging buffers that are kept (cache_staged_state_dict) need an accelerator.
+    def save(self, step: int) -> None:
+        self.last_step = step
+        # Cached staging buffers (cache_staged_state_dict) need an accelerator.
         writer = FileSystemWriter(self.path())
         self.future: Any = dcp.async_save(
             self.state(), storage_writer=writer, planner=self.planner, process_group=self.group()
         )
-        self.future.add_done_callback(self.note)
+        self.future.add_done_callback(self.record_end)
 
     def group(self) -> dist.ProcessGroup:
-        """Its messages come from another thread: beside the groups of training."""
+        """Separate process group, because its messages are sent from another thread than those of training."""
         if not hasattr(self, "own_group"):
             self.own_group = dist.new_group(backend="gloo")
         return self.own_group
 
-    def note(self, _: object) -> None:
+    def record_end(self, _: object) -> None:
         self.end = time.perf_counter()
 
     def finish(self) -> float:
@@ -182,18 +184,18 @@ SAVING = ("Weft", "DCP", "DCP async")
 
 
 def largest(value: float) -> float:
-    """Over ranks."""
+    """Maximum over ranks."""
     shared = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(shared, dist.ReduceOp.MAX)
     return shared.item()
 
 
-def turn(training: Training, saver: Saver, number: int, steps: int) -> dict[str, float]:
-    """Save once, and go on training."""
+def turn(training: Training, saver: Saver, index: int, steps: int) -> dict[str, float]:
+    """Save once, and continue training."""
     training.step()
     dist.barrier()
-    begin, others = time.perf_counter(), time.process_time() - time.thread_time()
-    saver.save(number)
+    begin, other_threads = time.perf_counter(), time.process_time() - time.thread_time()
+    saver.save(index)
     blocked = time.perf_counter() - begin
     dist.barrier()
     first = time.perf_counter()
@@ -201,7 +203,7 @@ def turn(training: Training, saver: Saver, number: int, steps: int) -> dict[str,
         training.step()
     stepped = time.perf_counter() - first
     written = saver.finish() - begin
-    beside = time.process_time() - time.thread_time() - others
+    beside = time.process_time() - time.thread_time() - other_threads
     dist.barrier()
     found = {"blocked": blocked, "steps": stepped, "written": written, "beside": beside}
     return {name: largest(seconds) for name, seconds in found.items()}
@@ -220,12 +222,12 @@ def run_rank(rank: int, port: int, folder: Path, repeats: int, steps: int, resul
         first = turn(training, saver, 1, 0)
         if rank == 0:
             results.put(("first", name, first))
-    for number in range(2, 2 + repeats):
+    for index in range(2, 2 + repeats):
         order = list(savers.items())
-        for name, saver in order[number % len(order) :] + order[: number % len(order)]:
+        for name, saver in order[index % len(order) :] + order[: index % len(order)]:
             if rank == 0:
-                os.sync()  # what a turn has left in the page cache is not for the next one to write
-            measured = turn(training, saver, number, steps)
+                os.sync()  # else the next turn would write the page cache of the last one
+            measured = turn(training, saver, index, steps)
             if rank == 0:
                 results.put(("turn", name, measured))
     for name in SAVING * 2:
@@ -254,7 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--folder", type=Path, help="where to save; default a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder for the checkpoints; default: a temporary folder")
     chosen = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
     context = torch.multiprocessing.get_context("spawn")
@@ -283,7 +285,7 @@ def main() -> None:
 
 
 def slow_downs(turns: dict[str, list[dict[str, float]]], name: str) -> list[float]:
-    """Of each turn, beside the median turn in which nothing is saved; their median is less noisy than that of pairs."""
+    """Slow-down of each turn, relative to the median turn without a save, which is less noisy than a pair of turns."""
     alone = statistics.median(found["steps"] for found in turns["nothing"] + turns["nothing again"])
     return [found["steps"] / alone - 1 for found in turns[name]]
 
@@ -296,15 +298,15 @@ def print_table(
     bytes_of: dict[str, int],
 ) -> None:
     alone = statistics.median(found["steps"] for found in turns["nothing"] + turns["nothing again"])
-    table = Table(title=f"{RANKS} ranks; {steps} steps take {alone:.1f} s where nothing is saved")
+    table = Table(title=f"{RANKS} ranks; {steps} steps take {alone:.1f} s without a save")
     for column in (
         "",
         "MiB",
         "blocked, s",
-        "first, s",
+        "first save, s",
         f"slow-down of {steps} steps",
-        "CPU beside, s",
-        "written after, s",
+        "CPU of other threads, s",
+        "on disk after, s",
         "load, s",
     ):
         table.add_column(column, justify="left" if not column else "right")
@@ -333,7 +335,7 @@ def print_table(
 
 
 def failures(turns: dict[str, list[dict[str, float]]]) -> str | None:
-    """What of the promise does not hold."""
+    """Message about goals that are missed; None if there are none."""
     blocked = {name: statistics.median(found["blocked"] for found in turns[name]) for name in SYSTEMS}
     slower = statistics.median(slow_downs(turns, "Weft"))
     problems = []

@@ -1,4 +1,4 @@
-"""Times of flat collectives on emulated hosts beside those that follow from the measured topology.
+"""Times of flat collectives on emulated hosts, beside predictions from the measured topology.
 
 python -m benchmarks.collective_times [--hosts 2] [--ranks 2] [--rate 100000000]      # as root, in the root of the repository
 """
@@ -29,7 +29,7 @@ REPEATS = 7
 
 
 def operations(count: int, ranks: int) -> dict[Operation, Callable[[], object]]:
-    """Each collective on a full tensor of so many float32 numbers."""
+    """Collectives by name, on a full tensor of `count` float32 elements."""
     world = dist.group.WORLD
     assert world is not None
     full, share = torch.zeros(count), torch.zeros(count // ranks)
@@ -41,7 +41,7 @@ def operations(count: int, ranks: int) -> dict[Operation, Callable[[], object]]:
     }
 
 
-def be_a_rank() -> None:
+def run_rank() -> None:
     """Measure the links, then the collectives; rank 0 prints."""
     device = detect()
     rank, ranks, _ = connect(device)
@@ -49,10 +49,10 @@ def be_a_rank() -> None:
     table = Table("operation", "bytes", "measured, ms: median (min-max)", "model, ms", "measured / model")
     for size in SIZES:
         for name, run in operations(size // 4, ranks).items():
-            seconds = [all_gather_rows(taken(run), ranks).max().item() for _ in range(REPEATS)]
+            seconds = [all_gather_rows(seconds_of(run), ranks).max().item() for _ in range(REPEATS)]
             model = collective_times(topology, name, size, range(ranks)).flat
-            middle, low, high = (value * 1e3 for value in (median(seconds), min(seconds), max(seconds)))
-            cells = f"{middle:.1f} ({low:.1f}-{high:.1f})", f"{model * 1e3:.1f}", f"{middle / model / 1e3:.2f}"
+            center, low, high = (value * 1e3 for value in (median(seconds), min(seconds), max(seconds)))
+            cells = f"{center:.1f} ({low:.1f}-{high:.1f})", f"{model * 1e3:.1f}", f"{center / model / 1e3:.2f}"
             table.add_row(name, f"{size:,}", *cells)
     if rank == 0:
         console = Console(width=100)
@@ -60,7 +60,7 @@ def be_a_rank() -> None:
         console.print(table)
 
 
-def taken(run: Callable[[], object]) -> torch.Tensor:
+def seconds_of(run: Callable[[], object]) -> torch.Tensor:
     """Seconds of one run, [1]."""
     dist.barrier()
     begin = time.perf_counter()
@@ -69,22 +69,22 @@ def taken(run: Callable[[], object]) -> torch.Tensor:
 
 
 def main(
-    hosts: Annotated[int, typer.Option(help="Emulated hosts.")] = 2,
-    ranks: Annotated[int, typer.Option(help="Ranks of each.")] = 2,
+    hosts: Annotated[int, typer.Option(help="Number of emulated hosts.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks per host.")] = 2,
     rate: Annotated[int, typer.Option(help="Bits per second of each host's link.")] = 100_000_000,
 ) -> None:
     """Start the ranks."""
-    with emulated_hosts(hosts, rate) as made:
+    with emulated_hosts(hosts, rate) as emulated:
         started = []
-        for number, host in enumerate(made):
+        for host_index, host in enumerate(emulated):
             for local in range(ranks):
-                own = {"RANK": number * ranks + local, "WORLD_SIZE": hosts * ranks, "LOCAL_RANK": local}
+                rank = {"RANK": host_index * ranks + local, "WORLD_SIZE": hosts * ranks, "LOCAL_RANK": local}
                 rendezvous = {
-                    "MASTER_ADDR": made[0].address,
+                    "MASTER_ADDR": emulated[0].address,
                     "MASTER_PORT": "29500",
                     "GLOO_SOCKET_IFNAME": host.interface,
                 }
-                environment = os.environ | rendezvous | {name: str(value) for name, value in own.items()}
+                environment = os.environ | rendezvous | {name: str(value) for name, value in rank.items()}
                 started.append(host.start([sys.executable, "-m", "benchmarks.collective_times"], env=environment))
         for process in started:
             process.wait()
@@ -92,6 +92,6 @@ def main(
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        be_a_rank()
+        run_rank()
         os._exit(0)  # threads of gloo outlive the interpreter
     typer.run(main)

@@ -1,15 +1,15 @@
-"""What compressed gradients cost in the end: the same training with each, and the held-out loss it comes to.
+"""Effect of compressed gradients on the held-out loss: the same training with each codec.
 
     python benchmarks/compression.py                     # 3 seeds of 2,000 steps, two ranks: an hour or two on two cores
     python benchmarks/compression.py --seeds 1 --only none 2:4
-    python benchmarks/compression.py --bandwidth         # of encode and decode only
+    python benchmarks/compression.py --bandwidth         # speed of encode and decode only
 
 The recipe of `weft train` (a Qwen3-MoE on the source code of Python's standard library), smaller: 64 wide, two blocks, four
-experts, rows of 64 tokens, eight rows a step. Each seed is another order of the same rows. Held-out loss, and how far it is
-from that without compression, in percent: mean, and range over seeds. The second row is the first with micro-batches of two
-rows: how far apart runs are that differ in nothing but rounding; at the recipe's own rate, 3e-3, up to a percent. 1-bit Adam
-freezes its second moment after a fifth of the steps; it is another optimizer, so that what its signs cost is its distance
-from itself without compression.
+experts, rows of 64 tokens, eight rows a step. Each seed is another order of the same rows. Printed are the held-out loss and
+its distance from that without compression, in percent: mean, and range over seeds. The second row is the first with
+micro-batches of two rows, which differ from it only in rounding; at the recipe's own learning rate, 3e-3, such runs end up to
+a percent apart. 1-bit Adam freezes its second moment after a fifth of the steps. It is another optimizer, so the cost of its
+signs is its distance from 1-bit Adam without compression.
 """
 
 import argparse
@@ -59,14 +59,14 @@ CASES: dict[str, dict[str, Any]] = {
     "1-bit Adam, nothing compressed": {
         "compression": "1-bit",
         "compress_scope": "inter_node",
-    },  # on one host nothing is
+    },  # ranks of one host send uncompressed gradients
     "1-bit": {"compression": "1-bit"},
     "1-bit without error feedback": {"compression": "1-bit", "error_feedback": False},
 }
 
 
 def job_for(name: str, steps: int, seed: int, zero: int, lr: float) -> Job:
-    """The recipe, smaller, with the compression of a case."""
+    """Job of a case: a smaller recipe with the compression of the case."""
     job = read_toml(Path(str(files("weft.recipes") / "first.toml")))
     job["model"]["config"] |= SMALLER
     job["data"] |= {"seq_len": 64}
@@ -80,7 +80,7 @@ def job_for(name: str, steps: int, seed: int, zero: int, lr: float) -> Job:
 
 
 def train(job: Job, prepared: Prepared) -> tuple[float, list[float]]:
-    """Held-out loss, and the gradient norm of every step. Run by every rank."""
+    """Train on this rank; return the held-out loss and the gradient norm of every step."""
     session = open_session(job, prepared)
     settings, scale, norms = session.job.optimizer, session.position.loss_scale, []
     for step, micro_batches in enumerate(train_batches(session, session.position), 1):
@@ -102,9 +102,9 @@ def train(job: Job, prepared: Prepared) -> tuple[float, list[float]]:
 
 
 def run_rank(rank: int, port: int, job: Job, prepared: Prepared, results: Any) -> None:
-    """One rank's life."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    """Join the process group as one rank, train, and put the result of rank 0 into `results`."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     torch.set_num_threads(1)
     found = train(job, prepared)
     if rank == 0:
@@ -112,7 +112,7 @@ def run_rank(rank: int, port: int, job: Job, prepared: Prepared, results: Any) -
 
 
 def run(job: Job, prepared: Prepared) -> tuple[float, list[float]]:
-    """Train on ranks of their own."""
+    """Train a job on forked ranks."""
     context = get_context("fork")
     results = context.SimpleQueue()
     with socket.socket() as free:
@@ -127,24 +127,24 @@ def run(job: Job, prepared: Prepared) -> tuple[float, list[float]]:
     return found
 
 
-def bandwidth(numbers: int = 2**24, repeats: int = 5) -> Table:
-    """GB of float32 numbers encoded and decoded in a second by one core."""
-    table = Table(title=f"{numbers * 4 // 2**20} MiB of float32, one core, median of {repeats}")
-    for column in ("", "bits a number", "encode, GB/s", "decode, GB/s"):
+def bandwidth(num_elements: int = 2**24, repeats: int = 5) -> Table:
+    """Table of GB/s of float32 elements, encoded and decoded by one core."""
+    table = Table(title=f"{num_elements * 4 // 2**20} MiB of float32, one core, median of {repeats}")
+    for column in ("", "bits an element", "encode, GB/s", "decode, GB/s"):
         table.add_column(column, justify="left" if not column else "right")
     torch.set_num_threads(1)
-    gradient = torch.randn(1, numbers)
+    gradient = torch.randn(1, num_elements)
     for name, codec in CODECS.items():
         seconds: dict[str, list[float]] = {"encode": [], "decode": []}
         for _ in range(repeats):
             begin = time.perf_counter()
             messages = encode(codec, gradient)
-            middle = time.perf_counter()
-            decode(codec, messages, numbers)
-            seconds["encode"].append(middle - begin)
-            seconds["decode"].append(time.perf_counter() - middle)
+            encoded = time.perf_counter()
+            decode(codec, messages, num_elements)
+            seconds["encode"].append(encoded - begin)
+            seconds["decode"].append(time.perf_counter() - encoded)
         rates = (f"{gradient.nbytes / statistics.median(times) / 1e9:.2f}" for times in seconds.values())
-        table.add_row(name, f"{8 * codec.bytes_per_number:.3f}", *rates)
+        table.add_row(name, f"{8 * codec.bytes_per_element:.3f}", *rates)
     return table
 
 
@@ -163,7 +163,7 @@ def main() -> None:
         return
     disable_progress_bar()
     torch.set_num_threads(1)  # before any fork
-    prepared = prepare(job_for("none", chosen.steps, 0, chosen.zero, chosen.lr).data, model_folder=None, say=print)
+    prepared = prepare(job_for("none", chosen.steps, 0, chosen.zero, chosen.lr).data, model_folder=None, log=print)
     table = Table(title=f"{chosen.steps} steps, {chosen.seeds} seeds, {RANKS} ranks, zero = {chosen.zero}")
     for column in ("", "held-out loss", "from none, %"):
         table.add_column(column, justify="left" if not column else "right")
@@ -178,8 +178,8 @@ def main() -> None:
             shown = " ".join(f"{statistics.mean(part):.2f}" for part in parts if part)
             print(f"{name}, seed {seed}: {loss:.5f} in {time.perf_counter() - begin:.0f} s; norms {shown}", flush=True)
         reference = reference or losses
-        apart = [100 * (mine / theirs - 1) for mine, theirs in zip(losses, reference, strict=True)]
-        spread = f"{statistics.mean(apart):+.2f} ({min(apart):+.2f} to {max(apart):+.2f})"
+        differences = [100 * (loss / base - 1) for loss, base in zip(losses, reference, strict=True)]
+        spread = f"{statistics.mean(differences):+.2f} ({min(differences):+.2f} to {max(differences):+.2f})"
         table.add_row(name, f"{statistics.mean(losses):.4f}", spread)
     console.print(table)
 

@@ -1,16 +1,15 @@
-"""What formats cost in the end: the same training in each, and the held-out loss it comes to.
+"""Effect of dtypes on the held-out loss: the same training with each precision setting.
 
     python benchmarks/convergence.py [--steps 150]       # three quarters of an hour on one core
-    python benchmarks/convergence.py --only 0 1 2 3 7    # some rows: the first is what the others are compared with
+    python benchmarks/convergence.py --only 0 1 2 3 7    # some rows, each compared with the first one
 
 A model like that of `weft train` (a Qwen3-MoE of 4 million parameters on the source code of Python's standard library), one
-rank, the same tokens in the same order, three orders of them (seeds): mean held-out loss, and its distance from that of fp32,
-mean and range. The second row is the first with micro-batches of two rows: how far apart runs are that differ in nothing but
-rounding.
-A dynamic loss scale starts at 2^16, so that a step or two are skipped. Nothing is timed: a CPU has no fast fp16.
+rank, the same tokens in three orders (seeds). Printed are the mean held-out loss and its distance from that of fp32, mean and
+range. The second row is the first with micro-batches of two rows: the distance of runs that differ only in rounding. A
+dynamic loss scale starts at 2^16, so a step or two are skipped. Nothing is timed: a CPU has no fast fp16.
 
-The rate is a sixth of the recipe's. At the recipe's own the first hundred steps are so steep that rounding alone moves the loss
-they come to by 0.2, as the second row would show: no format could be told from another.
+The learning rate is a sixth of the recipe's. At the recipe's own, the first hundred steps are so steep that rounding alone
+changes the final loss by 0.2, as the second row would show: dtypes could not be distinguished.
 """
 
 import argparse
@@ -75,11 +74,11 @@ def run(prepared: Prepared, name: str, steps: int, seed: int) -> tuple[float, in
 
 
 def merge(tables: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Nested tables, those of `others` on top."""
-    found = dict(tables)
+    """Merge nested tables; values of `others` take precedence."""
+    merged = dict(tables)
     for name, value in others.items():
-        found[name] = merge(found.get(name, {}), value) if isinstance(value, dict) and name != "config" else value
-    return found
+        merged[name] = merge(merged.get(name, {}), value) if isinstance(value, dict) and name != "config" else value
+    return merged
 
 
 def main() -> None:
@@ -90,17 +89,17 @@ def main() -> None:
     table = Table(title=f"{chosen.steps} steps, seeds {', '.join(map(str, SEEDS))}")
     for column in ("", "held-out loss", "from fp32", "skipped steps"):
         table.add_column(column, justify="left" if not column else "right")
-    prepared = prepare(Job.parse(RECIPE).data, model_folder=None, say=print)
+    prepared = prepare(Job.parse(RECIPE).data, model_folder=None, log=print)
     reference: list[float] = []
-    for name in (list(FORMATS)[number] for number in chosen.only):
+    for name in (list(FORMATS)[index] for index in chosen.only):
         runs = [run(prepared, name, chosen.steps, seed) for seed in SEEDS]
         losses = [loss for loss, _ in runs]
         reference = reference or losses
-        apart = [mine - theirs for mine, theirs in zip(losses, reference, strict=True)]
+        differences = [loss - base for loss, base in zip(losses, reference, strict=True)]
         table.add_row(
             name,
             f"{statistics.mean(losses):.4f}",
-            f"{statistics.mean(apart):+.4f} ({min(apart):+.4f} to {max(apart):+.4f})",
+            f"{statistics.mean(differences):+.4f} ({min(differences):+.4f} to {max(differences):+.4f})",
             str(sum(skipped for _, skipped in runs)),
         )
         print(name, losses, flush=True)

@@ -1,10 +1,10 @@
-"""Each axis of Weft on 2 and 4 CPU ranks beside one rank, and beside what others have for it: the same model and rows.
+"""Speed of each parallel axis on 2 and 4 CPU ranks, beside one rank and beside torch and Transformers.
 
     python benchmarks/cpu_axes.py            # about 11 minutes on two free cores
     python benchmarks/cpu_axes.py --quick    # a smoke run on 2 ranks
     python benchmarks/cpu_axes.py --axes tp,cp-ring --ranks 2
 
-See benchmarks/README.md for what is compared and how.
+The method is described in benchmarks/README.md.
 """
 
 import os
@@ -30,41 +30,41 @@ from weft.errors import RankFailure
 
 MODELS = {"llama": LLAMA, "moe": QWEN3_MOE}
 GLOBAL_BATCH, SEQ_LEN, QUICK_SEQ_LEN = 4, 512, 128
-PEERS = {"torch": "torch", "transformers": "accelerate"}  # and the package each needs
-CHECKED_STEPS, QUICK_CHECKED_STEPS = 3, 2  # the first ones, which also warm up
+PEERS = {"torch": "torch", "transformers": "accelerate"}  # system -> required package
+CHECKED_STEPS, QUICK_CHECKED_STEPS = 3, 2  # the first steps, which also warm up
 TOLERANCE = 1e-4  # of losses near 9, in fp32
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One axis on some ranks: Weft's plan, and the peers that have the same."""
+    """One axis on a number of ranks: Weft's plan, and the other systems with the same axis."""
 
     axis: str
     model: str
     ranks: int
     parallel: dict[str, Any]
-    """Of Weft's plan."""
+    """Table `parallel` of Weft's plan."""
     peers: dict[str, Callable[[Workload, str], Step]] = field(default_factory=dict)
-    """Builders by system, of the workload and the folder of its weights."""
+    """Builder of each other system, called with the workload and the folder of its weights."""
 
 
 def torch_zero_3(workload: Workload, folder: str) -> Step:
-    """`fully_shard` on each block."""
+    """torch with `fully_shard` on each block."""
     return build_torch(workload, 3, "fp32")
 
 
 def torch_tensors(workload: Workload, folder: str, sequence_parallel: bool) -> Step:
-    """`parallelize_module`."""
+    """torch with `parallelize_module`."""
     return build_torch_tensor_parallel(workload, sequence_parallel)
 
 
 def torch_plain(workload: Workload, folder: str) -> Step:
-    """A loop on one rank."""
+    """torch on one rank."""
     return build_torch_plain(workload)
 
 
 def cells_of(ranks: int) -> list[Cell]:
-    """What is measured on a number of ranks. One rank is the plain loop beside Weft; Weft's own is the base of all."""
+    """Cells of the table for a number of ranks; with one rank, a plain torch loop beside Weft."""
     if ranks == 1:
         return [Cell("none", "llama", 1, {"zero": 0}, {"torch": torch_plain})]
 
@@ -92,7 +92,7 @@ AXES = list(dict.fromkeys(cell.axis for ranks in (1, 2, 4) for cell in cells_of(
 
 
 def add_rows(table: Table, cell: Cell, base_speeds: list[float], results: dict[str, Result]) -> None:
-    """A line for each system."""
+    """Add a row for each system."""
     for name, result in results.items():
         table.add_row(
             cell.axis,
@@ -115,7 +115,7 @@ def run_model(
     steps: int,
     table: Table,
 ) -> float:
-    """Measure all cells of one model; the largest distance of a loss from the base's."""
+    """Measure all cells of one model; return the largest difference of a loss from that of one Weft rank."""
     largest = 0.0
 
     def weft(parallel: dict[str, Any]) -> Callable[[], Step]:
@@ -137,28 +137,28 @@ def run_model(
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="A smoke run on 2 ranks: short rows, one repeat.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each system.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 1,
-    axes: Annotated[str, typer.Option(help="Axes, with commas.")] = ",".join(AXES),
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "1,2,4",
-    systems: Annotated[str, typer.Option(help="Peers to run beside weft, with commas.")] = ",".join(PEERS),
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke run on 2 ranks: short rows, one repeat.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns per system.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per turn.")] = 1,
+    axes: Annotated[str, typer.Option(help="Comma-separated axes.")] = ",".join(AXES),
+    ranks: Annotated[str, typer.Option(help="Comma-separated numbers of ranks.")] = "1,2,4",
+    systems: Annotated[str, typer.Option(help="Comma-separated systems to run beside weft.")] = ",".join(PEERS),
 ) -> None:
-    """Print tokens a second, ratios to one Weft rank and to each peer, and what communication takes."""
+    """Print tokens per second, ratios to one Weft rank and to each other system, and the share of communication."""
     os.environ.update(ENVIRONMENT)
     disable_progress_bar()
     asked_axes, asked_systems = choose("--axes", axes, AXES), choose("--systems", systems, list(PEERS))
     seq_len, checked = SEQ_LEN, CHECKED_STEPS
     if quick:
         repeats, ranks, seq_len, checked = 1, "2", QUICK_SEQ_LEN, QUICK_CHECKED_STEPS
-    numbers = [int(number) for number in choose("--ranks", ranks, ["1", "2", "4"])]
-    cells = [cell for number in numbers for cell in cells_of(number) if cell.axis in asked_axes]
+    rank_counts = [int(count) for count in choose("--ranks", ranks, ["1", "2", "4"])]
+    cells = [cell for count in rank_counts for cell in cells_of(count) if cell.axis in asked_axes]
     console, started, largest = Console(highlight=False, width=150), time.perf_counter(), 0.0
     for name in asked_systems:
         if not installed(PEERS[name]):
             console.print(f"{name}: needs {PEERS[name]}, which is not installed")
     present = [name for name in asked_systems if installed(PEERS[name])]
-    table = Table("axis", "model", "ranks", *COLUMNS, "communication", "MB a step", "loss off by")
+    table = Table("axis", "model", "ranks", *COLUMNS, "communication", "MB a step", "loss difference")
     for model in dict.fromkeys(cell.model for cell in cells):
         chosen = [cell for cell in cells if cell.model == model]
         workload = Workload(MODELS[model], GLOBAL_BATCH, seq_len)
@@ -170,7 +170,7 @@ def main(
     console.print(table)
     cores, agreed = len(os.sched_getaffinity(0)), largest <= TOLERANCE
     seconds = time.perf_counter() - started
-    console.print(f"{cores} cores, one thread a rank: more ranks than cores share them")
+    console.print(f"{cores} cores, one thread per rank; ranks beyond {cores} share cores")
     console.print(f"losses {'agree' if agreed else 'DIFFER'}; {repeats} repeats of {steps} steps; {seconds:.0f} s")
     raise typer.Exit(0 if agreed else 1)
 

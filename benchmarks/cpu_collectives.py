@@ -1,4 +1,4 @@
-"""Collectives and messages of CPU ranks through shared memory beside gloo: microseconds and ratios, taking turns in one run.
+"""Latency of collectives and point-to-point messages of CPU ranks: shared memory beside gloo, taking turns in one run.
 
 python benchmarks/cpu_collectives.py [--ranks 2] [--repeats 30]
 """
@@ -20,11 +20,11 @@ from torch.multiprocessing.spawn import spawn
 from weft.backends.hierarchical import register_backend
 
 SIZES = (64, 2**16, 2**20, 2**24)  # bytes of the full tensor
-STREAM = 8  # messages one way
+STREAM = 8  # messages in one direction
 
 
 def operations(count: int, rank: int, ranks: int) -> dict[str, Callable[[Any], object]]:
-    """Each collective on a full tensor of `count` numbers, and messages of ranks 0 and 1, as functions of the group."""
+    """Collectives on a full tensor of `count` elements, and messages of ranks 0 and 1, as functions of the group."""
     full, other, share = torch.ones(count), torch.empty(count), torch.ones(count // ranks)
     return {
         "all_reduce": lambda group: dist.all_reduce(full.zero_(), group=group),
@@ -37,7 +37,7 @@ def operations(count: int, rank: int, ranks: int) -> dict[str, Callable[[Any], o
 
 
 def converse(full: Tensor, other: Tensor, messages: int, rank: int, group: Any) -> None:
-    """Messages from rank 0 to rank 1, and back the whole tensor after one of them, or one number after several."""
+    """Send messages from rank 0 to rank 1, which replies with the full tensor to one message, or one element to several."""
     reply = slice(None) if messages == 1 else slice(1)
     if rank == 0:
         sends = [dist.isend(full, group=group, group_dst=1) for _ in range(messages)]
@@ -51,7 +51,7 @@ def converse(full: Tensor, other: Tensor, messages: int, rank: int, group: Any) 
 
 
 def measure(rank: int, ranks: int, repeats: int) -> None:
-    """What one rank does; rank 0 prints."""
+    """Measure on one rank; rank 0 prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     groups = {"shared memory": dist.new_group(backend=register_backend()), "gloo": dist.group.WORLD}

@@ -1,15 +1,17 @@
-"""What each way to hold less saves, and what it costs: Weft beside torch's own answers.
+"""Memory saved by each memory option, and its cost in time: Weft beside torch, Transformers and torchao.
 
     python benchmarks/cpu_memory.py [--repeats 7]
 
-One rank, one Llama. Activations, in float32 and bfloat16: held is what forward leaves for backward (live storages, weights
-apart); peak the most that is there at once in forward and backward; time that of forward and backward over that of the plain
-model, in the same repeat: median (min-max). Gradients of every row are compared with the plain model's first, bit by bit.
+One rank, one Llama.
 
-Weights and states, bfloat16 over float32 with AdamW: what is there between steps and at the peak of one, and the time of a
-step over that of whole weights with states in memory. Losses of every row are compared with that one's (to 5 %
-where states have few bits, else to 0.1 %). torchao's rows need it installed, and a C++ compiler. What lies in mapped
-files is not counted: it is in memory only as long as the system has room.
+Activations, in float32 and bfloat16. Held: bytes saved for backward after forward (live storages without weights). Peak: the
+maximum during forward and backward. Time: forward and backward over those of the plain model in the same repeat, median
+(min-max). The gradients of every row are first compared with the plain model's, bit by bit.
+
+Weights and optimizer states, bfloat16 with float32 master weights and AdamW: bytes between steps and at the peak of a step,
+and the time of a step over that of whole weights with states in memory. The losses of every row are compared with those of
+whole weights (to 5 % with quantized states, else to 0.1 %). torchao's rows need torchao and a C++ compiler. Memory-mapped
+files are not counted, as they stay in memory only while the system has space.
 """
 
 import argparse
@@ -60,8 +62,8 @@ KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_
 
 
 def weft(dtype: torch.dtype, **memory: Any) -> Any:
-    format = "fp32" if dtype == torch.float32 else "bf16"
-    precision = Precision(param_dtype=format, update=format, reduce_dtype=format)
+    name = "fp32" if dtype == torch.float32 else "bf16"
+    precision = Precision(param_dtype=name, update=name, reduce_dtype=name)
     plan = Plan(parallel=Parallel(zero=0), precision=precision, memory=Memory(**memory)).resolve(1)
     return parallelize(plain(dtype), plan, build_mesh(plan, "cpu", 1))
 
@@ -79,7 +81,7 @@ def gradient_checkpointing(dtype: torch.dtype) -> Any:
 
 
 def selective(dtype: torch.dtype) -> Any:
-    """Torch's selective checkpointing of whole blocks: results of matrices and of attention are kept."""
+    """Torch's selective checkpointing of blocks: results of matmuls and of attention are saved."""
     model = plain(dtype)
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -92,7 +94,7 @@ def selective(dtype: torch.dtype) -> Any:
 
 
 def saved_on_cpu(dtype: torch.dtype) -> Any:
-    """Torch's hooks that copy what is saved to the CPU: here a second copy in the same memory."""
+    """Torch's save_on_cpu hooks; on a CPU they make a second copy in the same memory."""
     model = plain(dtype)
     for block in model.model.layers:
         block.forward = partial(_saved_on_cpu, block.forward)
@@ -117,9 +119,9 @@ SYSTEMS: dict[str, Callable[[torch.dtype], Any]] = {
     "Weft, mlp": recompute("mlp"),
     "Weft, block": recompute("block"),
     "Weft, every second block": recompute("block", recompute_interval=2),
-    "Weft, attention to a disk": partial(weft, offload=("attention",), offload_to="disk"),
-    "Weft, attention to a disk, mlp again": recompute("mlp", offload=("attention",), offload_to="disk"),
-    "Weft, block to a disk": partial(weft, offload=("block",), offload_to="disk"),
+    "Weft, attention offloaded to disk": partial(weft, offload=("attention",), offload_to="disk"),
+    "Weft, attention offloaded to disk, mlp recomputed": recompute("mlp", offload=("attention",), offload_to="disk"),
+    "Weft, block offloaded to disk": partial(weft, offload=("block",), offload_to="disk"),
     "torch, selective checkpointing": selective,
     "torch, save_on_cpu": saved_on_cpu,
     "Transformers, gradient checkpointing": gradient_checkpointing,
@@ -131,7 +133,7 @@ def backward(model: Any, tokens: Tensor) -> None:
 
 
 def count(model: Any, tokens: Tensor) -> tuple[int, int, list[Tensor]]:
-    """Bytes held after forward, at the peak, and gradients."""
+    """Bytes held after forward, bytes at the peak, and gradients."""
     model.zero_grad(set_to_none=False)
     with LiveBytes() as live:
         live.track("parameters", [*model.parameters(), *model.buffers()])
@@ -147,7 +149,7 @@ def count(model: Any, tokens: Tensor) -> tuple[int, int, list[Tensor]]:
 def measure(dtype: torch.dtype, repeats: int) -> tuple[Table, list[str]]:
     tokens = torch.randint(0, MODEL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
     models = {name: build(dtype).train() for name, build in SYSTEMS.items()}
-    for model in models.values():  # gradients stay where they are made
+    for model in models.values():  # allocates the gradients, which are then reused
         backward(model, tokens)
     counted = {name: count(model, tokens) for name, model in models.items()}
     seconds: dict[str, list[float]] = {name: [] for name in models}
@@ -164,10 +166,10 @@ def measure(dtype: torch.dtype, repeats: int) -> tuple[Table, list[str]]:
     for column in ("", "held", "peak", "time"):
         table.add_column(column, justify="left" if not column else "right")
     problems = []
-    for name, (own_held, own_peak, own) in counted.items():
-        if not all(map(torch.equal, own, gradients)):
+    for name, (own_held, own_peak, own_gradients) in counted.items():
+        if not all(map(torch.equal, own_gradients, gradients)):
             problems.append(f"{dtype}: gradients of {name} differ")
-        ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds["plain"], strict=True)]
+        ratios = [value / base for value, base in zip(seconds[name], seconds["plain"], strict=True)]
         table.add_row(name, f"{own_held / held:.1%}", f"{own_peak / peak:.1%}", spread(ratios, ".2f"))
     return table, problems
 
@@ -176,19 +178,19 @@ def measure(dtype: torch.dtype, repeats: int) -> tuple[Table, list[str]]:
 
 
 class Training:
-    """A model in training, by Weft."""
+    """Training by Weft."""
 
     def __init__(
         self,
         zero: int = 0,
         weights: str = "whole",
         states: str = "update",
-        optimizer: str = "device",
+        optimizer_device: str = "device",
         build: Callable[..., torch.optim.Optimizer] | None = None,
     ):
         self.tolerance = 0.05 if build or states != "update" else TOLERANCE
         precision = Precision(weights=weights, optimizer_state_dtype=states)  # type: ignore[arg-type]
-        memory = Memory(optimizer_device=optimizer)  # type: ignore[arg-type]
+        memory = Memory(optimizer_device=optimizer_device)  # type: ignore[arg-type]
         self.plan = Plan(parallel=Parallel(zero=zero), precision=precision, memory=memory).resolve(1)  # type: ignore[arg-type]
         self.mesh = build_mesh(self.plan, "cpu", 1)
         self.model: Any = parallelize(plain(torch.float32), self.plan, self.mesh).train()
@@ -205,7 +207,7 @@ class Training:
 
 
 class Offloaded:
-    """The same by torch's FSDP2, whose policy keeps shards, gradients and states on the CPU: here the same memory."""
+    """Training by torch's FSDP2 with CPU offload of shards, gradients and states; on a CPU that is the same memory."""
 
     def __init__(self) -> None:
         self.tolerance = TOLERANCE
@@ -229,8 +231,8 @@ UPDATES: dict[str, Callable[[], Any]] = {
     "Weft, whole weights": Training,
     "Weft, split weights": partial(Training, weights="split"),
     "Weft, split weights, ties to even": partial(Training, weights="split_even"),
-    "Weft, states on a disk": partial(Training, optimizer="disk"),
-    "Weft, split weights, states on a disk": partial(Training, weights="split", optimizer="disk"),
+    "Weft, states on disk": partial(Training, optimizer_device="disk"),
+    "Weft, split weights, states on disk": partial(Training, weights="split", optimizer_device="disk"),
     "Weft, states in bfloat16": partial(Training, states="bf16"),
     "Weft, states of 8 bits": partial(Training, states="int8"),
     "Weft, states of 4 bits": partial(Training, states="int4"),
@@ -241,7 +243,7 @@ UPDATES: dict[str, Callable[[], Any]] = {
 
 
 def torchao_optimizers() -> dict[str, Callable[[], Any]]:
-    """Its AdamW of 8 and of 4 bits, beside the same model; nothing where it is not installed."""
+    """Training with torchao's AdamW of 8 and of 4 bits; empty if torchao is not installed."""
     try:
         from torchao.optim import AdamW4bit, AdamW8bit
     except ImportError:
@@ -265,7 +267,7 @@ def measure_updates(repeats: int) -> tuple[Table, list[str]]:
     losses = {name: [system.step(tokens) for _ in range(3)] for name, system in systems.items()}
     counted: dict[str, tuple[int, int]] = {}
     for name, system in systems.items():
-        # What is compiled cannot be watched: torchao's update is counted as it is without.
+        # LiveBytes cannot see inside compiled code: torchao's update is counted uncompiled.
         with torch.compiler.set_stance("force_eager"), LiveBytes() as live:
             live.track_training(system.model, system.optimizer)
             state = live.total
@@ -280,17 +282,17 @@ def measure_updates(repeats: int) -> tuple[Table, list[str]]:
     first = next(iter(UPDATES))
     parameters = sum(parameter.numel() for parameter in systems[first].model.parameters())
     table = Table(
-        title=f"{parameters / 1e6:.1f} million parameters, {TOKENS} tokens; the first takes "
+        title=f"{parameters / 1e6:.1f} million parameters, {TOKENS} tokens; the first row takes "
         f"{statistics.median(seconds[first]):.2f} s a step"
     )
     for column in ("", "bytes a parameter between steps", "at the peak", "time of a step"):
         table.add_column(column, justify="left" if not column else "right")
     problems = []
     for name, (state, peak) in counted.items():
-        difference = max(abs(mine - theirs) / theirs for mine, theirs in zip(losses[name], losses[first], strict=True))
+        difference = max(abs(value - base) / base for value, base in zip(losses[name], losses[first], strict=True))
         if difference > systems[name].tolerance:
             problems.append(f"losses of {name} differ by {difference:.1e}")
-        ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds[first], strict=True)]
+        ratios = [value / base for value, base in zip(seconds[name], seconds[first], strict=True)]
         table.add_row(name, f"{state / parameters:.2f}", f"{peak / parameters:.2f}", spread(ratios, ".2f"))
     return table, problems
 

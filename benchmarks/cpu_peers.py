@@ -1,9 +1,9 @@
-"""Weft beside its peers on two CPU ranks: the same model, rows and update rule, taking turns.
+"""Speed of ZeRO stages on two CPU ranks: Weft beside torch, Accelerate and DeepSpeed, taking turns.
 
-    python benchmarks/cpu_peers.py            # every system that is installed; below 8 minutes on two free cores
+    python benchmarks/cpu_peers.py            # all installed systems; below 8 minutes on two free cores
     python benchmarks/cpu_peers.py --quick    # a smoke run
 
-See benchmarks/README.md for what is compared and how.
+The method is described in benchmarks/README.md.
 """
 
 import os
@@ -26,27 +26,27 @@ from weft.errors import RankFailure
 
 RANKS = 2
 WORKLOAD = Workload(LLAMA, global_batch=4, seq_len=256)
-EMULATED = replace(WORKLOAD, seq_len=32)  # for bf16 on a processor that emulates it: else a step takes a minute
+EMULATED = replace(WORKLOAD, seq_len=32)  # with emulated bf16, longer rows would take a minute a step
 PEERS = [name for name in BUILDERS if name != "weft"]
 STAGES = ["0", "2", "3"]
 CHECKED_STEPS = 5
-WARM_UP_STEPS = 1  # after the checked ones
-# Accelerate rounds its loss to bf16: 0.03 at 9. DeepSpeed's ZeRO 0 in bf16 drifts further than the others.
+WARM_UP_STEPS = 1  # after the checked steps
+# Accelerate rounds its loss to bf16: 0.03 at 9. DeepSpeed's ZeRO 0 in bf16 drifts furthest.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.1}
 
 
 @dataclass(frozen=True)
 class Result:
-    """One system at one stage and dtype."""
+    """Result of one system at one stage and dtype."""
 
     losses: list[float]
-    """Of the first steps."""
+    """Losses of the first steps."""
     speeds: list[float]
-    """Tokens a second, one a repeat."""
+    """Tokens per second of each repeat."""
 
 
 def measure(systems: Sequence[str], zero: int, dtype: str, repeats: int, steps: int) -> dict[str, Result]:
-    """Run all systems at one stage and dtype: first steps, warm-up, then repeats in which each takes a turn."""
+    """Run all systems at one stage and dtype: checked steps, warm-up, then repeats in which each system takes a turn."""
     workload = EMULATED if dtype == "bf16" and not Cpu().supports("bf16") else WORKLOAD
     jobs = [Job(name, workload, RANKS, partial(BUILDERS[name], workload, zero, dtype)) for name in systems]
     running = [start(job) for job in jobs]
@@ -66,7 +66,7 @@ def _round(running: list[System], steps: int) -> dict[str, Turn]:
 
 
 def add_rows(table: Table, results: dict[str, Result], zero: int, dtype: str) -> None:
-    """A line for each system: speed, and Weft's speed over it, repeat by repeat."""
+    """Add a row for each system: its speed, and the ratio of Weft's speed to it within each repeat."""
     for name, result in results.items():
         ratio = "" if name == "weft" else spread(ratios(results["weft"].speeds, result.speeds), ".3f")
         table.add_row(name, str(zero), dtype, spread(result.speeds, ".0f"), ratio)
@@ -74,8 +74,8 @@ def add_rows(table: Table, results: dict[str, Result], zero: int, dtype: str) ->
 
 
 def report_losses(console: Console, results: dict[str, Result], zero: int, dtype: str) -> bool:
-    """Print the first losses of each system; whether all are Weft's to the tolerance."""
-    console.print(f"ZeRO {zero} {dtype}, losses of the first {CHECKED_STEPS} steps, and how far from Weft's")
+    """Print the first losses of each system; return True if all agree with Weft's to the tolerance."""
+    console.print(f"ZeRO {zero} {dtype}, losses of the first {CHECKED_STEPS} steps, and the difference from Weft's")
     differences = {name: distance(result.losses, results["weft"].losses) for name, result in results.items()}
     for name, result in results.items():
         console.print(f"  {name:10}", *(f"{loss:.5f}" for loss in result.losses), f"  {differences[name]:.1e}")
@@ -83,14 +83,14 @@ def report_losses(console: Console, results: dict[str, Result], zero: int, dtype
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="A smoke run: two repeats of one step.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each system.")] = 9,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 2,
-    systems: Annotated[str, typer.Option(help="Peers to run beside weft, with commas.")] = ",".join(PEERS),
-    stages: Annotated[str, typer.Option(help="ZeRO stages, with commas.")] = ",".join(STAGES),
-    dtypes: Annotated[str, typer.Option(help="Formats of forward and backward, with commas.")] = ",".join(TOLERANCE),
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke run: two repeats of one step.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns per system.")] = 9,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per turn.")] = 2,
+    systems: Annotated[str, typer.Option(help="Comma-separated systems to run beside weft.")] = ",".join(PEERS),
+    stages: Annotated[str, typer.Option(help="Comma-separated ZeRO stages.")] = ",".join(STAGES),
+    dtypes: Annotated[str, typer.Option(help="Comma-separated dtypes of forward and backward.")] = ",".join(TOLERANCE),
 ) -> None:
-    """Print tokens a second of each system and the ratio Weft / system, and check that their losses agree."""
+    """Print tokens per second of each system and the ratio Weft / system, and check that the losses agree."""
     os.environ.update(ENVIRONMENT)
     asked = choose("--systems", systems, PEERS)
     cells = [
@@ -119,7 +119,7 @@ def main(
     console.print(table)
     if "bf16" in {dtype for _, dtype in cells} and not Cpu().supports("bf16"):
         console.print(
-            f"bf16 is emulated on this processor: its rows are those of {EMULATED.seq_len} tokens, not comparable"
+            f"bf16 is emulated on this processor and ran with {EMULATED.seq_len} tokens a row; do not compare it with fp32"
         )
     seconds = time.perf_counter() - started
     console.print(f"losses {'agree' if agreed else 'DIFFER'}; {repeats} repeats of {steps} steps; {seconds:.0f} s")

@@ -1,10 +1,10 @@
-"""Pipeline schedules on 2 and 4 CPU ranks: their speed beside torch's own, and their bubble beside the simulated one.
+"""Pipeline schedules on 2 and 4 CPU ranks: speed beside torch's schedules, and bubble beside the simulated bubble.
 
     python benchmarks/cpu_pipeline.py            # about 8 minutes on two free cores
     python benchmarks/cpu_pipeline.py --quick    # a smoke run on 2 ranks
     python benchmarks/cpu_pipeline.py --parts bubble --schedules 1f1b,zbv --ranks 4
 
-See benchmarks/README.md for what is compared and how.
+The method is described in benchmarks/README.md.
 """
 
 import os
@@ -35,11 +35,11 @@ QUICK_SCHEDULES = "1f1b,interleaved-overlap,zbv"
 MICRO_BATCHES = 8
 WORKLOAD = Workload(LLAMA, global_batch=MICRO_BATCHES, seq_len=128)
 QUICK_WORKLOAD = Workload(LLAMA, global_batch=MICRO_BATCHES, seq_len=32)
-HEAD_COST = 2.6  # of last norm, head and loss: their matrix has 2.6 times the numbers of a block's
-CHECKED_STEPS = 2  # the first ones, which also warm up
+HEAD_COST = 2.6  # final norm, head and loss: the head has 2.6 times the elements of a block
+CHECKED_STEPS = 2  # the first steps, which also warm up
 TOLERANCE = 1e-4  # of losses near 9, in fp32
 
-# For the bubble: a model so small that it is the sleep that takes the time.
+# For the bubble: a model so small that nearly all time is sleep.
 TINY_SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
 TINY = {**LLAMA, **TINY_SIZE, "num_attention_heads": 2, "num_key_value_heads": 2}
 TINY_SEQ_LEN = 8
@@ -47,56 +47,56 @@ SECONDS = Seconds(forward=0.02, backward_input=0.02, backward_weight=0.02)
 WARM_UP_STEPS = 1
 
 
-class Entry(NamedTuple):
-    """A schedule of Weft."""
+class ScheduleEntry(NamedTuple):
+    """Schedule of Weft and its counterpart in torch."""
 
     virtual_stages: int
     torch: str | None
-    """torch's own that is nearest; without one, only the bubble is measured."""
+    """Nearest schedule of torch; if None, only the bubble is measured."""
 
 
 SCHEDULES = {
-    "gpipe": Entry(1, "GPipe"),
-    "1f1b": Entry(1, "1F1B"),
-    "interleaved": Entry(2, "Interleaved1F1B"),
-    "interleaved-overlap": Entry(2, "Interleaved1F1B"),
-    "zb-h1": Entry(1, "InterleavedZeroBubble"),
-    "zb-h2": Entry(1, None),
-    "zb-1p": Entry(1, None),
-    "zb-2p": Entry(1, None),
-    "zbv": Entry(2, "ZBVZeroBubble"),
-    "dualpipev": Entry(2, "DualPipeV"),
+    "gpipe": ScheduleEntry(1, "GPipe"),
+    "1f1b": ScheduleEntry(1, "1F1B"),
+    "interleaved": ScheduleEntry(2, "Interleaved1F1B"),
+    "interleaved-overlap": ScheduleEntry(2, "Interleaved1F1B"),
+    "zb-h1": ScheduleEntry(1, "InterleavedZeroBubble"),
+    "zb-h2": ScheduleEntry(1, None),
+    "zb-1p": ScheduleEntry(1, None),
+    "zb-2p": ScheduleEntry(1, None),
+    "zbv": ScheduleEntry(2, "ZBVZeroBubble"),
+    "dualpipev": ScheduleEntry(2, "DualPipeV"),
 }
 
 
 def plan_tables(schedule: str, ranks: int, head_cost: float) -> dict[str, Any]:
-    """The plan of a pipeline."""
+    """Tables of a pipeline plan."""
     stages = SCHEDULES[schedule].virtual_stages
     pipeline = {"schedule": schedule, "virtual_stages": stages, "head_cost": head_cost}
     return {"parallel": {"pp": ranks, "zero": 0}, "pipeline": pipeline, "precision": {"param_dtype": "fp32"}}
 
 
 def builders_of(workload: Workload, schedule: str, ranks: int) -> dict[str, Callable[[], Step]]:
-    """Weft and torch with the same blocks in each stage, on the same rank."""
+    """Builders of Weft and torch, with the same blocks in each stage and the same ranks of stages."""
     tables, (stages, kind) = plan_tables(schedule, ranks, HEAD_COST), SCHEDULES[schedule]
-    places = build_schedule(schedule, ranks, MICRO_BATCHES, stages).rank_of_stage
-    blocks = split_blocks(workload.config["num_hidden_layers"], len(places), Pipeline(**tables["pipeline"]))
+    rank_of_stage = build_schedule(schedule, ranks, MICRO_BATCHES, stages).rank_of_stage
+    blocks = split_blocks(workload.config["num_hidden_layers"], len(rank_of_stage), Pipeline(**tables["pipeline"]))
     return {
         "weft": partial(build_weft_plan, workload, tables, MICRO_BATCHES),
-        f"torch {kind}": partial(build_torch_pipeline, workload, kind, blocks, places, MICRO_BATCHES),
+        f"torch {kind}": partial(build_torch_pipeline, workload, kind, blocks, rank_of_stage, MICRO_BATCHES),
     }
 
 
 def compare_speed(
-    workload: Workload, schedules: Sequence[str], numbers: Sequence[int], repeats: int, steps: int
+    workload: Workload, schedules: Sequence[str], rank_counts: Sequence[int], repeats: int, steps: int
 ) -> tuple[Table, float]:
-    """A line for each schedule and system, and the largest distance of a loss from that of one Weft rank."""
+    """Table of speeds by schedule and system, and the largest difference of a loss from that of one Weft rank."""
     table, largest = Table("schedule", "ranks", "stages", *COLUMNS), 0.0
-    for column in ("core seconds a step", "/ Weft's", "waiting", "MB a step", "loss off by"):
+    for column in ("core seconds a step", "over Weft's", "waiting", "MB a step", "loss difference"):
         table.add_column(column)
     one_rank = {"parallel": {"zero": 0}, "precision": {"param_dtype": "fp32"}}
     base = start_base(workload, partial(build_weft_plan, workload, one_rank, MICRO_BATCHES), CHECKED_STEPS)
-    for ranks in numbers:
+    for ranks in rank_counts:
         for schedule in (name for name in schedules if SCHEDULES[name].torch):
             base_speeds, results = measure(builders_of(workload, schedule, ranks), ranks, base, repeats, steps)
             for name, result in results.items():
@@ -118,7 +118,7 @@ def compare_speed(
 
 
 def measure_sleep(schedule: str, ranks: int, repeats: int) -> tuple[list[float], ActionCosts]:
-    """Seconds of a step of stages that sleep, one a repeat; and those of its actions, in one more step."""
+    """Seconds of a step of sleeping stages, for each repeat, and of its actions, in one more step."""
     stages = ranks * SCHEDULES[schedule].virtual_stages
     workload = Workload({**TINY, "num_hidden_layers": stages}, MICRO_BATCHES, TINY_SEQ_LEN)
     build = partial(build_slow_weft, workload, plan_tables(schedule, ranks, head_cost=0.0), MICRO_BATCHES, SECONDS)
@@ -132,7 +132,7 @@ def measure_sleep(schedule: str, ranks: int, repeats: int) -> tuple[list[float],
 
 
 def as_costs(seconds: dict[tuple[str, int], float], stages: int) -> ActionCosts:
-    """Seconds by kind of action and stage, as the simulator takes them: a whole backward is half inputs, half weights."""
+    """Convert seconds by kind and stage to the simulator's costs; a full backward is half inputs, half weights."""
 
     def by_stage(kind: str) -> list[float]:
         return [
@@ -144,12 +144,12 @@ def as_costs(seconds: dict[tuple[str, int], float], stages: int) -> ActionCosts:
     return ActionCosts(by_stage("F"), by_stage("I"), by_stage("W"), joint=joint)
 
 
-def compare_bubble(schedules: Sequence[str], numbers: Sequence[int], repeats: int) -> Table:
-    """A line for each schedule: step time and bubble as simulated, from the sleep and from timed actions, and measured."""
+def compare_bubble(schedules: Sequence[str], rank_counts: Sequence[int], repeats: int) -> Table:
+    """Table of step times and bubbles by schedule: simulated from the sleep and from timed actions, and measured."""
     table = Table("schedule", "ranks", "stages", "step, ms: of the sleep", "of timed actions", "measured (min-max)")
     for column in ("difference", "bubble: of the sleep", "of timed actions", "measured"):
         table.add_column(column)
-    for ranks in numbers:
+    for ranks in rank_counts:
         for name in schedules:
             stages = SCHEDULES[name].virtual_stages
             schedule = build_schedule(name, ranks, MICRO_BATCHES, stages)
@@ -172,34 +172,36 @@ def compare_bubble(schedules: Sequence[str], numbers: Sequence[int], repeats: in
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="A smoke run on 2 ranks: short rows, one repeat.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each system.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn, of the speed.")] = 1,
-    parts: Annotated[str, typer.Option(help="What to measure, with commas.")] = ",".join(PARTS),
-    schedules: Annotated[str, typer.Option(help="Schedules, with commas; by default all, or three if quick.")] = "",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke run on 2 ranks: short rows, one repeat.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns per system.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per turn of the speed part.")] = 1,
+    parts: Annotated[str, typer.Option(help="Comma-separated parts to measure.")] = ",".join(PARTS),
+    schedules: Annotated[
+        str, typer.Option(help="Comma-separated schedules; default: all, or three with --quick.")
+    ] = "",
+    ranks: Annotated[str, typer.Option(help="Comma-separated numbers of ranks.")] = "2,4",
 ) -> None:
-    """Print tokens a second beside torch's schedules, and step times and bubbles beside the simulated ones."""
+    """Print tokens per second beside torch's schedules, and step times and bubbles beside the simulated ones."""
     os.environ.update(ENVIRONMENT)
     schedules = schedules or (QUICK_SCHEDULES if quick else ",".join(SCHEDULES))
     asked, names = choose("--parts", parts, PARTS), choose("--schedules", schedules, list(SCHEDULES))
     workload = WORKLOAD
     if quick:
         repeats, ranks, workload = 1, "2", QUICK_WORKLOAD
-    numbers = [int(number) for number in choose("--ranks", ranks, ["2", "4"])]
+    rank_counts = [int(count) for count in choose("--ranks", ranks, ["2", "4"])]
     console, started, largest = Console(highlight=False, width=200), time.perf_counter(), 0.0
     try:
         if "speed" in asked:
-            table, largest = compare_speed(workload, names, numbers, repeats, steps)
+            table, largest = compare_speed(workload, names, rank_counts, repeats, steps)
             console.print(table)
         if "bubble" in asked:
-            console.print(compare_bubble(names, numbers, repeats))
+            console.print(compare_bubble(names, rank_counts, repeats))
     except RankFailure as failure:
         console.print(str(failure), markup=False)
         raise typer.Exit(failure.exit_code) from None
     cores, agreed = len(os.sched_getaffinity(0)), largest <= TOLERANCE
     seconds = time.perf_counter() - started
-    console.print(f"{cores} cores, one thread a rank: more ranks than cores share them")
+    console.print(f"{cores} cores, one thread per rank; ranks beyond {cores} share cores")
     console.print(f"losses {'agree' if agreed else 'DIFFER'}; {repeats} repeats of {steps} steps; {seconds:.0f} s")
     raise typer.Exit(0 if agreed else 1)
 

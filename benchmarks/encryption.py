@@ -1,8 +1,8 @@
-"""Requests to the store of host 0 through door and gate, with TLS beside without: latency, MB/s and ratios, taking turns.
+"""Latency and bandwidth of requests to the store of host 0 through the tunnel, with TLS beside without, taking turns.
 
 python benchmarks/encryption.py [--repeats 9]
 
-Host 0 (gates and store) is a process of its own; both processes are on this machine, connected over loopback.
+Host 0 (tunnel servers and store) is a separate process; both processes are on this machine, connected over loopback.
 """
 
 import subprocess
@@ -24,23 +24,23 @@ from weft.launch.store import SocketStore
 from weft.launch.tunnel import LOOPBACK, TunnelClient
 
 LARGE = b"x" * 16_000_000
-SMALL_REQUESTS, CONNECTIONS = 300, 20  # of one repeat
+SMALL_REQUESTS, CONNECTIONS = 300, 20  # per repeat
 HOST_0 = """
 import sys
-from weft.launch.tunnel import LOOPBACK, Gate
+from weft.launch.tunnel import LOOPBACK, TunnelServer
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import StoreServer
 with scratch_folder() as folder, StoreServer(folder / "store") as server:
-    gates = [Gate(LOOPBACK, 0, sys.argv[1], encrypt=encrypt) for encrypt in (False, True)]
-    for gate in gates:
-        gate.open("ranks", server.path)
-    print(*(gate.port for gate in gates), flush=True)
+    servers = [TunnelServer(LOOPBACK, 0, sys.argv[1], encrypt=encrypt) for encrypt in (False, True)]
+    for tunnel in servers:
+        tunnel.add_store("ranks", server.path)
+    print(*(tunnel.port for tunnel in servers), flush=True)
     sys.stdin.read()
 """
 
 
 def seconds_of(action: Callable[[], object], count: int) -> float:
-    """Seconds of one call, over `count` calls."""
+    """Mean seconds of one call, over `count` calls."""
     begin = time.perf_counter()
     for _ in range(count):
         action()
@@ -48,14 +48,14 @@ def seconds_of(action: Callable[[], object], count: int) -> float:
 
 
 def connect(store: SocketStore) -> None:
-    """Make a new connection through door and gate, and use it once."""
-    other = store.clone()
-    other.set("small", "x")
-    other.close()
+    """Make a new connection through the tunnel, and use it once."""
+    clone = store.clone()
+    clone.set("small", "x")
+    clone.close()
 
 
 def turn(store: SocketStore) -> dict[str, float]:
-    """One repeat: seconds of each operation."""
+    """Run one repeat; return the seconds of each operation."""
     store.set("large", LARGE)
     return {
         "set 100 bytes": seconds_of(lambda: store.set("small", b"x" * 100), SMALL_REQUESTS),
@@ -67,13 +67,13 @@ def turn(store: SocketStore) -> dict[str, float]:
 
 
 def cell(name: str, seconds: list[float]) -> str:
-    """Speed of large values, latency of the others."""
+    """Table cell: MB/s of large values, latency of small ones."""
     if "MB" in name:
         return spread([len(LARGE) / 1e6 / second for second in seconds], ".0f") + " MB/s"
     return spread([second * 1e6 for second in seconds], ".0f") + " us"
 
 
-def main(repeats: Annotated[int, typer.Option(min=1, help="Turns of each side.")] = 9) -> None:
+def main(repeats: Annotated[int, typer.Option(min=1, help="Turns per side.")] = 9) -> None:
     """Start host 0 and print the table."""
     token = new_token()
     with ExitStack() as stack:
@@ -87,9 +87,9 @@ def main(repeats: Annotated[int, typer.Option(min=1, help="Turns of each side.")
         folder = stack.enter_context(scratch_folder())
         stores = []
         for encrypt, port in zip((False, True), ports, strict=True):
-            door = TunnelClient(LOOPBACK, port, token, "ranks", folder / f"door-{port}", encrypt=encrypt)
-            stores.append(SocketStore(stack.enter_context(door).path))
-        turns = [[turn(store) for store in stores] for _ in range(repeats + 1)][1:]  # the first one warms up
+            client = TunnelClient(LOOPBACK, port, token, "ranks", folder / f"client-{port}", encrypt=encrypt)
+            stores.append(SocketStore(stack.enter_context(client).path))
+        turns = [[turn(store) for store in stores] for _ in range(repeats + 1)][1:]  # the first turn warms up
         host_0.communicate()
     table = Table(
         "request",

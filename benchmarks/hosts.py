@@ -1,20 +1,23 @@
-"""What slow links between hosts cost, and what each way to speak over them less, or behind computation, gets back.
+"""Cost of slow links between hosts, and speed of plans that send fewer bytes or overlap messages with computation.
 
     python benchmarks/hosts.py [--rate 100] [--repeats 3] [--steps 2] [--hosts 2] [--ranks 2]
-    python benchmarks/hosts.py --loss-steps 60 --rows flat "pp between hosts"    # final losses of some rows, in place of speed
+    python benchmarks/hosts.py --loss-steps 60 --rows flat "pp between hosts"    # final losses of some rows instead of speed
     python benchmarks/hosts.py --scaling [--rate 100]    # 1 to 8 hosts of one rank
 
-Hosts are network namespaces on this machine whose links have the rate of --rate Mbit/s in each direction (root is needed, and
-iproute2); their ranks share its cores, so that computation takes the longer the more there are. Two models of about 10 million
-parameters, dense and Mixture-of-Experts, on the source code of Python's standard library, byte by byte. Each row is another
-plan of the same training. Tokens a second over those of the first row of its table, side by side in each repeat: median
-(min-max). Bytes that leave host 0 in a step: by the counters of its interface, headers taken off, and by the recorder.
-Losses are those of a training of --loss-steps steps, the same rows for all plans, without a limit on the links; 1-bit Adam
-freezes after a fifth of them, and is timed after the freeze.
+Hosts are network namespaces on this machine whose links have the rate of --rate Mbit/s in each direction (needs root and
+iproute2). Their ranks share its cores, so computation takes longer with more ranks. Two models of about 10 million
+parameters, dense and Mixture-of-Experts, train on the source code of Python's standard library, byte by byte. Each row is
+another plan of the same training. The table has
 
-With --scaling each rank has two rows of the dense model, however many there are. All share the cores of this machine, so that
-what N hosts could do at best is what N untouched models do at the same time without a message between them: the first row of
-each number of hosts, which the others are a share of.
+- tokens per second over those of the first row, side by side in each repeat: median (min-max);
+- bytes that leave host 0 in a step, by the counters of its interface without headers, and by the recorder.
+
+With --loss-steps, losses are those of a training of that many steps, on the same rows for all plans, without a limit on the
+links; 1-bit Adam freezes after a fifth of them. When speed is measured, 1-bit Adam is timed after the freeze.
+
+With --scaling each rank has two rows of the dense model for any number of ranks. All ranks share the cores of this machine, so
+the upper bound for N hosts is the speed of N untouched models that run at the same time without messages between them. That
+is the first column; the other columns are fractions of it.
 """
 
 import argparse
@@ -56,18 +59,18 @@ CODECS = ("bf16", "int8", "2:4", "1-bit")
 System = tuple[dict[str, Any], dict[str, Any]]
 """Tables parallel and comm of a plan."""
 Step = Callable[[Tensor], float]
-"""Takes a step on rows of tokens, and gives its loss."""
+"""Training step on rows of tokens; returns the loss."""
 
 
-def slow(codec: str) -> dict[str, Any]:
-    """Compression of what passes between hosts."""
+def between(codec: str) -> dict[str, Any]:
+    """Compression of messages between hosts."""
     return {"compression": codec, "compress_scope": "inter_node"}
 
 
 TOKENS, ROWS = 256, 8
-"""Of a row, and rows of a step."""
+"""Tokens per row, and rows per step."""
 ROWS_EACH = 2
-"""Of each rank, where there are more of them the more ranks there are."""
+"""Rows per rank with --scaling."""
 SHAPE: dict[str, Any] = {"vocab_size": 256, "hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 6}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "llama", **SHAPE, "intermediate_size": 1024, "num_hidden_layers": 6},
@@ -90,27 +93,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 64,
     },
 }
-FLAT, NOT_AHEAD = {"hierarchy": "flat", "prefetch": 0}, {"prefetch": 0}
+FLAT, NO_PREFETCH = {"hierarchy": "flat", "prefetch": 0}, {"prefetch": 0}
 SYSTEMS: dict[str, dict[str, System]] = {
     "dense": {
         "zero 0, flat": ({"zero": 0}, FLAT),
-        "zero 0, two levels": ({"zero": 0}, {}),
-        **{f"zero 0, two levels, {codec} between": ({"zero": 0}, slow(codec)) for codec in CODECS},
+        "zero 0, hierarchical": ({"zero": 0}, {}),
+        **{f"zero 0, hierarchical, {codec} between": ({"zero": 0}, between(codec)) for codec in CODECS},
         "zero 3, flat": ({"zero": 3}, FLAT),
-        "zero 3, two levels": ({"zero": 3}, NOT_AHEAD),
-        "zero 3, two levels, gathered ahead": ({"zero": 3}, {}),
-        "zero 3, two levels, gathered ahead, int8 between": ({"zero": 3}, slow("int8")),
+        "zero 3, hierarchical": ({"zero": 3}, NO_PREFETCH),
+        "zero 3, hierarchical, prefetch": ({"zero": 3}, {}),
+        "zero 3, hierarchical, prefetch, int8 between": ({"zero": 3}, between("int8")),
         **{
-            f"zero 0, tp on each host, {codec} between": ({"zero": 0, "tp": 2}, slow(codec))
+            f"zero 0, tp on each host, {codec} between": ({"zero": 0, "tp": 2}, between(codec))
             for codec in ("int8", "1-bit")
         },
         "zero 0, pp between hosts": ({"zero": 0, "pp": 2}, {}),
     },
     "moe": {
         "experts on all hosts, flat": ({"zero": 0, "ep": -1}, FLAT),
-        "experts on all hosts, two levels": ({"zero": 0, "ep": -1}, {}),
-        **{f"two levels, {codec} between": ({"zero": 0, "ep": -1}, slow(codec)) for codec in CODECS},
-        "experts on each host, two levels, int8 between": ({"zero": 0, "ep": 2}, slow("int8")),
+        "experts on all hosts, hierarchical": ({"zero": 0, "ep": -1}, {}),
+        **{f"hierarchical, {codec} between": ({"zero": 0, "ep": -1}, between(codec)) for codec in CODECS},
+        "experts on each host, hierarchical, int8 between": ({"zero": 0, "ep": 2}, between("int8")),
         "experts on each host, pp between hosts": ({"zero": 0, "ep": 2, "pp": 2}, {}),
     },
 }
@@ -118,9 +121,9 @@ SYSTEMS: dict[str, dict[str, System]] = {
 ALONE = "no messages"
 SCALED: dict[str, System] = {
     "plain": ({"zero": 0}, FLAT),
-    **{f"{codec} between": ({"zero": 0}, slow(codec)) for codec in ("int8", "1-bit")},
+    **{f"{codec} between": ({"zero": 0}, between(codec)) for codec in ("int8", "1-bit")},
 }
-"""What the figure of scaling has beside untouched models."""
+"""Plans measured by --scaling, beside untouched models."""
 
 
 def text() -> Tensor:
@@ -130,12 +133,12 @@ def text() -> Tensor:
 
 
 def select(systems: dict[str, System], endings: list[str]) -> dict[str, System]:
-    """Those whose names end so; all without a choice."""
+    """Systems whose names have one of these endings; all systems if there are no endings."""
     return {name: system for name, system in systems.items() if not endings or name.endswith(tuple(endings))}
 
 
 def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_steps: int) -> Step:
-    """A training, with rows in equal parts for all ranks."""
+    """Training step of a plan; rows are divided equally among data ranks."""
     ranks = dist.get_world_size()
     degrees = {key: ranks if value == -1 else value for key, value in parallel.items()}
     tables = {"parallel": degrees, "precision": {"param_dtype": "fp32"}, "comm": comm}
@@ -159,7 +162,7 @@ def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_ste
 
 
 def rank_main(chosen: argparse.Namespace, measure: str, out: Path) -> None:
-    """One rank: takes steps of every training in turn, and leaves on rank 0 what it found."""
+    """Run steps of every plan in turn on one rank; rank 0 writes the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tokens, generator = text(), torch.Generator().manual_seed(0)
@@ -183,7 +186,7 @@ def rank_main(chosen: argparse.Namespace, measure: str, out: Path) -> None:
 
 
 def build_alone() -> Step:
-    """A training of the untouched dense model by this rank alone."""
+    """Training step of the untouched dense model on this rank alone."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(read_config(Model(config=MODELS["dense"])), dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -201,13 +204,13 @@ def build_alone() -> Step:
 
 
 def final_loss(model: str, system: System, batches: list[Tensor]) -> float:
-    """The mean of the last five steps'."""
+    """Mean loss of the last five steps."""
     step = build(model, *system, freeze_steps=max(len(batches) // 5, 1))
     return statistics.fmean([step(batch) for batch in batches][-5:])
 
 
 def speed(steps: dict[str, Step], chosen: argparse.Namespace, batches: list[Tensor]) -> dict[str, Any]:
-    """Seconds, bytes and messages of a step of every training."""
+    """Seconds, bytes and messages of a step of every plan."""
     rows: dict[str, Any] = {name: {"seconds": [], "exposed": [], "hidden": []} for name in steps}
     for name, step in steps.items():
         step(batches[0])
@@ -216,17 +219,17 @@ def speed(steps: dict[str, Step], chosen: argparse.Namespace, batches: list[Tens
         with Recorder() as recorder:
             step(batches[1])
             dist.barrier()
-        carried = payload_sent() - before
-        own = sum(message.bytes for message in recorder.messages if message.link == "between")
-        recorded = all_gather_rows(torch.tensor([own]), dist.get_world_size())[: chosen.ranks].sum().item()
-        rows[name] |= {"wire": carried, "recorded": recorded, "messages": len(recorder.messages)}
+        sent = payload_sent() - before
+        own_bytes = sum(message.bytes for message in recorder.messages if message.link == "between")
+        recorded = all_gather_rows(torch.tensor([own_bytes]), dist.get_world_size())[: chosen.ranks].sum().item()
+        rows[name] |= {"wire": sent, "recorded": recorded, "messages": len(recorder.messages)}
     for _ in range(chosen.repeats):
         for name, step in steps.items():
             dist.barrier()
             begin = time.perf_counter()
             with CollectiveClock() as watch:
-                for number in range(chosen.steps):
-                    step(batches[number])
+                for index in range(chosen.steps):
+                    step(batches[index])
             dist.barrier()
             rows[name]["seconds"].append((time.perf_counter() - begin) / chosen.steps)
             for kind in ("exposed", "hidden"):
@@ -235,20 +238,20 @@ def speed(steps: dict[str, Step], chosen: argparse.Namespace, batches: list[Tens
 
 
 def run_ranks(chosen: argparse.Namespace, measure: str, rate: int | None) -> dict[str, Any]:
-    """What all ranks, on hosts of their own, find of each model."""
-    with tempfile.TemporaryDirectory() as folder, hosts(chosen.hosts, rate) as made:
+    """Start all ranks on emulated hosts, and return their results for each model."""
+    with tempfile.TemporaryDirectory() as folder, hosts(chosen.hosts, rate) as emulated:
         out, world = Path(folder) / "found.json", chosen.hosts * chosen.ranks
         processes: list[subprocess.Popen[Any]] = []
         for rank in range(world):
-            environment = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": made[0].address, "MASTER_PORT": 29400}
+            environment = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": emulated[0].address, "MASTER_PORT": 29400}
             environment |= {
                 "GLOO_SOCKET_IFNAME": INTERFACE,
                 "OMP_NUM_THREADS": 1,
                 "WEFT_MEASURE": measure,
                 "WEFT_OUT": out,
             }
-            own = os.environ | {key: str(value) for key, value in environment.items()}
-            processes.append(made[rank // chosen.ranks].start([sys.executable, *sys.argv], env=own))
+            variables = os.environ | {key: str(value) for key, value in environment.items()}
+            processes.append(emulated[rank // chosen.ranks].start([sys.executable, *sys.argv], env=variables))
         if sum([abs(process.wait()) for process in processes]):
             sys.exit("a rank failed")
         found: dict[str, Any] = json.loads(out.read_text())
@@ -259,13 +262,13 @@ def show(model: str, rows: dict[str, Any], chosen: argparse.Namespace) -> None:
     first = next(iter(rows.values()))
     tokens = ROWS * TOKENS / statistics.median(first["seconds"])
     table = Table(
-        title=f"{model}, {chosen.hosts} hosts x {chosen.ranks} ranks, {chosen.rate} Mbit/s; the first: {tokens:,.0f} tokens/s"
+        title=f"{model}, {chosen.hosts} hosts x {chosen.ranks} ranks, {chosen.rate} Mbit/s; first row: {tokens:,.0f} tokens/s"
     )
     columns = ("", "tokens/s", "exposed", "hidden", "MB a step", "recorded", "messages")
     for column in columns:
         table.add_column(column, justify="left" if not column else "right")
     for name, row in rows.items():
-        ratios = [theirs / mine for mine, theirs in zip(row["seconds"], first["seconds"], strict=True)]
+        ratios = [base / value for value, base in zip(row["seconds"], first["seconds"], strict=True)]
         seconds = [f"{statistics.median(row[kind]):.2f} s" for kind in ("exposed", "hidden")]
         recorded = f"{row['recorded'] / 1e6:.2f}" if row["recorded"] else ""
         table.add_row(
@@ -280,22 +283,22 @@ def show(model: str, rows: dict[str, Any], chosen: argparse.Namespace) -> None:
 
 
 def show_scaling(found: dict[int, dict[str, Any]], rate: int) -> None:
-    """Tokens a second of all hosts, as a share of what they would be without a message."""
+    """Print tokens per second of all hosts, as a fraction of their speed without messages."""
     table = Table(title=f"dense, one rank a host, {rate} Mbit/s, {ROWS_EACH * TOKENS} tokens a rank and step")
     names = list(next(iter(found.values())))
     for column in ("hosts", f"{ALONE}, tokens/s", *names[1:], "best over plain"):
         table.add_column(column, justify="right")
-    for number, rows in found.items():
+    for num_hosts, rows in found.items():
         alone = rows[ALONE]["seconds"]
-        tokens = number * ROWS_EACH * TOKENS / statistics.median(alone)
+        tokens = num_hosts * ROWS_EACH * TOKENS / statistics.median(alone)
         shares = {
-            name: [100 * best / mine for mine, best in zip(row["seconds"], alone, strict=True)]
+            name: [100 * base / value for value, base in zip(row["seconds"], alone, strict=True)]
             for name, row in rows.items()
         }
         best = min(names[1:], key=lambda name: statistics.median(rows[name]["seconds"]))
-        over = [plain / mine for plain, mine in zip(rows["plain"]["seconds"], rows[best]["seconds"], strict=True)]
+        over = [plain / value for plain, value in zip(rows["plain"]["seconds"], rows[best]["seconds"], strict=True)]
         columns = [f"{spread(shares[name], '.0f')} %" for name in names[1:]]
-        table.add_row(str(number), f"{tokens:,.0f}", *columns, spread(over, ".2f"))
+        table.add_row(str(num_hosts), f"{tokens:,.0f}", *columns, spread(over, ".2f"))
     Console(width=140).print(table)
 
 
@@ -304,7 +307,7 @@ def main() -> None:
     for name, default in (("rate", 100), ("repeats", 3), ("steps", 2), ("loss-steps", 0), ("hosts", 2), ("ranks", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--scaling", action="store_true")
-    parser.add_argument("--rows", nargs="+", default=[], help="endings of their names")
+    parser.add_argument("--rows", nargs="+", default=[], help="endings of the names of the rows to run")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     chosen = parser.parse_args()
     if chosen.scaling:

@@ -1,14 +1,14 @@
-"""What the planner says of published trainings, how long it searches, and how the best plans scale. Nothing is run on a device.
+"""Planner on published trainings: predicted steps, time of a search, scaling of the best plans. Needs no accelerator.
 
     python benchmarks/planner.py                 # four tables, some minutes on one core
     python benchmarks/planner.py --only cases    # or search, scaling, confirm
 
 cases: trainings whose layout and speed were published. The step predicted for the published layout, with what is known of the
-library that ran it, beside the published step; and the best layout that a search finds for the same library on the same
-devices. A distance below zero says that the published layout could be left behind, by the planner's own account.
-search: processor seconds of a whole search and of the reasons, by model and number of devices.
-scaling: tokens a second and device of Weft's best plan, where the batch grows with the devices; docs/scaling.svg shows them.
-confirm: seconds in which layouts are run dry, in brief, and their peak memory by formula beside what that counts.
+framework that ran it, beside the published step; and the best layout that a search finds for the same framework and devices.
+A negative distance means that the best layout is predicted to be faster than the published one.
+search: CPU seconds of a full search and of its reasons, by model and number of devices.
+scaling: tokens per second and device of Weft's best plan, where the batch grows with the devices; docs/scaling.svg shows them.
+confirm: seconds of short dry runs of some layouts, and their peak memory by formula beside the counted peak.
 """
 
 import argparse
@@ -41,7 +41,7 @@ GPT3 = KNOWN["gpt3"]
 
 @dataclass(frozen=True)
 class Case:
-    """A published training."""
+    """Published training."""
 
     name: str
     shape: Shape
@@ -49,18 +49,18 @@ class Case:
     layout: TrainingLayout
     stack: str
     published: float
-    """Seconds of a step."""
+    """Published seconds of a step."""
     source: str
 
 
 def of_rate(shape: Shape, layout: TrainingLayout, flops: float) -> float:
-    """Seconds of a step at so many model operations a second and device."""
+    """Seconds of a step at a rate of model FLOP/s per device."""
     return layout.global_batch * layout.seq * shape.flops(layout.seq) / flops / layout.num_devices
 
 
 GPT3_LAYOUT = TrainingLayout(2048, 1536, 1, tp=8, sp=False, pp=16, vpp=1, dp=8, zero=0, recompute="full")
 LLAMA_LAYOUT = TrainingLayout(8192, 2048, 1, tp=8, sp=True, pp=16, vpp=8, dp=128, zero=1)
-DEEPSEEK_LAYOUT = TrainingLayout(4096, 15360, 1, pp=16, vpp=2, dp=128, ep=64, zero=1, recompute="light", number="fp8")
+DEEPSEEK_LAYOUT = TrainingLayout(4096, 15360, 1, pp=16, vpp=2, dp=128, ep=64, zero=1, recompute="light", dtype="fp8")
 ASCEND_LAYOUT = TrainingLayout(2048, 1536, 1, tp=8, sp=True, pp=16, dp=3, zero=1, recompute="none")
 CASES = (
     Case(
@@ -69,7 +69,7 @@ CASES = (
         "A100-80",
         GPT3_LAYOUT,
         "megatron-2021",
-        of_rate(GPT3, GPT3_LAYOUT, 140e12 * 3 / 4),  # of operations with recomputation: eight for six
+        of_rate(GPT3, GPT3_LAYOUT, 140e12 * 3 / 4),  # the published rate counts recompute: 8 FLOPs for 6 of the model
         "Narayanan et al. 2021, section 5.1: 140 TFLOP/s",
     ),
     Case(
@@ -88,7 +88,7 @@ CASES = (
         DEEPSEEK_LAYOUT,
         "megatron-core",
         15360 * 4096 / 1e12 * 180e3 * 3600 / 2048,
-        "DeepSeek-V3, section 1: 180,000 hours of a device a trillion tokens",
+        "DeepSeek-V3, section 1: 180,000 device hours per trillion tokens",
     ),
     Case(
         "GPT-3 175B, 384 Ascend 910B",
@@ -97,20 +97,20 @@ CASES = (
         ASCEND_LAYOUT,
         "mindspeed",
         of_rate(GPT3, ASCEND_LAYOUT, 0.533 * 313e12),
-        "MindSpeed, linearity: 53.4 and 53.2 % of 256 and 512 devices",
+        "MindSpeed, linearity: 53.4 and 53.2 % with 256 and 512 devices",
     ),
 )
 
 
 def overlapped(case: Case) -> Space:
-    """All layouts for the library of a case.
+    """Search space of a case, with the properties of its framework.
 
-    DeepSeek's own hides dispatch behind computation (DualPipe), and its experts are balanced without a loss: the busiest has
-    a tenth more than the mean at most (Wang et al. 2024, figure 2).
+    DeepSeek's framework overlaps dispatch with computation (DualPipe), and balances its experts without an auxiliary loss: the
+    busiest one has at most a tenth more rows than the mean (Wang et al. 2024, figure 2).
     """
     stack = STACKS[case.stack]
     if case.name.startswith("DeepSeek"):
-        stack = replace(stack, ep_overlap=0.9, once_a_host=True, p2p_overlap=1.0, imbalance=1.1)
+        stack = replace(stack, ep_overlap=0.9, once_per_host=True, p2p_overlap=1.0, imbalance=1.1)
     cluster = cluster_of(find_device(case.device), case.layout.num_devices)
     return Space(case.shape, case.layout.seq, case.layout.global_batch, cluster, stack)
 
@@ -161,9 +161,9 @@ CONFIRMED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 
 
 def cases() -> Table:
-    """Published trainings, predicted and improved."""
+    """Table of published trainings, predicted, with the best layout found."""
     table = Table(title="Published trainings")
-    for name in ("training", "published, s", "predicted, s", "off", "GiB", "best found", "its s", "distance"):
+    for name in ("training", "published, s", "predicted, s", "error", "GiB", "best layout", "its seconds", "distance"):
         table.add_column(name, overflow="fold")
     for case in CASES:
         space = overlapped(case)
@@ -184,8 +184,8 @@ def cases() -> Table:
 
 
 def searches() -> Table:
-    """How long it takes."""
-    table = Table(title="Processor seconds of a search on H100, 4,096 tokens, four rows a device")
+    """Table of CPU seconds of searches."""
+    table = Table(title="CPU seconds of a search on H100, 4,096 tokens, four rows per device")
     for name in ("model", "devices", "layouts", "timed", "best five", "reasons", "best"):
         table.add_column(name, overflow="fold")
     models = {"Llama 8B": LLAMA_8B, "Qwen3 30B-A3B": KNOWN["qwen330b"], "Qwen3 235B-A22B": KNOWN["qwen3235b"]}
@@ -194,19 +194,19 @@ def searches() -> Table:
             space = Space(shape, 4096, 4 * devices, cluster_of(find_device("H100"), devices), STACKS["weft"])
             begin = time.process_time()
             found = search(space)
-            middle = time.process_time()
+            searched = time.process_time()
             if found.best:
                 sensitivity(space, found.best[0])
             end = time.process_time()
             best = describe(found.best[0]) if found.best else "nothing fits"
-            row = (name, f"{devices:,}", f"{found.size:,}", f"{found.timed:,}", f"{middle - begin:.1f}")
-            table.add_row(*row, f"{end - middle:.1f}", best)
+            row = (name, f"{devices:,}", f"{found.size:,}", f"{found.timed:,}", f"{searched - begin:.1f}")
+            table.add_row(*row, f"{end - searched:.1f}", best)
     return table
 
 
 def scaling() -> Table:
-    """The best plan of each size of a cluster."""
-    table = Table(title="Qwen3 30B-A3B, 4,096 tokens, eight rows a device, Weft's best plan")
+    """Table of the best plans by number of devices."""
+    table = Table(title="Qwen3 30B-A3B, 4,096 tokens, eight rows per device, Weft's best plan")
     for name in ("device", "devices", "plan", "s a step", "tokens/s/device", "of the smallest"):
         table.add_column(name, overflow="fold")
     rates: dict[str, dict[int, float]] = {"Ascend 910B": {}, "H100": {}}
@@ -228,7 +228,7 @@ def scaling() -> Table:
 
 
 def draw(rates: dict[str, dict[int, float]]) -> str:
-    """Tokens a second and device over the number of devices, which grows from mark to mark by its logarithm, as SVG."""
+    """SVG chart of tokens per second and device over the number of devices, on a logarithmic axis."""
     sizes = sorted({size for found in rates.values() for size in found})
     most, first, last = max(max(found.values()) for found in rates.values()), math.log(sizes[0]), math.log(sizes[-1])
 
@@ -254,8 +254,8 @@ def draw(rates: dict[str, dict[int, float]]) -> str:
 
 
 def confirmations() -> Table:
-    """How long it takes to run a layout dry, in brief, and how far formulas are off."""
-    table = Table(title="Dry runs in brief: H100, 4,096 tokens, four rows a device")
+    """Table of short dry runs: their seconds, and their peak memory beside the formula's."""
+    table = Table(title="Short dry runs: H100, 4,096 tokens, four rows per device")
     for name in ("model", "devices", "layout", "GiB by formula", "GiB counted", "seconds"):
         table.add_column(name, overflow="fold")
     for name, (config, devices, degrees) in CONFIRMED.items():

@@ -1,14 +1,14 @@
-"""What the planner predicts for random plans of small models, beside what `weft train` then measures here.
+"""Predicted and measured steps of random plans of small models, on this machine.
 
     python benchmarks/planner_here.py                 # 30 plans at 1 to 4 ranks, an hour on two cores
     python benchmarks/planner_here.py --plans 8 --seed 1
 
-A plan is a model (Llama or Qwen3-MoE of random sizes), rows, degrees, ZeRO stage, schedule, formats and recompute at random,
-as far as Weft takes them. This machine is calibrated once for each number of ranks, as `weft calibrate` does. The
-operators of a plan are timed, then it is trained, and its operators are timed again: what this machine does in a second
-drifts, and the mean of both is the prediction (the first alone is judged too). The median of the steps counts,
-the first two left out (and the quickest and slowest of them, in brackets). Memory and bytes: measured over predicted, less
-one; the largest of all axes.
+A plan is a model (Llama or Qwen3-MoE of random sizes) with random rows, degrees, ZeRO stage, schedule, dtypes and recompute,
+among the combinations that Weft accepts. This machine is calibrated once for each number of ranks, as by `weft calibrate`. The
+operators of a plan are timed, the plan is trained, and its operators are timed again, because the speed of this machine
+drifts; the prediction is the mean of both (the first timing alone is scored too). The measured time is the median of the steps
+without the first two (in brackets the quickest and slowest step). Memory and bytes: measured over predicted, minus one; for
+bytes the largest error of all axes.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from weft.planner.search.search import Choice
 from weft.planner.search.strategy import predict
 from weft.train.run import train
 
-STEPS = 24  # a CPU compiles kernels for each number of rows that an expert gets: the first ten steps have many new ones
+STEPS = 24  # a CPU compiles kernels for each number of rows per expert, of which the first ten steps have many new ones
 COLUMNS = ("by formula, s", "by operators, s", "measured, s", "memory", "sent")
 
 
 def random_job(chance: random.Random, ranks: int) -> dict[str, Any]:
-    """A job that may be one that Weft refuses."""
+    """Random job; Weft may refuse it."""
     heads = chance.choice([4, 8])
     config: dict[str, Any] = {
         "model_type": chance.choice(["llama", "llama", "qwen3_moe"]),
@@ -59,11 +59,11 @@ def random_job(chance: random.Random, ranks: int) -> dict[str, Any]:
     config["intermediate_size"] = chance.choice([2, 3, 4]) * config["hidden_size"]
     if config["model_type"] == "qwen3_moe":
         config |= {"num_experts": chance.choice([4, 8]), "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    left, degrees = ranks, {}
+    remaining, degrees = ranks, {}
     for axis in chance.sample(["tp", "pp", "cp"], 3):
-        degrees[axis] = chance.choice([size for size in range(1, left + 1) if left % size == 0])
-        left //= degrees[axis]
-    parallel = degrees | {"dp_shard": left, "zero": chance.choice([0, 1, 2, 3])}
+        degrees[axis] = chance.choice([size for size in range(1, remaining + 1) if remaining % size == 0])
+        remaining //= degrees[axis]
+    parallel = degrees | {"dp_shard": remaining, "zero": chance.choice([0, 1, 2, 3])}
     if config["model_type"] == "qwen3_moe":
         parallel["ep"] = chance.choice([1, ranks // degrees["pp"]])
     micro_batch = chance.choice([1, 2, 4])
@@ -75,13 +75,15 @@ def random_job(chance: random.Random, ranks: int) -> dict[str, Any]:
     }
     return {
         "model": {"config": config},
-        # Rows of one piece: a dry run supposes that packed ones have several, and keep a mask.
+        # One document per row: a dry run assumes that packed rows have several documents, and a mask.
         "data": {"source": "python", "vocab_size": 2048, "seq_len": chance.choice([128, 256, 512]), "packing": False},
-        "optimizer": {"lr": 1e-5},  # at a higher rate routers send all tokens to two experts within eight steps
+        "optimizer": {
+            "lr": 1e-5
+        },  # at a higher learning rate routers send all tokens to two experts within eight steps
         "train": {
             "steps": STEPS,
             "micro_batch_size": micro_batch,
-            "global_batch_size": left * micro_batch * chance.choice([2, 4]),
+            "global_batch_size": remaining * micro_batch * chance.choice([2, 4]),
             "evaluate_every": 0,
             "evaluate_rows": 4,
         },
@@ -90,7 +92,7 @@ def random_job(chance: random.Random, ranks: int) -> dict[str, Any]:
 
 
 def jobs(seed: int, count: int, folder: Path) -> Iterator[tuple[int, Job, list[Trace]]]:
-    """Ranks, job and the dry runs of one rank of each stage, the first of the ranks that are alike."""
+    """Number of ranks, job, and dry runs of the first rank of each stage, for accepted random jobs."""
     chance, found = random.Random(seed), 0
     while found < count:
         ranks = 1 + found % 4
@@ -104,7 +106,7 @@ def jobs(seed: int, count: int, folder: Path) -> Iterator[tuple[int, Job, list[T
 
 
 def with_prediction(job: Job, traces: list[Trace], time: StepTime, machine: ClusterFile) -> Job:
-    """The job, whose run puts what it measures beside the prediction."""
+    """Job with a prediction, which its run compares with the measurement."""
     space = space_of(job, machine.cluster())
     layout = layout_of(traces[0].plan, job.data.seq_len, job.train.global_batch_size, job.train.micro_batch_size)
     prediction = predict(space, Choice(layout, time, space.memory(layout)), traces, machine.operators_scalar)
@@ -112,7 +114,7 @@ def with_prediction(job: Job, traces: list[Trace], time: StepTime, machine: Clus
 
 
 def in_short(job: Job, ranks: int) -> str:
-    """Model and plan in a line."""
+    """Model and plan as one line of text."""
     plan, config = job.plan.resolve(ranks), job.model.config or {}
     p = plan.parallel
     sizes = (
@@ -135,12 +137,12 @@ def main() -> None:
     machines = {}
     for ranks in range(1, min(4, chosen.plans) + 1):
         machines[ranks], missed = calibrate(ranks)
-        print(f"{ranks} ranks, products within {missed:.0%}:\n{machines[ranks].to_toml()}", flush=True)
+        print(f"{ranks} ranks, matmul error {missed:.0%}:\n{machines[ranks].to_toml()}", flush=True)
     table = Table("ranks", "plan", *(Column(name, justify="right") for name in COLUMNS))
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as name:
         for ranks, job, traces in jobs(chosen.seed, chosen.plans, Path(name)):
-            outcome, cells = judge(ranks, job, traces, machines[ranks])
+            outcome, cells = score(ranks, job, traces, machines[ranks])
             outcomes.append(outcome)
             table.add_row(str(ranks), in_short(job, ranks), *cells)
             print(ranks, in_short(job, ranks), *cells, flush=True)
@@ -149,9 +151,9 @@ def main() -> None:
     measured = [outcome.measured for outcome in outcomes]
     for name in ("by_operators", "before", "by_formula"):
         predicted = [getattr(outcome, name) for outcome in outcomes]
-        off = [mine / theirs - 1 for mine, theirs in zip(predicted, measured, strict=True)]
+        errors = [value / base - 1 for value, base in zip(predicted, measured, strict=True)]
         console.print(
-            f"{name}: {statistics.mean(map(abs, off)):.1%} off in the mean, bias {statistics.mean(off):+.1%}, "
+            f"{name}: mean error {statistics.mean(map(abs, errors)):.1%}, bias {statistics.mean(errors):+.1%}, "
             f"correlation of ranks {spearman(predicted, measured):.3f}"
         )
     worst = sorted((abs(outcome.memory) for outcome in outcomes), reverse=True)
@@ -159,22 +161,22 @@ def main() -> None:
 
 
 class Outcome(NamedTuple):
-    """Seconds of a step, and the error of memory."""
+    """Predicted and measured seconds of a step, and the error of memory."""
 
     by_operators: float
     before: float
-    """The same, by what was timed before the run alone."""
+    """Prediction from the operators timed before the run alone."""
     by_formula: float
     measured: float
     memory: float
 
 
-def judge(ranks: int, job: Job, traces: list[Trace], machine: ClusterFile) -> tuple[Outcome, tuple[str, ...]]:
-    """Predict, train and compare; and the cells of a line."""
+def score(ranks: int, job: Job, traces: list[Trace], machine: ClusterFile) -> tuple[Outcome, tuple[str, ...]]:
+    """Predict, train and compare one job; return the outcome and its table cells."""
     cluster, scalar = machine.cluster(), machine.operators_scalar
     by_formula = formula(job, ranks, cluster).seconds * machine.scalar
     time = time_step(job, traces, cluster)
-    out = train(with_prediction(job, traces, time, machine), ranks=ranks, say=lambda line: None)
+    out = train(with_prediction(job, traces, time, machine), ranks=ranks, log=lambda line: None)
     before, after = time.seconds * scalar, time_step(job, traces, cluster).seconds * scalar
     run = read_run(out)
     steps = [row.step_seconds for row in run.rows[WARM_UP:]]

@@ -15,22 +15,22 @@ TEXTS = [f"{n} plus {n} is {2 * n}. " * (1 + n % 4) for n in range(64)]  # rows 
 
 def main() -> None:
     """Train a small Llama on eight batches of eight texts."""
-    device = detect()
-    rank, ranks, local_rank = connect(device)  # what torchrun set; plain python is one rank
-    place = device.torch_device(local_rank)
+    hardware = detect()
+    rank, ranks, local_rank = connect(hardware)  # set by torchrun; plain python is one rank
+    device = hardware.torch_device(local_rank)
     plan = weft.Plan().resolve(ranks)  # ZeRO-3 over all ranks; tp, cp, ep are keys of plan.parallel
-    mesh = weft.build_mesh(plan, device.type, ranks)
+    mesh = weft.build_mesh(plan, hardware.type, ranks)
 
     torch.manual_seed(0)  # the same weights on every rank
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES)).to(place)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES)).to(device)
     weft.parallelize(model, plan, mesh)  # in place: class, forward and parameter names stay
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     for step in range(8):
-        texts = TEXTS[8 * step : 8 * step + 8][data_rank(mesh) :: plan.parallel.data_ranks]  # this rank's
-        rows = pad_sequence([torch.tensor(list(text.encode())) for text in texts], batch_first=True).to(place)
-        labels = rows.masked_fill(rows == 0, -100)  # padding is no target
-        loss = model(input_ids=rows, attention_mask=(rows > 0).long(), labels=labels).loss  # of all ranks' targets
+        texts = TEXTS[8 * step : 8 * step + 8][data_rank(mesh) :: plan.parallel.data_ranks]  # rows of this rank
+        rows = pad_sequence([torch.tensor(list(text.encode())) for text in texts], batch_first=True).to(device)
+        labels = rows.masked_fill(rows == 0, -100)  # no loss on padding
+        loss = model(input_ids=rows, attention_mask=(rows > 0).long(), labels=labels).loss  # mean over all targets
         loss.backward()
         weft.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -40,4 +40,4 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-rank_main(main)  # reports an error to the launcher, and ends the rank
+rank_main(main)  # reports an error to the launcher and exits

@@ -1,12 +1,12 @@
-"""Configuration of the tests; tests/README.md explains how they are divided and run.
+"""Test configuration; tests/README.md explains how tests are divided and run.
 
-The test process is warm and quiet before any rank is forked from it.
+The test process imports torch and stays single-threaded before any rank is forked from it.
 """
 
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # two threads that spin for work on few cores slow each other down
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads on few cores slow each other down
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -26,18 +26,18 @@ from tests.lab import lanes
 from tests.lab.pool import close_pools
 
 torch.set_num_threads(1)  # a fork after a multi-threaded operation hangs in the child
-settings.load_profile("ci")  # the same examples each time; --hypothesis-profile=default draws others
+settings.load_profile("ci")  # deterministic examples; --hypothesis-profile=default draws random examples
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--slice", metavar="K", help=f"of the tests to run, slice K of {lanes.SLICES}; 'all' for all of them"
+        "--slice", metavar="K", help=f"run only slice K of {lanes.SLICES} of the selected tests; 'all' runs all slices"
     )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Divide the tests: what is thinned out goes to the sweep, exclusive tests to the end, and of the sweep one slice stays."""
+    """Move thinned-out tests to the sweep and exclusive tests to the end, and keep one slice of the sweep."""
     counts: Counter[str] = Counter()
     for item in items:
         thin = item.get_closest_marker("thin")
@@ -50,14 +50,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     lanes.arrange(items)
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+@pytest.hookimpl(optionalhook=True)  # defined by pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return lanes.make_scheduler(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run an exclusive test beside no other test of the same run."""
+    """Run an exclusive test while no other test of the same run is active."""
     with lanes.lane(item.config.rootpath, exclusive=item.get_closest_marker("exclusive") is not None):
         return (yield)
 
@@ -69,6 +69,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_pools() -> Iterator[None]:
-    """Ranks live until the end of the session."""
+    """Close the rank pools at the end of the session."""
     yield
     close_pools()

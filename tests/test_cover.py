@@ -1,4 +1,4 @@
-"""Family x layout x ZeRO x dtype x technique, every possible pair of them, against the untouched model."""
+"""Pairwise coverage of family, layout, ZeRO stage, dtype and technique, compared with the original model."""
 
 from itertools import product
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.bits import assert_near, assert_same_bits, traces_of
+from tests.lab.bits import assert_near, assert_same_bits, records_of
 from tests.lab.cover import Row, covering_array, pairs_of
 from tests.lab.families import FAMILIES, family
 from tests.lab.parity import assert_parity, packed_batches, reference
@@ -41,13 +41,13 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp32", "fp64", "bf16"),
 }
 WIDE = {"hidden_size": 128, "n_embd": 128, "head_dim": 32, "moe_intermediate_size": 64}
-"""Sizes with states that are large enough to be packed."""
+"""Sizes with optimizer states large enough for quantization."""
 # Other families sum in float32 inside, in another order than over documents alone.
 EXACT = ("llama", "qwen3_moe", "gpt2", "phi3")
 
 
 def tables_of(row: Row, technique: str) -> Tables:
-    """The plan of a row, with another technique."""
+    """Plan of a row with a given technique."""
     tables: Tables = {name: dict(table) for name, table in TECHNIQUES[technique].items()}
     for name, table in LAYOUTS[row["layout"]].items():
         tables[name] = {**table, **tables.get(name, {})}
@@ -60,7 +60,7 @@ def tables_of(row: Row, technique: str) -> Tables:
 
 
 def is_plan(row: Row) -> bool:
-    """Whether no rule refuses the plan of a row."""
+    """True if no rule refuses the plan of a row."""
     tables = tables_of(row, row["technique"])
     try:
         Plan.model_validate(tables).resolve(ranks_of(tables))
@@ -76,8 +76,8 @@ PLANS = {
 }
 
 
-def possible(row: Row) -> bool:
-    """Whether the family takes the layout and the dtype, and no rule refuses the plan."""
+def is_possible(row: Row) -> bool:
+    """True if the family supports layout and dtype, and no rule refuses the plan."""
     return (
         (row["layout"] != "ep" or row["family"] in EXPERTS)
         and (row["dtype"] != "fp64" or row["family"] in EXACT)
@@ -85,29 +85,29 @@ def possible(row: Row) -> bool:
     )
 
 
-# In make test, families that differ in what techniques touch: tied and packed matrices, biases, windows, kinds of experts.
+# For `make test`: families that differ in tied and packed matrices, biases, windows and kinds of experts.
 BRIEF = {
     **SETTINGS,
     "family": ("llama", "qwen3_moe", "deepseek_v3", "gpt2", "gemma3_text", "gpt_oss", "phi3"),
     "layout": tuple(name for name in LAYOUTS if " x " not in name),
     "technique": tuple(name for name in TECHNIQUES if name != "offload block"),
 }
-ROWS = covering_array(BRIEF, possible)
-IN_SWEEP = [row for row in covering_array(SETTINGS, possible) if row not in ROWS]
+ROWS = covering_array(BRIEF, is_possible)
+IN_SWEEP = [row for row in covering_array(SETTINGS, is_possible) if row not in ROWS]
 
 
 @pytest.mark.parametrize("settings", [BRIEF, SETTINGS], ids=["make test", "sweep"])
 def test_every_possible_pair_is_in_a_row(settings: dict[str, tuple[Any, ...]]) -> None:
-    """Against a count of its own, over all rows that can be."""
+    """Compared with an independent count over all possible rows."""
     rows = ROWS if settings is BRIEF else ROWS + IN_SWEEP
     every = [dict(zip(settings, values, strict=True)) for values in product(*settings.values())]
-    expected = {pair for row in every if possible(row) for pair in pairs_of(row)}
-    assert all(possible(row) for row in rows)
+    expected = {pair for row in every if is_possible(row) for pair in pairs_of(row)}
+    assert all(is_possible(row) for row in rows)
     assert {pair for row in rows for pair in pairs_of(row)} == expected
     assert {value for row in rows for value in row.items()} == {
         (name, value) for name, values in settings.items() for value in values
     }
-    assert covering_array(BRIEF, possible) == ROWS
+    assert covering_array(BRIEF, is_possible) == ROWS
 
 
 def name_of(row: Row) -> str:
@@ -116,12 +116,12 @@ def name_of(row: Row) -> str:
 
 @pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.sweep) for row in IN_SWEEP)], ids=name_of)
 def test_row(row: Row, tmp_path: Path) -> None:
-    """In float32 and float64 the untouched model; in bf16 the bits of the plan without the technique, and a loss that is near
-    the untouched model's; near the plan without what rounds."""
+    """Equal to the original model in fp32 and fp64. In bf16, bit-equal to the plan without the technique, with a loss close to
+    the original model. With a lossy technique, close to the plan without it."""
     technique, dtype = row["technique"], row["dtype"]
     tables = tables_of(row, technique)
     ranks, micro_batch = ranks_of(tables), 1 if "pp" in tables["parallel"] else 2
-    tables["memory"] = {**tables.get("memory", {}), "folder": str(tmp_path)}
+    tables["memory"] = {**tables.get("memory", {}), "offload_dir": str(tmp_path)}
     plan, plain = Plan.model_validate(tables), Plan.model_validate(tables_of(row, "none"))
     config = family(row["family"])
     if technique in LOSSY:
@@ -137,5 +137,5 @@ def test_row(row: Row, tmp_path: Path) -> None:
         assert_same_bits(config, ranks, micro_batch, plain, plan)
     else:
         expected = reference(Model(config=config), "fp32", packed_batches(config["vocab_size"]), 4)
-        for trace in traces_of(config, plan, ranks, micro_batch):
+        for trace in records_of(config, plan, ranks, micro_batch):
             assert trace.losses == pytest.approx(expected.losses, rel=0.02)

@@ -1,4 +1,4 @@
-"""Pages: generated ones are up to date, links lead somewhere, and what README and docs show is read and run by Weft."""
+"""Docs: generated pages are up to date, links are valid, and jobs and settings in README and docs work."""
 
 import re
 import runpy
@@ -13,7 +13,7 @@ import transformers
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.test_imports import ROOMS
+from tests.test_imports import PACKAGES
 from weft.cli.app import app
 from weft.job import Job, keys
 
@@ -58,7 +58,7 @@ def test_links_and_files_exist(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Names under which the headings of a page can be linked to."""
+    """Link anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
@@ -84,7 +84,7 @@ def test_page_begins_with_a_sentence_and_an_example(page: Path) -> None:
         assert any(block.startswith(("    ", "```")) for block in blocks)
 
 
-def test_the_job_in_the_readme_is_a_job() -> None:
+def test_job_in_the_readme_is_valid() -> None:
     block = re.search(r"    # job.toml\n(.*?)\n\n", (ROOT / "README.md").read_text(), re.DOTALL)
     assert block
     job = Job.parse(tomllib.loads(re.sub(r"^    ", "", block[1], flags=re.MULTILINE)))
@@ -92,7 +92,7 @@ def test_the_job_in_the_readme_is_a_job() -> None:
 
 
 @pytest.mark.parametrize("path", [*(ROOT / "examples").glob("*.toml"), *(ROOT / "src/weft/recipes").glob("*.toml")])
-def test_jobs_that_ship_are_jobs(path: Path) -> None:
+def test_shipped_jobs_are_valid(path: Path) -> None:
     Job.load(path)
 
 
@@ -103,11 +103,11 @@ def test_readme_names_every_command() -> None:
 
 def test_contributing_lists_the_packages_in_the_order_of_imports() -> None:
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert re.findall(r"`(\w+)(?:/|\.py)`", " ".join(rows)) == ROOMS
+    assert re.findall(r"`(\w+)(?:/|\.py)`", " ".join(rows)) == PACKAGES
 
 
 def settings() -> list[str]:
-    """What the last column of the tables of other frameworks' settings has in a row."""
+    """Weft settings in the last column of the tables of other frameworks' settings, by row."""
     text = (ROOT / "docs" / "coming-from.md").read_text()
     text += (ROOT / "README.md").read_text().partition("## Coming from another framework")[2].partition("\n## ")[0]
     rows = [line.rstrip(" |").rpartition(" | ")[2] for line in text.splitlines() if line.startswith("| ")]

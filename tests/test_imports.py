@@ -1,4 +1,4 @@
-"""A room imports only from rooms above it in the house, and the plan and the job come without torch."""
+"""Import layering: a package imports only from packages before it in LAYERS; plan and job do not import torch."""
 
 import ast
 import subprocess
@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
-HOUSE = (
+LAYERS = (
     "errors lock plan refusal job",
     "device backends launch topology anatomy comm precision compute memory checkpoint data parallel train planner observe cli",
 )
-ROOMS = " ".join(HOUSE).split()
+PACKAGES = " ".join(LAYERS).split()
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and module of every import in a file, also inside functions; `from weft import data` gives weft.data."""
+    """Line and module of every import in a file, including imports in functions; `from weft import data` gives weft.data."""
     package = ["weft", *path.relative_to(SOURCE).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -25,39 +25,39 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            whole = module == "weft"
-            yield from ((node.lineno, f"{module}.{alias.name}" if whole else module) for alias in node.names)
+            is_top_level = module == "weft"
+            yield from ((node.lineno, f"{module}.{alias.name}" if is_top_level else module) for alias in node.names)
 
 
-def room(path: Path) -> str:
-    """The room of a file below src/weft: a folder or a file of the top level."""
+def package_of(path: Path) -> str:
+    """Package of a file below src/weft: a folder or a module of the top level."""
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
 
 def violations(path: Path) -> list[str]:
-    """What a file imports from its own level or below without being allowed to."""
-    ground = ROOMS[: ROOMS.index(room(path)) + 1]
+    """Imports of a file from packages after its own package."""
+    allowed = PACKAGES[: PACKAGES.index(package_of(path)) + 1]
     found = []
     for line, module in imports(path):
         parts = module.split(".")
-        if parts[0] == "weft" and (len(parts) == 1 or parts[1] not in ground):
-            found.append(f"{path.relative_to(SOURCE)}:{line} imports {module}, which is not above {room(path)}")
+        if parts[0] == "weft" and (len(parts) == 1 or parts[1] not in allowed):
+            found.append(f"{path.relative_to(SOURCE)}:{line} imports {module}, which is not before {package_of(path)}")
     return found
 
 
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 
-def test_there_are_files_and_every_room_has_its_place() -> None:
-    holds_code = {room(path) for path in FILES if path.name != "__init__.py"}
-    assert {"plan", "job"} <= holds_code
-    assert holds_code <= set(ROOMS)
+def test_every_package_is_in_layers() -> None:
+    packages = {package_of(path) for path in FILES if path.name != "__init__.py"}
+    assert {"plan", "job"} <= packages
+    assert packages <= set(PACKAGES)
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in FILES if room(path) in ROOMS], ids=lambda p: str(p.relative_to(SOURCE))
+    "path", [path for path in FILES if package_of(path) in PACKAGES], ids=lambda p: str(p.relative_to(SOURCE))
 )
-def test_imports_come_from_above(path: Path) -> None:
+def test_imports_follow_the_layers(path: Path) -> None:
     assert violations(path) == []
 
 
@@ -74,10 +74,10 @@ def test_imports_come_from_above(path: Path) -> None:
         ("import weft", 1),
     ],
 )
-def test_the_check_sees_violations(code: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_are_detected(code: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
-    (tmp_path / "cluster").mkdir()
-    path = tmp_path / "cluster" / "mesh.py"
+    (tmp_path / "topology").mkdir()
+    path = tmp_path / "topology" / "mesh.py"
     path.write_text(code)
     assert len(violations(path)) == count
 

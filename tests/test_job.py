@@ -1,4 +1,4 @@
-"""Jobs: TOML both ways, dotted settings, and errors that say what to do."""
+"""Jobs: TOML round trip, dotted settings, and errors with a fix."""
 
 import json
 import tomllib
@@ -22,7 +22,7 @@ LLAMA = {"model": {"config": {"model_type": "llama", "hidden_size": 64}}}
     scale=st.one_of(st.sampled_from(["none", "dynamic"]), st.floats(1e-3, 2**20)),
     out=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=20),
 )
-def test_toml_both_ways(lr: float, steps: int, zero: int, scale: str | float, out: str) -> None:
+def test_toml_round_trip(lr: float, steps: int, zero: int, scale: str | float, out: str) -> None:
     job = Job(
         model=Model(config={"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}, "layer_types": ["a", "b"]}),
         data=Data(path=out),
@@ -49,7 +49,7 @@ def test_settings_with_dotted_keys() -> None:
     assert "num_hidden_layers" not in LLAMA["model"]["config"]
 
 
-def test_plan_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_plan_in_a_separate_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text("[parallel]\nzero = 1\n")
     job = Job.parse({**LLAMA, "plan": str(path)}, ["plan.precision.param_dtype=fp32"])
@@ -100,7 +100,7 @@ def test_plan_in_a_file_of_its_own(tmp_path: Path) -> None:
         ("plan.prediction.micro_batch=1", "plan.prediction.cluster is missing"),
     ],
 )
-def test_a_bad_setting_is_explained(setting: str, words: str) -> None:
+def test_invalid_setting_is_explained(setting: str, words: str) -> None:
     base = {**LLAMA, "train": {"steps": 1}, "out": "runs"}
     with pytest.raises(JobError) as caught:
         Job.parse(base, [setting])
@@ -123,7 +123,7 @@ def test_a_bad_setting_is_explained(setting: str, words: str) -> None:
         (['plan.comm.compression="4-bit"'], '"none", "bf16", "fp16", "int8", "2:4" or "1-bit"'),
     ],
 )
-def test_signs_and_1_bit_adam_go_together(settings: list[str], words: str) -> None:
+def test_1_bit_compression_requires_1_bit_adam(settings: list[str], words: str) -> None:
     with pytest.raises(JobError) as caught:
         Job.parse({**LLAMA, "train": {"steps": 1000}}, settings)
     assert words in str(caught.value)
@@ -162,7 +162,7 @@ def test_many_wrong_keys_fit_one_screen() -> None:
     assert len(str(caught.value).splitlines()) < 15
 
 
-def test_a_plan_given_as_a_job_is_named() -> None:
+def test_plan_given_as_a_job_is_recognized() -> None:
     with pytest.raises(JobError) as caught:
         Job.parse({"parallel": {"tp": 2}, "memory": {}}, where="plan.toml")
     assert caught.value.fix is not None
@@ -170,7 +170,7 @@ def test_a_plan_given_as_a_job_is_named() -> None:
 
 
 @pytest.mark.parametrize("key", keys())
-def test_every_key_says_what_it_takes(key: str) -> None:
+def test_every_key_states_its_rule(key: str) -> None:
     with pytest.raises(JobError) as caught:
         Job.parse(LLAMA, [f"{key}=1" if key in ("model.config", "plan.prediction") else f"{key}={{wrong=1}}"])
     text = str(caught.value)

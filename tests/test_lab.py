@@ -1,4 +1,4 @@
-"""The rank pool reports errors, deaths and hangs by rank, and recovers from each."""
+"""Rank pool: errors, deaths and hangs are attributed to a rank, and the pool recovers from them."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.lab import pool
-from tests.lab.live import LiveBytes
+from tests.lab.live import StorageBytes
 from tests.lab.pool import Pool, RankError, close_pools, run_ranks
 
 
@@ -80,7 +80,7 @@ def test_collective_on_every_rank(world_size: int) -> None:
     assert all(torch.equal(result, expected) for result in results)
 
 
-def test_ranks_stay_and_their_state_is_reset() -> None:
+def test_ranks_are_reused_with_reset_state() -> None:
     pids, before = run_ranks(2, pid), run_ranks(2, state)
     run_ranks(2, spoil)
     assert run_ranks(2, pid) == pids
@@ -117,8 +117,8 @@ def test_a_rank_that_dies_between_tasks_is_named() -> None:
     assert run_ranks(3, total, torch.ones(1)) == [6.0] * 3
 
 
-def test_a_pool_that_does_not_start_is_forked_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of three ranks one dies, once, before it joins the group."""
+def test_pool_that_does_not_start_is_forked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One of three ranks dies, once, before it joins the group."""
 
     def serve(rank: int, *others: object) -> None:
         if rank == 1 and not (tmp_path / "died").exists():
@@ -129,7 +129,7 @@ def test_a_pool_that_does_not_start_is_forked_anew(monkeypatch: pytest.MonkeyPat
     alive = pool._serve
     monkeypatch.setattr(pool, "_serve", serve)
     monkeypatch.setattr(pool, "_pools", {})
-    with pytest.warns(UserWarning, match="forked anew: rank 1: killed by SIGKILL"):
+    with pytest.warns(UserWarning, match="forked again: rank 1: killed by SIGKILL"):
         results = run_ranks(3, total, torch.ones(1))
     assert results == [6.0] * 3
     close_pools()
@@ -139,7 +139,7 @@ def collect(rank: int, world_size: int) -> int:
     return gc.collect()
 
 
-def test_ranks_leave_the_garbage_of_the_test_process_alone(tmp_path: Path) -> None:
+def test_ranks_do_not_collect_garbage_of_the_test_process(tmp_path: Path) -> None:
     class Cycle:
         def __init__(self) -> None:
             self.me = self
@@ -167,7 +167,7 @@ def test_timeout_shows_where_the_rank_hangs() -> None:
 
 
 def test_live_bytes_follows_allocation_views_frees_and_resize() -> None:
-    with LiveBytes() as live:
+    with StorageBytes() as live:
         x = torch.zeros(1000)
         view = x.view(10, 100).t()
         assert live.current == 4000
@@ -184,23 +184,23 @@ def test_live_bytes_follows_allocation_views_frees_and_resize() -> None:
     assert (live.current, live.peak) == (0, 12000)
 
 
-def test_live_bytes_counts_what_autograd_keeps() -> None:
+def test_live_bytes_counts_saved_tensors_of_autograd() -> None:
     model = torch.nn.Linear(10, 10, bias=False)
-    with LiveBytes().track(model, [torch.zeros(0)]) as live:
+    with StorageBytes().track(model, [torch.zeros(0)]) as live:
         assert live.current == 400
         loss = model(torch.ones(5, 10)).exp().sum()
-        # kept: the input and the result of exp, 200 bytes each, and the loss
+        # saved: input and result of exp, 200 bytes each, and the loss
         assert live.current == 400 + 200 + 200 + 4
         loss.backward()
         del loss
         assert live.current == 800  # weight and gradient
-    tracked = LiveBytes().track(model)
+    tracked = StorageBytes().track(model)
     assert tracked.current == 800
 
 
-def test_live_bytes_restores_what_it_touches() -> None:
+def test_live_bytes_restores_patched_functions() -> None:
     before = torch.UntypedStorage.resize_
-    with pytest.raises(ZeroDivisionError), LiveBytes() as live:
+    with pytest.raises(ZeroDivisionError), StorageBytes() as live:
         _ = 1 / 0
     kept = torch.zeros(10)
     kept.untyped_storage().resize_(0)
@@ -211,7 +211,7 @@ def test_live_bytes_restores_what_it_touches() -> None:
 
 def sharded_bytes(rank: int, world_size: int) -> tuple[int, int, int]:
     mesh = init_device_mesh("cpu", (world_size,))
-    with LiveBytes() as live:
+    with StorageBytes() as live:
         shard = DTensor.from_local(torch.zeros(4, 100), mesh, [Shard(0)])
         at_rest = live.current
         doubled = shard * 2
@@ -231,7 +231,7 @@ def fsdp_bytes(rank: int, world_size: int) -> tuple[int, int, int]:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with LiveBytes().track(model) as live:
+    with StorageBytes().track(model) as live:
         at_rest = live.current
         with torch.no_grad():
             model(torch.ones(1, 100))

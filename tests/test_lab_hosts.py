@@ -1,4 +1,4 @@
-"""Emulated hosts talk to each other and to nobody else, links break and heal, and nothing stays behind."""
+"""Emulated hosts: isolation, link failures, and cleanup."""
 
 import signal
 import socket
@@ -12,7 +12,7 @@ import pytest
 
 from tests.lab.hosts import Host, hosts, namespaces, remove_leftovers
 
-# Answers each line with the same line; the first line of its output says that it listens.
+# Echo server; its first line of output means that it listens.
 ECHO = """
 import socket, sys, threading
 def answer(connection):
@@ -23,7 +23,7 @@ print("listens", flush=True)
 while True:
     threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
 """
-# Sends the numbers 0, 1, 2 ... one after the other, prints each answer with its time.
+# Sends 0, 1, 2 and so on, and prints each reply with its time.
 STREAM = """
 import socket, sys, time
 connection = socket.create_connection((sys.argv[1], 5000))
@@ -34,7 +34,7 @@ for number in range(int(sys.argv[2])):
     print(number, time.monotonic(), flush=True)
     time.sleep(0.02)
 """
-# Sends bytes and waits until all have come back; prints the seconds.
+# Sends bytes, waits for their echo, and prints the seconds.
 BULK = """
 import socket, sys, time
 connection, size = socket.create_connection((sys.argv[1], 5000)), int(sys.argv[2])
@@ -62,7 +62,7 @@ def pair() -> Iterator[list[Host]]:
         yield made
 
 
-def test_hosts_reach_each_other_and_have_a_loopback_of_their_own(pair: list[Host]) -> None:
+def test_hosts_reach_each_other_and_have_separate_loopbacks(pair: list[Host]) -> None:
     a, b = pair
     assert stream(b, a.address, 3).wait(10) == 0
     assert stream(a, a.address, 3).wait(10) == 0
@@ -75,7 +75,7 @@ def test_hosts_reach_each_other_and_have_a_loopback_of_their_own(pair: list[Host
 def test_the_machine_itself_is_not_on_their_network(pair: list[Host]) -> None:
     with socket.socket() as outside:
         outside.settimeout(0.5)
-        try:  # a gateway of the machine may answer for any address, but not as the host does
+        try:  # a gateway of the machine may answer for any address, but not with an echo
             outside.connect((pair[0].address, 5000))
             outside.sendall(b"hello\n")
             answer = outside.recv(6)
@@ -84,7 +84,7 @@ def test_the_machine_itself_is_not_on_their_network(pair: list[Host]) -> None:
     assert answer != b"hello\n"
 
 
-def test_a_link_breaks_and_heals(pair: list[Host]) -> None:
+def test_link_fails_and_recovers(pair: list[Host]) -> None:
     a, b = pair
     client = stream(b, a.address, 150)
     assert client.stdout.readline()
@@ -114,17 +114,17 @@ def test_no_packet_passes_a_link_that_is_down(which: int, pair: list[Host]) -> N
 
 
 @pytest.mark.exclusive("measures the rate of a link")
-def test_rate_is_that_of_the_link() -> None:
+def test_rate_limit_of_a_link() -> None:
     size, rate = 1_000_000, 20_000_000
     with hosts(2, rate=rate) as (a, b):
         echo(a, a.address)
         client = b.start([sys.executable, "-c", BULK, a.address, str(size)], stdout=subprocess.PIPE, text=True)
         seconds = float(client.communicate(timeout=30)[0])
-    one_way = size * 8 / rate  # the whole line goes out before its answer comes back
+    one_way = size * 8 / rate  # the full line is sent before its echo arrives
     assert 0.9 * 2 * one_way < seconds < 5 * 2 * one_way
 
 
-def test_nothing_stays_behind_after_a_failure() -> None:
+def test_cleanup_after_a_failure() -> None:
     with pytest.raises(ZeroDivisionError), hosts(2) as (a, b):  # noqa: PT012
         names = {a.namespace, b.namespace, a.bridge}
         assert names <= set(namespaces())
@@ -134,7 +134,7 @@ def test_nothing_stays_behind_after_a_failure() -> None:
     assert not names & set(namespaces())
 
 
-def test_what_a_killed_run_left_goes_with_the_next() -> None:
+def test_leftovers_of_a_killed_run_are_removed_by_the_next() -> None:
     code = """
 import sys, time
 from tests.lab.hosts import hosts
@@ -143,7 +143,7 @@ with hosts(1) as (host,):
     time.sleep(60)
 """
     root = Path(__file__).parents[1]
-    with hosts(1) as (mine,):  # skips where there are none
+    with hosts(1) as (mine,):  # skips if hosts are unavailable
         run = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True)
         *names, sleeper = run.stdout.readline().split()
         run.kill()

@@ -1,4 +1,4 @@
-"""Tests are divided into slices and lanes, and the table of times names what is slow."""
+"""Slices and lanes of tests, and the table of slow tests."""
 
 import fcntl
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from tests.lab.lanes import SLICES, lane, lines_of, read_marks, slice_of
 
 
-def test_a_slice_is_a_matter_of_the_id_alone() -> None:
-    """Of many tests each slice has about as many, and no other test moves one."""
+def test_slice_depends_only_on_the_test_id() -> None:
+    """Slices have about equal sizes, and other tests do not change the slice of a test."""
     ids = [f"tests/parallel/test_axes.py::test_float32[llama-{number}]" for number in range(1000)]
     slices = [slice_of(name) for name in ids]
     assert set(slices) == set(range(1, SLICES + 1))
@@ -29,7 +29,7 @@ def test_marks_are_read_from_the_files(tmp_path: Path) -> None:
 
 
 def can_lock(root: Path, mode: int) -> bool:
-    """Whether another worker's test could begin."""
+    """True if a test of another worker could start."""
     with (root / "pyproject.toml").open() as file:
         try:
             fcntl.flock(file, mode | fcntl.LOCK_NB)
@@ -39,7 +39,7 @@ def can_lock(root: Path, mode: int) -> bool:
         return True
 
 
-def test_beside_any_test_no_exclusive_one_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_exclusive_test_waits_for_running_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     (tmp_path / "pyproject.toml").touch()
     with lane(tmp_path, exclusive=False):
@@ -48,7 +48,7 @@ def test_beside_any_test_no_exclusive_one_begins(monkeypatch: pytest.MonkeyPatch
     assert can_lock(tmp_path, fcntl.LOCK_EX)
 
 
-def test_beside_an_exclusive_test_no_other_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tests_wait_for_an_exclusive_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     (tmp_path / "pyproject.toml").touch()
     with lane(tmp_path, exclusive=True):
@@ -56,7 +56,7 @@ def test_beside_an_exclusive_test_no_other_begins(monkeypatch: pytest.MonkeyPatc
     assert can_lock(tmp_path, fcntl.LOCK_SH)
 
 
-def test_the_table_gives_reasons_and_asks_for_missing_ones() -> None:
+def test_table_shows_reasons_and_asks_for_missing_reasons() -> None:
     lines = lines_of([("a::slow", 30.0), ("b::slow", 21.5), ("c::quick", 3.25)], {"a::slow": "trains a real model"})
     assert lines == [
         "  30.0 s  a::slow  (trains a real model)",

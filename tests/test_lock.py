@@ -1,4 +1,4 @@
-"""Locks on files: who holds them, that they outlive no process, and that a moved folder takes its lock along."""
+"""File locks: holders, release at process exit, and moved folders."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ time.sleep(60)
 """
 
 
-def test_one_holder_at_a_time_who_is_named(tmp_path: Path) -> None:
+def test_exclusive_lock_names_its_holder(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     lock = take_lock(path)
     assert lock is not None
@@ -34,7 +34,7 @@ def test_one_holder_at_a_time_who_is_named(tmp_path: Path) -> None:
     assert take_lock(path) is not None
 
 
-def test_shared_holders_exclude_one_alone(tmp_path: Path) -> None:
+def test_shared_locks_exclude_an_exclusive_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     first, second = take_lock(path, shared=True), take_lock(path, shared=True)
     assert first is not None
@@ -45,7 +45,7 @@ def test_shared_holders_exclude_one_alone(tmp_path: Path) -> None:
     assert take_lock(path) is not None
 
 
-def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+def test_lock_is_released_when_its_holder_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -56,7 +56,7 @@ def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
         assert take_lock(path) is not None
 
 
-def test_a_fork_holds_on(tmp_path: Path) -> None:
+def test_fork_keeps_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     lock = take_lock(path)
     assert lock is not None
@@ -70,7 +70,7 @@ def test_a_fork_holds_on(tmp_path: Path) -> None:
     assert take_lock(path) is not None
 
 
-def test_a_moved_folder_takes_its_lock_along(tmp_path: Path) -> None:
+def test_lock_moves_with_its_folder(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert take_lock(tmp_path / "run" / "lock") is not None
     (tmp_path / "run").rename(tmp_path / "aside")
@@ -79,7 +79,7 @@ def test_a_moved_folder_takes_its_lock_along(tmp_path: Path) -> None:
     assert take_lock(tmp_path / "aside" / "lock") is None
 
 
-def test_a_file_that_names_nobody(tmp_path: Path) -> None:
+def test_file_without_a_holder(tmp_path: Path) -> None:
     (tmp_path / "lock").write_bytes(b"\xff" * 10_000)
     assert read_holder(tmp_path / "lock") is None
     assert read_holder(tmp_path / "missing") is None

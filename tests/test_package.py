@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what is in them, and a run from a wheel in an environment without the repository."""
+"""Contents of wheel and sdist, and a run from an installed wheel without the repository."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[1]
 OUTPUTS = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "models", "build", "dist")
-SMALL = (  # the recipe of `weft train`, on little text, with a small model
+SMALL = (  # the recipe of `weft train` with little text and a small model
     "train.steps=3",
     "train.evaluate_every=0",
     "data.source=text",
@@ -31,7 +31,7 @@ SMALL = (  # the recipe of `weft train`, on little text, with a small model
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the sdist and the wheel, built by `python -m build` from a copy of the sources."""
+    """Folder with sdist and wheel, built by `python -m build` from a copy of the sources."""
     folder = tmp_path_factory.mktemp("package")
     shutil.copytree(ROOT, folder / "source", ignore=OUTPUTS)
     argv = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(folder / "source")]
@@ -58,7 +58,7 @@ def test_wheel_holds_every_module_recipe_and_the_license(wheel: Path) -> None:
     assert license == (ROOT / "LICENSE").read_text()
 
 
-def test_sdist_holds_what_the_front_page_links_to(dist: Path) -> None:
+def test_sdist_holds_files_linked_from_the_readme(dist: Path) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").iterdir() if path.is_file()}
@@ -101,7 +101,7 @@ def install(wheel: Path, environment: Path) -> None:
 
 
 def run(environment: Path, folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of an environment in a folder; nothing of this process' Python paths reaches it."""
+    """Run a program of an environment in a folder, without the Python paths of this process."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     argv = [str(environment / "bin" / program), *arguments]
     result = subprocess.run(argv, cwd=folder, env=clean, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Plans: degrees, the table of excluded settings, and what resolving does."""
+"""Plans: degrees, rules about excluded settings, and resolution."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from weft.errors import PlanError
 from weft.plan import RULES, Comm, Memory, Parallel, Pipeline, Plan, Precision
 
 
-def test_what_is_left_goes_to_dp_shard() -> None:
+def test_dp_shard_takes_the_remaining_ranks() -> None:
     plan = Plan(parallel=Parallel(dp_replicate=2)).resolve(8)
     assert plan.parallel.dp_shard == 4
     assert plan.parallel.data_ranks == 8
@@ -37,7 +37,7 @@ def test_degrees_that_do_not_fit(parallel: dict[str, int], world_size: int, word
         {"reduce_dtype": "fp16"},
     ],
 )
-def test_excluded_formats(precision: dict[str, str]) -> None:
+def test_excluded_dtypes(precision: dict[str, str]) -> None:
     with pytest.raises(PlanError):
         Plan(precision=Precision(**precision)).resolve(1)  # type: ignore[arg-type]
 

@@ -1,14 +1,14 @@
-"""What `weft calibrate` finds of one card, and how far its predictions for twelve jobs on that card are off.
+"""Calibration of one accelerator, and the error of its predictions for twelve jobs.
 
     python benchmarks/gpu/calibrate.py
-    python benchmarks/gpu/calibrate.py --small    # the same jobs of small models, also without an accelerator
+    python benchmarks/gpu/calibrate.py --small    # the same jobs with small models, also without an accelerator
 
-A dense Llama and a Qwen3-MoE are trained for a few steps each, with short and long rows, few and many of them, and with ways to
-hold less. Seconds of a step are predicted twice, by formula and by operators that are timed on the card, and bytes by a dry
-run; measured are the median of the steps, the first two left out, and the most bytes that the allocator has given out (without
-an accelerator: those of the process, which are not judged).
+A dense Llama and a Qwen3-MoE are trained for a few steps each, with short and long rows, few and many rows, and with memory
+options. Seconds of a step are predicted twice, by formula and from operators timed on the device, and bytes by a dry run.
+Measured are the median of the steps without the first two, and the peak of the allocator (without an accelerator: the memory
+of the process, which is not scored).
 
-Exit code 1 if steps by operators are off by more than 10 % in the mean, or bytes by more than 5 %.
+Exit code 1 if predictions from operators are off by more than 10 % in the mean, or bytes by more than 5 %.
 """
 
 import argparse
@@ -50,11 +50,11 @@ PLANS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "2 rows, blocks recomputed": (1, 2, {"memory": {"recompute": ["block"]}}),
     "2 rows, split weights": (1, 2, {"precision": {"weights": "split"}}),
 }
-COLUMNS = ("by formula, s", "by operators, s", "measured, s", "predicted GiB", "measured GiB", "off")
+COLUMNS = ("by formula, s", "by operators, s", "measured, s", "predicted GiB", "measured GiB", "error")
 
 
 def jobs(small: bool, folder: Path) -> dict[str, Job]:
-    """Of all models and plans, two micro-batches a step."""
+    """Jobs of all models and plans, with two micro-batches per step."""
     found = {}
     seq_len = 256 if small else SEQ_LEN
     for model, full in MODELS.items():
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     small = parser.parse_args().small
     machine, missed = calibrate(1)
-    print(f"products within {missed:.0%}:\n{machine.to_toml()}", flush=True)
+    print(f"matmul error {missed:.0%}:\n{machine.to_toml()}", flush=True)
     cluster = machine.cluster()
     table = Table("job", *(Column(name, justify="right") for name in COLUMNS))
     seconds_off, bytes_off = [], []
@@ -95,7 +95,7 @@ def main() -> None:
             by_formula = formula(job, 1, cluster)
             traces = trace_stages(job, 1, detect().type)
             by_operators = time_step(job, traces, cluster, by_formula).seconds * machine.operators_scalar
-            rows = read_run(train(job, ranks=1, say=lambda line: None)).rows[WARM_UP:]
+            rows = read_run(train(job, ranks=1, log=lambda line: None)).rows[WARM_UP:]
             measured = statistics.median(row.step_seconds for row in rows)
             peak, held = traces[0].count.peak, max(row.peak_memory_bytes for row in rows)
             seconds_off.append(abs(by_operators / measured - 1))
@@ -105,7 +105,7 @@ def main() -> None:
             table.add_row(title, *cells, f"{by_operators / measured - 1:+.1%}, {peak / held - 1:+.1%}")
     Console(width=170).print(table)
     time, memory = statistics.mean(seconds_off), statistics.mean(bytes_off)
-    print(f"in the mean {time:.1%} off in seconds and {memory:.1%} in bytes")
+    print(f"mean error: {time:.1%} in seconds, {memory:.1%} in bytes")
     bytes_count = torch.accelerator.is_available()
     raise SystemExit(1 if time > SECONDS_OFF or (bytes_count and memory > BYTES_OFF) else 0)
 

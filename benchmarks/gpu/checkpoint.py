@@ -1,14 +1,16 @@
-"""What a checkpoint of 8 billion parameters costs one accelerator.
+"""Cost of a checkpoint of 8 billion parameters for training on one accelerator.
 
     python benchmarks/gpu/checkpoint.py [--folder DIR] [--blocks 32]     # about five minutes on an H100
 
-A model of the shape of Llama-3-8B is trained on one device, weights and moments in bf16, as they fit in 80 GB. In turn, some
-steps are taken with nothing saved, and some with a snapshot before the first of them. A snapshot copies the state into pinned
-host memory on a stream of its own, beside the next forward and backward; the update waits for it. Printed are the seconds
-that the snapshot took from training (the call, and what its first step took longer than a step of the turn before), the
-slow-down of the steps after that while the file is digested and written, and the bytes.
+A model of the shape of Llama-3-8B is trained on one device, with weights and moments in bf16 so that they fit in 80 GB. In
+turn, some steps run without a save, and some with a snapshot before the first of them. A snapshot copies the state into pinned host
+memory on its own stream, overlapped with the next forward and backward; the update waits for it. Printed are
 
-Needs host memory for the state (48 GB, pinned) and as much on the disk.
+- blocked: the seconds of the call, plus the extra time of its first step over a step of the turn before;
+- the slow-down of the following steps, while the file is digested and written;
+- the bytes.
+
+Needs host memory for the state (48 GB, pinned) and the same space on disk.
 """
 
 import argparse
@@ -65,20 +67,20 @@ def seconds_of_steps(device: Device, step: Any, count: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where to save; default a temporary folder")
-    parser.add_argument("--blocks", type=int, default=32, help="fewer for a smaller device")
+    parser.add_argument("--folder", type=Path, help="folder for the checkpoints; default: a temporary folder")
+    parser.add_argument("--blocks", type=int, default=32, help="blocks of the model; fewer for a smaller device")
     chosen = parser.parse_args()
     device = detect()
     _, world_size, local_rank = connect(device)
-    place = device.torch_device(local_rank)
+    torch_device = device.torch_device(local_rank)
     precision = Precision(param_dtype="bf16", update="bf16", reduce_dtype="bf16")
     plan = Plan(parallel=Parallel(zero=0), precision=precision).resolve(world_size)
-    mesh = build_mesh(plan, place.type, world_size)
+    mesh = build_mesh(plan, torch_device.type, world_size)
     source = Model(config={**LLAMA_8B, "num_hidden_layers": chosen.blocks})
     model: Any = build_on_meta(read_config(source), DTYPES[precision.update])
     anatomy = read_anatomy(model)
     parallelize(model, plan, mesh)
-    allocate(model, place)
+    allocate(model, torch_device)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
@@ -87,32 +89,32 @@ def main() -> None:
     model.gradient_checkpointing_enable()
     model.train()
     optimizer = build_optimizer(model, Optimizer(lr=1e-6))
-    batch = [random_batch(LLAMA_8B["vocab_size"], 1, SEQ_LEN, place, 0)]  # type: ignore[arg-type]
+    batch = [random_batch(LLAMA_8B["vocab_size"], 1, SEQ_LEN, torch_device, 0)]  # type: ignore[arg-type]
 
     def step() -> None:
         train_step(model, optimizer, batch, plan, mesh, LossScale(), 1.0)
 
     job = Job(model=source, plan=plan, checkpoint=Checkpoint(every=1))
-    snapshots = Snapshots(job, model, anatomy, optimizer, device, place, mesh)
+    snapshots = Snapshots(job, model, anatomy, optimizer, device, torch_device, mesh)
     seconds_of_steps(device, step, 3)
     blocked, slower = [], []
     with TemporaryDirectory(dir=chosen.folder) as folder:
         target = Target(Path(folder), True, keep=1, keep_hours=0)
-        for number in range(REPEATS + 1):
+        for index in range(REPEATS + 1):
             alone = statistics.median(seconds_of_steps(device, step, STEPS))
             begin = time.perf_counter()
-            snapshots.take(Position(step=number, next_batch=number, loss_scale=LossScale()), target)
+            snapshots.take(Position(step=index, next_batch=index, loss_scale=LossScale()), target)
             call = time.perf_counter() - begin
-            first, *others = seconds_of_steps(device, step, STEPS)
+            first, *later = seconds_of_steps(device, step, STEPS)
             snapshots.finish()
             print(
-                f"snapshot {number}: call {call:.3f} s, first step {first:.3f} s, others {statistics.median(others):.3f} s"
-                f" (alone {alone:.3f}), written after {snapshots.finished - begin:.1f} s",
+                f"snapshot {index}: call {call:.3f} s, first step {first:.3f} s, later steps {statistics.median(later):.3f} s"
+                f" ({alone:.3f} without a save), on disk after {snapshots.finished - begin:.1f} s",
                 flush=True,
             )
-            if number:  # the first one makes the buffer
+            if index:  # the first snapshot allocates the buffer
                 blocked.append(call + first - alone)
-                slower.append(statistics.median(others) / alone - 1)
+                slower.append(statistics.median(later) / alone - 1)
         size = verify_folder(folder_of(Path(folder), REPEATS)).bytes
     print(
         f"{anatomy.parameters / 1e9:.2f} billion parameters in bf16: {size / 2**30:.1f} GiB; blocked "

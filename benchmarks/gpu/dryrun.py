@@ -1,12 +1,12 @@
-"""The dry run on one accelerator: predicted against measured peak memory, with and without full recompute.
+"""Dry run on one accelerator: predicted and measured peak memory, with and without full recompute.
 
     python benchmarks/gpu/dryrun.py            # about three minutes on an H200
 
 A Llama of 1.2 billion parameters (the shape of Llama-3.2-1B) and a Qwen3-MoE of 3.1 billion train for a few steps at sequence
-4096 in bf16 with float32 updates, by ZeRO stages 0 and 3 on one rank. Before that, `weft.planner.dryrun.trace` predicts the peak of
-each without the device. Measured is the largest number of bytes allocated during a step after the first, as the caching
-allocator counts it: with its rounding, and with the workspaces of the libraries, which a dry run does not know. Recompute is
-that of Transformers, as `model.config.gradient_checkpointing = true` switches it on.
+length 4096 in bf16 with float32 updates, by ZeRO stages 0 and 3 on one rank. Before that, `weft.planner.dryrun.trace` predicts
+the peak of each without the device. Measured is the largest number of bytes allocated during a step after the first, as the
+caching allocator counts it: with its rounding, and with the workspaces of libraries, which a dry run does not know. Recompute
+is that of Transformers, switched on by `model.config.gradient_checkpointing = true`.
 
 Exit code 1 if a prediction is off by more than 5 %.
 """
@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def job_for(model: dict[str, Any], recompute: bool, zero: int, rows: int, seq_len: int) -> Job:
-    """A job of one micro-batch a step, of whole rows."""
+    """Job with one micro-batch per step and full rows."""
     return Job.parse(
         {
             "model": {"config": {**model, "gradient_checkpointing": recompute}},
@@ -75,16 +75,16 @@ def job_for(model: dict[str, Any], recompute: bool, zero: int, rows: int, seq_le
     )
 
 
-def measure(job: Job, device: Device, place: torch.device, steps: int) -> int:
+def measure(job: Job, device: Device, torch_device: torch.device, steps: int) -> int:
     """Largest number of bytes allocated during steps after the first."""
     plan = job.plan.resolve(1)
-    mesh = build_mesh(plan, place.type, 1)
+    mesh = build_mesh(plan, torch_device.type, 1)
     model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
     parallelize(model, plan, mesh)
-    materialize(model, job.model, place)
+    materialize(model, job.model, torch_device)
     model.train()
     optimizer = build_optimizer(model, job.optimizer)
-    batches = assumed_batches(job.model_copy(update={"plan": plan}), place)
+    batches = assumed_batches(job.model_copy(update={"plan": plan}), torch_device)
     for step in range(1 + steps):
         if step == 1:
             device.reset_peak_memory()
@@ -101,16 +101,16 @@ def main() -> None:
     arguments = parser.parse_args()
     device = detect()
     if device.type == "cpu":
-        raise SystemExit("there is no accelerator here: this benchmark needs one")
+        raise SystemExit("no accelerator found; this benchmark needs one")
     jobs = {
         (name, zero, recompute): job_for(config, recompute, zero, arguments.rows, arguments.seq_len)
         for name, config in MODELS.items()
         for zero, recompute in ((0, False), (3, False), (3, True))
     }
-    # In processes of their own, and before this one touches the device.
+    # Predictions run in separate processes, before this one uses the device.
     predictions = {key: trace(job, 1, [0], device.type)[0] for key, job in jobs.items()}
     _, _, local_rank = connect(device)
-    place = device.torch_device(local_rank)
+    torch_device = device.torch_device(local_rank)
     print(f"{arguments.rows} x {arguments.seq_len} tokens a step, on {device.name}")
     print(
         f"{'model':16} {'zero':>4} {'recompute':>9} {'predicted GiB':>13} {'measured GiB':>12} {'off by':>7}  dry run"
@@ -118,7 +118,7 @@ def main() -> None:
     worst = 0.0
     for (name, zero, recompute), job in jobs.items():
         found = predictions[name, zero, recompute]
-        measured = measure(job, device, place, arguments.steps)
+        measured = measure(job, device, torch_device, arguments.steps)
         gc.collect()
         torch.accelerator.empty_cache()
         off = found.count.peak / measured - 1

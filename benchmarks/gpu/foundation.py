@@ -1,14 +1,14 @@
-"""Weft on one accelerator: the same numbers as on CPU, and its speed and memory beside plain Transformers.
+"""Weft on one accelerator: parity with the CPU, and speed and memory beside plain Transformers.
 
-    python benchmarks/gpu/foundation.py            # about five minutes on an H200
+    python benchmarks/gpu/foundation.py            # about five minutes on an H100
 
 Part 1 trains a tiny Llama and a tiny Qwen3-MoE for three steps on the accelerator and on the CPU, in float32 without TF32, and
-prints how far losses, gradient norms and weights are apart. Part 2 trains a Llama of 1.2 billion parameters (the shape of
-Llama-3.2-1B) at sequence 4096 in bf16, in turn with Weft and the plain model, and prints tokens/s, MFU and peak memory, each
-with its spread over the repeats.
+prints the differences of losses and weights. Part 2 trains a Llama of 1.2 billion parameters (the shape of Llama-3.2-1B) at
+sequence length 4096 in bf16, in turn with Weft and the plain model, and prints tokens/s, MFU and peak memory, with the spread
+over the repeats.
 
-MFU = tokens/s x (6 N + 6 layers seq_len width) / peak FLOP/s, N = all parameters that multiply (the tied head counts, the
-embedding does not), the second term causal attention; see src/weft/anatomy/flops.py.
+MFU = tokens/s x (6 N + 6 layers seq_len width) / peak FLOP/s. N is the number of parameters of matmuls (the tied head counts,
+the embedding does not), the second term is causal attention; see src/weft/anatomy/flops.py.
 """
 
 import argparse
@@ -58,19 +58,21 @@ SETTINGS = Optimizer(lr=1e-4, eps=1e-6)
 Step = Callable[[MicroBatch], float]
 
 
-def random_batch(vocab_size: int, rows: int, seq_len: int, place: torch.device, seed: int) -> MicroBatch:
-    tokens = torch.randint(vocab_size, (rows, seq_len + 1), generator=torch.Generator().manual_seed(seed)).to(place)
-    positions = torch.arange(seq_len, device=place).repeat(rows, 1)
+def random_batch(vocab_size: int, rows: int, seq_len: int, torch_device: torch.device, seed: int) -> MicroBatch:
+    tokens = torch.randint(vocab_size, (rows, seq_len + 1), generator=torch.Generator().manual_seed(seed)).to(
+        torch_device
+    )
+    positions = torch.arange(seq_len, device=torch_device).repeat(rows, 1)
     return MicroBatch(tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous())
 
 
-def weft_trainer(source: Model, precision: Precision, place: torch.device) -> tuple[Step, Any]:
-    """A step of Weft on one rank, and the model."""
+def weft_trainer(source: Model, precision: Precision, torch_device: torch.device) -> tuple[Step, Any]:
+    """Training step of Weft on one rank, and the model."""
     plan = Plan(precision=precision).resolve(1)
-    mesh = build_mesh(plan, place.type, 1)
+    mesh = build_mesh(plan, torch_device.type, 1)
     model = build_on_meta(read_config(source), DTYPES[precision.update])
     parallelize(model, plan, mesh)
-    materialize(model, source, place)
+    materialize(model, source, torch_device)
     model.train()
     optimizer = build_optimizer(model, SETTINGS)
 
@@ -80,16 +82,16 @@ def weft_trainer(source: Model, precision: Precision, place: torch.device) -> tu
     return step, model
 
 
-def plain_trainer(source: Model, weights: torch.dtype, autocast: bool, place: torch.device) -> tuple[Step, Any]:
-    """What a user of plain Transformers writes: SDPA, the model's own loss, fused AdamW, clipping."""
-    model = build_plain(source, read_config(source), weights).to(place)
+def plain_trainer(source: Model, weights: torch.dtype, autocast: bool, torch_device: torch.device) -> tuple[Step, Any]:
+    """Training step of plain Transformers, and the model: SDPA, the model's own loss, fused AdamW, clipping."""
+    model = build_plain(source, read_config(source), weights).to(torch_device)
     model.train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, fused=True
     )
 
     def step(batch: MicroBatch) -> float:
-        with torch.autocast(place.type, torch.bfloat16, enabled=autocast):
+        with torch.autocast(torch_device.type, torch.bfloat16, enabled=autocast):
             loss = model(
                 input_ids=batch.input_ids, labels=batch.input_ids, shift_labels=batch.targets, use_cache=False
             ).loss
@@ -102,13 +104,13 @@ def plain_trainer(source: Model, weights: torch.dtype, autocast: bool, place: to
     return step, model
 
 
-def parity(device: Device, place: torch.device) -> None:
-    """Part 1: three steps on both devices."""
+def parity(device: Device, torch_device: torch.device) -> None:
+    """Part 1: compare three steps on both devices."""
     torch.backends.cuda.matmul.allow_tf32 = False
     print(f"{'model':10} {'loss':>10} {'weights':>10}   largest difference to the CPU, relative")
     for name, config in TINY.items():
         results = []
-        for where in (torch.device("cpu"), place):
+        for where in (torch.device("cpu"), torch_device):
             step, model = weft_trainer(Model(config=config), Precision(param_dtype="fp32"), where)
             losses = torch.tensor([step(random_batch(512, 4, 64, where, seed)) for seed in range(3)])
             results.append((losses, gather_weights(model)))
@@ -119,20 +121,20 @@ def parity(device: Device, place: torch.device) -> None:
         assert loss_error < 1e-5, "the accelerator's loss differs from the CPU's"
 
 
-def speed(device: Device, place: torch.device, rows: int, seq_len: int, repeats: int, steps: int) -> None:
-    """Part 2: in turn, a few steps of each system, with only one of them on the device."""
+def speed(device: Device, torch_device: torch.device, rows: int, seq_len: int, repeats: int, steps: int) -> None:
+    """Part 2: time a few steps of each system in turn, with only one system on the device."""
     source = Model(config=LLAMA_1B)
     config = read_config(source)
     flops = training_flops_per_token(read_anatomy(build_on_meta(config, torch.float32)), config, seq_len)
     peak = device.peak_flops(torch.bfloat16)
     systems: dict[str, Callable[[], tuple[Step, Any]]] = {
-        "Weft, bf16 forward, fp32 update": lambda: weft_trainer(source, Precision(), place),
-        "plain, fp32 weights, bf16 autocast": lambda: plain_trainer(source, torch.float32, True, place),
-        "plain, bf16 weights and moments": lambda: plain_trainer(source, torch.bfloat16, False, place),
+        "Weft, bf16 forward, fp32 update": lambda: weft_trainer(source, Precision(), torch_device),
+        "plain, fp32 weights, bf16 autocast": lambda: plain_trainer(source, torch.float32, True, torch_device),
+        "plain, bf16 weights and moments": lambda: plain_trainer(source, torch.bfloat16, False, torch_device),
     }
     rates: dict[str, list[float]] = {name: [] for name in systems}
     memory: dict[str, int] = {}
-    batches = [random_batch(config.vocab_size, rows, seq_len, place, seed) for seed in range(steps)]
+    batches = [random_batch(config.vocab_size, rows, seq_len, torch_device, seed) for seed in range(steps)]
     for _ in range(repeats):
         for name, make in systems.items():
             step, model = make()
@@ -169,11 +171,11 @@ def main() -> None:
     arguments = parser.parse_args()
     device = detect()
     if device.type == "cpu":
-        raise SystemExit("there is no accelerator here: this benchmark needs one")
+        raise SystemExit("no accelerator found; this benchmark needs one")
     _, _, local_rank = connect(device)
-    place = device.torch_device(local_rank)
-    parity(device, place)
-    speed(device, place, arguments.rows, arguments.seq_len, arguments.repeats, arguments.steps)
+    torch_device = device.torch_device(local_rank)
+    parity(device, torch_device)
+    speed(device, torch_device, arguments.rows, arguments.seq_len, arguments.repeats, arguments.steps)
     dist.destroy_process_group()
 
 

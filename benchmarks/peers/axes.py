@@ -1,4 +1,4 @@
-"""Peers' own ways to split a model by tensors, sequences and experts; steps are as in `peers.systems`."""
+"""Tensor, sequence and expert parallelism of torch and Transformers; steps are as in `peers.systems`."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from weft.train.optimizer import build_optimizer
 
 
 def build_torch_plain(workload: Workload) -> Step:
-    """A hand-written loop on one rank."""
+    """Hand-written torch loop on one rank."""
     model = workload.untouched_model().train()
     optimizer = build_optimizer(model, SETTINGS)
 
@@ -42,7 +42,7 @@ def build_torch_plain(workload: Workload) -> Step:
 
 
 def build_torch_tensor_parallel(workload: Workload, sequence_parallel: bool) -> Step:
-    """A Llama under `parallelize_module`, as PyTorch's tutorial on tensor parallelism has it, with `loss_parallel`.
+    """Llama under `parallelize_module` and `loss_parallel`, as in PyTorch's tutorial on tensor parallelism.
 
     Attention works on the local tensors of this rank's heads.
     """
@@ -50,10 +50,10 @@ def build_torch_tensor_parallel(workload: Workload, sequence_parallel: bool) -> 
     model: Any = workload.untouched_model().train()
     hidden = Shard(1) if sequence_parallel else Replicate()
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    whole: Any = {"hidden_states": hidden}, {"hidden_states": Replicate()}
+    layouts: Any = {"hidden_states": hidden}, {"hidden_states": Replicate()}
     block_plan: dict[str, Any] = {
         **{name: ColwiseParallel() for name in names},
-        "self_attn": PrepareModuleInput(input_kwarg_layouts=whole[0], desired_input_kwarg_layouts=whole[1]),
+        "self_attn": PrepareModuleInput(input_kwarg_layouts=layouts[0], desired_input_kwarg_layouts=layouts[1]),
         "self_attn.o_proj": RowwiseParallel(output_layouts=hidden),
         "mlp": PrepareModuleInput(input_layouts=hidden, desired_input_layouts=Replicate()),
         "mlp.down_proj": RowwiseParallel(output_layouts=hidden),
@@ -71,7 +71,9 @@ def build_torch_tensor_parallel(workload: Workload, sequence_parallel: bool) -> 
     optimizer = build_optimizer(model, SETTINGS)
 
     def step(rows: Tensor) -> float:
-        positions = torch.arange(rows.shape[1]).expand_as(rows)  # else Transformers counts this rank's tokens
+        positions = torch.arange(rows.shape[1]).expand_as(
+            rows
+        )  # by default Transformers numbers only this rank's tokens
         targets = F.pad(rows[:, 1:], (0, 1), value=-100)
         logits = model(input_ids=rows, position_ids=positions, use_cache=False).logits
         with loss_parallel():
@@ -80,7 +82,7 @@ def build_torch_tensor_parallel(workload: Workload, sequence_parallel: bool) -> 
         clip_gradients(model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        return whole_value(loss).item()
+        return full_value(loss).item()
 
     return step
 
@@ -89,40 +91,40 @@ def build_transformers(workload: Workload, folder: str, degrees: dict[str, int])
     """Transformers' own parallel runtime, with its own plans for this family.
 
     Args:
-        workload: its model is the one in the folder.
-        folder: written by `save_pretrained`.
+        workload: workload whose model is in the folder.
+        folder: model folder, written by `save_pretrained`.
         degrees: tp_size, fsdp_size and ep_size of its DistributedConfig.
     """
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(**degrees)  # type: ignore[arg-type]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).train()
-    data_ranks, own = config.fsdp_size or 1, dist.get_rank() // (config.tp_size or 1)
+    data_ranks, data_rank = config.fsdp_size or 1, dist.get_rank() // (config.tp_size or 1)
     optimizer = build_optimizer(model, SETTINGS)
 
     def step(rows: Tensor) -> float:
-        share = rows.chunk(data_ranks)[own].contiguous()
+        share = rows.chunk(data_ranks)[data_rank].contiguous()
         loss = model(input_ids=share, labels=share, use_cache=False).loss
         loss.backward()
         clip_gradients(model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        return whole_value(loss).item()
+        return full_value(loss).item()
 
     return step
 
 
-def whole_value(tensor: Tensor) -> Tensor:
-    """A tensor, of a DTensor all of it."""
+def full_value(tensor: Tensor) -> Tensor:
+    """Full tensor of a DTensor; a plain tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """`clip_grad_norm_`, which does not take plain tensors and DTensors, or DTensors of several meshes, together."""
+    """`clip_grad_norm_` for a mix of plain tensors and DTensors of several meshes, which torch's refuses."""
     by_mesh: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         by_mesh[getattr(gradient, "device_mesh", None)].append(gradient)
-    norms = [whole_value(nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+    norms = [full_value(nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
     factor = min(1.0, SETTINGS.clip_norm / (torch.stack(norms).norm().item() + 1e-6))
     for gradients in by_mesh.values():
         torch._foreach_mul_(gradients, factor)

@@ -1,4 +1,4 @@
-"""Systems in one cell of a table, beside one Weft rank that stays alive for all cells of a model."""
+"""Comparison of systems in one cell of a table with one Weft rank, which lives for all cells of a model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,29 +12,29 @@ from peers.workload import Workload
 
 @dataclass(frozen=True)
 class Base:
-    """Weft on one rank."""
+    """Weft on one rank, the base of comparison."""
 
     system: System
     losses: list[float]
 
 
 class Result(NamedTuple):
-    """One system in one cell."""
+    """Result of one system in one cell."""
 
     distance: float
-    """Of its first losses from those of the base."""
+    """Largest difference of its first losses from those of the base."""
     speeds: list[float]
-    """Tokens a second, one a repeat."""
+    """Tokens per second of each repeat."""
     core_seconds: list[float]
-    """Of a step on all ranks together, one a repeat."""
+    """CPU seconds of a step, summed over ranks, for each repeat."""
     communication: float
-    """Share of rank 0's time; 0 on one rank."""
+    """Share of rank 0's time in communication; 0 with one rank."""
     bytes: float
-    """Sent by rank 0 in a step; 0 where nobody counts."""
+    """Bytes sent by rank 0 in a step; 0 for systems other than Weft, which are not counted."""
 
 
 def start_base(workload: Workload, build: Callable[[], Step], checked: int) -> Base:
-    """Start the one rank and let it take its first steps."""
+    """Start the base and run its first steps."""
     system = start(Job("weft, one rank", workload, 1, build))
     wait_built(system)
     return Base(system, take_turn(system, checked).losses)
@@ -43,17 +43,17 @@ def start_base(workload: Workload, build: Callable[[], Step], checked: int) -> B
 def measure(
     builders: Mapping[str, Callable[[], Step]], ranks: int, base: Base, repeats: int, steps: int
 ) -> tuple[list[float], dict[str, Result]]:
-    """First steps of each system, then repeats in which each takes a turn, then watched steps.
+    """Run the first steps of each system, then repeats in which each takes a turn, then profiled steps.
 
     Args:
-        builders: by system, weft among them.
-        ranks: of each.
-        base: takes a turn in every repeat, too.
+        builders: builders by system, including "weft".
+        ranks: number of ranks of each system.
+        base: the base, which takes a turn in every repeat, too.
         repeats: turns of each system.
-        steps: of a turn.
+        steps: steps of a turn.
 
     Returns:
-        Tokens a second of the base in each repeat, and the results by system.
+        Tokens per second of the base in each repeat, and the results by system.
     """
     running = [start(Job(name, base.system.job.workload, ranks, build)) for name, build in builders.items()]
     for system in running:
@@ -70,11 +70,11 @@ def measure(
     return base_speeds, dict(zip(builders, results, strict=True))
 
 
-COLUMNS = ("system", "tokens/s: median (min-max)", "/ one Weft rank", "Weft / system")
+COLUMNS = ("system", "tokens/s: median (min-max)", "over one Weft rank", "Weft / system")
 
 
 def columns_of(name: str, results: dict[str, Result], base_speeds: list[float]) -> list[str]:
-    """What `COLUMNS` say of one system."""
+    """Table cells of one system, for `COLUMNS`."""
     speeds = results[name].speeds
     return [
         name,

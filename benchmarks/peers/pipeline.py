@@ -1,6 +1,6 @@
-"""A model in stages: torch's own schedules on stages that are cut by hand, and Weft's on stages made slow by a known time.
+"""Pipelines: torch's schedules on stages cut by hand, and Weft's schedules on stages that sleep for a known time.
 
-Steps are as in `peers.systems`; every rank takes all rows.
+Steps are as in `peers.systems`; every rank gets all rows.
 """
 
 import time
@@ -18,14 +18,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from weft.data import IGNORED
-from weft.parallel.pipeline.weight_gradients import WeightGradients
+from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.train.optimizer import build_optimizer
 
 # torch's own schedules
 
 
 class LlamaStage(nn.Module):
-    """Some blocks of a Llama, with the embedding before the first and the head behind the last."""
+    """Stage of a Llama: some blocks, with the embedding before the first block and the head after the last one."""
 
     def __init__(self, model: Any, blocks: range):
         super().__init__()
@@ -46,18 +46,18 @@ class LlamaStage(nn.Module):
 def build_torch_pipeline(
     workload: Workload, schedule: str, blocks: list[range], ranks: tuple[int, ...], micro_batches: int
 ) -> Step:
-    """A schedule of `torch.distributed.pipelining`, run and clipped as torchtitan does.
+    """Training step by a schedule of `torch.distributed.pipelining`, run and clipped as in torchtitan.
 
     Args:
-        workload: a Llama.
-        schedule: as `get_schedule_class` knows it.
-        blocks: of each stage.
-        ranks: of each stage.
-        micro_batches: of a step.
+        workload: workload with a Llama.
+        schedule: name for `get_schedule_class`.
+        blocks: blocks of each stage.
+        ranks: rank of each stage.
+        micro_batches: micro-batches per step.
     """
     stages = [
-        PipelineStage(LlamaStage(workload.untouched_model(), part), number, len(blocks), torch.device("cpu"))
-        for number, (part, rank) in enumerate(zip(blocks, ranks, strict=True))
+        PipelineStage(LlamaStage(workload.untouched_model(), part), index, len(blocks), torch.device("cpu"))
+        for index, (part, rank) in enumerate(zip(blocks, ranks, strict=True))
         if rank == dist.get_rank()
     ]
     model = nn.ModuleList(stage.submod for stage in stages).train()
@@ -93,7 +93,7 @@ def _mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Seconds(NamedTuple):
-    """What each action of a stage takes."""
+    """Seconds of each action of a stage."""
 
     forward: float
     backward_input: float
@@ -101,19 +101,19 @@ class Seconds(NamedTuple):
 
 
 def build_slow_weft(workload: Workload, plan: dict[str, Any], micro_batches: int, seconds: Seconds) -> Step:
-    """Weft's own step, where every block sleeps in its forward and in both parts of its backward.
+    """Training step of Weft in which every block sleeps in its forward and in both parts of its backward.
 
     Args:
-        workload: a Llama of one block a stage.
+        workload: workload with a Llama of one block per stage.
         plan: tables of a plan.
-        micro_batches: of a step.
-        seconds: of sleep.
+        micro_batches: micro-batches per step.
+        seconds: seconds of sleep in each action.
     """
     model, resolved, mesh = build_weft_model(workload, plan)
 
     def slow_down(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *others = args
-        return _Slow.apply(hidden, seconds, model.pipeline.queue), *others
+        hidden, *rest = args
+        return _Slow.apply(hidden, seconds, model.pipeline.queue), *rest
 
     for block in model.modules():
         if isinstance(block, LlamaDecoderLayer):
@@ -121,8 +121,8 @@ def build_slow_weft(workload: Workload, plan: dict[str, Any], micro_batches: int
     return weft_step(model, resolved, mesh, micro_batches)
 
 
-class SlowProduct(NamedTuple):
-    """In the queue of Weft's `Product`s: a gradient that takes a known time."""
+class SlowMatmul(NamedTuple):
+    """Entry of Weft's weight-gradient queue, like `DeferredMatmul`, that takes a known time."""
 
     weight: Tensor
     seconds: float
@@ -133,10 +133,10 @@ class SlowProduct(NamedTuple):
 
 
 class _Slow(torch.autograd.Function):
-    """Passes hidden states on, and their gradient."""
+    """Identity that sleeps in forward and in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, seconds: Seconds, queue: WeightGradients | None) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, seconds: Seconds, queue: WeightGradientQueue | None) -> Tensor:
         ctx.seconds, ctx.queue = seconds, queue
         time.sleep(seconds.forward)
         return hidden.view_as(hidden)
@@ -148,5 +148,5 @@ class _Slow(torch.autograd.Function):
         if ctx.queue is None:
             time.sleep(ctx.seconds.backward_weight)
         else:
-            ctx.queue.products.append(SlowProduct(torch.zeros((), requires_grad=True), ctx.seconds.backward_weight))
+            ctx.queue.pending.append(SlowMatmul(torch.zeros((), requires_grad=True), ctx.seconds.backward_weight))
         return gradient, None, None

@@ -1,8 +1,8 @@
-"""The systems, on data-parallel ranks: each function builds the model in one system's own idiom and returns its step.
+"""Builders of the compared systems on data-parallel ranks: each builds the model in the system's idiom, and returns its step.
 
-A step takes the rows of all ranks, int64 [global_batch, seq_len], of which this rank works on its share; it updates the
-weights once, and returns a loss to log: the mean over this rank's tokens, or over those of all ranks. The default process
-group exists when a function is called. Peers are imported where they are used: each is optional.
+A step gets the rows of all ranks, int64 [global_batch, seq_len], and computes this rank's share. It updates the weights once,
+and returns a loss to log: the mean over the tokens of this rank, or of all ranks. The default process group must exist. Each
+system is imported where it is used, because all of them are optional.
 """
 
 from collections.abc import Callable
@@ -37,22 +37,22 @@ Step = Callable[[Tensor], float]
 
 
 def own_rows(rows: Tensor) -> Tensor:
-    """This rank's share where every rank is a data rank."""
+    """Rows of this rank, if every rank is a data rank."""
     return rows.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
 
 
 def build_weft(workload: Workload, zero: int, dtype: str) -> Step:
-    """Weft's own step on the untouched model."""
+    """Training step of Weft on the untouched model, by ZeRO stage and dtype."""
     return build_weft_plan(workload, {"parallel": {"zero": zero}, "precision": {"param_dtype": dtype}})
 
 
 def build_weft_plan(workload: Workload, tables: dict[str, Any], micro_batches: int = 1) -> Step:
-    """Weft's own step on the untouched model, under any plan."""
+    """Training step of Weft on the untouched model, under any plan."""
     return weft_step(*build_weft_model(workload, tables), micro_batches)
 
 
 def build_weft_model(workload: Workload, tables: dict[str, Any]) -> tuple[PreTrainedModel, Plan, DeviceMesh]:
-    """The untouched model under a plan, given as its tables; the plan, resolved; the mesh of all ranks."""
+    """Parallelized model, resolved plan and mesh, for a plan given as its tables."""
     ranks = dist.get_world_size()
     plan = Plan.model_validate(tables).resolve(ranks)
     source = Model(config=workload.config, init_seed=0)
@@ -65,7 +65,7 @@ def build_weft_model(workload: Workload, tables: dict[str, Any]) -> tuple[PreTra
 
 
 def weft_step(model: PreTrainedModel, plan: Plan, mesh: DeviceMesh, micro_batches: int) -> Step:
-    """Weft's own step, of some micro-batches a rank."""
+    """Training step of Weft, with a number of micro-batches per rank."""
     optimizer, scale = build_optimizer(model, SETTINGS), LossScale.from_plan(plan.precision.loss_scale)
 
     def step(rows: Tensor) -> float:
@@ -80,7 +80,7 @@ def weft_step(model: PreTrainedModel, plan: Plan, mesh: DeviceMesh, micro_batche
 
 
 def build_torch(workload: Workload, zero: int, dtype: str) -> Step:
-    """A hand-written loop: DistributedDataParallel with autocast for ZeRO 0, fully_shard on each block for 2 and 3."""
+    """Hand-written torch loop: DistributedDataParallel with autocast for ZeRO 0, fully_shard on each block for 2 and 3."""
     model: nn.Module = workload.untouched_model().train()
     cast: AbstractContextManager[object] = nullcontext()
     if zero == 0:
@@ -172,5 +172,5 @@ BUILDERS: dict[str, Callable[[Workload, int, str], Step]] = {
 
 
 def installed(system: str) -> bool:
-    """Whether the package of a system can be imported."""
+    """True if the package of a system can be imported."""
     return find_spec(system) is not None

@@ -1,4 +1,4 @@
-"""Systems that take turns: each is a job of its own with all its ranks alive, and only one of them computes at a time."""
+"""Turn-taking of systems: each is a separate job whose ranks stay alive, and only one system computes at a time."""
 
 import logging
 import os
@@ -22,13 +22,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from weft.errors import RankFailure
 
-# Of every rank, set before the server that the ranks come out of starts: OpenMP reads it once.
+# Environment of every rank, set before the fork server starts, because OpenMP reads it once.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu", "KINETO_LOG_LEVEL": "6"}
-# Imported once, in place of once in every rank; what is not installed is passed over.
+# Imported once by the fork server instead of by every rank; modules that are not installed are skipped.
 PRELOADED = [
     "peers.axes",
     "peers.pipeline",
-    "torch._dynamo",  # a first optimizer asks for it
+    "torch._dynamo",  # imported by the first optimizer
     "torch.distributed.checkpoint.state_dict",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
@@ -40,24 +40,24 @@ Watch = Literal["", "share", "bytes", "actions"]
 
 @dataclass(frozen=True)
 class Job:
-    """One system on some ranks."""
+    """One system on a number of ranks."""
 
     name: str
     workload: Workload
     ranks: int
     build: Callable[[], Step]
-    """Called in every rank, so it must be a function that pickle knows, or a `functools.partial` of one."""
+    """Builder, called in every rank; must be picklable: a module-level function or a `functools.partial` of one."""
 
 
 @dataclass(frozen=True)
 class System:
-    """One system at work: its ranks sleep until they are given a turn."""
+    """Running system, whose ranks sleep until they get a turn."""
 
     job: Job
     ranks: list[BaseProcess]
     connections: list[Connection]
     folder: TemporaryDirectory[str]
-    """Where its ranks meet; it goes with this object."""
+    """Folder of the rendezvous file; removed with this object."""
 
     @property
     def name(self) -> str:
@@ -65,47 +65,47 @@ class System:
 
 
 class Order(NamedTuple):
-    """What a rank is told to do next."""
+    """Next task of a rank."""
 
     steps: int
     watch: Watch = ""
-    """What else to find out, which disturbs the time: see `peers.watch`."""
+    """Profile to record, which disturbs the time; see `peers.watch`."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn gave."""
+    """Result of one turn."""
 
     losses: list[float]
-    """Of each step, the mean over all tokens of the global batch."""
+    """Loss of each step, mean over all tokens of the global batch."""
     seconds: float
-    """Of all steps, on the rank that took longest."""
+    """Seconds of all steps, on the slowest rank."""
     core_seconds: float
-    """That all ranks computed, of all steps: what others do on the same cores hardly changes it."""
+    """CPU seconds of all ranks and steps; hardly affected by other work on the same cores."""
     watched: list[Any]
-    """What each rank found out, as ordered; of share and bytes, only rank 0."""
+    """Profile of each rank, as ordered; share and bytes are recorded on rank 0 alone."""
     tokens_per_second: float
 
 
 def start(job: Job) -> System:
-    """Start the ranks of a system and let them build the model; wait with `wait_built`.
+    """Start the ranks of a system, which build the model; wait with `wait_built`.
 
-    The ranks come out of a server process that has imported `PRELOADED` once, with `ENVIRONMENT` set.
+    The ranks are forked by a server process that has imported `PRELOADED` once, with `ENVIRONMENT` set.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # Ranks meet in a file: a port that is free now may be one of another system's connections a moment later.
+    # A file as rendezvous: a free port may be taken by a connection of another system a moment later.
     folder = TemporaryDirectory(ignore_cleanup_errors=True)
     rendezvous = os.path.join(folder.name, "rendezvous")
     ranks: list[BaseProcess] = []
     connections = []
     for rank in range(job.ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_rank_main, args=(job, rank, rendezvous, theirs), daemon=True)
+        parent_end, child_end = context.Pipe()
+        process = context.Process(target=_rank_main, args=(job, rank, rendezvous, child_end), daemon=True)
         process.start()
-        theirs.close()
+        child_end.close()
         ranks.append(process)
-        connections.append(ours)
+        connections.append(parent_end)
     return System(job, ranks, connections, folder)
 
 
@@ -119,7 +119,7 @@ def wait_built(system: System) -> None:
 
 
 def take_turn(system: System, steps: int, watch: Watch = "") -> Turn:
-    """Let a system run some training steps while all others sleep.
+    """Run training steps of one system while all other systems sleep.
 
     Raises:
         RankFailure: a rank ended; its traceback is on the terminal.
@@ -143,7 +143,7 @@ def stop(system: System) -> None:
 
 
 class Answer(NamedTuple):
-    """What a rank has to say of a turn."""
+    """Result of a turn on one rank."""
 
     losses: list[float]
     seconds: float
@@ -161,19 +161,25 @@ def _answers(system: System) -> list[Answer]:
 
 
 def _rank_main(job: Job, rank: int, rendezvous: str, turns: Connection) -> None:
-    """Build the system, then run as many steps as each turn says; 0 ends."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    os.environ.update({key: str(value) for key, value in place.items()})  # some peers look there
+    """Build the system on one rank, then run the steps of each turn; an order of 0 steps ends the rank."""
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": job.ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }
+    os.environ.update({key: str(value) for key, value in variables.items()})  # read by some systems
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     disable_progress_bar()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=job.ranks)
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # DeepSpeed tells of what it compiles
+    with open(os.devnull, "w") as null, redirect_stdout(null):  # DeepSpeed prints its compilations
         train_step = job.build()
     turns.send(Answer([], 0.0, 0.0, None))
     done = 0
-    with suppress(EOFError):  # the one who gives the turns is gone
+    with suppress(EOFError):  # the parent process has ended
         while (order := turns.recv()).steps:
             turns.send(_run(job, train_step, order, done))
             done += order.steps

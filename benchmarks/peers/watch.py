@@ -1,4 +1,4 @@
-"""What a rank's step spends on communication, by the profiler and Weft's recorder, and on the actions of a pipeline."""
+"""Profiles of one rank's step: share of communication, bytes sent, and seconds of pipeline actions."""
 
 import re
 from collections import defaultdict
@@ -17,33 +17,33 @@ from weft.backends.shm_p2p import ReceiveWork
 from weft.comm.collectives import Recorder
 
 MARK, STEP = "collective", "step"
-# torch's operators that start a collective or wait for one, and what is marked below.
+# torch's operators that start a collective or wait for one, and the calls marked below.
 OPERATORS = ("c10d::", "_c10d_functional", MARK)
-# How torch's pipeline runtime names what it runs: stage and kind of an action, or of the forward of a joint slot.
+# Event names of torch's pipeline runtime: stage and kind of an action, or of the forward of a joint slot.
 ACTION = re.compile(r"PP:(\(?)(\d+)([FBIW])\d")
 
 
 def communication_share(step: Callable[[], object]) -> float:
-    """Run a step; the share of its time that this rank's main thread spends in collectives.
+    """Run a step; return the share of its time that this rank's main thread spends in collectives.
 
-    It counts starting them and waiting for them, so also waiting for a rank that comes later, but not what another
-    thread carries while this one computes.
+    Starting a collective and waiting for it count, including the wait for a slower rank. Work of another thread while the main
+    thread computes does not count.
     """
     events = _events_of(step)
-    whole = next(event for event in events if event.name == STEP)
+    full_step = next(event for event in events if event.name == STEP)
     spans = [
         (event.time_range.start, event.time_range.end)
         for event in events
-        if event.thread == whole.thread and event.name.startswith(OPERATORS)
+        if event.thread == full_step.thread and event.name.startswith(OPERATORS)
     ]
-    return _covered(spans) / (whole.time_range.end - whole.time_range.start)
+    return _covered(spans) / (full_step.time_range.end - full_step.time_range.start)
 
 
 def action_seconds(step: Callable[[], object]) -> dict[tuple[str, int], float]:
-    """Run a step of a pipeline; the median seconds of this rank's actions, without waiting for messages.
+    """Run a pipeline step; return the median seconds of this rank's actions, without waiting for messages.
 
     Returns:
-        Seconds by kind and stage; the kind of a joint slot is "joint", its stage that of its forward.
+        Seconds by kind and stage; a joint slot has the kind "joint" and the stage of its forward.
     """
     events = _events_of(step)
     waits = [event.time_range for event in events if event.name == MARK]
@@ -59,7 +59,7 @@ def action_seconds(step: Callable[[], object]) -> dict[tuple[str, int], float]:
 
 
 def sent_bytes(step: Callable[[], object]) -> int:
-    """Run a step; the bytes that this rank sends, as Weft's recorder counts them."""
+    """Run a step; return the bytes that this rank sends, counted by Weft's recorder."""
     with Recorder() as recorder:
         step()
     return recorder.total_bytes
@@ -73,7 +73,7 @@ def _events_of(step: Callable[[], object]) -> Any:
 
 @contextmanager
 def _marked_collectives() -> Iterator[None]:
-    """Let the profiler see what is not an operator of torch: shared-memory collectives, and waits from Python."""
+    """Make calls visible to the profiler that are not torch operators: shared-memory collectives, and waits from Python."""
     collectives = ("all", "reduce", "broadcast", "barrier")
     names = [name for name in vars(SharedMemoryGroup) if name.strip("_").startswith(collectives)]
     with ExitStack() as patches:

@@ -1,4 +1,4 @@
-"""What every system trains on: the same model, rows and update rule. The systems differ in how they split it."""
+"""Workload of every system: the same model, rows and update rule."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,31 +10,33 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from weft.job import Optimizer
 
 SETTINGS = Optimizer(lr=1e-3, clip_norm=1.0)
-NUM_BATCHES = 2  # taken in turn, so that the model can learn them: what does other work soon has another loss
+NUM_BATCHES = (
+    2  # repeated in turn, so that the model learns them, and a system with other updates soon has another loss
+)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and the rows of a step."""
+    """Model, and rows of a step."""
 
     config: dict[str, Any]
-    """Of Transformers, with its model_type."""
+    """Transformers configuration, with its model_type."""
     global_batch: int
-    """Rows of one step, over all ranks."""
+    """Rows per step, over all ranks."""
     seq_len: int
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Tokens per step."""
         return self.global_batch * self.seq_len
 
     def untouched_model(self) -> PreTrainedModel:
-        """The model as Transformers builds it, in float32, with the same weights in every process."""
+        """Model as built by Transformers, in float32, with the same weights in every process."""
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config))
 
     def rows_of(self, step: int) -> Tensor:
-        """The random tokens of a step, int64 [global_batch, seq_len]; each system gives each rank its share."""
+        """Random tokens of a step, int64 [global_batch, seq_len], for all ranks."""
         generator = torch.Generator().manual_seed(step % NUM_BATCHES)
         return torch.randint(self.config["vocab_size"], (self.global_batch, self.seq_len), generator=generator)
 
@@ -51,5 +53,5 @@ SIZE = {
 }
 LLAMA: dict[str, Any] = {"model_type": "llama", **SIZE}  # 10.6 million parameters
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 352}
-# 23.6 million parameters, of which a token meets 10.7 million
+# 23.6 million parameters, 10.7 million active per token
 QWEN3_MOE: dict[str, Any] = {"model_type": "qwen3_moe", **SIZE, "head_dim": 32, **EXPERTS}

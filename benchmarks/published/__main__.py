@@ -1,4 +1,4 @@
-"""Score the planner on published runs: python -m benchmarks.published runs.csv [--out page.html]"""
+"""Score the planner on published runs: `python -m benchmarks.published runs.csv [--out page.html]`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,10 +17,10 @@ app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 @app.command()
 def validate(
-    file: Annotated[Path, typer.Argument(help="Published runs as CSV, one metric a line.")],
-    out: Annotated[Path | None, typer.Option(help="Page with every prediction against its measurement.")] = None,
+    file: Annotated[Path, typer.Argument(help="CSV file of published runs, one metric per line.")],
+    out: Annotated[Path | None, typer.Option(help="HTML page with a scatter chart, predicted over measured.")] = None,
 ) -> None:
-    """Compare the planner's predictions with published runs, source by source."""
+    """Compare the planner's predictions with published runs, by source."""
     check_outputs(out=out)
     runs, refused = read_runs(file)
     print_scores(runs, refused)
@@ -30,7 +30,7 @@ def validate(
 
 
 def main() -> None:
-    """Run the command; errors of Weft are printed once."""
+    """Run the command and print Weft's errors without a traceback."""
     run_app(app)
 
 

@@ -1,4 +1,4 @@
-"""Published runs, read from a table with one metric a line (docs/planner.md), and the step time that each of them measured."""
+"""Published runs: read from a CSV table with one metric per line (docs/planner.md), with the measured step time of each run."""
 
 import csv
 import re
@@ -16,29 +16,30 @@ from weft.planner.costmodel.layout import Schedule, TrainingLayout, check
 from weft.planner.costmodel.peak_memory import peak_memory
 from weft.planner.costmodel.shape import Recompute, Shape, known_shape
 
-USABLE = 0.97  # of a device's memory: drivers and page tables have the rest
+USABLE = 0.97  # usable share of a device's memory; drivers and page tables take the rest
 
 
 class Source(NamedTuple):
-    """What is known of the runs of a source, beside what its lines say."""
+    """Properties of a source's runs that its table does not contain."""
 
     stack: str
+    """Name of the framework model."""
     sharded: str = ""
-    """FrameworkModel of its runs with ZeRO 3; empty: the same."""
+    """Name of the framework model of runs with ZeRO 3; empty: the same."""
     sweep: bool = False
-    """Whether it varies a configuration on purpose, bad ones included; the others show what somebody had tuned."""
+    """True if the source sweeps over configurations, including bad ones; otherwise its configurations were tuned."""
     causal: bool = False
-    """Whether its model FLOP/s count half of the scores."""
-    even: bool = False
-    """Whether each expert gets as many tokens, by force."""
-    timed: bool = True
-    """Whether its step times are of a machine in order; else it is read for memory only."""
+    """True if its model FLOPs count causal attention (half of the scores)."""
+    even_routing: bool = False
+    """True if routing is forced to be even."""
+    has_step_times: bool = True
+    """True if its step times are valid; otherwise only its memory figures are used."""
 
 
 CORE = ("megatron-core", "megatron-fsdp")
-# By the letters before the first dash of a run's id.
+# Sources by the prefix of a run's id before the first dash.
 SOURCES: dict[str, Source] = {
-    "sc21": Source("megatron-2021", sharded="deepspeed"),  # its comparison
+    "sc21": Source("megatron-2021", sharded="deepspeed"),  # the paper's own comparison with ZeRO 3
     "mlm2020": Source("megatron-2021"),
     "kort": Source("megatron-2022"),
     "zb": Source("megatron-2022", sweep=True),
@@ -51,13 +52,13 @@ SOURCES: dict[str, Source] = {
     "megascale": Source(*CORE),
     "llama3": Source(*CORE, causal=True),
     "nem": Source(*CORE),
-    "folding": Source(*CORE, causal=True, even=True),  # tokens above an expert's share are dropped
+    "folding": Source(*CORE, causal=True, even_routing=True),  # tokens above an expert's share are dropped
     "nebius": Source(*CORE, sweep=True, causal=True),
-    "simumax": Source(*CORE, sweep=True, even=True),
+    "simumax": Source(*CORE, sweep=True, even_routing=True),
     "mcoremoe": Source("megatron-bridge", causal=True),
     "moezoo": Source("megatron-bridge", causal=True),
     "bridge": Source("megatron-bridge", causal=True),
-    "isamb": Source("megatron-bridge", timed=False),  # a broken fabric, say its authors
+    "isamb": Source("megatron-bridge", has_step_times=False),  # its authors report a faulty network
     "hag": Source("research", sweep=True),
     "opt": Source("fsdp"),
     "foundry": Source("fsdp", sweep=True),
@@ -75,24 +76,28 @@ SOURCES: dict[str, Source] = {
     "scaletorch": Source("plain-torch", sweep=True),
 }
 UNKNOWN = Source("megatron-core", sharded="fsdp")
-# What notes say of the software, and what it changes in a stack.
+# Patterns in the notes of a run, and the changes to the framework model that they imply.
 NOTES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"unfused attention|attention kernel:? (torch|megatron)|(torch|megatron) attention", {"flash": False}),
     (r"\bbalanced?\b|token drop", {"imbalance": 1.0}),
     (r"real routing", {"imbalance": FrameworkModel.imbalance}),
     (
         r"alltoall|dispatcher a2a",
-        {"once_a_host": False, "ep_near": FrameworkModel.ep_near, "rows": FrameworkModel.rows},
+        {
+            "once_per_host": False,
+            "ep_intra_node_rate": FrameworkModel.ep_intra_node_rate,
+            "permute_bytes": FrameworkModel.permute_bytes,
+        },
     ),
     (r"(?<!no )ep overlap|overlap on", {"ep_overlap": 0.7}),
-    (r"mc2 enabled, legacy", {"passes": 2.6}),  # models from before Megatron-Core: fewer fused kernels
-    (r"async ?tp", {"tp_overlap": 0.3, "tp_backward": 0.3}),  # its authors gain 4 to 14 % of a step
+    (r"mc2 enabled, legacy", {"elementwise_traffic": 2.6}),  # before Megatron-Core: fewer fused kernels
+    (r"async ?tp", {"tp_overlap": 0.3, "tp_backward": 0.3}),  # its authors report 4 to 14 % faster steps
 )
 COLUMNS = ("id", "hardware", "num_devices", "model", "metric", "value")
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """One published run."""
 
     id: str
@@ -106,44 +111,50 @@ class Run:
     metrics: dict[str, float]
     num_devices: int
     guessed: bool
-    """Whether what it recomputes is not said, and was taken to be the least that fits."""
+    """True if the table does not state what is recomputed; then the least recomputation that fits is assumed."""
 
     @property
     def source(self) -> Source:
-        """Whose it is."""
+        """Source of the run."""
         return SOURCES.get(self.family, UNKNOWN)
 
     @property
     def group(self) -> tuple[str, str]:
-        """What shares a scalar."""
+        """Calibration group: source and framework, and device."""
         return f"{self.family}: {self.stack.name.removesuffix('-26.06')}", self.cluster.device.name
 
     @property
     def model_flops(self) -> float:
-        """Of a step."""
+        """Model FLOPs per step."""
         return self.layout.global_batch * self.layout.seq * self.shape.flops(self.layout.seq)
 
 
-def read_runs(path: Path) -> tuple[list[Run], dict[str, str]]:
-    """Runs of a file, and the ids of those that cannot be predicted, with the reason.
+def read_runs(path: Path) -> tuple[list[PublishedRun], dict[str, str]]:
+    """Read the runs of a CSV file.
+
+    Returns:
+        The runs, and the ids of the runs that cannot be predicted, with the reason.
 
     Raises:
-        DataError: the file is missing or no table of runs.
+        DataError: the file is missing or is not a table of runs.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, ValueError, csv.Error) as error:
         what = f"cannot read {path}: {error.strerror if isinstance(error, OSError) else error}"
-        rule, fix = "a table of runs is a CSV file in UTF-8", "name a CSV file of runs; docs/planner.md has its columns"
+        rule, fix = (
+            "a table of runs is a CSV file in UTF-8",
+            "give a CSV file with the columns listed in docs/planner.md",
+        )
         raise DataError(what, where=str(path), rule=rule, fix=fix) from None
     missing = [name for name in COLUMNS if rows and name not in rows[0]]
     if missing or not rows:
         raise DataError(
-            f"no column {', '.join(missing)}" if missing else "the file has no rows",
+            f"the file has no column {', '.join(missing)}" if missing else "the file has no rows",
             where=str(path),
-            rule="a table of runs has one metric a line, with the columns of docs/planner.md",
-            fix="add what is missing",
+            rule="a table of runs has one metric per line, with the columns listed in docs/planner.md",
+            fix="add the missing columns" if missing else "add at least one row",
         )
     lines: dict[str, list[Mapping[str, str]]] = defaultdict(list)
     for row in rows:
@@ -158,34 +169,33 @@ def read_runs(path: Path) -> tuple[list[Run], dict[str, str]]:
     return runs, refused
 
 
-def read_run(name: str, rows: Sequence[Mapping[str, str]]) -> Run:
-    """One run from its lines.
+def read_run(name: str, rows: Sequence[Mapping[str, str]]) -> PublishedRun:
+    """Build one run from its lines.
 
     Raises:
-        WeftError: the device is not known, what a prediction needs is not in the lines, or they are said to be wrong.
+        WeftError: the device is unknown, required columns are empty, or the notes mark the run as an outlier.
     """
     row, family = rows[0], source_family(name.split("-")[0])
     if any("OUTLIER" in line.get("notes", "") for line in rows):
-        raise DataError("its notes say that its source doubts it", where=name)
+        raise DataError("the notes mark the run as an outlier", where=name)
     stack = stack_of_row(row, SOURCES.get(family, UNKNOWN))
-    num_devices = _whole(row, "num_devices")
+    num_devices = _parse_int(row, "num_devices")
     shape, layout = shape_of_row(row), layout_of_row(row, stack)
     check(shape, layout)
-    if (
-        layout.num_devices * layout.ep == num_devices and layout.ep > 1
-    ):  # an axis of its own: the same tokens, other experts
+    # If ep is a separate axis, its ranks have the same tokens and different experts.
+    if layout.num_devices * layout.ep == num_devices and layout.ep > 1:
         layout = replace(layout, expert_tp=layout.tp)
     elif layout.num_devices != num_devices:
         raise DataError(
-            f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} on {num_devices} devices",
+            f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} is not {num_devices} devices",
             where=name,
             rule="the product of the degrees is the number of devices",
-            fix="correct the line, or leave it out",
+            fix="correct the degrees, or remove the run",
         )
     cluster = read_hardware(row["hardware"], num_devices)
     layout = complete(row, shape, layout, cluster, stack)
-    metrics = {line["metric"]: _number(line, "value") for line in rows}
-    return Run(
+    metrics = {line["metric"]: _parse_float(line, "value") for line in rows}
+    return PublishedRun(
         name,
         family,
         row["hardware"],
@@ -203,10 +213,10 @@ def read_run(name: str, rows: Sequence[Mapping[str, str]]) -> Run:
 def complete(
     row: Mapping[str, str], shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel
 ) -> TrainingLayout:
-    """A layout with what its line leaves out, as somebody would choose who has tuned it.
+    """Fill in the settings that a run's table does not state, with the values that tuning would choose.
 
-    Stages are interleaved as far as layers allow; what is recomputed is the least that fits; of a run without a pipeline the
-    micro-batch is the largest that fits.
+    These are: the most virtual pipeline stages that divide the layers evenly, the least recomputation that fits, and, without
+    a pipeline, the largest micro-batch that fits.
     """
 
     def fits(candidate: TrainingLayout) -> bool:
@@ -230,24 +240,25 @@ def complete(
 
 
 def source_family(prefix: str) -> str:
-    """The family of sources that a run's prefix belongs to: the longest known beginning, or it without last digits."""
+    """Source by a run's id prefix: the longest known source that it starts with, else the prefix without trailing digits."""
     found = [family for family in SOURCES if prefix.startswith(family)]
     return max(found, key=len) if found else prefix.rstrip("0123456789")
 
 
 def stack_of_row(row: Mapping[str, str], source: Source) -> FrameworkModel:
-    """The stack of a source, with what a run's ZeRO stage, hardware, format and notes say of it."""
+    """Framework model of a run: that of its source, adapted to the run's ZeRO stage, hardware, dtype and notes."""
     sharded = (row.get("zero") or "0")[0] == "3"
     stack = STACKS[source.sharded if sharded and source.sharded else source.stack]
     notes = row.get("notes", "").lower()
     if stack.name == "megatron-bridge" and re.search(r"\bGB\d00", row["hardware"]):
         release = re.search(r"release (\d\d\.\d\d)", notes)
         recent = "hybridep" in notes or (release is not None and float(release[1]) >= 26.06)
-        # Graphs of kernels, launched at once.
-        stack = STACKS["megatron-bridge-26.06"] if recent else replace(stack, host_experts=2e-3)
+        # CUDA graphs reduce launch times.
+        stack = STACKS["megatron-bridge-26.06"] if recent else replace(stack, moe_launch_seconds=2e-3)
     if stack.name == "megatron-deepspeed" and "bf16" in row.get("precision", ""):
-        stack = replace(stack, gradients=6, optimizer=12, reduce=4)  # 16 bits, and their float32 sum on every rank
-    if source.even:
+        # 16-bit gradients and their float32 sum on every rank.
+        stack = replace(stack, gradient_bytes=6, optimizer_bytes=12, reduce_bytes=4)
+    if source.even_routing:
         stack = replace(stack, imbalance=1.0)
     for pattern, changes in NOTES:
         if re.search(pattern, notes):
@@ -256,10 +267,10 @@ def stack_of_row(row: Mapping[str, str], source: Source) -> FrameworkModel:
 
 
 def shape_of_row(row: Mapping[str, str]) -> Shape:
-    """The shape that a line describes, with what is published of the model where the line is silent.
+    """Dimensions of a run's model, from its line or else from the published configuration of the model.
 
     Raises:
-        DataError: layers or hidden size are in neither.
+        DataError: the number of layers or the hidden size is in neither.
     """
     known, name = known_shape(row["model"]), row["model"].lower()
     layers = int(row.get("layers") or 0)
@@ -270,9 +281,9 @@ def shape_of_row(row: Mapping[str, str]) -> Shape:
         if cut and known.dense_layers:
             cut["dense_layers"] = min(known.dense_layers, 1)
         return replace(known, **cut)
-    hidden, heads = _whole(row, "hidden"), int(row.get("heads") or 0)
+    hidden, heads = _parse_int(row, "hidden"), int(row.get("heads") or 0)
     if not layers:
-        _whole(row, "layers")
+        _parse_int(row, "layers")
     heads = heads or hidden // 128
     plain = any(part in name for part in ("gpt", "mpt", "opt-", "nemotron-4", "bloom", "falcon", "gopher"))
     small = name.startswith("qwen3") and hidden <= 2560
@@ -297,14 +308,14 @@ def shape_of_row(row: Mapping[str, str]) -> Shape:
 
 
 def layout_of_row(row: Mapping[str, str], stack: FrameworkModel) -> TrainingLayout:
-    """The layout that a line describes; degrees that it leaves out are unknown, and refused.
+    """Layout of a run from its line.
 
     Raises:
-        DataError: a degree, the length or the batch is missing.
+        DataError: a degree, the sequence length or the batch size is missing.
     """
-    seq, dp, pp = _whole(row, "seq"), _whole(row, "dp"), _whole(row, "pp")
-    batch = _whole(row, "global_batch")
-    batch = batch // seq if batch > 100 * seq else batch  # some tables count tokens
+    seq, dp, pp = _parse_int(row, "seq"), _parse_int(row, "dp"), _parse_int(row, "pp")
+    batch = _parse_int(row, "global_batch")
+    batch = batch // seq if batch > 100 * seq else batch  # some tables give the batch size in tokens
     micro = int(row.get("micro_batch") or 1)
     notes, zero = row.get("notes", ""), row.get("zero") or str(stack.zero)
     vpp = int(row["vpp"]) if (row.get("vpp") or "").isdigit() else 1
@@ -313,20 +324,22 @@ def layout_of_row(row: Mapping[str, str], stack: FrameworkModel) -> TrainingLayo
         seq=seq,
         global_batch=batch,
         micro_batch=min(micro, max(1, batch // dp)),
-        tp=_whole(row, "tp"),
+        tp=_parse_int(row, "tp"),
         sp=row.get("sp") == "1" or (row.get("sp") == "" and int(row["tp"]) > 1 and stack.sp),
         pp=pp,
         vpp=vpp,
-        head_counts=stack.head_counts,
+        balance_head=stack.balance_head,
         cp=int(row.get("cp") or 1),
         ep=int(row.get("ep") or 1),
         dp=dp,
         zero=int(zero[0]),
         shard=8 if "HSDP" in zero and dp > 8 else 0,
         recompute=recompute,
-        recompute_share=0.7 if "moe" in (row.get("recompute") or "") else 1.0,  # experts are most of a layer
+        recompute_share=0.7
+        if "moe" in (row.get("recompute") or "")
+        else 1.0,  # only the MoE part is recomputed, about 0.7 of a layer
         rest="light",
-        number=_format(row.get("precision") or "bf16"),
+        dtype=_parse_dtype(row.get("precision") or "bf16"),
         schedule=_schedule(notes),
         fused_loss=stack.fused_loss or "fused cross entropy" in notes,
         offload="activation cpu offload" in notes.lower(),
@@ -336,7 +349,7 @@ def layout_of_row(row: Mapping[str, str], stack: FrameworkModel) -> TrainingLayo
 
 
 def _recompute(text: str) -> Recompute:
-    """Of what tables say."""
+    """Recompute mode from the wording of a table."""
     if text.startswith("full") or "moe" in text:
         return "full"
     if "norm" in text:
@@ -345,16 +358,16 @@ def _recompute(text: str) -> Recompute:
 
 
 def _expert_tp(row: Mapping[str, str], stack: FrameworkModel) -> int:
-    """Ranks that share an expert's matrices: as noted; else those of tp, as Megatron does if not told otherwise."""
+    """Expert tensor-parallel degree: from the notes, otherwise Megatron's default (tp)."""
     found = re.search(r"ETP=?(\d+)", row.get("notes", ""))
     if found:
         return int(found[1])
-    return 1 if stack.once_a_host and int(row.get("ep") or 1) > 1 else int(row["tp"])
+    return 1 if stack.once_per_host and int(row.get("ep") or 1) > 1 else int(row["tp"])
 
 
-def _format(text: str) -> str:
+def _parse_dtype(text: str) -> str:
     plain = text.lower()
-    if "rowwise" in plain:  # a scale a row: what the format gains, scaling loses
+    if "rowwise" in plain:  # row-wise scaling costs about as much as fp8 gains
         return "bf16"
     return "fp4" if "fp4" in plain else "fp8" if "fp8" in plain else "bf16"
 
@@ -365,27 +378,27 @@ def _schedule(notes: str) -> Schedule:
     return names[found[1].lower()] if found else "1f1b"
 
 
-def _whole(row: Mapping[str, str], name: str) -> int:
+def _parse_int(row: Mapping[str, str], name: str) -> int:
     text = row.get(name) or ""
     if not text.isdigit() or int(text) < 1:
         raise DataError(
             f"{name} is {text!r}",
             where=row["id"],
-            rule="it is a whole number of 1 or more",
-            fix="give it, or leave the run out",
+            rule=f"{name} is an integer of at least 1",
+            fix=f"set {name}, or remove the run",
         )
     return int(text)
 
 
-def _number(row: Mapping[str, str], name: str) -> float:
+def _parse_float(row: Mapping[str, str], name: str) -> float:
     try:
         return float(row[name])
     except ValueError:
-        raise DataError(f"{name} is {row[name]!r}", where=row["id"], rule="it is a number") from None
+        raise DataError(f"{name} is {row[name]!r}", where=row["id"], rule=f"{name} is a number") from None
 
 
-def measured_seconds(run: Run) -> float | None:
-    """Of a step, from the metric that says it most directly; None where no metric does."""
+def measured_seconds(run: PublishedRun) -> float | None:
+    """Measured step time, from the metric that gives it most directly; None if there is none."""
     found, layout = run.metrics, run.layout
     tokens, devices = layout.global_batch * layout.seq, run.num_devices
     flops = layout.global_batch * layout.seq * run.shape.flops(layout.seq, run.source.causal)
@@ -402,6 +415,6 @@ def measured_seconds(run: Run) -> float | None:
         ("tflops_per_dev_hw", lambda value: hardware / devices / value / 1e12),
         ("mfu_pct", lambda value: flops / devices / peak / value * 100),
     )
-    if not run.source.timed:
+    if not run.source.has_step_times:
         return None
     return next((to_seconds(found[name]) for name, to_seconds in readings if found.get(name)), None)

@@ -1,4 +1,4 @@
-"""A page with predicted step times of published runs against measured ones."""
+"""HTML page with a scatter chart of predicted over measured step times of published runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,26 +9,26 @@ from weft.observe import page
 from weft.observe.chart import NEUTRAL, Dot, Series, log_axis, scatter_chart
 from weft.planner.costmodel.step_time import CALIBRATED
 
-from .validate import Outcome, score
+from .validate import ScoredRun, score
 
 
-def write_scatter(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Write one page that needs no network: every judged run, by source, with what it is when pointed at."""
+def write_scatter(outcomes: Sequence[ScoredRun], path: Path) -> None:
+    """Write one self-contained page: one point per scored run, coloured by source, with a hover text."""
     figure = scatter_figure(outcomes)
     errors = score(outcomes)
     low, high = CALIBRATED
     caption = (
-        f"On the line predictions are right; nine of ten times measured are {low} to {high} of them: dashed lines."
+        f"Solid line: predicted = measured. Dashed lines: 90 % interval, measured = {low} to {high} times predicted."
     )
     content = [
         page.header("Weft planner", "Predicted and measured step times", f"{errors.runs} runs, MAPE {errors.mape:.1%}"),
-        page.section("By source", page.plot("scatter", figure, "Seconds of a step", caption, tall=True)),
+        page.section("By source", page.plot("scatter", figure, "Step time", caption, tall=True)),
     ]
     path.write_text(page.document("Predicted and measured · Weft", content), encoding="utf-8")
 
 
-def scatter_figure(outcomes: Sequence[Outcome]) -> str:
-    """Predicted against measured seconds, both axes logarithmic, with the diagonal and the interval beside it."""
+def scatter_figure(outcomes: Sequence[ScoredRun]) -> str:
+    """Scatter chart of predicted over measured seconds on logarithmic axes, with the diagonal and the 90 % interval."""
     ends = np.array(sorted(outcome.measured for outcome in outcomes)[:: max(len(outcomes) - 1, 1)])
     x, y = (log_axis([getattr(one, name) for one in outcomes]) for name in ("measured", "planner"))
     lines = [Series("", ends, ends, NEUTRAL)]
@@ -40,8 +40,8 @@ def scatter_figure(outcomes: Sequence[Outcome]) -> str:
     return scatter_chart(groups, x, y, ("measured (seconds)", "predicted (seconds)"), lines)
 
 
-def describe(outcome: Outcome) -> str:
-    """A run in a line."""
+def describe(outcome: ScoredRun) -> str:
+    """Run and layout as one line of text."""
     run, layout = outcome.run, outcome.run.layout
     degrees = f"tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, ep {layout.ep}, dp {layout.dp}"
     return f"{run.id}: {run.model} on {run.num_devices} {run.cluster.device.name}, {degrees}"

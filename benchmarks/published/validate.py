@@ -1,11 +1,13 @@
-"""How well the planner predicts runs that others have published.
+"""Accuracy of the planner on published runs.
 
-The file is a table with one metric a line; lines whose ids agree up to the first dot are one run (docs/planner.md). Of each
-run one step time is derived, from the metric that says it most directly. Runs are grouped by hardware and source. The run of a
-group that calibrates is chosen by configuration alone: the one whose predicted time for a model operation is the median of the
-group, so the most usual one. Its measured time over its predicted one, to the power of `TRUST`, is the group's only scalar, and
-it is not scored. A second predictor, calibrated on the same run, says that every model operation of a group takes the same
-time: what the planner is worth is what it does better.
+The input is a CSV table with one metric per line; lines whose ids agree up to the first dot belong to one run
+(docs/planner.md). The step time of a run is derived from the metric that gives it most directly.
+
+Runs are grouped by source and device. One run per group calibrates it and is not scored. It is chosen by configuration only:
+the run whose predicted time per model FLOP is the median of the group. Its measured / predicted step time, to the power of
+`SHRINKAGE`, is the only scalar of the group.
+
+The baseline predictor assumes the same time per model FLOP for all runs of a group, and is calibrated on the same run.
 """
 
 import bisect
@@ -24,28 +26,31 @@ from weft.planner.costmodel.peak_memory import peak_memory, stage_memory
 from weft.planner.costmodel.step_time import CALIBRATED, UNCALIBRATED, step_time
 from weft.planner.search.search import EQUAL
 
-from .published import USABLE, Run, measured_seconds
+from .published import USABLE, PublishedRun, measured_seconds
 
-WIDTH = 150  # letters of a line
-SURPRISE = 1.5  # times as long as predicted, or as short: what is more says more of that run than of the machine
-TRUST = 0.4  # of the logarithm of a measurement against a prior of 1: machines differ by some 0.13, runs of one by 0.16
+WIDTH = 150  # minimum line width in characters
+MAX_RATIO = 1.5  # limit of measured / predicted for calibration: a larger ratio is specific to the run, not the machine
+# Shrinkage of log(measured / predicted) towards 0: its standard deviation is about 0.13 between machines and 0.16 between the
+# runs of one machine.
+SHRINKAGE = 0.4
 
 
 class Score(NamedTuple):
-    """How predictions of step times compare with measurements."""
+    """Accuracy of predicted step times."""
 
     runs: int
     mape: float
     bias: float
     spearman: float | None
-    """Mean over groups of eight runs or more of one model, length and number of devices; None without such a group."""
+    """Mean rank correlation over groups of at least eight comparable runs; None without such a group."""
     groups: int
+    """Number of these groups."""
     regret: float | None
-    """How much slower, on average, the layout that is predicted to be the fastest is than the fastest."""
+    """Mean slowdown of the layout that is predicted to be the fastest, relative to the fastest layout of a group."""
 
 
-def predicted_seconds(run: Run) -> float:
-    """Of a step, before calibration."""
+def predicted_seconds(run: PublishedRun) -> float:
+    """Predicted step time before calibration."""
     return step_time(run.shape, run.layout, run.cluster, run.stack).seconds
 
 
@@ -60,8 +65,8 @@ MEMORY_METRICS: dict[str, tuple[str, float]] = {
 }
 
 
-def memory_errors(run: Run) -> dict[str, float]:
-    """Relative errors of predicted bytes, each of the stage that has most of them, by metric whose meaning is known."""
+def memory_errors(run: PublishedRun) -> dict[str, float]:
+    """Relative errors of the predicted memory by metric, each on the pipeline stage with the most bytes of that metric."""
     stages = [stage_memory(run.shape, run.layout, run.stack, rank) for rank in range(run.layout.pp)]
     return {
         name: max(getattr(memory, part) for memory in stages) / (run.metrics[name] * unit) - 1
@@ -70,32 +75,35 @@ def memory_errors(run: Run) -> dict[str, float]:
     }
 
 
-class Outcome(NamedTuple):
-    """A run that is judged."""
+class ScoredRun(NamedTuple):
+    """Measured and predicted step times of a scored run."""
 
-    run: Run
+    run: PublishedRun
     measured: float
     uncalibrated: float
+    """Prediction of the planner before calibration."""
     planner: float
+    """Prediction of the planner after calibration."""
     baseline: float
+    """Prediction of the baseline: constant time per model FLOP."""
 
     @property
     def error(self) -> float:
-        """Of the planner, relative."""
+        """Relative error of the planner."""
         return self.planner / self.measured - 1
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The scalar of a group."""
+    """Calibration run and scalar of a group."""
 
     run: str
     scalar: float
 
 
-def judge(runs: Iterable[Run]) -> tuple[list[Outcome], dict[tuple[str, str], Calibration]]:
-    """Predict all runs that have a step time, each group calibrated on one of its runs, which is left out."""
-    groups: dict[tuple[str, str], list[tuple[Run, float, float]]] = defaultdict(list)
+def judge(runs: Iterable[PublishedRun]) -> tuple[list[ScoredRun], dict[tuple[str, str], Calibration]]:
+    """Predict all runs with a measured step time; each group is calibrated on one of its runs, which is not scored."""
+    groups: dict[tuple[str, str], list[tuple[PublishedRun, float, float]]] = defaultdict(list)
     for run in runs:
         seconds = measured_seconds(run)
         if seconds:
@@ -105,19 +113,19 @@ def judge(runs: Iterable[Run]) -> tuple[list[Outcome], dict[tuple[str, str], Cal
         chosen, seconds, predicted = sorted(
             found, key=lambda item: (item[2] * item[0].num_devices / item[0].model_flops, item[0].id)
         )[len(found) // 2]
-        scalar = min(max(seconds / predicted, 1 / SURPRISE), SURPRISE) ** TRUST
+        scalar = min(max(seconds / predicted, 1 / MAX_RATIO), MAX_RATIO) ** SHRINKAGE
         rate = seconds * chosen.num_devices / chosen.model_flops
         calibrations[group] = Calibration(chosen.id, scalar)
         outcomes += [
-            Outcome(run, measured, guess, guess * scalar, rate * run.model_flops / run.num_devices)
+            ScoredRun(run, measured, guess, guess * scalar, rate * run.model_flops / run.num_devices)
             for run, measured, guess in found
             if run is not chosen
         ]
     return outcomes, calibrations
 
 
-def score(outcomes: Sequence[Outcome], baseline: bool = False) -> Score:
-    """Of some outcomes, of the planner or of the constant rate."""
+def score(outcomes: Sequence[ScoredRun], baseline: bool = False) -> Score:
+    """Score the planner, or the baseline, on some outcomes."""
     guesses = [outcome.baseline if baseline else outcome.planner for outcome in outcomes]
     errors = [guess / outcome.measured - 1 for guess, outcome in zip(guesses, outcomes, strict=True)]
     large = [pairs for pairs in comparable(outcomes, guesses) if len(pairs) >= 8]
@@ -133,8 +141,8 @@ def score(outcomes: Sequence[Outcome], baseline: bool = False) -> Score:
     )
 
 
-def comparable(outcomes: Sequence[Outcome], guesses: Sequence[float]) -> list[list[tuple[float, float]]]:
-    """Guessed and measured seconds of a token, in groups of one source, model, length, and number and kind of devices."""
+def comparable(outcomes: Sequence[ScoredRun], guesses: Sequence[float]) -> list[list[tuple[float, float]]]:
+    """Predicted and measured seconds per token, in groups of the same source, model, sequence length and devices."""
     groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for guess, (run, measured, *_) in zip(guesses, outcomes, strict=True):
         tokens = run.layout.global_batch * run.layout.seq
@@ -143,18 +151,22 @@ def comparable(outcomes: Sequence[Outcome], guesses: Sequence[float]) -> list[li
     return list(groups.values())
 
 
-class Order(NamedTuple):
-    """How often the faster of two runs is predicted to be the faster one."""
+class PairAccuracy(NamedTuple):
+    """Accuracy of the predicted order of two runs."""
 
     low: float
     high: float
-    """Relative difference of the two predictions, from and to."""
+    """Range of the relative difference of the two predictions."""
     pairs: int
     right: float
+    """Share of pairs whose faster run is predicted to be the faster one."""
 
 
-def order_by_difference(outcomes: Sequence[Outcome]) -> list[Order]:
-    """Pairs of comparable runs by how far their predictions are apart: below `EQUAL`, and twice and more above it."""
+def order_by_difference(outcomes: Sequence[ScoredRun]) -> list[PairAccuracy]:
+    """Accuracy of the predicted order of comparable runs, by the relative difference of their predictions.
+
+    The ranges end at `EQUAL`, 2 x `EQUAL`, 4 x `EQUAL` and infinity.
+    """
     found: list[tuple[float, bool]] = []
     for group in comparable(outcomes, [outcome.planner for outcome in outcomes]):
         for (guess, measured), (other, seen) in itertools.combinations(group, 2):
@@ -164,12 +176,12 @@ def order_by_difference(outcomes: Sequence[Outcome]) -> list[Order]:
     for low, high in itertools.pairwise(limits):
         right = [agrees for difference, agrees in found if low <= difference < high]
         if right:
-            orders.append(Order(low, high, len(right), sum(right) / len(right)))
+            orders.append(PairAccuracy(low, high, len(right), sum(right) / len(right)))
     return orders
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Correlation of ranks; equal values share their mean rank. 0 where one side is all equal."""
+    """Spearman rank correlation; equal values get their mean rank. 0 if all values of one side are equal."""
     a, b = _ranks(one), _ranks(other)
     if len(set(a)) == 1 or len(set(b)) == 1:
         return 0.0
@@ -182,22 +194,23 @@ def _ranks(values: Sequence[float]) -> list[float]:
     ]
 
 
-class Fit(NamedTuple):
-    """Whether runs fit into memory, predicted against seen."""
+class FitAccuracy(NamedTuple):
+    """Accuracy of the prediction that a run fits into memory."""
 
     right: int
     false_fits: int
-    """Predicted to fit, and did not."""
+    """Runs that were predicted to fit but did not."""
     false_refusals: int
+    """Runs that were predicted not to fit but did."""
 
     @property
     def runs(self) -> int:
-        """Judged."""
+        """Number of runs."""
         return sum(self)
 
 
-def judge_fit(runs: Iterable[Run]) -> Fit:
-    """Of runs that say whether they fitted; those that have a peak or a step time fitted."""
+def judge_fit(runs: Iterable[PublishedRun]) -> FitAccuracy:
+    """Score the prediction that runs fit into memory; a run without the metric `fits` fitted if it has a step time."""
     right = false_fits = refusals = 0
     for run in runs:
         fitted = run.metrics.get("fits", 1.0) > 0
@@ -207,21 +220,24 @@ def judge_fit(runs: Iterable[Run]) -> Fit:
         right += fits == fitted
         false_fits += fits and not fitted
         refusals += fitted and not fits
-    return Fit(right, false_fits, refusals)
+    return FitAccuracy(right, false_fits, refusals)
 
 
 class Interval(NamedTuple):
-    """Between which factors of a prediction nine of ten measured step times lie."""
+    """90 % interval of measured / predicted step time."""
 
     low: float
     high: float
     coverage: float
-    """Share of runs in the interval that all other sources give."""
+    """Share of runs within the interval computed from all other sources (leave-one-source-out)."""
 
 
-def interval(outcomes: Sequence[Outcome], calibrated: bool) -> Interval:
-    """From the scatter of outcomes; a source weighs as the root of its runs, so that no long sweep decides alone."""
-    sources: dict[str, list[Outcome]] = defaultdict(list)
+def interval(outcomes: Sequence[ScoredRun], calibrated: bool) -> Interval:
+    """90 % interval of measured / predicted step time.
+
+    The weight of a source is the square root of its number of runs, so that a long sweep does not dominate.
+    """
+    sources: dict[str, list[ScoredRun]] = defaultdict(list)
     for outcome in outcomes:
         sources[outcome.run.family].append(outcome)
     ratios = {family: _ratios(some, calibrated) for family, some in sources.items()}
@@ -232,31 +248,31 @@ def interval(outcomes: Sequence[Outcome], calibrated: bool) -> Interval:
     return Interval(*_quantiles(list(ratios.values())), covered / len(outcomes))
 
 
-def _ratios(outcomes: Iterable[Outcome], calibrated: bool) -> list[float]:
-    """Measured times over predicted ones."""
+def _ratios(outcomes: Iterable[ScoredRun], calibrated: bool) -> list[float]:
+    """Ratios of measured to predicted step time."""
     return [one.measured / (one.planner if calibrated else one.uncalibrated) for one in outcomes]
 
 
 def _share(limits: tuple[float, float], ratios: Sequence[float]) -> float:
-    """Of ratios that are within limits."""
+    """Share of ratios within limits."""
     return sum(limits[0] <= ratio <= limits[1] for ratio in ratios) / len(ratios)
 
 
 def _quantiles(sources: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The ratios below which are 5 % and 95 % of the weight."""
+    """Weighted 5 % and 95 % quantiles of the ratios."""
     weighed = sorted((ratio, len(ratios) ** -0.5) for ratios in sources for ratio in ratios)
     sums = list(itertools.accumulate(weight for _, weight in weighed))
     low, high = (bisect.bisect_left(sums, share * sums[-1]) for share in (0.05, 0.95))
     return weighed[low][0], weighed[high][0]
 
 
-# Printed
+# Output
 
 
-def print_scores(runs: list[Run], refused: dict[str, str]) -> None:
-    """Print a line a source, and what they come to together."""
+def print_scores(runs: list[PublishedRun], refused: dict[str, str]) -> None:
+    """Print one table row per source, the totals, memory errors, calibration scalars and intervals."""
     console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, WIDTH)  # rather wrapped than cut
+    console.width = max(console.width, WIDTH)
     outcomes, calibrations = judge(runs)
     names: tuple[str, ...] = (
         "runs",
@@ -307,11 +323,11 @@ def print_scores(runs: list[Run], refused: dict[str, str]) -> None:
         for low, high, pairs, right in order_by_difference(outcomes):
             table.add_row(f"{low:.0%}", f"{high:.0%}" if high < 1 else "", str(pairs), f"{right:.0%}")
         console.print(table)
-    console.print(f"{len(runs)} runs read, {len(refused)} left out for what their lines say, or do not.")
+    console.print(f"{len(runs)} runs read, {len(refused)} runs skipped because their lines are incomplete or invalid.")
 
 
-def memory_scores(runs: Iterable[Run]) -> list[tuple[str, str, list[float]]]:
-    """Errors by source and metric."""
+def memory_scores(runs: Iterable[PublishedRun]) -> list[tuple[str, str, list[float]]]:
+    """Relative memory errors by source and metric."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for run in runs:
         for metric, error in memory_errors(run).items():
@@ -319,8 +335,8 @@ def memory_scores(runs: Iterable[Run]) -> list[tuple[str, str, list[float]]]:
     return [(*key, errors) for key, errors in found.items()]
 
 
-def cells(outcomes: Sequence[Outcome], runs: Sequence[Run]) -> list[str]:
-    """A line of the table."""
+def cells(outcomes: Sequence[ScoredRun], runs: Sequence[PublishedRun]) -> list[str]:
+    """Cells of a table row."""
     fit = judge_fit(runs)
     errors = [error for *_, found in memory_scores(runs) for error in found]
     memory = [f"{statistics.fmean(abs(error) for error in errors):.1%}", str(len(errors))] if errors else ["", ""]

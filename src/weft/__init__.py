@@ -1,6 +1,6 @@
-"""Weft trains the PyTorch models people already have: fast, in little memory, on many devices.
+"""Weft: distributed training of existing PyTorch models, fast and in little memory.
 
-The names below are imported when they are first used: a Plan or a Job needs no torch.
+Public names are imported on first use, so that Plan and Job need no torch.
 """
 
 from importlib import import_module
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-HOMES = {
+MODULES = {
     "Job": "weft.job",
     "Plan": "weft.plan",
     "build_mesh": "weft.topology.mesh",
@@ -44,6 +44,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("weft-train")
-    if name not in HOMES:
-        raise AttributeError(f"module weft has no {name}; it has {', '.join(HOMES)}")
-    return getattr(import_module(HOMES[name]), name)
+    if name not in MODULES:
+        raise AttributeError(f"module weft has no {name}; it has {', '.join(MODULES)}")
+    return getattr(import_module(MODULES[name]), name)

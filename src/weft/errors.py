@@ -1,7 +1,7 @@
-"""Every error a user can meet: what happened, where, the rule that was broken, and the fix.
+"""Errors for users: message, location, broken rule and fix.
 
-An error of Weft fits one screen and is printed once, whatever the number of ranks. Its class decides the exit code of the
-command: 2 for input that is refused before anything runs, 1 for a failure while running.
+An error fits one screen and is printed once, whatever the number of ranks. Its class decides the exit code of the command: 2
+for input that is refused before anything runs, 1 for a failure at run time.
 """
 
 import difflib
@@ -10,19 +10,19 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The fix of an error about an unknown name: the known one that is most like it."""
+    """Fix for an unknown name: the most similar known name."""
     near = difflib.get_close_matches(name, known, 1, 0.3)
-    return f"write {near[0]!r}" if near else "choose one of them"
+    return f"write {near[0]!r}" if near else "choose a known name"
 
 
 class WeftError(Exception):
-    """Base of all errors of Weft.
+    """Base class of all errors of Weft.
 
     Args:
-        what: what happened, with the offending value.
-        where: file, key, module, tensor or rank it belongs to.
-        rule: the rule that the value breaks.
-        fix: what the user can do about it.
+        what: description of the failure, with the offending value.
+        where: file, key, module, tensor or rank of the failure.
+        rule: rule that the value breaks.
+        fix: action for the user.
     """
 
     exit_code = 1
@@ -37,7 +37,7 @@ class WeftError(Exception):
 
 
 class JobError(WeftError):
-    """A job, or one of its values, cannot be run as written."""
+    """A job or one of its values is invalid."""
 
     exit_code = 2
 
@@ -47,56 +47,56 @@ class PlanError(JobError):
 
 
 class ModelError(WeftError):
-    """A model cannot be built, or its anatomy cannot be read."""
+    """A model cannot be built, or its structure is not supported."""
 
     exit_code = 2
 
 
 class DataError(WeftError):
-    """Data is missing, empty, damaged or too large for the disk."""
+    """Data is missing, empty, damaged, or too large for the disk."""
 
     exit_code = 2
 
 
 class DeviceError(WeftError):
-    """The machine's devices cannot do what was asked of them."""
+    """The devices of this machine do not support the request."""
 
     exit_code = 2
 
 
 class CommunicationError(WeftError):
-    """Ranks do not agree on what they send each other."""
+    """Ranks called collectives that do not match."""
 
 
 class RendezvousError(WeftError):
-    """The hosts of a job cannot meet: an address, a token or a number is wrong, or a host does not come."""
+    """Rendezvous of hosts failed: an address, a token or a host count is wrong, or a host is missing."""
 
     exit_code = 2
 
 
 class TopologyError(WeftError):
-    """A declared topology contradicts itself, or is of other hosts and ranks."""
+    """A declared topology contradicts itself, or describes other hosts and ranks."""
 
     exit_code = 2
 
 
 class CheckpointError(WeftError):
-    """A folder with weights is missing, incomplete or damaged."""
+    """A checkpoint or a folder with weights is missing, incomplete or damaged."""
 
     exit_code = 2
 
 
 class NumericError(WeftError):
-    """Training makes no finite numbers any more. Starting it again would not help."""
+    """Loss or gradients are no longer finite; a restart would not help."""
 
     exit_code = 2
 
 
 class RankFailure(WeftError):
-    """One rank failed while the job ran, or a whole host; the message names it.
+    """A rank or a host failed while the job ran; the message names it.
 
     Args:
-        rank: its number, if it is known.
+        rank: global rank that failed; None if unknown.
     """
 
     def __init__(self, what: str, *, rank: int | None = None, **parts: str | None):
@@ -105,12 +105,12 @@ class RankFailure(WeftError):
 
 
 class Stopped(WeftError):
-    """The command was ended by a signal. It is no failure: the exit code is 128 + the signal, as a shell expects.
+    """A signal ended the command. This is not a failure: the exit code is 128 + the signal number, as shells expect.
 
     Args:
-        number: the signal.
+        signal_number: number of the signal.
     """
 
-    def __init__(self, number: int):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
+    def __init__(self, signal_number: int):
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+        self.exit_code = 128 + signal_number

@@ -1,4 +1,4 @@
-"""Advisory locks on files (flock): the system releases them when their last holder is gone. Imports no torch."""
+"""Advisory file locks (flock), which the kernel releases when their last holder exits. Imports no torch."""
 
 import errno
 import fcntl
@@ -9,52 +9,52 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of some network file systems
-MOST_BYTES = 4096  # read of what a holder wrote
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # error codes of network file systems without flock
+MAX_HOLDER_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that signed a lock."""
+    """Process that holds a lock, as recorded in the lock file."""
 
     host: str
     pid: int
     since: str
-    """Local time of its host, ISO 8601 with its offset."""
+    """Time of acquisition: local time of the host, ISO 8601 with UTC offset."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}, since {self.since}"
 
 
 class Lock:
-    """A lock that is held: until `release`, or until this process and all forks that inherited `descriptor` are gone."""
+    """Acquired lock, held until `release`, or until this process and all forks that inherited `descriptor` have exited."""
 
     def __init__(self, path: Path, descriptor: int):
         self.path, self.descriptor = path, descriptor
 
     def sign(self) -> None:
-        """Write into the file who holds it."""
+        """Record this process as the holder in the lock file."""
         holder = Holder(socket.gethostname(), os.getpid(), datetime.now().astimezone().isoformat(timespec="seconds"))
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, json.dumps(asdict(holder)).encode(), 0)
 
     def release(self) -> None:
-        """Let go in this process. Forks that inherited the descriptor still hold it."""
+        """Release the lock in this process; forks that inherited the descriptor still hold it."""
         os.close(self.descriptor)
 
 
 def take_lock(path: Path, *, shared: bool = False) -> Lock | None:
-    """Take a lock at once, or not at all. Its file is made if it is missing, and stays.
+    """Acquire a lock without waiting. The lock file is created if it is missing, and never removed.
 
     Args:
-        path: of a file that serves as a lock alone; links are not followed.
-        shared: several processes may hold it shared; one alone holds it otherwise.
+        path: lock file; symbolic links are not followed.
+        shared: True for a shared lock, False for an exclusive lock.
 
     Returns:
-        None if another process holds it in a way that excludes this one; `read_holder` says who, if it has signed.
+        The lock; None if another process holds a conflicting lock. `read_holder` names that process if it called `sign`.
 
     Raises:
-        OSError: the file cannot be made or opened.
+        OSError: the file cannot be created or opened.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -68,15 +68,15 @@ def take_lock(path: Path, *, shared: bool = False) -> Lock | None:
                 break
         except FileNotFoundError:
             pass
-        os.close(descriptor)  # its folder was moved or removed meanwhile: the lock of the file that is there now counts
+        os.close(descriptor)  # the folder was moved or removed meanwhile: lock the file now at this path instead
     return Lock(path, descriptor)
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Who last signed a lock; None if its file does not say. It does not tell whether the lock is still held."""
+    """Last recorded holder of a lock, which may have released it since; None if the lock file records none."""
     try:
         with path.open("rb") as file:
-            facts = json.loads(file.read(MOST_BYTES))
-        return Holder(str(facts["host"]), int(facts["pid"]), str(facts["since"]))
+            fields = json.loads(file.read(MAX_HOLDER_BYTES))
+        return Holder(str(fields["host"]), int(fields["pid"]), str(fields["since"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -1,4 +1,4 @@
-"""Errors for keys and values that a table of settings refuses: each with its value, its rule and its fix. Imports no torch."""
+"""Errors for unknown keys and invalid values of a job, each with its value, its rule and its fix. Imports no torch."""
 
 import difflib
 import math
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from weft.errors import JobError
 from weft.plan import Plan, Table
 
-SHOWN_ERRORS, SHOWN_CHARACTERS = 5, 80  # of one message, and of one value in it
+SHOWN_ERRORS, SHOWN_CHARACTERS = 5, 80  # maximum errors per message, and characters per value
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 RENAMED = {
     "train.global_batch": "train.global_batch_size",
@@ -38,31 +38,32 @@ RENAMED = {
     "--meet": "--rdzv-endpoint",
     "--world": "--world-size",
 }
-"""Keys and command-line options of version 0.1, and their names since."""
+"""Current name of each key and command-line option that version 0.1 named differently."""
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
 
 def keys_of(table: type[Table], prefix: str = "") -> list[str]:
-    """Every dotted key of a table, in order."""
-    found = []
+    """All dotted keys of a table, in order."""
+    keys = []
     for name, field in table.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Table):
-            found += keys_of(field.annotation, f"{prefix}{name}.")
+            keys += keys_of(field.annotation, f"{prefix}{name}.")
         else:
-            found.append(prefix + name)
-    return found
+            keys.append(prefix + name)
+    return keys
 
 
 def explain(error: ValidationError, root: type[Table], tables: dict[str, Any], where: str) -> JobError:
-    """One error from all that pydantic found: each key with its value, its rule and its fix.
+    """Combine all errors of pydantic into one `JobError` that gives value, rule and fix of each key.
 
     Args:
-        error: of pydantic.
-        root: the job.
-        tables: that were read.
-        where: the file, for the message.
+        error: validation error of pydantic.
+        root: class of the job.
+        tables: input tables.
+        where: file name for the message.
     """
-    found: dict[str, tuple[str, str, str]] = {}  # by key: a value that fits no branch of a union has an error for each
+    # By key, because a value that fits no branch of a union has one error per branch.
+    found: dict[str, tuple[str, str, str]] = {}
     for item in error.errors(include_url=False):
         if item["type"] == "extra_forbidden":
             path = [str(part) for part in item["loc"]]
@@ -75,37 +76,37 @@ def explain(error: ValidationError, root: type[Table], tables: dict[str, Any], w
     lines, rules, fixes = ([part for part in parts if part] for parts in zip(*found.values(), strict=True))
     more = [f"and {len(lines) - SHOWN_ERRORS} more"] * (len(lines) > SHOWN_ERRORS)
     if set(tables) <= set(Plan.model_fields):
-        fixes = [f'this file is a plan: write plan = "{where}" into a job, or give the job and --set plan={where}']
+        fixes = [f'this file is a plan: write plan = "{where}" into a job, or pass a job with --set plan={where}']
     return JobError(
         "\n".join([*lines[:SHOWN_ERRORS], *more]),
         where=where,
-        rule="; ".join(rules[:SHOWN_ERRORS]) or "a job has only the keys that `weft schema` lists",
+        rule="; ".join(rules[:SHOWN_ERRORS]) or "`weft schema` lists all keys of a job",
         fix="; ".join(dict.fromkeys(fixes[:SHOWN_ERRORS])),
     )
 
 
 def _rule(key: str, field: FieldInfo) -> str:
-    """What a value may be, and what it means where that is short."""
+    """Rule of a key: its type and bounds, and its meaning if that is short."""
     words = f"{key} is {_in_words(field.annotation, field.metadata)}"
     meaning = field.description or ""
     return f"{words} ({meaning.rstrip('.')})" if 0 < len(meaning) <= SHOWN_CHARACTERS else words
 
 
 def _find_field(root: type[Table], loc: tuple[int | str, ...]) -> tuple[str, FieldInfo]:
-    """The dotted key of a value that pydantic refused, with an index where it is in a list, and its field."""
+    """Dotted key, with an index for an element of a list, and field of a value that pydantic refused."""
     fields, key = root.model_fields, ""
-    for place, part in enumerate(loc):
+    for depth, part in enumerate(loc):
         field = fields[str(part)]
         key = f"{key}.{part}" if key else str(part)
         inner = _table_of(field.annotation)
-        if inner is None or place == len(loc) - 1:
+        if inner is None or depth == len(loc) - 1:
             break
         fields = inner.model_fields
-    return key + "".join(f"[{part}]" for part in loc[place + 1 :] if isinstance(part, int)), field
+    return key + "".join(f"[{part}]" for part in loc[depth + 1 :] if isinstance(part, int)), field
 
 
 def _fix_value(key: str, field: FieldInfo, item: Any) -> tuple[str, str, str]:
-    """A value that breaks its rule, the rule, and an example."""
+    """Message, rule and fix for a value that breaks its rule."""
     value, name = item["input"], key.partition("[")[0]
     allowed = _choices(field.annotation)
     rule = _rule(name, field)
@@ -113,8 +114,8 @@ def _fix_value(key: str, field: FieldInfo, item: Any) -> tuple[str, str, str]:
         return f"{key} = {_toml(value)}", rule, f"write [{key}], and its keys below: {', '.join(table.model_fields)}"
     example = _example(field)
     if item["type"] == "missing":
-        if field.is_required():  # of the prediction alone, which no user writes
-            return f"{name} is missing", "", "leave out plan.prediction, or take all of what weft plan wrote"
+        if field.is_required():  # only keys of plan.prediction, which no user writes
+            return f"{name} is missing", "", "remove plan.prediction, or copy the complete table that `weft plan` wrote"
         return f"{name} = {_toml(value)} has too few values", rule, f"for example {name} = {example}"
     near = difflib.get_close_matches(str(value).lower(), allowed, 1, 0.5)
     if near and get_origin(field.annotation) is tuple:
@@ -129,7 +130,7 @@ def _fix_value(key: str, field: FieldInfo, item: Any) -> tuple[str, str, str]:
 
 
 def _fix_key(root: type[Table], path: list[str], value: Any) -> str:
-    """The known key or table that is most like an unknown one, or those that there are beside it."""
+    """Fix for an unknown key: the most similar known key or table, else the keys of its table."""
     if renamed := RENAMED.get(".".join(path)):
         return f"it is now {renamed}"
     name = path[-1]
@@ -143,7 +144,7 @@ def _fix_key(root: type[Table], path: list[str], value: Any) -> str:
     same = [k for k in known if k.rsplit(".", 1)[-1] == name]
     if same or beside:
         near = same[0] if same else ".".join([*path[:-1], *beside])
-    elif isinstance(value, dict) and value:  # a table of another name, with keys that are known
+    elif isinstance(value, dict) and value:  # a table with an unknown name and known keys
         near = max(tables, key=lambda k: len(set(tables[k].model_fields) & set(value)))
         near = near if set(tables[near].model_fields) & set(value) else ""
     else:
@@ -151,12 +152,12 @@ def _fix_key(root: type[Table], path: list[str], value: Any) -> str:
         near = next((names[n] for n in difflib.get_close_matches(name, names, 1, 0.75)), "")
     if near:
         return f"did you mean {f'[{near}]' if near in tables else near}?"
-    place = f"[{'.'.join(path[:-1])}]" if path[1:] else "a job"
-    return f"`weft schema` lists all keys; {place} has {', '.join(table.model_fields)}"
+    parent = f"[{'.'.join(path[:-1])}]" if path[1:] else "a job"
+    return f"`weft schema` lists all keys; {parent} has {', '.join(table.model_fields)}"
 
 
 def _tables(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[Table]]]:
-    """Every table of the job with its dotted key; the job itself has an empty one."""
+    """All tables of the job with their dotted keys; the key of the job itself is empty."""
     yield prefix, table
     for name, field in table.model_fields.items():
         if inner := _table_of(field.annotation):
@@ -164,7 +165,7 @@ def _tables(table: type[Table], prefix: str = "") -> Iterator[tuple[str, type[Ta
 
 
 def _table_of(annotation: Any) -> type[Table] | None:
-    """The table that a field holds, if it holds one."""
+    """Class of the table that a field holds; None for a field without a table."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, Table):
             return kind
@@ -172,14 +173,14 @@ def _table_of(annotation: Any) -> type[Table] | None:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The strings that a value may be, also inside of lists and unions."""
+    """Allowed strings of a value, including strings inside lists and unions."""
     if get_origin(annotation) is Literal:
         return [choice for choice in get_args(annotation) if isinstance(choice, str)]
     return [choice for inner in get_args(annotation) for choice in _choices(inner)]
 
 
 def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """What a value may be, from the type of its field."""
+    """Type and bounds of a value in words, from the annotation of its field."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _in_words(inner[0], [m for info in inner[1:] for m in getattr(info, "metadata", [info])])
@@ -207,7 +208,7 @@ def _or(words: list[str]) -> str:
 
 
 def _example(field: FieldInfo) -> str:
-    """A value that is right: the default, or one of the same type where that is empty."""
+    """Valid example value: the default, or a value of the same type if the default is empty."""
     if field.default not in (None, ()) and not field.is_required():
         return _toml(field.default)
     if choices := _choices(field.annotation):
@@ -216,7 +217,7 @@ def _example(field: FieldInfo) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML has it, shortened; a table by its keys alone."""
+    """TOML text of a value, shortened; a table is given by its keys."""
     if isinstance(value, dict):
         return f"a table of {', '.join(map(str, value)) or 'nothing'}"
     if isinstance(value, list | tuple):
@@ -228,21 +229,30 @@ def _toml(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
-def refuse_odd_numbers(given: dict[str, Any], read: Table, where: str, prefix: str = "") -> None:
-    """Refuse what pydantic takes for a number: true, false, infinity, and NaN where there is no bound."""
+def refuse_invalid_numbers(given: dict[str, Any], read: Table, where: str, prefix: str = "") -> None:
+    """Refuse values that pydantic accepts as numbers: true, false, infinity, and NaN if the field has no bound.
+
+    Args:
+        given: input table.
+        read: the same table, parsed by pydantic.
+        where: file name for the message.
+        prefix: dotted key of the table, with a final dot.
+    """
     for name, value in given.items():
         found, field, key = getattr(read, name), type(read).model_fields[name], prefix + name
         if isinstance(found, Table) and isinstance(value, dict):
-            refuse_odd_numbers(value, found, where, f"{key}.")
+            refuse_invalid_numbers(value, found, where, f"{key}.")
             continue
-        written, understood = (part if isinstance(part, list | tuple) else [part] for part in (value, found))
-        odd = [number for number in written if _is_odd(number)]
-        odd += [number for number in understood if isinstance(number, float) and _is_odd(number)]  # of the text "inf"
-        if odd and not isinstance(found, bool):
-            rule = _rule(key, field) + ", and finite" * isinstance(odd[0], float)
+        given_values, parsed_values = (part if isinstance(part, list | tuple) else [part] for part in (value, found))
+        invalid = [number for number in given_values if _is_invalid(number)]
+        invalid += [
+            number for number in parsed_values if isinstance(number, float) and _is_invalid(number)
+        ]  # the text "inf"
+        if invalid and not isinstance(found, bool):
+            rule = _rule(key, field) + ", and finite" * isinstance(invalid[0], float)
             fix = f"for example {key} = {_example(field)}"
             raise JobError(f"{key} = {_toml(value)}", where=where, rule=rule, fix=fix)
 
 
-def _is_odd(number: Any) -> bool:
+def _is_invalid(number: Any) -> bool:
     return isinstance(number, bool) or (isinstance(number, float) and not math.isfinite(number))

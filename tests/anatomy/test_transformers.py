@@ -1,4 +1,4 @@
-"""The anatomy of real families, from the meta device."""
+"""Anatomy of real model families, read on the meta device."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def anatomy_of(table: dict[str, object]) -> Anatomy:
     return read_anatomy(build_on_meta(read_config(Model(config=table)), torch.float32))
 
 
-def test_llama() -> None:
+def test_llama_anatomy() -> None:
     found = anatomy_of(family("llama"))
     assert (found.embedding, found.final_norm, found.head, found.tied) == (
         "model.embed_tokens",
@@ -44,7 +44,7 @@ def test_deepseek_has_dense_and_moe_blocks() -> None:
     assert moe.shared_experts == ("model.layers.1.mlp.shared_experts",)
 
 
-def test_gpt2_is_tied_and_named_its_own_way() -> None:
+def test_gpt2_anatomy_is_tied_with_its_module_names() -> None:
     found = anatomy_of(family("gpt2"))
     assert (found.embedding, found.head, found.tied) == ("transformer.wte", "lm_head", True)
     assert found.blocks[0].attention == ("transformer.h.0.attn",)
@@ -52,10 +52,10 @@ def test_gpt2_is_tied_and_named_its_own_way() -> None:
     assert found.max_positions == 64
 
 
-def test_active_parameters_leave_out_idle_experts() -> None:
+def test_active_parameters_exclude_inactive_experts() -> None:
     found = anatomy_of(family("mixtral"))
     one_expert = 3 * 32 * 48
-    assert found.parameters - found.active_parameters == 2 * 2 * one_expert  # layers x idle experts
+    assert found.parameters - found.active_parameters == 2 * 2 * one_expert  # layers x inactive experts
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_active_parameters_leave_out_idle_experts() -> None:
         ("gpt_oss", 117e9, 5.13e9 + 0.58e9),
     ],
 )
-def test_published_sizes(model_type: str, total: float, active: float) -> None:
-    """Total and active parameters as the model cards state them (GPT-OSS's leaves out the embedding's 0.58e9)."""
+def test_parameter_counts_match_published_sizes(model_type: str, total: float, active: float) -> None:
+    """Total and active parameters from the model cards (GPT-OSS does not count the 0.58e9 of its embedding)."""
     sizes = {
         "qwen3_moe": {
             "hidden_size": 2048,
@@ -87,7 +87,7 @@ def test_published_sizes(model_type: str, total: float, active: float) -> None:
     assert found.active_parameters == pytest.approx(active, rel=0.03)
 
 
-def test_flops_of_a_dense_model() -> None:
+def test_flops_of_a_dense_model_match_the_formula() -> None:
     config = read_config(Model(config=family("llama")))
     found = anatomy_of(family("llama"))
     attention = 6 * 2 * 16 * 32  # layers x seq_len x width
@@ -102,8 +102,10 @@ def test_flops_of_a_model_without_attention_heads(model_type: str) -> None:
     assert training_flops_per_token(found, config, 16) == 6 * multiplying
 
 
-# Encoders and odd trees: what is read, and what is refused.
-def test_what_cannot_be_read_is_refused_with_what_was_looked_for() -> None:
+# Unsupported models
+
+
+def test_an_unreadable_model_is_refused_with_the_searched_names() -> None:
     with pytest.raises(ModelError, match="no blocks found") as caught:
         anatomy_of({"model_type": "xlnet"})
     assert "looked for a list of blocks" in str(caught.value)
@@ -113,15 +115,15 @@ def test_what_cannot_be_read_is_refused_with_what_was_looked_for() -> None:
     ("model_type", "kind"),
     [("t5", "encoder-decoder"), ("mt5", "encoder-decoder"), ("bert", "encoder-only"), ("distilbert", "encoder-only")],
 )
-def test_encoders_are_refused_by_their_kind(model_type: str, kind: str) -> None:
+def test_encoders_are_refused_with_their_kind(model_type: str, kind: str) -> None:
     with pytest.raises(ModelError, match=f"{model_type} is an {kind} model") as caught:
         anatomy_of({"model_type": model_type})
     assert "name a causal model" in str(caught.value)
     assert len(str(caught.value)) < 400  # neither patterns nor a list of all families
 
 
-def test_every_causal_model_the_library_builds_is_read_or_refused() -> None:
-    """All families whose default configuration builds: no other error than a refusal, and few of those."""
+def test_every_causal_model_of_the_library_is_read_or_refused() -> None:
+    """Each family whose default configuration can be built is read or refused with a ModelError; few are refused."""
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     read, refused = [], []
     for model_type in names:
@@ -131,7 +133,7 @@ def test_every_causal_model_the_library_builds_is_read_or_refused() -> None:
                 if key in config.to_dict() and getattr(config, "layer_types", None) is None:
                     setattr(config, key, 2)
             model = build_on_meta(config, torch.float32)
-        except Exception:  # its defaults do not make a model: nothing to read
+        except Exception:  # the default configuration cannot be built
             continue
         try:
             read_anatomy(model)
@@ -143,8 +145,8 @@ def test_every_causal_model_the_library_builds_is_read_or_refused() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_packed_documents_do_not_see_each_other(name: str) -> None:
-    """Logits of two documents in one row equal those of each document alone."""
+def test_packed_documents_do_not_affect_each_other(name: str) -> None:
+    """Logits of two documents in one row equal the logits of each document alone."""
     source = Model(config=family(name))
     model = build_plain(source, read_config(source), torch.float32).eval()
     tokens = torch.randint(3, 96, (1, 20), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Two levels give what one ring gives, on ranks that believe they are on two hosts."""
+"""Hierarchical collectives equal flat ones, on ranks with patched host identities."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from tests.backends.test_shared_memory import FLOATS, numbers, results
-from tests.device.links import two_levels
+from tests.device.links import two_level_topology
 from tests.lab.pool import run_ranks
-from weft.backends import hierarchical as hierarchy
+from weft.backends import hierarchical
 from weft.backends.hierarchical import TwoLevelGroup, register_backend
 from weft.backends.instrumented import GlooGroup
 from weft.backends.shared_memory import SharedMemoryGroup
@@ -22,32 +22,32 @@ from weft.topology.mesh import choose_hierarchy
 
 
 def make_group(rank: int, hosts: Sequence[int], forced: str = "auto") -> Any:
-    """A group of ranks of which rank r is on host hosts[r]."""
-    with mock.patch.object(hierarchy, "own_place", return_value=[f"host {hosts[rank]}"]):
+    """Create a group whose rank r is on host hosts[r]."""
+    with mock.patch.object(hierarchical, "host_id", return_value=[f"host {hosts[rank]}"]):
         return dist.new_group(backend=register_backend(forced))
 
 
 def compare(rank: int, ranks: int, count: int, dtype: torch.dtype, steps: int) -> None:
     group = make_group(rank, [peer // 2 for peer in range(ranks)], "two_level")
     assert isinstance(group, TwoLevelGroup)
-    with mock.patch.object(hierarchy, "PIECE", 2 * hierarchy.SMALL):
+    with mock.patch.object(hierarchical, "PIECE", 2 * hierarchical.SMALL):
         found = results(group, rank, ranks, count, dtype, steps)
-    expected = results(dist.group.WORLD, rank, ranks, count, dtype, 1)  # gloo takes no gaps
-    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(mine, theirs), number
+    expected = results(dist.group.WORLD, rank, ranks, count, dtype, 1)  # gloo does not support strided tensors
+    for index, (actual, reference) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(actual, reference), index
 
 
-@pytest.mark.parametrize("count", [1, 3, 1000, 5001, 3 * hierarchy.SMALL + 1])
+@pytest.mark.parametrize("count", [1, 3, 1000, 5001, 3 * hierarchical.SMALL + 1])
 def test_sizes(count: int) -> None:
     run_ranks(4, compare, count, torch.float32, 1)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_formats(dtype: torch.dtype) -> None:
+def test_dtypes(dtype: torch.dtype) -> None:
     run_ranks(4, compare, 5001, dtype, 1)
 
 
-def test_tensors_with_gaps() -> None:
+def test_strided_tensors() -> None:
     run_ranks(4, compare, 5001, torch.float32, 3)
 
 
@@ -71,11 +71,11 @@ def kind(rank: int, ranks: int, hosts: list[int], forced: str) -> type:
         ([0, 0, 1, 1], "two_level", TwoLevelGroup),
         ([0, 0, 1, 1], "flat", GlooGroup),
         ([0, 1, 2, 3], "auto", GlooGroup),
-        ([0, 0, 0, 1], "auto", GlooGroup),  # not as many on each
-        ([0, 1, 0, 1], "auto", GlooGroup),  # not host after host
+        ([0, 0, 0, 1], "auto", GlooGroup),  # different numbers of ranks per host
+        ([0, 1, 0, 1], "auto", GlooGroup),  # ranks not numbered host after host
     ],
 )
-def test_which_group(hosts: list[int], forced: str, expected: type) -> None:
+def test_group_type_by_host_layout(hosts: list[int], forced: str, expected: type) -> None:
     assert run_ranks(4, kind, hosts, forced) == [expected] * 4
 
 
@@ -86,13 +86,13 @@ def several_at_once(rank: int, ranks: int) -> None:
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
     for tensor, work in zip(expected, works, strict=True):
         work.wait()
-        work.wait()  # twice is once
+        work.wait()  # a second wait has no effect
         dist.all_reduce(tensor)
-    for mine, theirs in zip(tensors, expected, strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, reference in zip(tensors, expected, strict=True):
+        assert torch.equal(actual, reference)
 
 
-def test_several_are_under_way_at_once() -> None:
+def test_several_all_reduces_in_flight() -> None:
     run_ranks(4, several_at_once)
 
 
@@ -109,12 +109,12 @@ def messages(rank: int, ranks: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def test_what_passes_between_hosts_is_shared_by_the_ranks_of_each() -> None:
+def test_traffic_between_hosts_is_shared_by_the_ranks_of_a_host() -> None:
     full, wide = 4 * 40000, 4 * 160000
     for found in run_ranks(4, messages):
-        # Of two hosts each sends half of what it has to the other: of a tensor that two ranks share, a quarter each, twice.
+        # Each host sends half of the tensor to the other host: a quarter per rank, in each of the two steps of an all-reduce.
         assert found["auto"]["between"] == 2 * full // 4 + wide // 4 + wide // 4
-        # One ring sends the same in every of its links, of which each host has one to the other.
+        # A ring sends the same number of bytes over each link; one link leaves each host.
         assert found["flat"] == {"": 2 * full * 3 // 4 + 2 * wide * 3 // 4}
         assert found["flat"][""] / (2 * found["auto"]["between"]) == 1.5
 
@@ -122,16 +122,16 @@ def test_what_passes_between_hosts_is_shared_by_the_ranks_of_each() -> None:
 @pytest.mark.parametrize(
     ("change", "ranks", "expected"),
     [
-        ({}, [0, 1, 2, 3], "auto"),  # an all-to-all sends as much either way, and more inside
+        ({}, [0, 1, 2, 3], "auto"),  # a hierarchical all-to-all sends equal bytes between hosts, and more inside
         ({"latency_seconds": 0.5}, [0, 1, 2, 3], "two_level"),  # fewer messages
-        ({}, [0, 1], "flat"),  # of one host
-        ({}, [0, 2], "flat"),  # one on each
+        ({}, [0, 1], "flat"),  # ranks of one host
+        ({}, [0, 2], "flat"),  # one rank per host
     ],
 )
-def test_the_hierarchy_is_chosen_by_a_declared_topology(
+def test_hierarchy_is_chosen_by_the_declared_topology(
     tmp_path: Path, change: dict[str, float], ranks: list[int], expected: str
 ) -> None:
-    known = two_levels(2, 2)
+    known = two_level_topology(2, 2)
     slow = known.links[1].model_copy(update=change)
     path = tmp_path / "cluster.toml"
     path.write_text(known.model_copy(update={"links": (known.links[0], slow)}).to_toml())

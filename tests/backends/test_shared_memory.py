@@ -1,4 +1,4 @@
-"""Shared memory gives what gloo gives, refuses what does not fit, and leaves nothing behind."""
+"""Shared-memory collectives equal those of gloo, report mismatches between ranks, and leave no open files."""
 
 import json
 import os
@@ -18,18 +18,18 @@ from weft.backends.shared_memory import SLAB_BYTES, SLOT_BYTES, SharedMemoryGrou
 from weft.errors import CommunicationError
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
-LARGE = SLOT_BYTES // 4 + 12  # more than a slot of float32, and of no round size
+LARGE = SLOT_BYTES // 4 + 12  # more float32 elements than fit a slot, and not a multiple of the slot size
 
 
 def numbers(rank: int, count: int, dtype: torch.dtype, steps: int = 1) -> Tensor:
-    """Whole numbers, so that every order of a sum is exact; every `steps`-th of a longer tensor."""
+    """Integer values, so that sums are exact in any order; a view of every `steps`-th element of a longer tensor."""
     generator = torch.Generator().manual_seed(rank)
     values = torch.empty(count * steps, dtype=dtype)[::steps]
     return values.copy_(torch.randint(-9, 9, (count,), generator=generator))
 
 
 def results(group: Any, rank: int, ranks: int, count: int, dtype: torch.dtype, steps: int) -> list[Tensor]:
-    """What each collective gives."""
+    """Results of all collectives."""
     found = []
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
         x = numbers(rank, count, dtype, steps)
@@ -48,11 +48,11 @@ def results(group: Any, rank: int, ranks: int, count: int, dtype: torch.dtype, s
     dist.broadcast(x, group=group, group_src=ranks - 1)
     swapped = torch.empty(count * ranks, dtype=dtype)
     dist.all_to_all_single(swapped, numbers(rank, count * ranks, dtype, steps).contiguous(), group=group)
-    sends = [(rank * 3 + peer * 5) % 4 * count for peer in range(ranks)]
-    takes = [(peer * 3 + rank * 5) % 4 * count for peer in range(ranks)]
-    uneven = torch.empty(sum(takes), 2, dtype=dtype)
-    rows_out = numbers(rank, 2 * sum(sends), dtype).view(-1, 2)
-    dist.all_to_all_single(uneven, rows_out, takes, sends, group)
+    input_splits = [(rank * 3 + peer * 5) % 4 * count for peer in range(ranks)]
+    output_splits = [(peer * 3 + rank * 5) % 4 * count for peer in range(ranks)]
+    uneven = torch.empty(sum(output_splits), 2, dtype=dtype)
+    rows_out = numbers(rank, 2 * sum(input_splits), dtype).view(-1, 2)
+    dist.all_to_all_single(uneven, rows_out, output_splits, input_splits, group)
     functional = [funcol.all_reduce(swapped, "sum", group), funcol.all_gather_tensor(swapped, 0, group)]
     functional += [funcol.reduce_scatter_tensor(swapped, "sum", 0, group)]
     functional = [tensor.wait() if hasattr(tensor, "wait") else tensor for tensor in functional]
@@ -86,11 +86,11 @@ def test_sizes(ranks: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_formats(dtype: torch.dtype) -> None:
+def test_dtypes(dtype: torch.dtype) -> None:
     run_ranks(4, compare, 5000, dtype, 1)
 
 
-def test_tensors_with_gaps() -> None:
+def test_strided_tensors() -> None:
     run_ranks(2, compare, 5000, torch.float32, 3)
 
 
@@ -105,8 +105,8 @@ def short_sum(rank: int, ranks: int, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("count", [8, 50_000])
-def test_short_floats_are_added_in_float32(count: int) -> None:
-    """1 + three times 2^-8 is 1.01171875, which rounds to 1.015625; added up in bf16 each addend would be lost."""
+def test_bf16_is_summed_in_float32(count: int) -> None:
+    """1 + 3 * 2^-8 = 1.01171875 rounds to 1.015625; an accumulation in bf16 would lose every addend."""
     sums = run_ranks(4, short_sum, count)
     assert sums[0][0].item() == 1.015625
     assert all(torch.equal(sums[0], other) for other in sums)
@@ -117,7 +117,7 @@ def disagree(rank: int, ranks: int, kind: str) -> str:
     try:
         if kind == "size":
             dist.all_reduce(torch.ones(3 + (rank == 1)), group=group)
-        elif kind == "format":
+        elif kind == "dtype":
             dist.all_reduce(torch.ones(3, dtype=torch.float32 if rank else torch.float64), group=group)
         elif kind == "operation":
             (dist.all_reduce if rank else dist.broadcast)(torch.ones(3), *([] if rank else [0]), group=group)
@@ -131,21 +131,21 @@ def disagree(rank: int, ranks: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "words"),
     [
-        ("size", "4 numbers"),
-        ("format", "float64"),
-        ("operation", "broadcast of 3 numbers"),
-        ("splits", "expects [2, 2] numbers"),
+        ("size", "4 elements"),
+        ("dtype", "float64"),
+        ("operation", "broadcast of 3 elements"),
+        ("splits", "expects [2, 2] elements"),
     ],
 )
-def test_a_disagreement_is_an_error_on_every_rank(kind: str, said: str) -> None:
+def test_mismatched_collective_is_an_error_on_every_rank(kind: str, words: str) -> None:
     for text in run_ranks(2, disagree, kind):
-        assert said in text
+        assert words in text
         assert "fix:" in text
 
 
-def test_a_rank_that_does_not_come() -> None:
+def test_missing_rank_is_named() -> None:
     assert "rank 1 of group" in run_ranks(2, disagree, "alone")[0]
 
 
@@ -155,21 +155,21 @@ def descriptors(rank: int, ranks: int) -> list[str]:
     return [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder) if os.path.exists(f"{folder}/{fd}")]
 
 
-def test_no_descriptor_stays_open() -> None:
+def test_slab_descriptors_are_closed() -> None:
     for links in run_ranks(2, descriptors):
         assert not [link for link in links if "memfd" in link]
 
 
-@pytest.mark.parametrize("said", ["a file of this process", "a process of somebody else", "a small one", "no numbers"])
-def test_a_key_that_names_other_memory_is_not_followed(said: str, tmp_path: Path) -> None:
-    """As if another process had written it into the store."""
+@pytest.mark.parametrize("kind", ["file of this process", "other process", "small memory file", "invalid text"])
+def test_foreign_slab_address_is_not_mapped(kind: str, tmp_path: Path) -> None:
+    """The address in the store comes from an unrelated process."""
     store = dist.HashStore()
     with (tmp_path / "precious").open("w+b") as file:
         file.truncate(SLAB_BYTES)
-        own = {"a file of this process": (os.getpid(), file.fileno()), "a process of somebody else": (1, 0)}
+        addresses = {"file of this process": (os.getpid(), file.fileno()), "other process": (1, 0)}
         small = os.memfd_create("weft")
-        place = json.dumps(own.get(said, (os.getpid(), small))) if said != "no numbers" else '["a", {}]'
-        store.set("slab/1", place)
+        address = json.dumps(addresses.get(kind, (os.getpid(), small))) if kind != "invalid text" else '["a", {}]'
+        store.set("slab/1", address)
         store.set("open/1", "2")
         assert share_memory(store, 0, 2, timedelta(seconds=5), lambda: None) is None
         os.close(small)

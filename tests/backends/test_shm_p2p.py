@@ -1,4 +1,4 @@
-"""Messages come whole, in order and in any order of waiting; what does not fit is an error; nothing is kept."""
+"""Point-to-point messages arrive intact and in order, mismatches are errors, and memory is reused."""
 
 import gc
 import multiprocessing
@@ -23,7 +23,7 @@ from tests.lab.pool import run_ranks
 from weft.backends import shm_p2p as channel
 from weft.backends.hierarchical import register_backend
 from weft.backends.shared_memory import DTYPES, SharedMemoryGroup
-from weft.backends.shm_p2p import FORMATS, RECORDS, _Area, wait_until
+from weft.backends.shm_p2p import ALL_DTYPES, RECORDS, _Allocator, wait_until
 from weft.errors import CommunicationError
 
 OTHER_DTYPES = (torch.complex64, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -35,9 +35,9 @@ def make_group(seconds: float = 60) -> Any:
     return group
 
 
-def content(number: int, count: int, dtype: torch.dtype, steps: int = 1) -> Tensor:
-    """Random bytes as numbers of a format; every `steps`-th of a longer tensor."""
-    generator = torch.Generator().manual_seed(number)
+def content(seed: int, count: int, dtype: torch.dtype, steps: int = 1) -> Tensor:
+    """Random bytes viewed as a dtype; a view of every `steps`-th element of a longer tensor."""
+    generator = torch.Generator().manual_seed(seed)
     size = count * dtype.itemsize
     data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), generator=generator, dtype=torch.uint8)
     values = torch.empty(count * steps, dtype=dtype)[::steps]
@@ -54,9 +54,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[int, list[tuple[str, tuple[int, int, int], int]], list[tuple[int, int, int]]]:
-    """Ranks; (what, channel, number within it) in an order that every rank keeps; (count, format, steps) of messages.
+    """Number of ranks; events (kind, channel, index within the channel) in the order of all ranks; (count, dtype, steps) of
+    each message.
 
-    A wait comes after its send and its receive, so that no order can block.
+    A wait comes after its send and its receive, so that no order can deadlock.
     """
     ranks = draw(st.integers(2, 3))
     rank = st.integers(0, ranks - 1)
@@ -81,9 +82,9 @@ def schedules(draw: st.DrawFn) -> tuple[int, list[tuple[str, tuple[int, int, int
 
 def follow(rank: int, ranks: int, events: list[Any], messages: list[Any], polls: bool) -> int:
     group, wanted, checked = make_group(), {}, 0
-    for what, route, place in events:
+    for what, route, index in events:
         source, destination, tag = route
-        key = place + 100 * (tag + 10 * (destination + 10 * source))
+        key = index + 100 * (tag + 10 * (destination + 10 * source))
         count, dtype, steps = messages[key % len(messages)]
         if what == "send" and source == rank:
             x = content(key, count, DTYPES[dtype], steps)
@@ -91,9 +92,9 @@ def follow(rank: int, ranks: int, events: list[Any], messages: list[Any], polls:
             x.zero_()
         elif what == "want" and destination == rank:
             x = torch.zeros(count * steps, dtype=DTYPES[dtype])[::steps]
-            wanted[route, place] = x, dist.irecv(x, group=group, group_src=source, tag=tag)
+            wanted[route, index] = x, dist.irecv(x, group=group, group_src=source, tag=tag)
         elif what == "wait" and destination == rank:
-            x, work = wanted[route, place]
+            x, work = wanted[route, index]
             assert work.wait()
             assert same_bits(x, content(key, count, DTYPES[dtype]))
             checked += 1
@@ -107,13 +108,13 @@ def follow(rank: int, ranks: int, events: list[Any], messages: list[Any], polls:
 
 @settings(max_examples=60, deadline=None)
 @given(schedules(), st.booleans())
-def test_any_schedule(schedule: Any, polls: bool) -> None:
+def test_random_schedules(schedule: Any, polls: bool) -> None:
     ranks, events, messages = schedule
     assert sum(run_ranks(ranks, follow, events, messages, polls)) == len(messages)
 
 
 def choose(rank: int, ranks: int) -> None:
-    """What comes before it is wanted, under several tags, is kept and found by its tag."""
+    """Messages that arrive before their receive are kept and matched by tag."""
     group = make_group()
     if rank == 0:
         for number in range(8):
@@ -126,12 +127,12 @@ def choose(rank: int, ranks: int) -> None:
         assert x.item() == expected
 
 
-def test_tags() -> None:
+def test_messages_are_matched_by_tag() -> None:
     run_ranks(2, choose)
 
 
 def exchange_all(rank: int, ranks: int) -> None:
-    """Everybody sends to everybody, also itself, all formats, and takes them from the last to the first."""
+    """All ranks send all dtypes to all ranks, themselves included, and wait in reverse order."""
     group = make_group()
     counts = [0, 1, 3, 40_001]
     for peer in range(ranks):
@@ -151,12 +152,12 @@ def exchange_all(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_all_formats(ranks: int) -> None:
+def test_all_dtypes(ranks: int) -> None:
     run_ranks(ranks, exchange_all)
 
 
 def use_torch(rank: int, ranks: int) -> None:
-    """The functions of torch.distributed, with global ranks in a group that numbers them anew."""
+    """The functions of torch.distributed with global ranks, in a group with other group ranks."""
     if rank == 0:
         dist.new_group([1, 2], backend=register_backend())
         return
@@ -183,7 +184,7 @@ def use_torch(rank: int, ranks: int) -> None:
         dist.recv(theirs, group=group)
 
 
-def test_functions_of_torch() -> None:
+def test_torch_distributed_functions() -> None:
     run_ranks(3, use_torch)
 
 
@@ -198,7 +199,7 @@ def receive_into_leaf(rank: int, ranks: int) -> None:
         assert x.is_leaf
 
 
-def test_tensors_with_gradients() -> None:
+def test_receive_into_a_leaf_tensor() -> None:
     run_ranks(2, receive_into_leaf)
 
 
@@ -210,7 +211,7 @@ def disagree(rank: int, ranks: int, kind: str) -> str:
     if rank == 0:
         if kind != "missing":
             dist.send(
-                torch.ones(4, dtype=torch.float64 if kind == "format" else torch.float32), group=group, group_dst=1
+                torch.ones(4, dtype=torch.float64 if kind == "dtype" else torch.float32), group=group, group_dst=1
             )
             dist.send(torch.full((2,), 7.0), group=group, group_dst=1)
         return ""
@@ -226,16 +227,16 @@ def disagree(rank: int, ranks: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "words"),
     [
-        ("size", "rank 1 receives 3 numbers of torch.float32; rank 0 sent 4 numbers of torch.float32"),
-        ("format", "rank 1 receives 4 numbers of torch.float32; rank 0 sent 4 numbers of torch.float64"),
-        ("missing", "no message of rank 0 came within 1 s"),
+        ("size", "rank 1 receives 3 elements of torch.float32; rank 0 sent 4 elements of torch.float32"),
+        ("dtype", "rank 1 receives 4 elements of torch.float32; rank 0 sent 4 elements of torch.float64"),
+        ("missing", "no message from rank 0 arrived within 1 s"),
     ],
 )
-def test_a_disagreement_is_an_error_of_the_receive(kind: str, said: str) -> None:
+def test_mismatched_message_is_an_error_of_the_receive(kind: str, words: str) -> None:
     text = run_ranks(2, disagree, kind)[1]
-    assert said in text
+    assert words in text
     assert "fix:" in text
 
 
@@ -249,11 +250,11 @@ def come_late(rank: int, ranks: int) -> None:
     work = dist.irecv(x, group=group, group_src=0)
     with pytest.raises(CommunicationError, match=r"within 0\.01 s"):
         work.wait(timedelta(milliseconds=10))
-    work.wait()  # it is still wanted
+    work.wait()  # the receive is still posted
     assert x.item() == 1
 
 
-def test_a_wait_may_be_repeated() -> None:
+def test_wait_can_be_repeated_after_a_timeout() -> None:
     run_ranks(2, come_late)
 
 
@@ -276,9 +277,9 @@ def fill(rank: int, ranks: int, taken: bool) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("taken", "said"), [(True, "no error"), (False, "did not take its messages within 1 s")])
-def test_a_full_ring(taken: bool, said: str) -> None:
-    assert said in run_ranks(2, fill, taken)[0]
+@pytest.mark.parametrize(("taken", "words"), [(True, "no error"), (False, "did not receive its messages within 1 s")])
+def test_send_blocks_while_the_ring_is_full(taken: bool, words: str) -> None:
+    assert words in run_ranks(2, fill, taken)[0]
 
 
 def send_huge(rank: int, ranks: int) -> None:
@@ -288,25 +289,25 @@ def send_huge(rank: int, ranks: int) -> None:
             dist.send(torch.empty(1).expand(2**33), group=group, group_dst=1)
 
 
-def test_a_message_longer_than_a_mailbox() -> None:
+def test_message_longer_than_a_channel_is_refused() -> None:
     run_ranks(2, send_huge)
 
 
 def outlive(rank: int, folder: Path) -> None:
-    """Rank 0 sends and ends; rank 1 receives once it has."""
+    """Rank 0 sends and exits; rank 1 receives after the exit."""
     gc.freeze()  # as the ranks of the pool do
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     group, x = make_group(), torch.zeros(2**20)
     if rank == 0:
         dist.send(torch.ones(2**20), group=group, group_dst=1)
     else:
-        dist.send(x, group=group, group_dst=0)  # nobody takes it
+        dist.send(x, group=group, group_dst=0)  # never received
         assert wait_until((folder / "gone").exists, 60)
         dist.recv(x, group=group, group_src=0)
     os._exit(0 if rank == 0 or x.sum() == 2**20 else 1)
 
 
-def test_a_message_outlives_its_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_outlives_its_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     fork = multiprocessing.get_context("fork")
     first, second = (fork.Process(target=outlive, args=(rank, tmp_path), daemon=True) for rank in range(2))
@@ -323,7 +324,7 @@ def test_a_message_outlives_its_sender(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def converse(rank: int, ranks: int) -> int:
-    """Up to five messages at a time, of many lengths; how much of the area was ever in use."""
+    """Exchange up to five messages at a time, of several lengths, and return the peak of the allocated memory."""
     group, order = make_group(), random.Random(0)
     highest = 0
     for round_ in range(300):
@@ -333,19 +334,19 @@ def converse(rank: int, ranks: int) -> int:
             dist.isend(torch.full((size,), float(round_)), group=group, group_dst=1 - rank, tag=tag)
             x = torch.empty(size)
             wanted.append((x, dist.irecv(x, group=group, group_src=1 - rank, tag=tag)))
-        highest = max(highest, *group.channel.area.stops.values())
+        highest = max(highest, *group.channel.allocator.stops.values())
         for x, work in reversed(wanted):
             work.wait()
             assert x.eq(round_).all()
         dist.barrier(group)
-    dist.send(torch.empty(0), group=group, group_dst=1 - rank)  # takes back what was acknowledged
-    assert len(group.channel.area.stops) == 1
-    assert not any(group.channel.wanted)
-    assert not any(group.channel.arrived)
-    return highest - group.channel.area.start
+    dist.send(torch.empty(0), group=group, group_dst=1 - rank)  # frees acknowledged messages
+    assert len(group.channel.allocator.stops) == 1
+    assert not any(group.channel.posted)
+    assert not any(group.channel.unexpected)
+    return highest - group.channel.allocator.start
 
 
-def test_memory_is_used_again() -> None:
+def test_memory_is_reused() -> None:
     assert max(run_ranks(2, converse)) <= 5 * 200_064
 
 
@@ -361,7 +362,7 @@ def forget(rank: int, ranks: int) -> bool:
     return gone
 
 
-def test_a_sent_tensor_is_free_at_once() -> None:
+def test_send_keeps_no_reference_to_the_tensor() -> None:
     assert run_ranks(2, forget) == [True, True]
 
 
@@ -372,7 +373,7 @@ def no_gloo(rank: int, ranks: int) -> bool:
     return "gloo" in vars(group)
 
 
-def test_no_connections_are_made() -> None:
+def test_no_gloo_connections_are_made() -> None:
     assert run_ranks(2, no_gloo) == [False, False]
 
 
@@ -383,20 +384,20 @@ def dumped(rank: int, ranks: int) -> list[bool]:
     return [" dd" not in next(line for line in region.splitlines() if line.startswith("VmFlags")) for region in regions]
 
 
-def test_no_core_dump_fills_the_sparse_memory() -> None:
+def test_slabs_are_excluded_from_core_dumps() -> None:
     for regions in run_ranks(2, dumped):
         assert regions
         assert not any(regions)
 
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.randoms(use_true_random=False))
-def test_area(sizes: list[int], order: random.Random) -> None:
-    """Parts in use never overlap, and all is one gap again when they are given back."""
-    area, used = _Area(64, 600), {}
+def test_allocator(sizes: list[int], order: random.Random) -> None:
+    """Allocated ranges never overlap, and all memory is one gap after they are freed."""
+    allocator, used = _Allocator(64, 600), {}
     for size in sizes:
-        start = area.reserve(size)
+        start = allocator.reserve(size)
         if start is None:
-            assert all(stop - start < size for start, stop in area.gaps)
+            assert all(stop - start < size for start, stop in allocator.gaps)
         else:
             assert 64 <= start <= 600 - size
             assert all(start + size <= other or other + length <= start for other, length in used.items())
@@ -404,13 +405,13 @@ def test_area(sizes: list[int], order: random.Random) -> None:
         if used and order.random() < 0.4:
             start = order.choice(list(used))
             del used[start]
-            area.free(start)
+            allocator.free(start)
     for start in used:
-        area.free(start)
-    assert area.gaps == [(64, 600)]
+        allocator.free(start)
+    assert allocator.gaps == [(64, 600)]
 
 
-def test_waiting_ends() -> None:
+def test_wait_until_returns_the_result_or_times_out() -> None:
     assert wait_until(lambda: 5, 0) == 5
     assert wait_until(lambda: None, 0.01) is None
     answers = iter([0] * (channel.SPINS + 20))
@@ -419,5 +420,5 @@ def test_waiting_ends() -> None:
     assert sleep.call_count < 20
 
 
-def test_every_format_has_a_number() -> None:
-    assert set(DTYPES) < set(FORMATS)
+def test_every_dtype_has_an_index() -> None:
+    assert set(DTYPES) < set(ALL_DTYPES)

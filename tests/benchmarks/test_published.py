@@ -1,4 +1,4 @@
-"""Runs of a table are read, predicted, calibrated on one of them and scored."""
+"""Published runs are read from a table, predicted, calibrated on one run per group, and scored."""
 
 import csv
 import math
@@ -10,8 +10,8 @@ from benchmarks.published.__main__ import main
 from benchmarks.published.published import SOURCES, UNKNOWN, measured_seconds, read_runs, source_family, stack_of_row
 from benchmarks.published.scatter import write_scatter
 from benchmarks.published.validate import (
-    TRUST,
-    Fit,
+    SHRINKAGE,
+    FitAccuracy,
     interval,
     judge,
     judge_fit,
@@ -79,7 +79,7 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def sweep(path: Path, factor: float) -> Path:
-    """A sweep whose machine is `factor` slower than predicted."""
+    """Sweep on a machine that is slower than predicted by `factor`."""
     rows = [
         line(f"made-{i}", "iter_time_s", 1.0, tp=tp, pp=pp, dp=64 // tp // pp) for i, (tp, pp) in enumerate(LAYOUTS)
     ]
@@ -90,7 +90,7 @@ def sweep(path: Path, factor: float) -> Path:
     return write(path, rows)
 
 
-def test_a_machine_that_is_as_predicted_has_no_error(tmp_path: Path) -> None:
+def test_exact_predictions_have_no_error(tmp_path: Path) -> None:
     runs, refused = read_runs(sweep(tmp_path / "runs.csv", 1.0))
     assert (len(runs), refused) == (10, {})
     outcomes, calibrations = judge(runs)
@@ -103,14 +103,14 @@ def test_a_machine_that_is_as_predicted_has_no_error(tmp_path: Path) -> None:
     assert constant.spearman == 0
 
 
-def test_one_run_takes_most_of_what_a_machine_is_slower(tmp_path: Path) -> None:
+def test_calibration_corrects_part_of_a_constant_slowdown(tmp_path: Path) -> None:
     outcomes, calibrations = judge(read_runs(sweep(tmp_path / "runs.csv", 1.5))[0])
     (found,) = calibrations.values()
-    assert found.scalar == pytest.approx(1.5**TRUST)
-    assert score(outcomes).bias == pytest.approx(1.5 ** (TRUST - 1) - 1)
+    assert found.scalar == pytest.approx(1.5**SHRINKAGE)
+    assert score(outcomes).bias == pytest.approx(1.5 ** (SHRINKAGE - 1) - 1)
 
 
-def test_all_ways_to_say_a_step_time_agree(tmp_path: Path) -> None:
+def test_all_step_time_metrics_agree(tmp_path: Path) -> None:
     tokens, flops = 256 * 4096, read_runs(sweep(tmp_path / "a.csv", 1.0))[0][0].shape.flops(4096, causal=False)
     metrics = {
         "iter_time_s": 2.0,
@@ -135,13 +135,13 @@ def test_memory_and_fit(tmp_path: Path) -> None:
     rows = [line("m-1", "fits", 1, **small), line("m-2", "fits", 0, **huge), line("m-3", "fits", 1, **huge)]
     rows += [line("m-4", "fits", 0, **small), line("m-1", "mem_gib_alloc", 10, **small)]
     runs, _ = read_runs(write(tmp_path / "runs.csv", rows))
-    assert judge_fit(runs) == Fit(right=2, false_fits=1, false_refusals=1)
+    assert judge_fit(runs) == FitAccuracy(right=2, false_fits=1, false_refusals=1)
     assert judge_fit(runs).runs == 4
     memory = peak_memory(runs[0].shape, runs[0].layout, runs[0].stack)
     assert memory_errors(runs[0]) == {"mem_gib_alloc": memory.allocated / (10 * 2**30) - 1}
 
 
-def test_what_lines_do_not_say_is_completed_or_refused(tmp_path: Path) -> None:
+def test_incomplete_lines_are_completed_or_refused(tmp_path: Path) -> None:
     rows = [
         line("a-1", "iter_time_s", 1, tp=1, pp=1, dp=64, layers=8, recompute="", micro_batch=""),
         line("b-1", "iter_time_s", 1, tp=1, pp=1, dp=32),
@@ -160,7 +160,7 @@ def test_what_lines_do_not_say_is_completed_or_refused(tmp_path: Path) -> None:
     assert stages.layout.vpp == 8
 
 
-def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot read"):
         read_runs(tmp_path / "missing.csv")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
@@ -172,7 +172,7 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     assert refused == {"x-1": "value is 'fast'"}
 
 
-def test_sources_name_stacks() -> None:
+def test_sources_select_framework_models() -> None:
     def stack(source: str, **row: str) -> str:
         return stack_of_row({"hardware": "H100"} | row, SOURCES.get(source_family(source), UNKNOWN)).name
 
@@ -187,39 +187,39 @@ def test_sources_name_stacks() -> None:
     )
 
 
-def test_the_interval_holds_nine_of_ten(tmp_path: Path) -> None:
+def test_interval_of_a_constant_slowdown(tmp_path: Path) -> None:
     outcomes, _ = judge(read_runs(sweep(tmp_path / "runs.csv", 1.2))[0])
     low, high, coverage = interval(outcomes, calibrated=False)
     assert (low, high, coverage) == (pytest.approx(1.2), pytest.approx(1.2), 1.0)
-    assert interval(outcomes, calibrated=True).high == pytest.approx(1.2 ** (1 - TRUST))
+    assert interval(outcomes, calibrated=True).high == pytest.approx(1.2 ** (1 - SHRINKAGE))
     assert CALIBRATED[0] < 1 < CALIBRATED[1]
 
 
-def test_the_page_has_every_source(tmp_path: Path) -> None:
+def test_page_shows_each_run(tmp_path: Path) -> None:
     outcomes, _ = judge(read_runs(sweep(tmp_path / "runs.csv", 1.2))[0])
     write_scatter(outcomes, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "made-1: Llama-7B on 64 H100" in text
-    assert "http" not in text.split("<main>")[1], "it loads nothing"
+    assert "http" not in text.split("<main>")[1], "the page loads nothing"
 
 
-def test_how_often_the_faster_of_two_is_known(tmp_path: Path) -> None:
+def test_order_accuracy_of_pairs(tmp_path: Path) -> None:
     outcomes, _ = judge(read_runs(sweep(tmp_path / "runs.csv", 1.2))[0])
     found = order_by_difference(outcomes)
     assert sum(order.pairs for order in found) == math.comb(len(outcomes), 2)
-    assert {order.right for order in found} == {1.0}  # all times are 1.2 of the predicted ones
+    assert {order.right for order in found} == {1.0}  # all measured times are 1.2 times the predicted ones
     turned = [one._replace(measured=1 / one.measured) for one in outcomes]
     assert {order.right for order in order_by_difference(turned)} == {0.0}
 
 
-def test_ranks_are_correlated() -> None:
+def test_spearman_correlation() -> None:
     assert spearman([1, 2, 3], [10, 20, 30]) == 1
     assert spearman([1, 2, 3], [30, 20, 10]) == -1
     assert spearman([1, 1, 1], [1, 2, 3]) == 0
     assert spearman([1, 2, 2, 3], [1, 2, 2, 3]) == 1
 
 
-def test_the_command_prints_a_table(
+def test_command_prints_a_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = sweep(tmp_path / "runs.csv", 1.2)
@@ -230,5 +230,5 @@ def test_the_command_prints_a_table(
     text = capsys.readouterr().out
     assert "made" in text
     assert "tuned" in text
-    assert "10 runs read, 0 left out" in text
+    assert "10 runs read, 0 runs skipped" in text
     assert (tmp_path / "page.html").exists()

@@ -1,4 +1,4 @@
-"""Between checkpoints and Hugging Face folders: every bit arrives, and nothing is left half-written."""
+"""Conversion between checkpoints and Hugging Face folders: bitwise equal, and without partial output."""
 
 import json
 import os
@@ -11,12 +11,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from tests.lab.checkpoints import keep, tensors_of
+from tests.lab.checkpoints import tensors_of, train_and_save
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
-from weft.checkpoint.convert import find_kind, to_checkpoint, to_huggingface
+from weft.checkpoint.convert import detect_format, to_checkpoint, to_huggingface
 from weft.checkpoint.folders import folder_of
 from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.manifest import read_manifest, verify_folder
@@ -28,13 +28,13 @@ from weft.train.metrics import read_metrics
 from weft.train.run import train
 
 TIED = {"num_hidden_layers": 4, "tie_word_embeddings": True}
-# family, what is changed of it, ranks and degrees of the plan that writes the checkpoint
+# family: (configuration changes, ranks, parallel degrees of the plan that writes the checkpoint)
 WRITTEN: dict[str, tuple[dict[str, Any], int, dict[str, int]]] = {
     "llama": (TIED, 4, {"pp": 2, "zero": 3}),
     "phi3": ({}, 2, {"tp": 2}),  # packed projections
     "gpt2": ({}, 2, {"tp": 2}),  # tied, packed, with biases
-    "qwen3_moe": ({}, 2, {"ep": 2}),  # experts lie together in memory and apart in files
-    "deepseek_v3": ({}, 1, {}),  # a buffer that is saved
+    "qwen3_moe": ({}, 2, {"ep": 2}),  # experts are stacked in memory and separate in files
+    "deepseek_v3": ({}, 1, {}),  # has a persistent buffer
 }
 
 
@@ -54,10 +54,10 @@ def names_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_checkpoint_becomes_a_folder_with_the_same_weights_and_logits(name: str, tmp_path: Path) -> None:
+def test_checkpoint_to_huggingface_keeps_weights_and_logits(name: str, tmp_path: Path) -> None:
     changes, ranks, degrees = WRITTEN[name]
     source = Model(config={**family(name), **changes})
-    weights = run_ranks(ranks, keep, source, plan_for("fp32", **degrees), tmp_path / "run", (0, 1), None)[0]
+    weights = run_ranks(ranks, train_and_save, source, plan_for("fp32", **degrees), tmp_path / "run", (0, 1), None)[0]
     found: Any = AutoModelForCausalLM.from_pretrained(
         to_huggingface(folder_of(tmp_path / "run", 1), tmp_path / "hf"), dtype="auto"
     )
@@ -66,7 +66,7 @@ def test_a_checkpoint_becomes_a_folder_with_the_same_weights_and_logits(name: st
     expected.load_state_dict(weights)
     for key, tensor in expected.state_dict().items():
         assert torch.equal(found.state_dict()[key], tensor), key
-    assert not torch.equal(before, found.get_input_embeddings().weight)  # it was trained
+    assert not torch.equal(before, found.get_input_embeddings().weight)  # training changed the weights
     ids = torch.arange(32).view(2, 16)
     assert torch.equal(found.eval()(ids).logits, expected.eval()(ids).logits)
     assert ("lm_head.weight" in names_in(tmp_path / "hf")) is (name not in ("llama", "gpt2"))
@@ -74,10 +74,10 @@ def test_a_checkpoint_becomes_a_folder_with_the_same_weights_and_logits(name: st
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_folder_becomes_the_checkpoint_that_training_takes_before_its_first_step(name: str, tmp_path: Path) -> None:
+def test_huggingface_to_checkpoint_equals_the_checkpoint_of_step_0(name: str, tmp_path: Path) -> None:
     changes, ranks, degrees = WRITTEN[name]
     source = save_plain(tmp_path / "hf", name, changes)
-    run_ranks(ranks, keep, source, plan_for("fp32", **degrees), tmp_path / "run", (0, 0), None)
+    run_ranks(ranks, train_and_save, source, plan_for("fp32", **degrees), tmp_path / "run", (0, 0), None)
     taken = folder_of(tmp_path / "run", 0)
     found = to_checkpoint(tmp_path / "hf", tmp_path / "made")
     expected, tensors = tensors_of(taken), tensors_of(found)
@@ -88,8 +88,8 @@ def test_a_folder_becomes_the_checkpoint_that_training_takes_before_its_first_st
     assert read_manifest(found).position == read_manifest(taken).position
 
 
-def test_from_files_with_an_index_in_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large models come in several files and go into several."""
+def test_sharded_files_are_converted_in_both_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large models have several weight files with an index, and several checkpoint files."""
     monkeypatch.setattr("weft.checkpoint.sources.FILE_BYTES", 2**13)
     save_plain(tmp_path / "hf", "qwen3_moe", max_shard_size="20KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
@@ -104,7 +104,7 @@ def test_from_files_with_an_index_in_files_of_their_own(tmp_path: Path, monkeypa
     assert all(torch.equal(again.state_dict()[key], value) for key, value in plain.state_dict().items())
 
 
-def test_formats(tmp_path: Path) -> None:
+def test_weights_are_converted_to_the_requested_dtype(tmp_path: Path) -> None:
     save_plain(tmp_path / "hf", "llama")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     job = Job(plan=Plan(precision=Precision(update="bf16")))
@@ -121,16 +121,16 @@ def test_formats(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_training_goes_on_from_a_converted_folder_as_it_begins_with_it(tmp_path: Path) -> None:
-    """A run from the checkpoint is bit by bit the run that begins with the Hugging Face folder itself."""
+def test_training_from_a_converted_checkpoint_equals_training_from_the_folder(tmp_path: Path) -> None:
+    """A run from the converted checkpoint is bitwise equal to a run from the Hugging Face folder."""
     table = {**family("llama"), "vocab_size": 300}
     save_plain(tmp_path / "hf", "llama", {"vocab_size": 300})
     path = write_job(tmp_path, model={"config": table})
     begun = Job.load(path, [f"out={tmp_path / 'begun'}"]).model_copy(update={"model": Model(path=str(tmp_path / "hf"))})
     made = to_checkpoint(tmp_path / "hf", tmp_path / "made", job=begun)
-    resumed = Job.load(path, [f"out={tmp_path / 'resumed'}"])  # a fresh model, if it were not for the checkpoint
-    train(begun, ranks=1, say=lambda text: None)
-    train(resumed, ranks=1, resume=str(made), say=lambda text: None)
+    resumed = Job.load(path, [f"out={tmp_path / 'resumed'}"])  # the job alone would initialize a new model
+    train(begun, ranks=1, log=lambda text: None)
+    train(resumed, ranks=1, resume=str(made), log=lambda text: None)
     first, second = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("begun", "resumed"))
     assert [row.step for row in second] == [1, 2]
     assert [(row.loss, row.grad_norm) for row in first] == [(row.loss, row.grad_norm) for row in second]
@@ -138,7 +138,7 @@ def test_training_goes_on_from_a_converted_folder_as_it_begins_with_it(tmp_path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """What looks like a run: a checkpoint at step 0, and the note about its data."""
+    """Minimal run folder: a checkpoint at step 0, and prepared.json."""
     save_plain(tmp_path / "hf", "llama")
     (tmp_path / "run").mkdir()
     to_checkpoint(tmp_path / "hf", folder_of(tmp_path / "run", 0))
@@ -149,7 +149,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_tokenizer_of_the_run_goes_along_or_another(run: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_of_the_run_or_a_named_one_is_copied(run: Path, tmp_path: Path) -> None:
     source, another = folder_of(run, 0), tmp_path / "another"
     assert (to_huggingface(source, tmp_path / "a") / "tokenizer.json").read_text() == "{}"
     another.mkdir()
@@ -157,7 +157,7 @@ def test_the_tokenizer_of_the_run_goes_along_or_another(run: Path, tmp_path: Pat
     assert (to_huggingface(source, tmp_path / "b", tokenizer=another) / "tokenizer.json").read_text() == "[]"
     (tmp_path / "tokenizer").rename(tmp_path / "moved")
     assert to_huggingface(source, tmp_path / "c", tokenizer=another)
-    with pytest.raises(CheckpointError, match="tokenizer is gone"):
+    with pytest.raises(CheckpointError, match="tokenizer of the run is no longer in"):
         to_huggingface(source, tmp_path / "d")
     with pytest.raises(CheckpointError, match="no tokenizer in"):
         to_huggingface(source, tmp_path / "d", tokenizer=tmp_path / "run")
@@ -168,15 +168,15 @@ def test_the_tokenizer_of_the_run_goes_along_or_another(run: Path, tmp_path: Pat
     assert not list(to_huggingface(alone, tmp_path / "e").glob("tokenizer*"))
 
 
-def test_a_fresh_model_ends_texts_as_its_tokenizer_does(run: Path, tmp_path: Path) -> None:
+def test_a_newly_initialized_model_gets_the_eos_id_of_the_run_tokenizer(run: Path, tmp_path: Path) -> None:
     job = Job(model=Model(config=family("llama")))
     assert read_config(Model(path=str(to_huggingface(folder_of(run, 0), tmp_path / "a", job=job)))).eos_token_id == 7
     assert read_config(Model(path=str(to_huggingface(folder_of(run, 0), tmp_path / "b")))).eos_token_id == 2
 
 
-def test_kinds_are_found_by_looking(run: Path, tmp_path: Path) -> None:
-    assert find_kind(folder_of(run, 0)) == "checkpoint"
-    assert find_kind(tmp_path / "hf") == "huggingface"
+def test_folder_formats_are_detected(run: Path, tmp_path: Path) -> None:
+    assert detect_format(folder_of(run, 0)) == "checkpoint"
+    assert detect_format(tmp_path / "hf") == "huggingface"
     (tmp_path / "file").touch()
     for source, words in (
         (run, "is a run with 1 checkpoints"),
@@ -217,7 +217,7 @@ def link_target(run: Path) -> None:
 
 
 def nothing(run: Path) -> None:
-    """A whole source."""
+    """Leave the source undamaged."""
 
 
 ANOTHER = Job(model=Model(config={**family("llama"), "num_hidden_layers": 1}))
@@ -237,7 +237,7 @@ WIDER = Job(model=Model(config={**family("llama"), "intermediate_size": 64}))
         ("weft", take_target, {}, "to exists"),
     ],
 )
-def test_what_cannot_be_converted_leaves_nothing(
+def test_a_failed_conversion_leaves_no_files(
     to: str, damage: Any, options: dict[str, Any], words: str, run: Path, tmp_path: Path
 ) -> None:
     damage(run)
@@ -249,17 +249,17 @@ def test_what_cannot_be_converted_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_is_already_there_is_said(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="a Hugging Face folder already"):
+def test_a_conversion_to_the_same_format_or_into_the_source_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="already a Hugging Face folder"):
         to_huggingface(tmp_path / "hf", tmp_path / "to")
-    with pytest.raises(CheckpointError, match="a checkpoint already"):
+    with pytest.raises(CheckpointError, match="already a checkpoint"):
         to_checkpoint(folder_of(run, 0), tmp_path / "to")
-    with pytest.raises(CheckpointError, match="is inside of"):
+    with pytest.raises(CheckpointError, match="is inside"):
         to_huggingface(folder_of(run, 0), folder_of(run, 0) / "hf")
     verify_folder(folder_of(run, 0))
 
 
-def test_a_model_that_is_gone(run: Path, tmp_path: Path) -> None:
+def test_a_moved_model_folder_needs_a_job(run: Path, tmp_path: Path) -> None:
     (tmp_path / "hf").rename(tmp_path / "moved")
     with pytest.raises(WeftError, match="there is no file"):
         to_huggingface(folder_of(run, 0), tmp_path / "to")
@@ -267,7 +267,7 @@ def test_a_model_that_is_gone(run: Path, tmp_path: Path) -> None:
     assert to_huggingface(folder_of(run, 0), tmp_path / "to", job=job).is_dir()
 
 
-def test_a_shard_that_the_index_names_is_missing(tmp_path: Path) -> None:
+def test_a_missing_weights_file_is_refused(tmp_path: Path) -> None:
     save_plain(tmp_path / "hf", "llama", max_shard_size="20KB")
     sorted((tmp_path / "hf").glob("*.safetensors"))[1].unlink()
     with pytest.raises(CheckpointError):
@@ -277,15 +277,15 @@ def test_a_shard_that_the_index_names_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 @pytest.mark.parametrize("share", [0.3, 1.5])
-def test_a_full_disk(share: float, run: Path, tmp_path: Path) -> None:
-    """Too full for the weights, or for a second copy of them, which --to hf needs meanwhile."""
+def test_a_full_disk_leaves_no_files(share: float, run: Path, tmp_path: Path) -> None:
+    """The disk is too small for the weights, or for the second copy that --to hf needs temporarily."""
     small, size = tmp_path / "small", (tmp_path / "hf" / "model.safetensors").stat().st_size
     small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={int(size * share)}", "tmpfs", str(small)]
     if subprocess.run(mount, check=False).returncode:
         pytest.skip("this sandbox cannot mount a tmpfs")
     try:
-        with pytest.raises(CheckpointError, match="could not be made"):
+        with pytest.raises(CheckpointError, match="could not be written"):
             to_huggingface(folder_of(run, 0), small / "to")
         assert list(small.iterdir()) == []
         if share < 1:
@@ -293,4 +293,4 @@ def test_a_full_disk(share: float, run: Path, tmp_path: Path) -> None:
                 to_checkpoint(tmp_path / "hf", small / "to")
             assert list(small.iterdir()) == []
     finally:
-        subprocess.run(["umount", "--lazy", str(small)], check=True)  # the failure still holds mapped files
+        subprocess.run(["umount", "--lazy", str(small)], check=True)  # the exception still holds mapped files

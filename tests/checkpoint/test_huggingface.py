@@ -1,4 +1,4 @@
-"""Hugging Face in and out: folders, shards, damage."""
+"""Loading Hugging Face folders into shards, saving them, and damaged folders."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def save_plain(folder: Path, name: str = "qwen3_moe") -> Model:
 def load_on_ranks(
     rank: int, world_size: int, source: Model
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
-    """Whole weights (rank 0), this rank's buffers, and how many numbers it holds."""
+    """Full weights (rank 0), buffers of this rank, and the number of parameter elements that it holds."""
     plan = plan_for("fp32").resolve(world_size)
     model = build_on_meta(read_config(source), torch.float32)
     parallelize(model, plan, build_mesh(plan, "cpu", world_size))
@@ -44,7 +44,7 @@ def load_on_ranks(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_folder_arrives_in_shards_with_all_buffers(name: str, tmp_path: Path) -> None:
+def test_a_folder_is_loaded_into_shards_with_all_buffers(name: str, tmp_path: Path) -> None:
     source = save_plain(tmp_path, name)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     results = run_ranks(2, load_on_ranks, source)
@@ -57,7 +57,7 @@ def test_a_folder_arrives_in_shards_with_all_buffers(name: str, tmp_path: Path) 
             assert torch.equal(buffers[key], buffer), key
 
 
-def test_fresh_weights_are_those_of_plain_transformers() -> None:
+def test_initialized_weights_equal_plain_transformers() -> None:
     config = read_config(Model(config=family("llama")))
     torch.manual_seed(11)
     plain = AutoModelForCausalLM.from_config(config).state_dict()
@@ -66,7 +66,7 @@ def test_fresh_weights_are_those_of_plain_transformers() -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "one weight missing"])
-def test_damage_is_an_error_on_every_rank(damage: str, tmp_path: Path) -> None:
+def test_damaged_weights_are_an_error_on_every_rank(damage: str, tmp_path: Path) -> None:
     source = save_plain(tmp_path)
     file = tmp_path / "model.safetensors"
     if damage == "truncated":
@@ -97,7 +97,7 @@ def test_a_saved_folder_loads_with_the_same_weights(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_converting_changes_the_format_and_overwrites_nothing(tmp_path: Path) -> None:
+def test_convert_folder_changes_the_dtype_and_never_overwrites(tmp_path: Path) -> None:
     save_plain(tmp_path / "from")
     convert_folder(tmp_path / "from", tmp_path / "to", "bf16")
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "from").state_dict()
@@ -118,14 +118,14 @@ def test_converting_changes_the_format_and_overwrites_nothing(tmp_path: Path) ->
         (Model(path="nowhere"), "there is no file"),
     ],
 )
-def test_bad_configurations(source: Model, words: str) -> None:
+def test_bad_configurations_are_refused(source: Model, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         read_config(source)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"])
-def test_folders_with_infinite_numbers_are_read_and_written(name: str, tmp_path: Path) -> None:
-    """Transformers writes them as {"__float__": "Infinity"}, which is no number."""
+def test_configurations_with_infinite_values_are_read_and_written(name: str, tmp_path: Path) -> None:
+    """Transformers writes them as {"__float__": "Infinity"}, which is not a JSON number."""
     config = AutoConfig.for_model(**shrunk(name))
     plain = AutoModelForCausalLM.from_config(config)
     plain.save_pretrained(tmp_path / "from")
@@ -140,6 +140,6 @@ def test_folders_with_infinite_numbers_are_read_and_written(name: str, tmp_path:
     assert all(torch.equal(weights[key], value) for key, value in plain.state_dict().items())
 
 
-def test_a_family_without_a_causal_model() -> None:
+def test_a_family_without_a_causal_model_is_refused() -> None:
     with pytest.raises(ModelError, match="cannot build a causal language model"):
         build_on_meta(read_config(Model(config={"model_type": "vit"})), torch.float32)

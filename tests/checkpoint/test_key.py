@@ -1,4 +1,4 @@
-"""With a key, checkpoints load that were written with it, and no others."""
+"""With a key, only checkpoints that were signed with the key are loaded."""
 
 from pathlib import Path
 
@@ -22,12 +22,12 @@ def key_file(folder: Path, text: str = KEY.hex(), mode: int = 0o600) -> str:
 
 
 def signed(folder: Path, key: bytes | None) -> Path:
-    """A manifest, written anew with a key."""
+    """Checkpoint folder whose manifest is signed with a key."""
     write_manifest(read_manifest(write(folder)), folder, key)
     return folder
 
 
-def test_a_key_is_read(tmp_path: Path) -> None:
+def test_a_key_file_is_read(tmp_path: Path) -> None:
     assert read_key("") is None
     assert read_key(key_file(tmp_path, KEY.hex().upper() + "\n")) == KEY
 
@@ -41,13 +41,13 @@ def test_a_key_is_read(tmp_path: Path) -> None:
         ("xy" * 32, 0o600, "the key file holds no key"),
     ],
 )
-def test_what_is_no_key(text: str, mode: int, what: str, tmp_path: Path) -> None:
+def test_an_invalid_or_accessible_key_file_is_refused(text: str, mode: int, what: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=what) as caught:
         read_key(key_file(tmp_path, text, mode))
     assert not text or text not in str(caught.value)
 
 
-def test_a_key_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         read_key(str(tmp_path / "none"))
 
@@ -57,17 +57,19 @@ def test_a_key_that_is_not_there(tmp_path: Path) -> None:
     [
         (None, KEY, "it was written without the key"),
         (KEY, None, "it was written with a key"),
-        (OTHER, KEY, "its bytes do not match the digest in its last line, made with this key"),
+        (OTHER, KEY, "its bytes do not match the digest in its last line under this key"),
     ],
 )
-def test_another_key(written: bytes | None, read: bytes | None, what: str, tmp_path: Path) -> None:
+def test_a_manifest_with_another_key_is_refused(
+    written: bytes | None, read: bytes | None, what: str, tmp_path: Path
+) -> None:
     folder = signed(tmp_path / "step-00000003", written)
     assert read_manifest(folder, written).position.step == 3
     with pytest.raises(CheckpointError, match=what):
         read_manifest(folder, read)
 
 
-def test_one_that_was_changed(tmp_path: Path) -> None:
+def test_an_edited_signed_manifest_is_refused(tmp_path: Path) -> None:
     folder = signed(tmp_path / "step-00000003", KEY)
     raw = (folder / NAME).read_bytes()
     (folder / NAME).write_bytes(raw.replace(b'"world_size": 1', b'"world_size": 2'))
@@ -75,7 +77,7 @@ def test_one_that_was_changed(tmp_path: Path) -> None:
         read_manifest(folder, KEY)
 
 
-def test_the_commands_take_a_key(tmp_path: Path) -> None:
+def test_commands_accept_a_key_file(tmp_path: Path) -> None:
     folder, path = signed(tmp_path / "step-00000003", KEY), key_file(tmp_path)
     run = CliRunner().invoke
     for command in (["verify", str(folder)], ["ls", "--verify", str(tmp_path)], ["diff", str(folder), str(folder)]):

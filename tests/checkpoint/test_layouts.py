@@ -1,4 +1,4 @@
-"""A checkpoint knows nothing of the layout that wrote it: any other reads it, and writes the same bits again."""
+"""Checkpoints are independent of the layout: any layout loads them, and saves them again bitwise equal."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lab.checkpoints import keep, tensors_of
+from tests.lab.checkpoints import tensors_of, train_and_save
 from tests.lab.families import family
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
@@ -34,13 +34,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep x tp": (4, {"ep": 2, "tp": 2}),
 }
 PLAIN = [name for name in LAYOUTS if "ep" not in name]
-# family, what is changed of it, and the layouts it takes
+# family: (configuration changes, supported layouts)
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama": (TWO_STAGES, PLAIN),
     "phi3": ({}, ["one rank", "zero 3", "tp", "tp x dp", "tp x dp, zero 1"]),  # packed projections
     "gpt2": ({}, ["one rank", "tp x dp", "pp x tp", "zero 1"]),  # packed, with biases
     "qwen3_moe": ({}, ["one rank", "zero 3", "ep", "ep, zero 1", "ep x tp", "pp x dp"]),
-    # Three experts on four ranks, or two: they are cut along another dimension than their first.
+    # Three experts on two or four ranks: the experts are sharded along another dim than the first.
     "mixtral": ({"num_local_experts": 3}, ["one rank", "zero 3", "tp x dp", "hsdp", "three ranks, uneven", "pp x dp"]),
     "gpt_oss": ({}, ["one rank", "ep x tp", "tp"]),
 }
@@ -52,14 +52,14 @@ def _source(name: str) -> Model:
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layout_reads_what_another_wrote(name: str, tmp_path: Path) -> None:
+def test_every_layout_loads_checkpoints_of_other_layouts_bit_equal(name: str, tmp_path: Path) -> None:
     source, layouts = _source(name), MODELS[name][1]
     before: Path | None = None
     for layout in [*layouts, layouts[0]]:
         ranks, degrees = LAYOUTS[layout]
         run = tmp_path / layout.replace(" ", "-")
         plan, steps = plan_for("fp32", **degrees), (0, 0) if before else (0, 2)
-        weights = run_ranks(ranks, keep, source, plan, run, steps, before)[0]
+        weights = run_ranks(ranks, train_and_save, source, plan, run, steps, before)[0]
         folder = folder_of(run, steps[1])
         found = tensors_of(folder)
         if before:

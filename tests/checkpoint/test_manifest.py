@@ -1,4 +1,4 @@
-"""Manifests that are whole by their digest, and are refused all the same."""
+"""Manifests with a correct digest and invalid content."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from weft.precision.scaling import LossScale
 
 
 def write(folder: Path, step: int = 3, **position: Any) -> Path:
-    """A manifest with a good digest."""
+    """Write a manifest with a correct digest."""
     folder.mkdir()
     facts = {"next_batch": step, "loss_scale": LossScale(), **position}
     versions = {"weft-train": "0"}
@@ -24,23 +24,23 @@ def write(folder: Path, step: int = 3, **position: Any) -> Path:
     return folder
 
 
-def test_a_good_one(tmp_path: Path) -> None:
+def test_a_valid_manifest_is_read(tmp_path: Path) -> None:
     assert read_manifest(write(tmp_path / "step-00000003")).position.step == 3
-    assert read_manifest(write(tmp_path / "converted")).position.step == 3  # a folder that is not named after a step
+    assert read_manifest(write(tmp_path / "converted")).position.step == 3  # a folder without a step in its name
 
 
-def test_a_step_that_is_not_its_folders(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="it is of step 3, its folder is named after step 4"):
+def test_a_step_that_differs_from_the_folder_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="its step is 3, but its folder is named after step 4"):
         read_manifest(write(tmp_path / "step-00000004"))
 
 
 @pytest.mark.parametrize("scale", [float("inf"), 0.0, -1.0])
-def test_a_loss_scale_that_is_none(scale: float, tmp_path: Path) -> None:
+def test_an_invalid_loss_scale_is_refused(scale: float, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the manifest is refused: "):
         read_manifest(write(tmp_path / "step-00000003", loss_scale=LossScale(scale)))
 
 
-def test_links(tmp_path: Path) -> None:
+def test_links_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "step-00000003")
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(CheckpointError, match="its folder is a link"):
@@ -51,14 +51,14 @@ def test_links(tmp_path: Path) -> None:
         read_manifest(folder)
 
 
-def test_a_fifo_does_not_hang(tmp_path: Path) -> None:
+def test_a_fifo_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / NAME)
     with pytest.raises(CheckpointError, match="it is not a regular file"):
         read_manifest(tmp_path)
 
 
-def test_a_large_one_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_above_the_size_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / NAME).open("wb") as file:
-        file.truncate(manifest_module.LARGEST_MANIFEST + 1)
-    with pytest.raises(CheckpointError, match="bytes are more than any manifest has"):
+        file.truncate(manifest_module.MAX_MANIFEST_BYTES + 1)
+    with pytest.raises(CheckpointError, match="are allowed"):
         read_manifest(tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of hosts: two of them, each with a memory folder of its own, of two ranks."""
+"""In-memory checkpoints on two emulated hosts with separate tmpfs folders, of two ranks each."""
 
 import shutil
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ ID_FILE = Path("run/run_id")
 
 @contextmanager
 def on_host(shared: Path, rank: int) -> Iterator[HostMemory]:
-    """The memory of the host that a rank stands for."""
+    """In-memory checkpoints of the emulated host of a rank."""
     host = rank // 2
     (shared / f"host-{host}").mkdir(exist_ok=True)
     with (
@@ -36,7 +36,7 @@ def on_host(shared: Path, rank: int) -> Iterator[HostMemory]:
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights, on rank 0, and moments, on all, whole."""
+    """Full weights on rank 0, and full moments on all ranks."""
     found = gather_weights(trainer.model)
     for name, parameter in trainer.model.named_parameters():
         found[f"exp_avg_sq/{name}"] = trainer.optimizer.state[parameter]["exp_avg_sq"].full_tensor()
@@ -51,19 +51,19 @@ def train_and_copy(rank: int, world_size: int, shared: Path, steps: int) -> dict
             trainer.snapshots.take(Position(step=step, next_batch=step, loss_scale=LossScale()), host.target())
         trainer.snapshots.finish()
         dist.barrier()
-    assert trainer.snapshots.take_news() == []
+    assert trainer.snapshots.take_messages() == []
     return state_of(trainer)
 
 
-def go_on(rank: int, world_size: int, shared: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """Step and state of the newest copy."""
+def resume(rank: int, world_size: int, shared: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """Step and state restored from the newest in-memory checkpoint; (0, {}) if there is none."""
     trainer = Trainer(world_size)
     with on_host(shared, rank) as host:
         copy = host.newest(2**62)
         if copy is None:
             return 0, {}
-        with Reader(host.place(copy), copy.manifest) as reader:
-            restore(trainer.model, trainer.anatomy, trainer.optimizer, reader, lambda files: host.provide(copy, files))
+        with Reader(host.folder_for(copy), copy.manifest) as reader:
+            restore(trainer.model, trainer.anatomy, trainer.optimizer, reader, lambda files: host.fetch(copy, files))
     return copy.step, state_of(trainer)
 
 
@@ -82,7 +82,7 @@ def files_of(shared: Path, host: int) -> list[int]:
     return [int(path.name[6:11]) for path in sorted(folder_of_host(shared, host).glob("shard-*"))]
 
 
-def test_each_host_keeps_its_own_files_and_those_of_its_neighbour(tmp_path: Path) -> None:
+def test_each_host_holds_its_own_files_and_those_of_the_other_host(tmp_path: Path) -> None:
     run_ranks(4, train_and_copy, tmp_path, 3)
     assert files_of(tmp_path, 0) == files_of(tmp_path, 1) == [0, 1, 2, 3]
     assert [path.name for path in folder_of_host(tmp_path, 0).parent.glob("step-*")] == ["step-00000003"]
@@ -90,34 +90,34 @@ def test_each_host_keeps_its_own_files_and_those_of_its_neighbour(tmp_path: Path
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("ranks", [4, 3])
-def test_a_host_that_comes_back_empty_gets_what_it_needs(lost: int, ranks: int, tmp_path: Path) -> None:
+def test_a_host_that_lost_its_memory_fetches_files_from_the_other_host(lost: int, ranks: int, tmp_path: Path) -> None:
     expected = run_ranks(4, train_and_copy, tmp_path, 2)[0]
     shutil.rmtree(tmp_path / f"host-{lost}")
-    results = run_ranks(ranks, go_on, tmp_path)
+    results = run_ranks(ranks, resume, tmp_path)
     assert [step for step, _ in results] == [2] * ranks
     assert_same(results[0][1], expected)
 
 
-def test_a_spoilt_file_is_taken_from_the_other_host(tmp_path: Path) -> None:
+def test_a_damaged_file_is_fetched_from_the_other_host(tmp_path: Path) -> None:
     expected = run_ranks(4, train_and_copy, tmp_path, 2)[0]
-    spoilt = folder_of_host(tmp_path, 1) / "shard-00003.safetensors"
-    content = bytearray(spoilt.read_bytes())
+    damaged = folder_of_host(tmp_path, 1) / "shard-00003.safetensors"
+    content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
-    spoilt.write_bytes(content)
-    results = run_ranks(4, go_on, tmp_path)
+    damaged.write_bytes(content)
+    results = run_ranks(4, resume, tmp_path)
     assert [step for step, _ in results] == [2] * 4
     assert_same(results[0][1], expected)
 
 
-def test_what_no_host_has_unharmed_is_not_taken(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_file_missing_on_all_hosts_is_not_used(tmp_path: Path) -> None:
     run_ranks(4, train_and_copy, tmp_path, 2)
     for host in (0, 1):
         (folder_of_host(tmp_path, host) / "shard-00002.safetensors").unlink()
-    assert run_ranks(4, go_on, tmp_path)[0][0] == 0
+    assert run_ranks(4, resume, tmp_path)[0][0] == 0
 
 
-def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+def test_a_folder_writable_by_other_users_is_refused(tmp_path: Path) -> None:
     run_ranks(2, train_and_copy, tmp_path, 1)
     folder_of_host(tmp_path, 0).parent.chmod(0o777)
-    with pytest.raises(RankError, match="is open to others: what it holds cannot be trusted"):
-        run_ranks(2, go_on, tmp_path)
+    with pytest.raises(RankError, match="is open to other users: its contents cannot be trusted"):
+        run_ranks(2, resume, tmp_path)

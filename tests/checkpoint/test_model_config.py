@@ -1,4 +1,4 @@
-"""Configurations of models: a key without effect is refused, nothing is fetched, and weights are those of the folder."""
+"""Model configurations: keys without effect, downloads, and weights outside the model folder are refused."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def change_config(folder: Path, **changes: Any) -> None:
     [
         ({**family("llama"), "hiden_size": 48}, "hiden_size is no key of llama", "write 'hidden_size'"),
         ({**family("qwen3_moe"), "num_expert": 8}, "num_expert is no key of qwen3_moe", "write 'num_experts'"),
-        ({**family("llama"), "colour": "blue"}, "colour is no key of llama", "leave it out"),
+        ({**family("llama"), "colour": "blue"}, "colour is no key of llama", "remove the key"),
         (
             {"model_type": "gemma3", "text_config": {"hidden_sizes": 48}},
             "text_config.hidden_sizes is no key of gemma3_text",
@@ -49,7 +49,7 @@ def test_a_key_that_the_family_never_reads_is_refused(table: dict[str, Any], wha
     assert caught.value.fix == fix
 
 
-def test_keys_that_transformers_writes_are_accepted(folder: Path) -> None:
+def test_keys_written_by_save_pretrained_are_accepted(folder: Path) -> None:
     """Aliases, parts and what save_pretrained adds, as a table as well."""
     table = json.loads((folder / "config.json").read_text())
     assert read_config(Model(config=table)).to_dict() == read_config(Model(path=str(folder))).to_dict()
@@ -65,7 +65,7 @@ def test_a_kernel_on_a_hub_is_refused(folder: Path, key: str, chosen: Any) -> No
             read_config(source)
 
 
-def test_quantized_weights_are_refused_and_fresh_ones_are_not_quantized(folder: Path, tmp_path: Path) -> None:
+def test_quantized_weights_are_refused_and_initialized_weights_are_not_quantized(folder: Path, tmp_path: Path) -> None:
     change_config(folder, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ModelError, match=r"the weights are quantized \(fp8\)"):
         to_checkpoint(folder, tmp_path / "converted")
@@ -77,18 +77,20 @@ def test_quantized_weights_are_refused_and_fresh_ones_are_not_quantized(folder: 
 
 def test_an_adapter_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
-    with pytest.raises(CheckpointError, match=r"it is an adapter, or a model with one(.|\n)*merge_and_unload"):
+    with pytest.raises(CheckpointError, match=r"it is an adapter, or a model with an adapter(.|\n)*merge_and_unload"):
         to_checkpoint(folder, tmp_path / "converted")
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "../weights.safetensors", "/weights.safetensors", 7])
-def test_a_configuration_names_no_weights_outside_of_its_folder(folder: Path, tmp_path: Path, name: Any) -> None:
+def test_a_configuration_that_names_weights_outside_its_folder_is_refused(
+    folder: Path, tmp_path: Path, name: Any
+) -> None:
     change_config(folder, transformers_weights=name)
     with pytest.raises(ModelError, match="transformers_weights"):
         to_checkpoint(folder, tmp_path / "converted")
 
 
-def test_a_configuration_that_names_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_weights_file_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "weights.safetensors").write_bytes(b"")
     (folder / "weights.safetensors").symlink_to(tmp_path / "weights.safetensors")
     change_config(folder, transformers_weights="weights.safetensors")
@@ -96,8 +98,8 @@ def test_a_configuration_that_names_a_link_is_refused(folder: Path, tmp_path: Pa
         to_checkpoint(folder, tmp_path / "converted")
 
 
-def test_a_folder_of_the_hugging_face_cache_is_read(folder: Path, tmp_path: Path) -> None:
-    """Its files are links to ../../blobs, the index included; links to anything else are refused."""
+def test_a_hugging_face_cache_folder_is_read(folder: Path, tmp_path: Path) -> None:
+    """In the cache, all files are links to ../../blobs; links to any other target are refused."""
     cached = tmp_path / "models--a--b" / "snapshots" / "c0ffee"
     cached.mkdir(parents=True)
     (tmp_path / "models--a--b" / "blobs").mkdir()

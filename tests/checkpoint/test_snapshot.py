@@ -1,4 +1,4 @@
-"""Snapshots go on beside training: one buffer, waiting or leaving out, and which of them stay."""
+"""Asynchronous snapshots: consistency, waiting or skipping when busy, and retention."""
 
 import os
 import threading
@@ -24,17 +24,17 @@ from weft.checkpoint.folders import (
     set_aside,
     step_of,
 )
-from weft.checkpoint.manifest import File, verify_folder
+from weft.checkpoint.manifest import FileEntry, verify_folder
 from weft.checkpoint.restore import Reader
 
 HOUR = 3600.0
 
 
 def slowly(lock: threading.Event) -> object:
-    """A disk that does not write before it is told to."""
+    """Patch for a disk that blocks writes until an event is set."""
     write = snapshot.write_bytes
 
-    def wait_and_write(buffer: torch.Tensor, path: Path) -> File:
+    def wait_and_write(buffer: torch.Tensor, path: Path) -> FileEntry:
         assert lock.wait(30)
         return write(buffer, path)
 
@@ -60,7 +60,7 @@ def change_while_it_is_written(rank: int, world_size: int, run: Path) -> tuple[t
     return before, after
 
 
-def test_what_is_written_is_the_state_at_the_call(tmp_path: Path) -> None:
+def test_a_snapshot_has_the_state_at_the_call(tmp_path: Path) -> None:
     before, after = run_ranks(2, change_while_it_is_written, tmp_path)[0]
     manifest = verify_folder(folder_of(tmp_path, 1))
     with Reader(folder_of(tmp_path, 1), manifest) as reader:
@@ -71,21 +71,21 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path: Path) -> None:
 
 def report_nonsense(rank: int, world_size: int, run: Path) -> list[str]:
     trainer = Trainer(world_size)
-    if rank == 1:  # instead of its report
+    if rank == 1:  # replace its report
         store, prefix = trainer.snapshots.store, trainer.snapshots.prefix
         store.set(f"{prefix}/1", "no report")
-        store.set(f"{prefix}/1/number", "nonsense")
-        trainer.snapshots.store = dist.HashStore()  # where nobody reads
+        store.set(f"{prefix}/1/index", "nonsense")
+        trainer.snapshots.store = dist.HashStore()  # its own report goes to a store that is not read
     trainer.take(run, 1)
     trainer.snapshots.finish()
-    return trainer.snapshots.take_news()
+    return trainer.snapshots.take_messages()
 
 
-def test_a_report_that_makes_no_sense_is_a_lost_checkpoint_and_said(tmp_path: Path) -> None:
-    news = run_ranks(2, report_nonsense, tmp_path)[0]
-    assert len(news) == 1
-    assert news[0].startswith("no checkpoint of step ")
-    assert "training goes on" in news[0]
+def test_an_invalid_report_fails_the_checkpoint_with_a_message(tmp_path: Path) -> None:
+    messages = run_ranks(2, report_nonsense, tmp_path)[0]
+    assert len(messages) == 1
+    assert messages[0].startswith("no checkpoint of step ")
+    assert "training continues" in messages[0]
 
 
 def two_at_once(rank: int, world_size: int, run: Path, when_busy: str) -> tuple[list[str], float]:
@@ -103,20 +103,20 @@ def two_at_once(rank: int, world_size: int, run: Path, when_busy: str) -> tuple[
         blocked = time.perf_counter() - begin
         trainer.snapshots.finish()
     assert trainer.snapshots.shard is shard  # one buffer for both
-    return trainer.snapshots.take_news(), blocked
+    return trainer.snapshots.take_messages(), blocked
 
 
-def test_a_second_snapshot_waits(tmp_path: Path) -> None:
-    for news, blocked in run_ranks(2, two_at_once, tmp_path, "wait"):
+def test_a_second_snapshot_waits_for_the_first(tmp_path: Path) -> None:
+    for messages, blocked in run_ranks(2, two_at_once, tmp_path, "wait"):
         assert blocked > 0.3
-        assert len(news) in (0, 2)
+        assert len(messages) in (0, 2)
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [2, 1]
 
 
-def test_or_is_left_out(tmp_path: Path) -> None:
-    (news, blocked), _ = run_ranks(2, two_at_once, tmp_path, "skip")
+def test_a_second_snapshot_is_skipped_when_busy(tmp_path: Path) -> None:
+    (messages, blocked), _ = run_ranks(2, two_at_once, tmp_path, "skip")
     assert blocked < 0.3
-    assert news[0] == "no checkpoint: the one before is still being written; training goes on"
+    assert messages[0] == "no checkpoint: the previous checkpoint is still being written; training continues"
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [1]
 
 
@@ -126,25 +126,25 @@ def make(run: Path, *steps: int) -> None:
         commit_folder(run, step)
 
 
-def test_the_newest_stay(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3, 4, 5)
     assert retire(tmp_path, keep=0, keep_hours=0) == []
     assert [step_of(path) for path in retire(tmp_path, keep=2, keep_hours=0)] == [1, 2, 3]
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [5, 4]
 
 
-def test_the_first_of_each_stretch_stays_too(tmp_path: Path) -> None:
+def test_the_first_checkpoint_of_each_interval_is_kept(tmp_path: Path) -> None:
     make(tmp_path, *range(10))
-    for step in range(10):  # one each twenty minutes
+    for step in range(10):  # one every twenty minutes
         at = 1_000_000 * HOUR + step * HOUR / 3
         os.utime(folder_of(tmp_path, step), (at, at))
     retire(tmp_path, keep=2, keep_hours=1, now=2_000_000 * HOUR)
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [9, 8, 6, 3, 0]
-    retire(tmp_path, keep=2, keep_hours=1, now=2_000_000 * HOUR)  # again: nothing more goes
+    retire(tmp_path, keep=2, keep_hours=1, now=2_000_000 * HOUR)  # a second call removes nothing
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [9, 8, 6, 3, 0]
 
 
-def test_what_was_set_aside_is_no_checkpoint_any_more(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_set_aside_is_not_listed(tmp_path: Path) -> None:
     make(tmp_path, 1, 2)
     set_aside(folder_of(tmp_path, 2))
     make(tmp_path, 2)
@@ -152,7 +152,7 @@ def test_what_was_set_aside_is_no_checkpoint_any_more(tmp_path: Path) -> None:
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [1]
 
 
-def test_unfinished_ones_are_cleaned(tmp_path: Path) -> None:
+def test_unfinished_checkpoints_are_removed(tmp_path: Path) -> None:
     make(tmp_path, 1)
     begin_folder(tmp_path, 2)
     clean(tmp_path)
@@ -164,7 +164,7 @@ def test_steps_beyond_eight_digits_sort_by_number(tmp_path: Path) -> None:
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [100_000_000, 99_999_999]
 
 
-def test_a_missing_run_has_none(tmp_path: Path) -> None:
+def test_a_missing_run_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "nothing") == []
     with pytest.raises(FileExistsError):
         make(tmp_path, 1, 1)

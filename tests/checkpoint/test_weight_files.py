@@ -1,4 +1,4 @@
-"""Weights of Hugging Face folders: no pickle is ever reached, and an export takes nothing but what it names."""
+"""Weights of Hugging Face folders: pickles are never loaded, and an export copies only listed files."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from weft.job import Model
 
 
 class Trap:
-    """Unpickled, it creates a file."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,7 +33,7 @@ class Trap:
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A folder with a good configuration, and a pickle that would create the file `sprung` beside it."""
+    """Folder with a valid configuration, and a pickle that would create the file `sprung` next to the folder."""
     folder = tmp_path / "hostile"
     source = Model(config={**family("llama"), "vocab_size": 512})
     build_plain(source, read_config(source), torch.float32).save_pretrained(folder)
@@ -55,7 +55,9 @@ NAMES += ["..\\outside.safetensors", "", ".", "a\0.safetensors", "x" * 5000 + ".
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_index_names_plain_safetensors_of_its_folder(hostile: Path, tmp_path: Path, name: str) -> None:
+def test_an_index_that_names_anything_but_safetensors_of_its_folder_is_refused(
+    hostile: Path, tmp_path: Path, name: str
+) -> None:
     table = {"a": "good.safetensors", "b": name.format(tmp_path)}
     (hostile / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
     with pytest.raises(CheckpointError, match="the index of the weights is refused: it names"):
@@ -80,7 +82,7 @@ def test_an_index_that_is_a_fifo_is_refused(hostile: Path, tmp_path: Path) -> No
         to_checkpoint(hostile, tmp_path / "converted")
 
 
-def test_a_folder_with_a_pickle_alone_is_refused_with_the_fix(hostile: Path, tmp_path: Path) -> None:
+def test_a_folder_with_only_a_pickle_is_refused(hostile: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weights are in pytorch_model.bin(.|\n)*save_pretrained"):
         to_checkpoint(hostile, tmp_path / "converted")
     assert not (tmp_path / "sprung").exists()

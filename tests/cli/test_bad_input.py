@@ -1,4 +1,4 @@
-"""Bad input: one screen that names the value, the rule and the fix, and an exit code that is not zero."""
+"""Invalid input: one screen with value, rule and fix, and a nonzero exit code."""
 
 import os
 import re
@@ -12,11 +12,11 @@ import pytest
 from tests.lab.jobs import write_job
 from weft.cli import main
 
-LINES = 24  # of one screen
+LINES = 24  # height of a screen
 
 
 def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    """Run `weft` with arguments that must be refused before any rank starts; return what it prints to stderr."""
+    """Run `weft` with arguments that must be refused before any rank starts; return its stderr."""
     monkeypatch.setattr(sys, "argv", ["weft", *arguments])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -27,13 +27,13 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     return text
 
 
-def heads(number: int, kv_number: int) -> list[str]:
-    table = {"num_attention_heads": number, "num_key_value_heads": kv_number, "hidden_size": 48}
+def heads(count: int, kv_count: int) -> list[str]:
+    table = {"num_attention_heads": count, "num_key_value_heads": kv_count, "hidden_size": 48}
     return [f"model.config.{key}={value}" for key, value in table.items()]
 
 
-def blocks(number: int) -> list[str]:
-    return [f"model.config.num_hidden_layers={number}"]
+def blocks(count: int) -> list[str]:
+    return [f"model.config.num_hidden_layers={count}"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def blocks(number: int) -> list[str]:
         ),
         (
             ["plan.parallel.pp=2", "plan.pipeline.stage_blocks=[1,2]"],
-            ["stage_blocks names 3 blocks in 2 stages", "there are 2 blocks"],
+            ["stage_blocks assigns 3 blocks to 2 stages", "the model has 2 blocks"],
         ),
         (["plan.parallel.pp=2", "plan.pipeline.stage_blocks=[0,2]"], ["each a whole number of at least 1"]),
         (["plan.pipeline.virtual_stages=2"], ["virtual_stages > 1 without a pipeline"]),
@@ -71,7 +71,7 @@ def blocks(number: int) -> list[str]:
             ["31 tokens", "cannot be divided by tp = 2", "set data.seq_len = 32"],
         ),
         (["plan.parallel.cp=2", "data.seq_len=30"], ["30 tokens", "multiple of 4", "set data.seq_len = 32"]),
-        (["plan.parallel.ep=2"], ["no block of this llama has a module of experts"]),
+        (["plan.parallel.ep=2"], ["no block of this llama has an experts module"]),
         (["plan.parallel.ep=3"], ["ep 3 does not divide"]),
         (["plan.parallel.cp=2", "plan.parallel.cp_ulysses=3"], ["cp_ulysses does not divide cp"]),
         (["plan.parallel.cp=2", "model.config.model_type=bloom", "data.packing=false"], ["AttentionInterface"]),
@@ -92,7 +92,7 @@ def blocks(number: int) -> list[str]:
         (["guard.node_rejoin_seconds=inf"], ["guard.node_rejoin_seconds = inf", "finite"]),
     ],
 )
-def test_a_bad_setting(
+def test_invalid_setting(
     settings: list[str],
     words: list[str],
     tmp_path: Path,
@@ -119,7 +119,7 @@ def test_a_bad_setting(
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1G1\n", ["cannot read the slot '1G1'", "line 2, cell 4"]),
     ],
 )
-def test_a_pipeline_schedule_that_cannot_run(
+def test_invalid_pipeline_schedule(
     table: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "own.csv"
@@ -185,7 +185,7 @@ def test_no_disk_space_for_the_token_cache(
         text = refuse(capsys, monkeypatch, "train", str(job), "--nproc-per-node", "2", f"--set=data.cache={small}")
         assert "space" in text
         left = {path.relative_to(small).parts[0].split("-")[0] for path in small.rglob("*")}
-        assert left <= {"tokenizer"}  # complete, and of use to the next attempt; nothing half-written
+        assert left <= {"tokenizer"}  # complete and reusable by the next attempt; no partial files
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
@@ -218,7 +218,7 @@ FILES: dict[str, bytes] = {
 }
 
 WRONG: list[tuple[str, list[str]]] = [
-    # A job that is no job.
+    # Invalid job files.
     ("train {nowhere}", ["there is no file", "relative to the current folder"]),
     ("train {folder}", ["is a folder", "name the file in it"]),
     ("train {empty}", ["names neither a path nor a config"]),
@@ -277,9 +277,9 @@ WRONG: list[tuple[str, list[str]]] = [
     ("train {job} --set data.tokenizer={binary}", ["is a file"]),
     ("train {job} --set data.tokenizer={folder}", ["cannot load a tokenizer"]),
     ("train {job} --set data.tokenizer={tokenizer}", ["cannot load a tokenizer"]),
-    ("train {job} --set data.cache={empty}", ["cannot make the token cache"]),
-    ("train {job} --set data.vocab_size=1000000000000", ["no space for the token cache"]),
-    # Folders that the command writes or reads.
+    ("train {job} --set data.cache={empty}", ["cannot write the token cache"]),
+    ("train {job} --set data.vocab_size=1000000000000", ["not enough space for the token cache"]),
+    # Output and input folders.
     ("train {job} --out {empty}", ["Not a directory"]),
     ("compare {job} --set-b plan.parallel.zero=1 --out {empty}", ["Not a directory"]),
     ("dryrun {job} --world-size 2 --json {folder}", ["is a folder", "name another file"]),
@@ -297,7 +297,7 @@ WRONG: list[tuple[str, list[str]]] = [
     ("checkpoint diff {cut}/step-00000001 {folder}", ["the manifest is refused"]),
     ("checkpoint convert {folder} {to} --to weft", ["a Hugging Face folder a config.json"]),
     ("checkpoint convert {cut}/step-00000001 {to} --to hf --tokenizer {folder}", ["there is no tokenizer in"]),
-    ("checkpoint convert {cut}/step-00000001 {to} --to weft", ["is a checkpoint already"]),
+    ("checkpoint convert {cut}/step-00000001 {to} --to weft", ["is already a checkpoint"]),
     # Topologies, clusters and tables of runs.
     ("topology --file {nowhere}", ["there is no file"]),
     ("topology --file {empty}", ["hosts is missing", "add hosts"]),
@@ -311,9 +311,9 @@ WRONG: list[tuple[str, list[str]]] = [
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Files and folders of every wrong kind, by the name that `WRONG` has for them."""
-    folder = tmp_path_factory.mktemp("places")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Invalid files and folders, by their names in `WRONG`."""
+    folder = tmp_path_factory.mktemp("paths")
     found = {"job": str(write_job(folder)), "nowhere": str(folder / "nowhere"), "to": str(folder / "to")}
     for name, content in FILES.items():
         path = folder / name
@@ -328,16 +328,16 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("command", "words"), WRONG, ids=[command for command, _ in WRONG])
-def test_every_wrong_input_is_refused_with_its_rule_and_its_fix(
+def test_invalid_input_is_refused_with_rule_and_fix(
     command: str,
     words: list[str],
-    places: dict[str, str],
+    paths: dict[str, str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = [re.sub(r"\{(.+?)\}", lambda name: places[name[1]], word) for word in command.split()]
+    arguments = [re.sub(r"\{(.+?)\}", lambda name: paths[name[1]], word) for word in command.split()]
     if "train {job}" in command:
         arguments += ["--nproc-per-node", "2"]
     text = refuse(capsys, monkeypatch, *arguments)
@@ -346,8 +346,8 @@ def test_every_wrong_input_is_refused_with_its_rule_and_its_fix(
     for word in words:
         assert word in text
     assert not list(tmp_path.iterdir())
-    assert not Path(places["to"]).exists()
-    assert not (Path(places["job"]).parent / "run").exists()
+    assert not Path(paths["to"]).exists()
+    assert not (Path(paths["job"]).parent / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -365,17 +365,17 @@ def test_every_wrong_input_is_refused_with_its_rule_and_its_fix(
         *("compare {job} --tolerance -1", "anatomy", "checkpoint verify", "dryrun {job}"),
     ],
 )
-def test_a_wrong_option_is_refused_by_the_command_line(
-    command: str, places: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_invalid_option_is_refused(
+    command: str, paths: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = refuse(capsys, monkeypatch, *command.replace("{job}", places["job"]).split())
+    text = refuse(capsys, monkeypatch, *command.replace("{job}", paths["job"]).split())
     assert "Usage: " in text
     assert "--help" in text
     assert "Error: " in text
 
 
-def test_the_command_exits_with_its_code(tmp_path: Path) -> None:
-    """The installed command itself, once."""
+def test_exit_code_of_the_installed_command(tmp_path: Path) -> None:
+    """Runs the installed command instead of `main`."""
     command = [str(Path(sys.executable).parent / "weft"), "train", str(write_job(tmp_path)), "--set", "train.steps=0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2

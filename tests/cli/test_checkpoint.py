@@ -1,4 +1,4 @@
-"""weft checkpoint, as a user types it: what it prints and the codes it ends with."""
+"""Output and exit codes of `weft checkpoint`."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.lab.checkpoints import keep
+from tests.lab.checkpoints import train_and_save
 from tests.lab.families import family
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
@@ -31,28 +31,28 @@ WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with run `a`, steps 1 and 2, and run `b`, where another layout wrote step 2 again."""
+    """Folder with run `a`, steps 1 and 2, and run `b`, in which another layout saved step 2 again."""
     folder = tmp_path_factory.mktemp("trained")
-    run_ranks(2, keep, SOURCE, plan_for("fp32", zero=3), folder / "a", (0, 1), None)
-    run_ranks(2, keep, SOURCE, plan_for("fp32", zero=3), folder / "a", (1, 2), folder_of(folder / "a", 1))
-    run_ranks(2, keep, SOURCE, plan_for("fp32", tp=2), folder / "b", (2, 2), folder_of(folder / "a", 2))
+    run_ranks(2, train_and_save, SOURCE, plan_for("fp32", zero=3), folder / "a", (0, 1), None)
+    run_ranks(2, train_and_save, SOURCE, plan_for("fp32", zero=3), folder / "a", (1, 2), folder_of(folder / "a", 1))
+    run_ranks(2, train_and_save, SOURCE, plan_for("fp32", tp=2), folder / "b", (2, 2), folder_of(folder / "a", 2))
     return folder
 
 
 @pytest.fixture
 def runs(trained: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """Copy of `trained` that a test may damage."""
     return Path(shutil.copytree(trained, tmp_path / "runs"))
 
 
 class Weft:
-    """Runs commands in this process."""
+    """Runner of commands in this process."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
         self.capsys, self.monkeypatch = capsys, monkeypatch
 
     def __call__(self, *arguments: str | Path, code: int = 0) -> str:
-        """What a command prints, on one line; it must end with this code."""
+        """Output of a command on one line; checks its exit code."""
         self.monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])
         self.monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as stopped:
@@ -68,9 +68,9 @@ def weft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return Weft(capsys, monkeypatch)
 
 
-def flip(file: Path, place: int = -9) -> None:
+def flip(file: Path, offset: int = -9) -> None:
     raw = bytearray(file.read_bytes())
-    raw[place] ^= 1
+    raw[offset] ^= 1
     file.write_bytes(raw)
 
 
@@ -100,11 +100,11 @@ def test_ls_shows_every_folder_and_its_state(runs: Path, weft: Weft) -> None:
     assert text.index("best 2 ") < text.index("step-00000002 2 ")
     places = [text.index(state) for state in states]
     assert places == sorted(places)
-    assert "damaged" in weft("checkpoint", "ls", run)  # a manifest that is missing shows without reading all files
-    assert sorted(path.name for path in run.iterdir())[0] == ".step-00000003.part"  # looking changes nothing
+    assert "damaged" in weft("checkpoint", "ls", run)  # a missing manifest is reported without reading all files
+    assert sorted(path.name for path in run.iterdir())[0] == ".step-00000003.part"  # listing changes nothing
 
 
-def test_verify_looks_at_every_byte(runs: Path, weft: Weft) -> None:
+def test_verify_checks_every_byte(runs: Path, weft: Weft) -> None:
     first, second = folder_of(runs / "a", 1), folder_of(runs / "a", 2)
     assert weft("checkpoint", "verify", runs / "a").count("is good: 2 files") == 2
     files = sorted(first.iterdir())
@@ -124,7 +124,7 @@ def test_verify_looks_at_every_byte(runs: Path, weft: Weft) -> None:
     weft("checkpoint", "verify", first)
 
 
-def test_two_layouts_of_one_state_are_equal(runs: Path, weft: Weft) -> None:
+def test_equal_state_in_two_layouts_is_equal(runs: Path, weft: Weft) -> None:
     text = weft("checkpoint", "diff", folder_of(runs / "a", 2), folder_of(runs / "b", 2))
     assert "The checkpoints are equal" in text
     assert "weights 20 0" in text
@@ -141,7 +141,7 @@ def test_another_step_differs_everywhere(runs: Path, weft: Weft) -> None:
     assert "position.step: 1 against 2" in text
 
 
-def test_long_lists_are_cut_with_a_count_and_all_shows_them(runs: Path, tmp_path: Path, weft: Weft) -> None:
+def test_long_lists_are_truncated_unless_all_is_given(runs: Path, tmp_path: Path, weft: Weft) -> None:
     source = folder_of(runs / "a", 2)
     other = Job(model=SOURCE).model_copy(update={"out": "elsewhere", "data": Data(path="a", seq_len=12, source="text")})
     manifest = read_manifest(source)
@@ -158,17 +158,17 @@ def test_long_lists_are_cut_with_a_count_and_all_shows_them(runs: Path, tmp_path
     assert "more keys" not in text
 
     text = weft("checkpoint", "diff", folder_of(runs / "a", 1), folder_of(runs / "b", 2), "--all", code=1)
-    assert text.count("elements, first at") == 1 + 60  # the first is named ahead of the table, too
+    assert text.count("elements differ, first at") == 1 + 60  # the first difference is also named before the table
 
 
-def test_generators_are_compared_when_asked_for(runs: Path) -> None:
+def test_generators_are_compared_on_request(runs: Path) -> None:
     a, b = folder_of(runs / "a", 1), folder_of(runs / "a", 2)
     assert "rng" not in diff(a, b).compared
     assert diff(a, b, generators=True).compared["rng"] == 4
 
 
 def converted(folder: Path, name: str, change: Any) -> Path:
-    """A checkpoint of a Hugging Face folder, one weight of it changed."""
+    """Checkpoint converted from a Hugging Face folder after a change of one weight."""
     source = folder / f"{name}-hf"
     build_plain(SOURCE, read_config(SOURCE), torch.float32).save_pretrained(source)
     weights = load_file(source / "model.safetensors")
@@ -177,11 +177,11 @@ def converted(folder: Path, name: str, change: Any) -> Path:
     return to_checkpoint(source, folder / name, job=Job())
 
 
-def set_bits(place: tuple[int, int], bits: int) -> Any:
-    """Let an element have these bits."""
+def set_bits(index: tuple[int, int], bits: int) -> Any:
+    """Function that sets the bits of an element."""
 
     def change(weight: torch.Tensor) -> None:
-        weight.view(torch.int32)[place] = bits
+        weight.view(torch.int32)[index] = bits
 
     return change
 
@@ -209,28 +209,28 @@ def test_one_bit_is_found_and_measured(a: int, b: int, largest: float, tmp_path:
     assert tensor.largest == largest
     assert not found.equal
     text = weft("checkpoint", "diff", one, other, code=1)
-    assert f"The first tensor that differs is weights/{WEIGHT}: 1 of 1,536 elements, first at [3, 5]" in text
+    assert f"The first tensor that differs is weights/{WEIGHT}: 1 of 1,536 elements differ, first at [3, 5]" in text
     assert diff(one, one).equal
 
 
-def test_the_same_nan_is_equal(tmp_path: Path) -> None:
+def test_identical_nans_are_equal(tmp_path: Path) -> None:
     one, other = (converted(tmp_path, name, set_bits((0, 0), NAN)) for name in ("a", "b"))
     assert diff(one, other).equal
 
 
-def test_names_of_one_side(runs: Path, tmp_path: Path, weft: Weft) -> None:
+def test_tensors_of_one_side_only(runs: Path, tmp_path: Path, weft: Weft) -> None:
     bare = converted(tmp_path, "bare", lambda weight: None)
     text = weft("checkpoint", "diff", folder_of(runs / "a", 1), bare, code=1)
     assert "60 tensors are in A alone, the first is exp_avg/model.embed_tokens.weight" in text
 
 
-def test_a_damaged_side_is_refused(runs: Path, weft: Weft) -> None:
+def test_damaged_checkpoint_is_refused(runs: Path, weft: Weft) -> None:
     a, b = folder_of(runs / "a", 1), folder_of(runs / "a", 2)
     flip(b / "shard-00000.safetensors")
     assert "has the digest" in weft("checkpoint", "diff", a, b, code=2)
 
 
-def test_convert_there_and_back(runs: Path, tmp_path: Path, weft: Weft) -> None:
+def test_convert_round_trip(runs: Path, tmp_path: Path, weft: Weft) -> None:
     source = folder_of(runs / "a", 2)
     text = weft("checkpoint", "convert", source, tmp_path / "hf", "--to", "hf")
     assert "no tokenizer" in text
@@ -275,5 +275,5 @@ def test_bad_input(arguments: list[str], words: str, runs: Path, tmp_path: Path,
     assert not os.path.lexists(tmp_path / "to")
 
 
-def test_verify_of_what_is_no_checkpoint(tmp_path: Path, weft: Weft) -> None:
+def test_verify_without_a_checkpoint(tmp_path: Path, weft: Weft) -> None:
     assert "there is no checkpoint in" in weft("checkpoint", "verify", tmp_path / "nowhere", code=1)

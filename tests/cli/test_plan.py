@@ -1,4 +1,4 @@
-"""`weft plan` from a job to a plan that trains, with its prediction checked, and what it refuses."""
+"""`weft plan`: the plan trains as predicted, and invalid input is refused."""
 
 import sys
 from pathlib import Path
@@ -45,14 +45,14 @@ def test_a_plan_is_found_and_trains(
     assert "predicted" in capsys.readouterr().out
     lines = {line.name: line for line in compare(read_run(tmp_path / "run"))}
     assert lines["step"].measured > 0
-    for name, line in lines.items():  # what is counted is exact
+    for name, line in lines.items():  # counted quantities are exact
         assert not name.startswith("sent over") or line.predicted == line.measured
     assert lines["memory: parameters"].off == 0
     assert lines["memory"].off == pytest.approx(0, abs=0.1)
 
 
 @pytest.mark.sweep
-def test_operators_are_timed_here(
+def test_operators_are_timed_on_this_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     job, plan, cluster = write_job(tmp_path), tmp_path / "plan.toml", tmp_path / "here.toml"
@@ -72,20 +72,23 @@ def test_operators_are_timed_here(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--device", "H100", "--measure"], ["operators cannot be timed for 8 H100", "computes on cpu"]),
-        (["--device", "H10"], ["no device is called 'H10'", "write 'H100'"]),
+        (
+            ["--device", "H100", "--measure"],
+            ["operators cannot be timed for 8 H100", "the device type of this machine is cpu"],
+        ),
+        (["--device", "H10"], ["the planner has no device 'H10'", "write 'H100'"]),
         ([], ["no cluster is named"]),
-        (["--device", "H100", "--max-dollars", 1], ["1 dollars an hour do not pay for one H100", "a device costs"]),
-        (["--device", "Ascend 910B", "--max-dollars", 1], ["no price is known of Ascend 910B"]),
+        (["--device", "H100", "--max-dollars", 1], ["1 dollars per hour do not pay for one H100", "one device costs"]),
+        (["--device", "Ascend 910B", "--max-dollars", 1], ["the price of Ascend 910B is not known"]),
         (["--device", "H100", "--cluster", "here.toml"], ["named twice"]),
         (["--cluster", "nowhere.toml"], ["there is no file nowhere.toml"]),
         (
             ["--device", "H100", "--set", "train.global_batch_size=3", "--nnodes", "7"],
-            ["no layout fills 7 hosts of 8 H100", "a batch of 3 rows"],
+            ["no combination of degrees uses all devices of 7 hosts of 8 H100", "a global batch of 3 rows"],
         ),
     ],
 )
-def test_what_is_refused(
+def test_invalid_input(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -98,7 +101,7 @@ def test_what_is_refused(
     assert not (tmp_path / "plan.toml").exists()
 
 
-def test_a_model_that_fits_nowhere_here_is_told_where(
+def test_model_that_does_not_fit_gets_a_suggestion(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     job = Path(__file__).parents[2] / "examples" / "llama-70b.toml"
@@ -116,10 +119,10 @@ def test_a_model_that_fits_nowhere_here_is_told_where(
     assert weft(monkeypatch, "plan", job, *options) == 2
     text = capsys.readouterr().err
     assert "no layout fits on 2 A100-40" in text
-    assert "take " in text
+    assert "use " in text
 
 
-def test_limits_that_a_model_does_not_fit_into(
+def test_limits_that_are_too_small(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     job = Path(__file__).parents[2] / "examples" / "llama-70b.toml"
@@ -127,10 +130,10 @@ def test_limits_that_a_model_does_not_fit_into(
     assert weft(monkeypatch, "plan", job, *options, "--set", "train.global_batch_size=96") == 2
     text = capsys.readouterr().err
     assert "no layout fits on 3 H100" in text
-    assert "take " in text
+    assert "use " in text
 
 
-def test_the_plan_is_toml_that_says_what_it_expects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plan_file_contains_the_prediction(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     assert weft(monkeypatch, "plan", write_job(tmp_path), "--device", "A100", "--no-confirm", "--out", plan) == 0
     tables = read_toml(plan)

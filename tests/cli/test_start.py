@@ -1,4 +1,4 @@
-"""What the command answers without torch: help, version, completion, and jobs that are refused."""
+"""Commands that must not import torch: help, version, completion and refused jobs."""
 
 import json
 import os
@@ -26,7 +26,7 @@ print({{name.partition(".")[0] for name in sys.modules}} & {HEAVY!r}, file=sys.s
 
 
 def call(*commands: list[str], code: int) -> subprocess.CompletedProcess[str]:
-    """Run commands in one process, each of which ends with a code; nothing heavy may have been imported."""
+    """Run commands in one process, check their exit codes, and check that no heavy package was imported."""
     calls = json.dumps([["weft", *command] for command in commands])
     done = subprocess.run([sys.executable, "-c", MAIN, calls], capture_output=True, text=True, timeout=100, check=True)
     assert done.stderr.count(f"exit code {code}\n") == len(commands), done.stderr
@@ -35,7 +35,7 @@ def call(*commands: list[str], code: int) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_every_help_comes_without_torch_transformers_and_numpy() -> None:
+def test_help_does_not_import_torch_transformers_or_numpy() -> None:
     from weft.cli.app import app
     from weft.cli.checkpoint import checkpoint
 
@@ -54,7 +54,7 @@ def test_summaries_of_commands_are_not_cut_off() -> None:
     assert [word for word in summaries if word.endswith("...")] == ["[ARGS]...", "[ARGS]..."]
 
 
-def test_a_job_is_refused_without_torch(tmp_path: Path) -> None:
+def test_refused_job_does_not_import_torch(tmp_path: Path) -> None:
     job, broken, file = str(write_job(tmp_path)), tmp_path / "broken.toml", tmp_path / "file"
     broken.write_text("[train")
     file.write_text("")
@@ -83,15 +83,15 @@ def test_the_version() -> None:
 
 
 def test_shell_completion_knows_the_commands() -> None:
-    """What a shell asks after its user has written `weft ca` and pressed the tab key."""
+    """Request of a shell after `weft ca` and the tab key."""
     weft_command = str(Path(sys.executable).parent / "weft")
     environment = os.environ | {"_WEFT_COMPLETE": "complete_bash", "COMP_WORDS": "weft ca", "COMP_CWORD": "1"}
     done = subprocess.run([weft_command], capture_output=True, text=True, timeout=100, check=True, env=environment)
     assert done.stdout.split() == ["calibrate"]
 
 
-def test_ctrl_c_is_exit_code_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """In a command that starts no ranks, which handle signals themselves."""
+def test_ctrl_c_exits_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """In a command without ranks, because the launcher of ranks handles signals itself."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -124,7 +124,7 @@ print(huggingface_hub.constants.HF_HUB_OFFLINE, file=sys.stderr)
 
 
 @pytest.mark.parametrize(("given", "offline"), [({}, "True"), ({"HF_HUB_OFFLINE": "0"}, "False")])
-def test_commands_fetch_nothing_unless_asked_to(given: dict[str, str], offline: str) -> None:
+def test_commands_are_offline_by_default(given: dict[str, str], offline: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | given
     done = subprocess.run([sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr.splitlines()[-1] == offline

@@ -1,4 +1,4 @@
-"""The list of commands that `weft --help` and `weft checkpoint --help` show."""
+"""List of commands in `weft --help` and `weft checkpoint --help`."""
 
 import pytest
 from typer.testing import CliRunner
@@ -7,7 +7,7 @@ from weft.cli.app import app
 
 
 @pytest.mark.parametrize("command", [[], ["checkpoint"]])
-def test_no_summary_of_a_command_is_cut_off(command: list[str]) -> None:
+def test_summaries_are_not_truncated(command: list[str]) -> None:
     text = CliRunner().invoke(app, [*command, "--help"], terminal_width=80).output
     listed = text.split("Commands:")[1].splitlines()[1:]
     assert len(listed) >= 4

@@ -1,4 +1,4 @@
-"""`weft topology` from end to end, and what `weft train` says of a declared topology."""
+"""`weft topology`, and messages of `weft train` about a declared topology."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ links = [{ name = "memory", latency_seconds = 50e-6, bytes_per_second = 4e9 }]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run `weft`; its exit code."""
+    """Run `weft` and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["weft", *arguments])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured, shown, and left in a file that can be declared."""
+    """The topology is measured, printed, and written to a file that can be declared."""
     out, figures = tmp_path / "cluster.toml", tmp_path / "figures.json"
     files = ["--out", str(out), "--json", str(figures), "--cache", str(tmp_path / "cache")]
     options = ["--nproc-per-node", "2", "--seconds", "10", "--set", "plan.parallel.tp=2"]
@@ -52,7 +52,7 @@ def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatc
     assert facts["axes"][0] in printed
 
 
-def test_many_ranks_have_a_row_a_host(
+def test_many_ranks_are_shown_by_host(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = DECLARED + 'between_hosts = "memory"\n'
@@ -93,7 +93,7 @@ def test_bad_input(
 # weft train
 
 
-def test_training_says_where_axes_run(tmp_path: Path) -> None:
+def test_training_prints_the_links_of_axes(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(DECLARED)
     job = Job.load(write_job(tmp_path), ["plan.parallel.tp=2", f"plan.comm.topology={path}"])
@@ -103,12 +103,12 @@ def test_training_says_where_axes_run(tmp_path: Path) -> None:
     assert explain_links(unknown.resolve(4), [2, 2]) == ["tp 2: inside a host", "dp_shard 2: between hosts"]
 
 
-def test_training_refuses_a_topology_of_other_ranks(
+def test_training_refuses_a_topology_with_other_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(DECLARED.replace("ranks = 2", "ranks = 4"))
     job = write_job(tmp_path)
     assert run(monkeypatch, "train", str(job), "--nproc-per-node", "2", "--set", f"plan.comm.topology={path}") == 2
-    assert "gives host 0 (here) 4 ranks; the job starts 2 there" in capsys.readouterr().err
+    assert "host 0 (here) has 4 ranks in the topology, and 2 in the job" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""What the recorder says that ranks send to other hosts is what the interfaces of emulated hosts have carried."""
+"""Recorded bytes between hosts equal the bytes counted by the network interfaces of emulated hosts."""
 
 import json
 import os
@@ -19,29 +19,29 @@ from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import AllReduce, levels_of
 
 ROOT = Path(__file__).parents[2]
-NUMBERS = 2**20
+ELEMENTS = 2**20
 PER_HOST, HOSTS = 2, 2
 
 
 def rank_main(out: Path) -> None:
-    """One rank: reduces a tensor in every way."""
+    """Entry point of a rank: all-reduce a tensor with each algorithm and codec."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(dist.get_rank()))
     flat, levels = (dist.new_group(backend=register_backend(kind)) for kind in ("flat", "two_level"))
     ways: dict[str, Any] = {
         "flat": lambda: dist.all_reduce(x.clone(), group=flat),
-        "two levels": lambda: dist.all_reduce(x.clone(), group=levels),
+        "hierarchical": lambda: dist.all_reduce(x.clone(), group=levels),
     }
     for name, codec in CODECS.items():
         feedback = Feedback(codec)
         feedback.begin()
         ways[name] = lambda name=name, feedback=feedback: AllReduce(
-            name, x.clone(), levels_of(levels, "slow"), feedback
+            name, x.clone(), levels_of(levels, "inter_node"), feedback
         ).wait()
     found = {}
     for name, way in ways.items():
-        way()  # connections are made
+        way()  # creates the connections
         dist.barrier()
         before = payload_sent()
         dist.barrier()
@@ -58,7 +58,7 @@ def rank_main(out: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_interfaces_carry_what_is_recorded(tmp_path: Path) -> None:
+def test_interface_counters_equal_recorded_bytes(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     with hosts(HOSTS) as made:
         processes: list[subprocess.Popen[Any]] = []
@@ -73,13 +73,13 @@ def test_interfaces_carry_what_is_recorded(tmp_path: Path) -> None:
         assert [process.wait(120) for process in processes] == [0] * len(processes)
     found = json.loads(out.read_text())
     for name, (carried, recorded) in found.items():
-        if name != "flat":  # which ranks of one ring are neighbours, the recorder does not know
+        if name != "flat":  # the recorder does not know which links of a ring leave a host
             assert carried == pytest.approx(recorded, rel=0.05), name
     carried = {name: carried for name, (carried, _) in found.items()}
-    assert carried["two levels"] < carried["flat"] / 1.45
-    assert carried["2:4"] < 0.3 * carried["two levels"]
+    assert carried["hierarchical"] < carried["flat"] / 1.45
+    assert carried["2:4"] < 0.3 * carried["hierarchical"]
     assert carried["2:4"] < 0.57 * carried["bf16"]
-    assert carried["1-bit"] < 0.1 * carried["two levels"]
+    assert carried["1-bit"] < 0.1 * carried["hierarchical"]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Each differentiable collective against its definition on whole tensors, with gradients that come non-contiguous."""
+"""Each differentiable collective equals its definition on full tensors, with non-contiguous gradients."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -21,7 +21,7 @@ def inputs(ranks: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
 
 
 def apply(rank: int, ranks: int, name: str, dim: int, shared: bool, same: bool) -> tuple[Tensor, Tensor]:
-    """Output and input gradient of one collective, for a gradient of the output that is permuted in memory."""
+    """Output and input gradient of one collective, for a non-contiguous gradient of the output."""
     group = dist.new_group(backend=register_backend() if shared else "gloo")
     x = inputs(1 if same else ranks)[0 if same else rank]
     function = getattr(collectives, name)
@@ -51,8 +51,8 @@ DEFINITIONS: dict[str, Callable[[list[Tensor], int], list[Tensor]]] = {
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("name", ["gather", "reduce_scatter", "all_to_all"])
-def test_sums_of_different_work(name: str, dim: int, shared: bool) -> None:
-    """The gradient is that of the sum of what all ranks do with their outputs."""
+def test_collectives_into_different_work_sum_gradients(name: str, dim: int, shared: bool) -> None:
+    """The input gradient is that of the sum of the losses of all ranks."""
     xs = inputs(2)
     outs = DEFINITIONS[name](xs, dim)
     torch.autograd.backward(outs, [weights(out.shape, rank) for rank, out in enumerate(outs)])
@@ -62,13 +62,13 @@ def test_sums_of_different_work(name: str, dim: int, shared: bool) -> None:
         torch.testing.assert_close(gradient, x.grad)
 
 
-def test_copy_adds_up_gradients() -> None:
+def test_copy_sums_gradients() -> None:
     for out, gradient in run_ranks(2, apply, "copy", 0, True, True):
         torch.testing.assert_close(out, inputs(1)[0].detach(), rtol=0, atol=0)
         torch.testing.assert_close(gradient, 2 * weights(torch.Size(SHAPE), 0))
 
 
-def test_reduce_passes_the_gradient_on() -> None:
+def test_reduce_passes_the_gradient_through() -> None:
     for out, gradient in run_ranks(2, apply, "reduce", 0, True, True):
         torch.testing.assert_close(out, 2 * inputs(1)[0].detach())
         torch.testing.assert_close(gradient, weights(torch.Size(SHAPE), 0), rtol=0, atol=0)
@@ -79,21 +79,21 @@ def test_split_and_unsplit(dim: int) -> None:
     x = inputs(1)[0].detach()
     parts = x.chunk(2, dim)
     found = run_ranks(2, apply, "split", dim, True, True)
-    whole = torch.cat([weights(part.shape, rank) for rank, part in enumerate(parts)], dim)
+    full = torch.cat([weights(part.shape, rank) for rank, part in enumerate(parts)], dim)
     for (out, gradient), part in zip(found, parts, strict=True):
         torch.testing.assert_close(out, part, rtol=0, atol=0)
-        torch.testing.assert_close(gradient, whole, rtol=0, atol=0)
+        torch.testing.assert_close(gradient, full, rtol=0, atol=0)
     for rank, (out, gradient) in enumerate(run_ranks(2, apply, "unsplit", dim, True, True)):
         doubled = torch.cat([x, x], dim)
         torch.testing.assert_close(out, doubled, rtol=0, atol=0)
         torch.testing.assert_close(gradient, weights(doubled.shape, 0).chunk(2, dim)[rank], rtol=0, atol=0)
 
 
-def in_two_parts(rank: int, ranks: int, shared: bool) -> tuple[list[Tensor], list[Tensor], list[str]]:
-    """Outputs and gradients of an exchange in two parts and in one, and the order of what happened."""
+def async_and_sync(rank: int, ranks: int, shared: bool) -> tuple[list[Tensor], list[Tensor], list[str]]:
+    """Outputs and gradients of an asynchronous and a synchronous all-to-all, and the order of events."""
     group = dist.new_group(backend=register_backend() if shared else "gloo")
     rows = [[2, 1], [3, 0]]
-    sends, takes = rows[rank], [peer[rank] for peer in rows]
+    input_splits, output_splits = rows[rank], [peer[rank] for peer in rows]
     events, found = [], []
     issue, wait = collectives.AsyncAllToAll.start, collectives.AsyncAllToAll.wait
 
@@ -117,14 +117,14 @@ def in_two_parts(rank: int, ranks: int, shared: bool) -> tuple[list[Tensor], lis
             return gradient * 2
 
     with mock.patch.multiple(collectives.AsyncAllToAll, start=started, wait=waited):
-        for parts in (2, 1):
+        for is_async in (True, False):
             x = inputs(ranks, (3, 5))[rank]
-            if parts == 2:
-                land = collectives.start_all_to_all(x, group, takes, sends)
+            if is_async:
+                wait_output = collectives.start_all_to_all(x, group, output_splits, input_splits)
                 between = Between.apply(x)
-                out = land()
+                out = wait_output()
             else:
-                between, out = x * 2, collectives.all_to_all(x, group, takes, sends)
+                between, out = x * 2, collectives.all_to_all(x, group, output_splits, input_splits)
             total = (out * weights(out.shape, rank)).sum() + (between * weights(between.shape, rank)).sum()
             total.backward()
             assert x.grad is not None
@@ -133,9 +133,8 @@ def in_two_parts(rank: int, ranks: int, shared: bool) -> tuple[list[Tensor], lis
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_an_exchange_in_two_parts(shared: bool) -> None:
-    """What is computed between them is, in backward too, computed while the exchange is under way."""
-    for two, one, events in run_ranks(2, in_two_parts, shared):
-        for mine, theirs in zip(two, one, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+def test_async_all_to_all_overlaps_in_forward_and_backward(shared: bool) -> None:
+    for found, expected, events in run_ranks(2, async_and_sync, shared):
+        for actual, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, reference, rtol=0, atol=0)
         assert events == ["start", "between", "wait"] * 2

@@ -1,4 +1,4 @@
-"""Ranks that disagree get a typed error from a back end that would abort; ranks that agree pay once for each kind of call."""
+"""Mismatched collectives raise CommunicationError where the backend would abort; matching calls are compared once."""
 
 from datetime import timedelta
 
@@ -18,7 +18,7 @@ def disagree(rank: int, ranks: int, kind: str) -> str:
             dist.all_reduce(torch.ones(5), group=group)
             if kind == "size":
                 dist.all_reduce(torch.ones(3 + rank), group=group)
-            elif kind == "format":
+            elif kind == "dtype":
                 dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank else torch.float32), group=group)
             elif kind == "order" and rank == 0:
                 dist.broadcast(torch.ones(3), group=group, group_src=0)
@@ -33,30 +33,29 @@ def disagree(rank: int, ranks: int, kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("size", ["[3] float32", "[4] float32"]), ("format", ["float64"]), ("order", ["broadcast", "all_reduce"])],
+    [("size", ["[3] float32", "[4] float32"]), ("dtype", ["float64"]), ("order", ["broadcast", "all_reduce"])],
 )
-def test_a_disagreement_is_an_error_on_every_rank(kind: str, words: list[str]) -> None:
+def test_mismatch_is_an_error_on_every_rank(kind: str, words: list[str]) -> None:
     for text in run_ranks(2, disagree, kind):
         assert all(word in text for word in words)
-        assert "called at test_agreement.py" in text
+        assert "called at test_desync_check.py" in text
 
 
-def test_a_rank_that_does_not_come() -> None:
+def test_missing_rank_is_named() -> None:
     first, second = run_ranks(2, disagree, "alone")
-    assert "rank 1 of the group did not call anything new" in first
+    assert "rank 1 of the group made no new call" in first
     assert second == "no error"
 
 
 def agree(rank: int, ranks: int) -> int:
     group = dist.new_group(backend="gloo")
-    with DesyncCheck("agree") as agreement:
+    with DesyncCheck("agree") as check:
         for _ in range(3):
             dist.all_reduce(torch.ones(5), group=group)
-            sends = [1, 2] if rank else [3, 1]
-            takes = [1, 2] if rank else [3, 1]
-            dist.all_to_all_single(torch.empty(sum(takes), 2), torch.ones(sum(sends), 2), takes, sends, group)
-    return len(agreement.seen)
+            splits = [1, 2] if rank else [3, 1]
+            dist.all_to_all_single(torch.empty(sum(splits), 2), torch.ones(sum(splits), 2), splits, splits, group)
+    return len(check.seen)
 
 
-def test_agreement_costs_once() -> None:
+def test_each_kind_of_call_is_compared_once() -> None:
     assert run_ranks(2, agree) == [2, 2]

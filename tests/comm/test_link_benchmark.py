@@ -1,4 +1,4 @@
-"""Links are measured: between ranks of the pool, and between emulated hosts whose links have a known bandwidth."""
+"""Link benchmark between ranks of one host, and between emulated hosts with links of known bandwidth."""
 
 import json
 import os
@@ -17,50 +17,49 @@ from hypothesis import strategies as st
 
 from tests.lab.hosts import Host, hosts, limit_rate
 from tests.lab.pool import RankError, run_ranks
-from weft.comm.link_benchmark import measure, name_hosts, schedule, tournament
+from weft.comm.link_benchmark import measure, name_hosts, round_robin, schedule
 from weft.device.device import Cpu
 from weft.errors import TopologyError
 from weft.launch.rendezvous import new_token
 from weft.topology.measurement import LOOPBACK, MEMORY, Measurement, find_slow, to_topology
 
 ROOT = Path(__file__).parents[2]
-TOLERANCE = 0.25  # of the bandwidth of a limited link
+TOLERANCE = 0.25  # relative, of the bandwidth of a rate-limited link
 
 
-# Who meets whom
+# Schedule
 
 
 @given(st.integers(1, 40))
-def test_everybody_meets_everybody_once(players: int) -> None:
-    rounds = tournament(players)
-    met = [pair for pairs in rounds for pair in pairs]
-    assert sorted(met) == list(combinations(range(players), 2))
-    assert all(len({player for pair in pairs for player in pair}) == 2 * len(pairs) for pairs in rounds)
-    assert len(rounds) == players - 1 + players % 2
+def test_round_robin_has_every_pair_once(count: int) -> None:
+    rounds = round_robin(count)
+    all_pairs = [pair for pairs in rounds for pair in pairs]
+    assert sorted(all_pairs) == list(combinations(range(count), 2))
+    assert all(len({item for pair in pairs for item in pair}) == 2 * len(pairs) for pairs in rounds)
+    assert len(rounds) == count - 1 + count % 2
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_no_link_is_shared_in_a_round(sizes: list[int]) -> None:
-    numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+def test_no_host_is_twice_in_a_round(sizes: list[int]) -> None:
+    host_of_rank = [index for index, size in enumerate(sizes) for _ in range(size)]
     rounds = schedule(sizes)
     assert sorted(pair for pairs in rounds for pair in pairs) == list(combinations(range(sum(sizes)), 2))
     for pairs in rounds:
-        busy = Counter(host for pair in pairs for host in {numbers[rank] for rank in pair})
+        busy = Counter(host for pair in pairs for host in {host_of_rank[rank] for rank in pair})
         assert pairs
         assert max(busy.values()) == 1
 
 
-def test_each_host_has_met_each_other_early() -> None:
-    """And each of its ranks, which may have network cards of their own, has had its turn."""
-    rounds = schedule([4] * 8)[6 : 6 + 7]  # after the six of the pairs inside
+def test_first_rounds_have_all_pairs_of_hosts_and_all_local_ranks() -> None:
+    rounds = schedule([4] * 8)[6 : 6 + 7]  # after six rounds of pairs inside hosts
     assert {(a // 4, b // 4) for pairs in rounds for a, b in pairs} == set(combinations(range(8), 2))
     assert {a % 4 for pairs in rounds for a, _ in pairs} == {0, 1, 2, 3}
 
 
-def test_names_of_hosts() -> None:
+def test_host_names_and_rank_order() -> None:
     assert name_hosts([(("x",), "a"), (("x",), "a"), (("y",), "b")]) == [("a", 2), ("b", 1)]
     assert name_hosts([(("x",), "vm"), (("y",), "vm")]) == [("vm-0", 1), ("vm-1", 1)]
-    with pytest.raises(TopologyError, match="ranks of host a are not numbered in a row"):
+    with pytest.raises(TopologyError, match="the ranks of host a are not consecutive"):
         name_hosts([(("x",), "a"), (("y",), "b"), (("x",), "a")])
 
 
@@ -76,7 +75,7 @@ def measure_here(rank: int, world_size: int, options: dict[str, Any]) -> tuple[s
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_of_one_host(world_size: int) -> None:
     results = run_ranks(world_size, measure_here, {"seconds": 3.0})
-    assert len({text for text, _, _ in results}) == 1  # all ranks have the same
+    assert len({text for text, _, _ in results}) == 1  # the same result on all ranks
     measured = Measurement.model_validate_json(results[0][0])
     topology = to_topology(measured)
     assert [ranks for _, ranks in measured.hosts] == [world_size]
@@ -88,18 +87,17 @@ def test_ranks_of_one_host(world_size: int) -> None:
     assert measured.together == (None,)
 
 
-def test_a_budget_that_is_too_small() -> None:
-    """No round begins, nothing is known, and nothing breaks."""
+def test_without_time_no_round_begins() -> None:
     (text, _, _), *_ = run_ranks(2, measure_here, {"seconds": -1.0})
     measured = Measurement.model_validate_json(text)
     assert (measured.rounds, measured.all_rounds) == (0, 1)
     assert to_topology(measured).link(0, 1) is None
 
 
-def test_a_measurement_is_taken_from_the_cache(tmp_path: Path) -> None:
+def test_cached_measurement_is_reused(tmp_path: Path) -> None:
     options = {"seconds": 0.5, "cache": tmp_path / "cache"}
     (text, source, _), *_ = run_ranks(2, measure_here, options)
-    assert "is not there" in source
+    assert "does not exist" in source
     assert source.startswith("measured in")
     (again, source, _), *_ = run_ranks(2, measure_here, options)
     assert again == text
@@ -110,7 +108,7 @@ def test_a_measurement_is_taken_from_the_cache(tmp_path: Path) -> None:
     assert fresh != text
     assert "cannot be read" in source
     (_, source, _), *_ = run_ranks(2, measure_here, options)
-    assert "min ago" in source  # the damaged one was replaced
+    assert "min ago" in source  # the damaged file was replaced
 
 
 def fail(rank: int, world_size: int) -> None:
@@ -119,7 +117,7 @@ def fail(rank: int, world_size: int) -> None:
     measure(Cpu(), torch.device("cpu"))
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_failed_rank_is_named() -> None:
     with pytest.raises(RankError, match="no link") as caught:
         run_ranks(2, fail)
     assert caught.value.rank == 1
@@ -129,7 +127,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def measure_between(made: list[Host], ranks: int, folder: Path) -> Measurement:
-    """Measure between hosts of so many ranks each, without launchers."""
+    """Measure between emulated hosts with `ranks` ranks each, without launchers."""
     started = []
     for number, host in enumerate(made):
         for local in range(ranks):
@@ -150,16 +148,18 @@ def measure_between(made: list[Host], ranks: int, folder: Path) -> Measurement:
 
 
 def slow_down(host: Host, rate: int) -> None:
-    """Limit an emulated host's link, in both directions, to so many bits per second."""
+    """Limit an emulated host's link in both directions, to `rate` bits per second."""
     for namespace, interface in ((host.namespace, host.interface), (host.bridge, host.port)):
         limit_rate(namespace, interface, rate)
 
 
 def check_two_by_two(measured: Measurement, bits_per_second: int, least_together: float) -> None:
-    """Two hosts of two ranks: two classes, the one between hosts with the bandwidth of the link, which ranks share.
+    """Check a measurement of two hosts with two ranks: two classes, and the bandwidth of the link between the hosts.
 
     Args:
-        least_together: share of it that they reach; cores may not do for all ranks that send and receive at once.
+        measured: measurement.
+        bits_per_second: rate of the link.
+        least_together: minimum fraction of the rate with all ranks sending and receiving, which may be short of cores.
     """
     limit = bits_per_second / 8
     topology = to_topology(measured)
@@ -180,9 +180,9 @@ def check_two_by_two(measured: Measurement, bits_per_second: int, least_together
 
 
 @pytest.mark.exclusive("measures the rate of a link")
-@pytest.mark.sweep  # test_a_host_with_a_slow_link_is_named and tests/cli/test_topology.py are in make test
-def test_two_hosts_by_the_command(tmp_path: Path) -> None:
-    """`weft topology` on each, at 100 Mbit/s: what it prints, and what it leaves on each host."""
+@pytest.mark.sweep  # test_host_with_a_slow_link and tests/cli/test_topology.py are in make test
+def test_topology_command_on_two_hosts(tmp_path: Path) -> None:
+    """Output and files of `weft topology` on both hosts, with a link of 100 Mbit/s."""
     rate = 100_000_000
     with hosts(2, rate) as made:
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "WEFT_TOKEN": new_token()}
@@ -200,15 +200,15 @@ def test_two_hosts_by_the_command(tmp_path: Path) -> None:
     check_two_by_two(Measurement.model_validate(facts[0]["measurement"]), rate, 1 - TOLERANCE)
     for text in printed:
         assert "2 hosts, 4 ranks, measured in" in text
-        assert "no link is slow for its kind" in text
+        assert "no link is slow compared with other links of its class" in text
         assert "tp 2: inside a host (memory, " in text
         assert "dp_shard 2: between hosts (network, 0.01" in text
 
 
 @pytest.mark.exclusive("measures the rate of a link")
 @pytest.mark.sweep
-def test_two_hosts_with_a_gigabit(tmp_path: Path) -> None:
-    """Other work on the cores makes such a link look slower, and never faster: the best of some measurements counts."""
+def test_two_hosts_with_a_gigabit_link(tmp_path: Path) -> None:
+    """Other load on the cores can only reduce the measured bandwidth, so that the best of several measurements counts."""
     with hosts(2, 1_000_000_000) as made:
         for _ in range(3):
             measured = measure_between(made, 2, tmp_path)
@@ -219,7 +219,7 @@ def test_two_hosts_with_a_gigabit(tmp_path: Path) -> None:
 
 
 @pytest.mark.exclusive("measures the rates of links")
-def test_a_host_with_a_slow_link_is_named(tmp_path: Path) -> None:
+def test_host_with_a_slow_link(tmp_path: Path) -> None:
     with hosts(3, 100_000_000) as made:
         slow_down(made[2], 20_000_000)
         measured = measure_between(made, 1, tmp_path)

@@ -1,4 +1,4 @@
-"""Values that travel as JSON, and that nothing in Weft sends, stores or opens a pickle."""
+"""JSON collectives, and a check that no module of Weft creates or loads a pickle."""
 
 import ast
 import math
@@ -15,7 +15,7 @@ from weft.comm.objects import all_gather_json, broadcast_json
 from weft.plan import Parallel, Plan
 from weft.topology.mesh import build_mesh
 
-# By rank: of very different lengths, one of several megabytes; empty ones, other alphabets, numbers that must not change.
+# By rank: very different lengths (one of several megabytes), empty values, Unicode, and numbers that must be exact.
 VALUES: list[Any] = [
     None,
     {"ä 漢字 🧵": [1, 0.1 + 0.2, -(2**70)], "": {"none": None, "yes": True}},
@@ -25,12 +25,12 @@ VALUES: list[Any] = [
 
 
 def gather_and_broadcast(rank: int, ranks: int) -> tuple[list[Any], list[Any]]:
-    """By all ranks; what is sent by those that are not the source does not matter."""
+    """Gather all values, and broadcast from each rank; values of ranks other than the source are ignored."""
     return all_gather_json(VALUES[rank]), [broadcast_json(VALUES[rank], src) for src in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_rank_has_all_values(ranks: int) -> None:
+def test_every_rank_gets_all_values(ranks: int) -> None:
     for gathered, received in run_ranks(ranks, gather_and_broadcast):
         assert gathered == VALUES[:ranks]
         assert received == VALUES[:ranks]
@@ -47,8 +47,8 @@ def test_nan_stays_nan_and_tuples_become_lists() -> None:
         assert all(math.isnan(row[0]) for row in gathered)
 
 
-def talk_in_groups(rank: int, ranks: int) -> dict[str, tuple[list[Any], Any]]:
-    """In groups of a mesh, which share memory, one of them of a single rank."""
+def gather_in_groups(rank: int, ranks: int) -> dict[str, tuple[list[Any], Any]]:
+    """Gather and broadcast in the shared-memory groups of a mesh; the group of pp has a single rank."""
     mesh = build_mesh(Plan(parallel=Parallel(dp_shard=2, tp=2)), "cpu", ranks)
     groups = {axis: mesh.get_group(axis) for axis in ("dp_shard", "tp", "pp")}
     return {
@@ -57,8 +57,8 @@ def talk_in_groups(rank: int, ranks: int) -> dict[str, tuple[list[Any], Any]]:
     }
 
 
-def test_groups_keep_to_themselves_and_count_their_own_ranks() -> None:
-    answers = run_ranks(4, talk_in_groups)
+def test_subgroups_use_group_ranks() -> None:
+    answers = run_ranks(4, gather_in_groups)
     for rank, answer in enumerate(answers):
         row, column = rank // 2 * 2, rank % 2
         assert answer["tp"] == ([f"from {row}", f"from {row + 1}"], row + 1)
@@ -72,18 +72,18 @@ def refuse(rank: int, ranks: int) -> None:
             call(dist)
 
 
-def test_what_json_cannot_hold_is_refused_before_anything_is_sent() -> None:
+def test_value_outside_json_is_refused_before_sending() -> None:
     run_ranks(1, refuse)
 
 
-# Modules that make or open pickles, functions of torch that do, and the switch of NumPy.
+# Modules that create or load pickles, functions of torch that do, and the option of NumPy.
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 NAMES = {"torch.load", "torch.save", "torch.distributed.checkpoint"}
 ENDINGS = ("_object", "_object_list")  # of torch.distributed
 
 
 def pickles(path: Path) -> Iterator[str]:
-    """Each place of a file where a pickle is made, sent or opened."""
+    """Lines of a file that create, send or load a pickle."""
     for line, module in imports(path):
         if module.partition(".")[0] in MODULES or module in NAMES:
             yield f"{path.relative_to(SOURCE)}:{line} imports {module}"
@@ -100,9 +100,9 @@ def pickles(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(SOURCE)}:{node.lineno} uses {name}"
 
 
-def test_nothing_makes_or_opens_a_pickle() -> None:
+def test_no_module_uses_pickle() -> None:
     assert len(FILES) > 50
-    assert [place for path in FILES for place in pickles(path)] == []
+    assert [line for path in FILES for line in pickles(path)] == []
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_nothing_makes_or_opens_a_pickle() -> None:
         "import numpy\nnumpy.load('x', allow_pickle=True)",
     ],
 )
-def test_the_check_sees_pickles(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_finds_pickles(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.comm.test_objects.SOURCE", tmp_path)
     monkeypatch.setattr("tests.test_imports.SOURCE", tmp_path)
     path = tmp_path / "file.py"
@@ -128,7 +128,7 @@ def test_the_check_sees_pickles(code: str, tmp_path: Path, monkeypatch: pytest.M
     assert list(pickles(path))
 
 
-def test_the_check_lets_json_and_safetensors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_allows_json_and_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.comm.test_objects.SOURCE", tmp_path)
     monkeypatch.setattr("tests.test_imports.SOURCE", tmp_path)
     path = tmp_path / "file.py"

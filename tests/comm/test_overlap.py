@@ -1,5 +1,4 @@
-"""Products in chunks beside their communication: the same numbers as the plain form, and on an emulated wire the time of the
-longer of the two in place of their sum."""
+"""Overlapped matmuls equal their form with plain collectives; on an emulated wire, matmuls and messages overlap."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,52 +15,60 @@ from tests.lab.pool import run_ranks
 from tests.lab.wire import Wire, new_wire, virtual_seconds
 from weft.backends.hierarchical import register_backend
 from weft.comm import collectives
-from weft.comm.chunks import GatherMatmul, Line, MatmulReduce, MatmulScatter, MessageCosts, cut_rows, fewest_chunks
+from weft.comm.chunks import (
+    AlphaBeta,
+    GatherMatmul,
+    MatmulReduce,
+    MatmulScatter,
+    MessageCosts,
+    fewest_chunks,
+    split_rows,
+)
 from weft.comm.collectives import Recorder
 from weft.comm.overlap import (
     Overlap,
+    all_gather_matmul,
     can_overlap,
-    multiply_copied,
-    multiply_gathered,
-    multiply_reduced,
-    multiply_scattered,
+    copy_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
 )
-from weft.comm.symmetric import Fused, find_fused
+from weft.comm.symmetric import FusedMatmuls, find_fused_matmuls
 from weft.errors import PlanError
-from weft.precision.fp16_backward import HELD, Fp16Grad, carry_gradient
+from weft.precision.fp16_backward import STORED_DTYPE, Fp16Grad, begin_fp16_backward
 
 FORMS = ("gathered", "copied", "scattered", "reduced")
-FORMATS = (torch.float64, torch.float32, torch.bfloat16)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 class Case(NamedTuple):
-    """One product on all ranks of a group."""
+    """One matmul on all ranks of a group."""
 
     form: str
     chunks: int | str
-    fan: int = 1
+    matrices: int = 1
     dim: int = 1
     dtype: torch.dtype = torch.float32
     bias: bool = False
-    whole: bool = True
-    """Small whole numbers, whose sums are exact in every format and order: any row in another place changes bits."""
+    integers: bool = True
+    """Small integer values, whose sums are exact in every dtype and order, so that a misplaced row changes bits."""
     batch: int = 2
     tokens: int = 12
-    """Along `dim`, of all ranks."""
-    again: bool = False
-    """Computed once more in backward."""
+    """Number of tokens of all ranks along `dim`."""
+    recompute: bool = False
+    """True to recompute in backward."""
     transposed: bool = False
-    """The weight is a view of its transpose."""
+    """True if the matrix is a view of its transpose."""
 
 
 def tensors(case: Case, rank: int, ranks: int) -> tuple[Tensor, list[Tensor], list[Tensor | None], list[Tensor]]:
-    """Input, matrices, biases and output gradients of one rank; the gradients are permuted in memory."""
+    """Input, matrices, biases and output gradients of one rank; the gradients are non-contiguous."""
     generator = torch.Generator().manual_seed(10 * ranks)
 
     def draw(*shape: int) -> Tensor:
-        """Other numbers on each rank."""
-        if case.whole:
+        """Random values that differ between ranks."""
+        if case.integers:
             return torch.randint(-2, 3, (ranks, *shape), generator=generator)[rank].to(case.dtype)
         return torch.randn((ranks, *shape), generator=generator, dtype=torch.float64)[rank].to(case.dtype)
 
@@ -77,11 +84,11 @@ def tensors(case: Case, rank: int, ranks: int) -> tuple[Tensor, list[Tensor], li
     out_shape = [case.batch, case.tokens] if case.dim == 1 else [case.tokens, case.batch]
     if case.form == "scattered":
         out_shape[case.dim] //= ranks
-    matrices = [draw(5 + number, 6) for number in range(case.fan)]
+    matrices = [draw(5 + number, 6) for number in range(case.matrices)]
     if case.transposed:
         matrices = [matrix.T.contiguous() for matrix in matrices]
-    biases = [draw(5 + number) if case.bias else None for number in range(case.fan)]
-    gradients = [draw(5 + number, *out_shape[::-1]).permute(2, 1, 0) for number in range(case.fan)]
+    biases = [draw(5 + number) if case.bias else None for number in range(case.matrices)]
+    gradients = [draw(5 + number, *out_shape[::-1]).permute(2, 1, 0) for number in range(case.matrices)]
     if case.form == "reduced":
         for number, gradient in enumerate(gradients):
             same = gradient.contiguous()
@@ -91,7 +98,7 @@ def tensors(case: Case, rank: int, ranks: int) -> tuple[Tensor, list[Tensor], li
 
 
 def plain(case: Case, x: Tensor, matrices: Any, biases: Any, group: dist.ProcessGroup) -> list[Tensor]:
-    """The form by single collectives."""
+    """Reference form with plain collectives."""
     if case.form in ("gathered", "copied"):
         x = collectives.gather(x, group, case.dim) if case.form == "gathered" else collectives.copy(group, x)[0]
         return [F.linear(x, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
@@ -103,16 +110,16 @@ def plain(case: Case, x: Tensor, matrices: Any, biases: Any, group: dist.Process
 
 def in_chunks(case: Case, x: Tensor, matrices: Any, biases: Any, overlap: Overlap) -> list[Tensor]:
     if case.form == "gathered":
-        return list(multiply_gathered(x, matrices, biases, overlap, case.dim))
+        return list(all_gather_matmul(x, matrices, biases, overlap, case.dim))
     if case.form == "copied":
-        return list(multiply_copied(x, matrices, biases, overlap))
+        return list(copy_matmul(x, matrices, biases, overlap))
     if case.form == "scattered":
-        return [multiply_scattered(x, matrices[0], biases[0], overlap, case.dim)]
-    return [multiply_reduced(x, matrices[0], biases[0], overlap)]
+        return [matmul_reduce_scatter(x, matrices[0], biases[0], overlap, case.dim)]
+    return [matmul_all_reduce(x, matrices[0], biases[0], overlap)]
 
 
 def run(
-    case: Case, rank: int, ranks: int, group: dist.ProcessGroup, *, overlapped: bool, fused: Fused | None = None
+    case: Case, rank: int, ranks: int, group: dist.ProcessGroup, *, overlapped: bool, fused: FusedMatmuls | None = None
 ) -> list[Any]:
     """Outputs and all gradients."""
     x, matrices, biases, gradients = tensors(case, rank, ranks)
@@ -126,7 +133,7 @@ def run(
             return in_chunks(case, x, seen, biases, Overlap(group, case.chunks, fused=fused))  # type: ignore[arg-type]
         return plain(case, x, seen, biases, group)
 
-    outs = checkpoint(forward, x, use_reentrant=False) if case.again else forward(x)
+    outs = checkpoint(forward, x, use_reentrant=False) if case.recompute else forward(x)
     torch.autograd.backward(outs, gradients)
     return [*(out.detach() for out in outs), *(leaf.grad for leaf in leaves)]
 
@@ -135,25 +142,25 @@ def compare(rank: int, ranks: int, cases: list[Case], backend: str) -> None:
     group = dist.new_group(backend=register_backend() if backend == "shared memory" else "gloo")
     for case in cases:
         found, expected = (run(case, rank, ranks, group, overlapped=overlapped) for overlapped in (True, False))
-        for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert mine.shape == theirs.shape
-            error, largest = (mine - theirs).abs().max().item(), theirs.abs().max().item()
-            tolerance = 0 if case.whole else TOLERANCE[case.dtype] * largest
+        for number, (actual, reference) in enumerate(zip(found, expected, strict=True)):
+            assert actual.shape == reference.shape
+            error, largest = (actual - reference).abs().max().item(), reference.abs().max().item()
+            tolerance = 0 if case.integers else TOLERANCE[case.dtype] * largest
             assert error <= tolerance, (case, number, error, largest)
 
 
-def fans(form: str) -> tuple[int, ...]:
+def matrix_counts(form: str) -> tuple[int, ...]:
     return (1, 2, 3) if form in ("gathered", "copied") else (1,)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_same_bits_of_sums_that_are_exact(form: str, ranks: int) -> None:
-    """Every number of chunks, even and not, along both dims, with every fan, with biases and without."""
+def test_exact_sums_are_bit_equal(form: str, ranks: int) -> None:
+    """All numbers of chunks, equal or not, both dims, all numbers of matrices, with and without biases."""
     cases = [
-        Case(form, chunks, fan, dim, dtype, bias, tokens=tokens * ranks)
+        Case(form, chunks, count, dim, dtype, bias, tokens=tokens * ranks)
         for chunks in (1, 2, 3, 4, 8)
-        for fan in fans(form)
+        for count in matrix_counts(form)
         for dim, dtype, bias in ((1, torch.float32, True), (0, torch.bfloat16, False), (1, torch.float64, False))
         for tokens in (8, 11)
     ]
@@ -161,20 +168,20 @@ def test_the_same_bits_of_sums_that_are_exact(form: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_within_rounding(form: str) -> None:
+def test_random_values_are_equal_within_rounding(form: str) -> None:
     cases = [
-        Case(form, chunks, fan, dtype=dtype, bias=True, whole=False, tokens=16)
+        Case(form, chunks, count, dtype=dtype, bias=True, integers=False, tokens=16)
         for chunks in (1, 3, 8)
-        for fan in fans(form)
-        for dtype in FORMATS
+        for count in matrix_counts(form)
+        for dtype in DTYPES
     ]
     run_ranks(2, compare, cases, "shared memory")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_over_gloo_computed_again_and_with_transposed_matrices(form: str) -> None:
+def test_gloo_with_recompute_and_transposed_matrices(form: str) -> None:
     cases = [
-        Case(form, chunks, fans(form)[-1], dim, again=True, transposed=True, bias=True)
+        Case(form, chunks, matrix_counts(form)[-1], dim, recompute=True, transposed=True, bias=True)
         for dim in (0, 1)
         for chunks in (3, "auto")
     ]
@@ -183,49 +190,49 @@ def test_over_gloo_computed_again_and_with_transposed_matrices(form: str) -> Non
 
 
 def fused(rank: int, ranks: int) -> list[str]:
-    """The fused products by torch's own reference of them, which runs anywhere; what a recorder has seen of forward."""
+    """Test fused matmuls with torch's reference implementation on CPU, and return the recorded messages of forward."""
     group = dist.new_group(backend="gloo")
 
-    def matmul_reduce_scatter(left: Tensor, right: Tensor, op: str, dim: int, name: str) -> Tensor:
+    def reference_matmul_reduce_scatter(left: Tensor, right: Tensor, op: str, dim: int, name: str) -> Tensor:
         assert (op, name) == ("sum", group.group_name)
         return collectives.reduce_scatter_dim(left @ right, group, dim)
 
-    forms = Fused(group, symmetric_memory._fused_all_gather_matmul_fallback, matmul_reduce_scatter)
+    forms = FusedMatmuls(group, symmetric_memory._fused_all_gather_matmul_fallback, reference_matmul_reduce_scatter)
     for form in ("gathered", "scattered"):
         for dim in (0, 1):
-            case = Case(form, "auto", fans(form)[-1], dim, bias=form == "gathered")
+            case = Case(form, "auto", matrix_counts(form)[-1], dim, bias=form == "gathered")
             found, expected = (
                 run(case, rank, ranks, group, overlapped=overlapped, fused=forms) for overlapped in (True, False)
             )
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+            assert all(torch.equal(actual, reference) for actual, reference in zip(found, expected, strict=True))
     x, matrices, _, _ = tensors(Case("scattered", 1), rank, ranks)
     with Recorder() as recorder:
-        multiply_scattered(x, matrices[0], None, Overlap(group, "auto", fused=forms), 1)
+        matmul_reduce_scatter(x, matrices[0], None, Overlap(group, "auto", fused=forms), 1)
     return [message.operation for message in recorder.messages]
 
 
-def test_fused_forms() -> None:
+def test_fused_matmuls() -> None:
     for operations in run_ranks(2, fused):
-        assert operations == ["reduce_scatter"] * 2  # the fused form's, and its reference's
+        assert operations == ["reduce_scatter"] * 2  # one of the fused matmul, and one of its reference
 
 
-def test_fused_forms_are_of_cuda() -> None:
+def test_fused_matmuls_need_cuda() -> None:
     assert run_ranks(2, find_none) == [None, None]
 
 
 def find_none(rank: int, ranks: int) -> Any:
-    return find_fused(dist.group.WORLD, "cpu")
+    return find_fused_matmuls(dist.group.WORLD, "cpu")
 
 
-# What is kept, left out, or held in another format
+# Saved tensors, missing gradients, and fp16 gradients
 
 
 def frozen(rank: int, ranks: int) -> list[int]:
-    """Messages of forward and backward where only the input, or only the matrices, have gradients; and of one unused output."""
+    """Number of messages if only the input, only the matrices, or only one output have gradients."""
     group, found = dist.new_group(backend="gloo"), []
     for trained in ("input", "matrices", "one output"):
         for form in FORMS:
-            case = Case(form, 2, fans(form)[-1], tokens=8)
+            case = Case(form, 2, matrix_counts(form)[-1], tokens=8)
             x, matrices, biases, gradients = tensors(case, rank, ranks)
             wanted = [x] if trained == "input" else matrices if trained == "matrices" else [x, *matrices]
             for leaf in wanted:
@@ -244,13 +251,13 @@ def frozen(rank: int, ranks: int) -> list[int]:
                 results.append([leaf.grad for leaf in wanted])
                 for leaf in wanted:
                     leaf.grad = None
-            for mine, theirs in zip(*results, strict=True):
-                assert (mine is None) == (theirs is None)
-                assert mine is None or torch.equal(mine, theirs)
+            for actual, reference in zip(*results, strict=True):
+                assert (actual is None) == (reference is None)
+                assert actual is None or torch.equal(actual, reference)
     return found
 
 
-def test_only_what_is_wanted_is_sent() -> None:
+def test_only_needed_gradients_are_sent() -> None:
     found = run_ranks(2, frozen)[0]
     chunked, plainly = found[::2], found[1::2]
     #                 gathered copied scattered reduced
@@ -259,9 +266,9 @@ def test_only_what_is_wanted_is_sent() -> None:
 
 
 def saved_bytes(rank: int, ranks: int, form: str, chunks: int | None) -> int:
-    """Bytes that a form keeps for backward, matrices apart."""
+    """Bytes saved for backward, without matrices."""
     group = dist.new_group(backend=register_backend())
-    case = Case(form, chunks or 1, fans(form)[-1], tokens=16)
+    case = Case(form, chunks or 1, matrix_counts(form)[-1], tokens=16)
     x, matrices, biases, _ = tensors(case, rank, ranks)
     for leaf in (x, *matrices):
         leaf.requires_grad_()
@@ -278,78 +285,78 @@ def saved_bytes(rank: int, ranks: int, form: str, chunks: int | None) -> int:
         else:
             in_chunks(case, x, matrices, biases, Overlap(group, chunks))
     storages = {matrix.untyped_storage().data_ptr() for matrix in matrices}
-    return sum(size for place, size in seen.items() if place not in storages)
+    return sum(size for address, size in seen.items() if address not in storages)
 
 
-def test_the_gathered_input_is_not_kept() -> None:
-    whole = 2 * 16 * 6 * 4  # batch x tokens x features, float32
-    assert run_ranks(2, saved_bytes, "gathered", None) == [whole, whole]
-    assert run_ranks(2, saved_bytes, "gathered", 4) == [whole // 2, whole // 2]
+def test_gathered_input_is_not_saved() -> None:
+    full = 2 * 16 * 6 * 4  # batch x tokens x features, float32
+    assert run_ranks(2, saved_bytes, "gathered", None) == [full, full]
+    assert run_ranks(2, saved_bytes, "gathered", 4) == [full // 2, full // 2]
     for form in FORMS[1:]:
         assert run_ranks(2, saved_bytes, form, None) == run_ranks(2, saved_bytes, form, 4)
 
 
-def carried(rank: int, ranks: int, form: str) -> None:
-    """Backward in float16 behind a forward in bfloat16: gradients hold float16, sums over ranks and chunks too."""
+def fp16_backward(rank: int, ranks: int, form: str) -> None:
+    """Backward in float16 after a forward in bfloat16: gradients and their sums over ranks and chunks are stored in float16."""
     group = dist.new_group(backend=register_backend())
-    case = Case(form, 3, fans(form)[-1], dtype=torch.bfloat16, bias=True, whole=False, tokens=16)
+    case = Case(form, 3, matrix_counts(form)[-1], dtype=torch.bfloat16, bias=True, integers=False, tokens=16)
     x, matrices, biases, gradients = tensors(case, rank, ranks)
     seen: dict[int, list[Tensor]] = {0: [], 1: []}
     for overlapped in (0, 1):
         leaves = [tensor.clone().requires_grad_() for tensor in (x, *matrices, *biases)]
         views = [leaf.view_as(leaf) for leaf in leaves]
         for view in views:
-            view.register_hook(lambda gradient, place=overlapped: seen[place].append(gradient))
-        own, mats, bs = views[0], views[1 : 1 + case.fan], views[1 + case.fan :]
+            view.register_hook(lambda gradient, key=overlapped: seen[key].append(gradient))
+        own, mats, bs = views[0], views[1 : 1 + case.matrices], views[1 + case.matrices :]
         outs = in_chunks(case, own, mats, bs, Overlap(group, 3)) if overlapped else plain(case, own, mats, bs, group)
-        torch.autograd.backward([carry_gradient(out) for out in outs], gradients)
-    assert len(seen[0]) == len(seen[1]) == 1 + 2 * case.fan
-    for theirs, mine in zip(
+        torch.autograd.backward([begin_fp16_backward(out) for out in outs], gradients)
+    assert len(seen[0]) == len(seen[1]) == 1 + 2 * case.matrices
+    for reference, actual in zip(
         sorted(seen[0], key=lambda g: str(g.shape)), sorted(seen[1], key=lambda g: str(g.shape)), strict=True
     ):
-        assert isinstance(mine, Fp16Grad)
-        assert isinstance(theirs, Fp16Grad)
-        assert mine.carried.dtype == HELD
-        torch.testing.assert_close(mine.carried, theirs.carried, rtol=2e-3, atol=2e-3 * theirs.carried.abs().max())
+        assert isinstance(actual, Fp16Grad)
+        assert isinstance(reference, Fp16Grad)
+        assert actual.stored.dtype == STORED_DTYPE
+        torch.testing.assert_close(actual.stored, reference.stored, rtol=2e-3, atol=2e-3 * reference.stored.abs().max())
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_in_another_format_than_they_say(form: str) -> None:
-    run_ranks(2, carried, form)
+def test_fp16_gradients(form: str) -> None:
+    run_ranks(2, fp16_backward, form)
 
 
-def multiply_later(found: dict[int, Tensor], number: int, left: Tensor, right: Tensor) -> None:
-    assert number not in found
-    found[number] = left.T @ right
+def multiply_queued(found: dict[int, Tensor], index: int, left: Tensor, right: Tensor) -> None:
+    assert index not in found
+    found[index] = left.T @ right
 
 
-def left_for_later(rank: int, ranks: int, form: str) -> None:
+def deferred(rank: int, ranks: int, form: str) -> None:
     wire = new_wire()
     for dim, chunks in ((0, 3), (1, 3), (1, "auto")):
-        case = Case(form, chunks, fans(form)[-1], dim, tokens=16)
+        case = Case(form, chunks, matrix_counts(form)[-1], dim, tokens=16)
         x, matrices, biases, gradients = tensors(case, rank, ranks)
         found: dict[int, Tensor] = {}
-        later = [partial(multiply_later, found, number) for number in range(case.fan)]
+        defer = [partial(multiply_queued, found, index) for index in range(case.matrices)]
         overlap = Overlap(wire, chunks)  # type: ignore[arg-type]
         x.requires_grad_()
         if form == "gathered":
-            outs = list(multiply_gathered(x, matrices, biases, overlap, dim, later))
+            outs = list(all_gather_matmul(x, matrices, biases, overlap, dim, defer))
         elif form == "copied":
-            outs = list(multiply_copied(x, matrices, biases, overlap, later))
+            outs = list(copy_matmul(x, matrices, biases, overlap, defer))
         elif form == "scattered":
-            outs = [multiply_scattered(x, matrices[0], None, overlap, dim, later[0])]
+            outs = [matmul_reduce_scatter(x, matrices[0], None, overlap, dim, defer[0])]
         else:
-            outs = [multiply_reduced(x, matrices[0], None, overlap, later[0])]
+            outs = [matmul_all_reduce(x, matrices[0], None, overlap, defer[0])]
         torch.autograd.backward(outs, gradients)
-        expected = run(case, rank, ranks, wire, overlapped=False)[case.fan + 1 :]
+        expected = run(case, rank, ranks, wire, overlapped=False)[case.matrices + 1 :]
         for number, gradient in enumerate(expected):
             assert torch.equal(found[number], gradient)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_of_matrices_that_are_computed_later(form: str) -> None:
-    run_ranks(2, left_for_later, form)
-    run_ranks(4, left_for_later, form)
+def test_deferred_weight_gradients(form: str) -> None:
+    run_ranks(2, deferred, form)
+    run_ranks(4, deferred, form)
 
 
 def too_many(rank: int, ranks: int) -> None:
@@ -364,11 +371,11 @@ def test_more_chunks_than_rows_are_refused() -> None:
     run_ranks(2, too_many)
 
 
-# On an emulated wire, by a clock that only products and waiting move on
+# On an emulated wire, with a virtual clock that only matmuls and waits advance
 
 
 class Times(NamedTuple):
-    """Seconds of one direction of one form."""
+    """Times of one direction of one form, in seconds."""
 
     total: float
     computed: float
@@ -377,8 +384,8 @@ class Times(NamedTuple):
 
 
 def times(wire: Wire, form: str, direction: str, chunks: int | None, seconds_per_byte: float, alpha: float) -> Times:
-    """Of a rank; None is the plain form."""
-    case = Case(form, chunks or 1, fans(form)[-1], tokens=128, batch=1)
+    """Times of a rank; chunks = None: plain collectives."""
+    case = Case(form, chunks or 1, matrix_counts(form)[-1], tokens=128, batch=1)
     x, matrices, biases, gradients = tensors(case, wire.rank(), wire.size())
     for leaf in (x, *matrices):
         leaf.requires_grad_()
@@ -401,7 +408,7 @@ def times(wire: Wire, form: str, direction: str, chunks: int | None, seconds_per
 
 
 def overlapped_times(rank: int, ranks: int, form: str, direction: str, ratio: float) -> dict[int | None, Times]:
-    """By number of chunks, where all messages of the form take `ratio` times as long as its products."""
+    """Times by number of chunks, with messages that take `ratio` times as long as the matmuls."""
     wire = new_wire()
     alone = times(wire, form, direction, 1, 1.0, 0.0)
     rate = ratio * alone.computed / alone.on_the_wire if alone.on_the_wire else 0.0
@@ -415,8 +422,8 @@ SENDS += [("scattered", "backward"), ("reduced", "forward")]
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("form", "direction"), SENDS)
-def test_the_longer_hides_the_shorter(form: str, direction: str, ratio: float) -> None:
-    """With 16 chunks, nine tenths of what can be hidden are; one message alone, nothing or what waits for no chunk."""
+def test_matmuls_overlap_with_messages(form: str, direction: str, ratio: float) -> None:
+    """With 16 chunks, at least nine tenths of the shorter of matmuls and messages are hidden."""
     for found in run_ranks(2, overlapped_times, form, direction, ratio):
         many = found[16]
         in_turn, hideable = many.computed + many.on_the_wire, min(many.computed, many.on_the_wire)
@@ -428,7 +435,7 @@ def test_the_longer_hides_the_shorter(form: str, direction: str, ratio: float) -
 
 
 @pytest.mark.parametrize(("form", "direction"), [("gathered", "forward"), ("reduced", "backward")])
-def test_what_a_direction_does_not_send_takes_no_time(form: str, direction: str) -> None:
+def test_direction_without_messages_takes_only_matmul_time(form: str, direction: str) -> None:
     other = {"gathered": "copied", "reduced": "reduced"}[form]
     for found in run_ranks(2, overlapped_times, other, direction, 1.0):
         assert found[8].total == found[8].computed
@@ -436,47 +443,47 @@ def test_what_a_direction_does_not_send_takes_no_time(form: str, direction: str)
 
 
 def predicted(rank: int, ranks: int) -> None:
-    """The model of each order says what the wire does, message by message."""
+    """The cost model of each schedule predicts the time on the emulated wire."""
     wire, alpha, rate = new_wire(), 40.0, 3.0
     for chunks in (1, 2, 4, 8):
         taken = times(wire, "gathered", "forward", chunks, rate, alpha)
-        message = Line(alpha, (taken.on_the_wire - chunks * alpha))
-        costs = MessageCosts(Line(0, 0), message, {chunks: taken.computed / 2 / chunks}, own=taken.computed / 2)
+        message = AlphaBeta(alpha, (taken.on_the_wire - chunks * alpha))
+        costs = MessageCosts(AlphaBeta(0, 0), message, {chunks: taken.computed / 2 / chunks}, own=taken.computed / 2)
         assert GatherMatmul.predict(costs, chunks) == pytest.approx(taken.total)
         taken = times(wire, "scattered", "forward", chunks, rate, alpha)
-        message = Line(alpha, taken.on_the_wire - chunks * alpha)
-        costs = MessageCosts(Line(0, 0), message, {chunks: taken.computed / 2 / chunks}, own=taken.computed / 2)
+        message = AlphaBeta(alpha, taken.on_the_wire - chunks * alpha)
+        costs = MessageCosts(AlphaBeta(0, 0), message, {chunks: taken.computed / 2 / chunks}, own=taken.computed / 2)
         assert MatmulScatter.predict(costs, chunks) == pytest.approx(taken.total)
         taken = times(wire, "gathered", "backward", chunks, rate, alpha)
         both = (taken.on_the_wire - (chunks + 1) * alpha) / 2
         products = taken.computed / 2
         costs = MessageCosts(
-            Line(0, 0), Line(alpha, both), {chunks: products / chunks}, ahead=alpha + both, last=products
+            AlphaBeta(0, 0), AlphaBeta(alpha, both), {chunks: products / chunks}, prefetch=alpha + both, last=products
         )
         assert MatmulReduce.predict(costs, chunks) == pytest.approx(taken.total)
 
 
-def test_the_model_says_what_the_wire_does() -> None:
+def test_cost_model_predicts_the_emulated_wire() -> None:
     run_ranks(2, predicted)
 
 
-def test_chunks_differ_by_one_row() -> None:
+def test_chunk_sizes_differ_by_at_most_one_row() -> None:
     for rows in range(1, 20):
         for count in range(1, rows + 1):
-            sizes = [chunk.stop - chunk.start for chunk in cut_rows(rows, count)]
+            sizes = [chunk.stop - chunk.start for chunk in split_rows(rows, count)]
             assert sum(sizes) == rows
             assert len(sizes) == count
             assert sorted(sizes, reverse=True) == sizes
             assert sizes[0] - sizes[-1] <= 1
 
 
-def test_the_fewest_chunks_that_are_as_good() -> None:
+def test_fewest_chunks_within_the_minimum_gain() -> None:
     assert fewest_chunks({1: 2.0, 2: 1.005, 4: 1.0, 8: 1.2}) == 2
     assert fewest_chunks({1: 1.0, 2: 1.0}) == 1
 
 
 def chosen(rank: int, ranks: int) -> list[tuple[dict[Any, int], int, int]]:
-    """Of a first and a second use of one shape, and of another shape: what was chosen so far; messages, and those recorded."""
+    """Chosen counts, sent and recorded messages for the first and second use of a shape, and for another shape."""
     wire = new_wire()
     wire.reset(wire.clock, 1e-5, 1e-7)
     overlap, found = Overlap(wire, "auto"), []
@@ -491,13 +498,13 @@ def chosen(rank: int, ranks: int) -> list[tuple[dict[Any, int], int, int]]:
     return found
 
 
-def test_ranks_choose_the_same_once_for_each_shape() -> None:
+def test_ranks_choose_the_same_count_once_per_shape() -> None:
     first, second = run_ranks(2, chosen)
     for (counts, sent, recorded), (again, sent_again, recorded_again), (more, *_) in (first, second):
         assert len(counts) == 2  # forward and backward
         assert again == counts
         assert sent_again == recorded_again == recorded == sum(counts.values())
-        assert sent > recorded  # what was measured
+        assert sent > recorded  # messages of the measurement are not recorded
         assert len(more) == 4
     assert first == second
 

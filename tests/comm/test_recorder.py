@@ -1,4 +1,4 @@
-"""The recorder notes operation, axis, bytes, format and call site, through shared memory and through gloo alike."""
+"""The recorder records operation, axis, bytes, dtype and call site, both for shared memory and for gloo."""
 
 from unittest import mock
 
@@ -28,12 +28,12 @@ def record(rank: int, ranks: int, shared: bool) -> list[Message]:
         )
         dist.broadcast(x, 0, group)
         dist.all_reduce(x)
-    dist.all_reduce(x, group=group)  # not noted any more
+    dist.all_reduce(x, group=group)  # outside the context, not recorded
     return recorder.messages
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_messages(shared: bool) -> None:
+def test_recorded_messages(shared: bool) -> None:
     first, second = run_ranks(2, record, shared)
     assert [(m.operation, m.axis, m.bytes, m.dtype) for m in first] == [
         ("all_reduce", "dp_shard", 32, torch.float32),
@@ -43,6 +43,6 @@ def test_messages(shared: bool) -> None:
         ("broadcast", "dp_shard", 32, torch.float32),
         ("all_reduce", "world", 32, torch.float32),
     ]
-    assert second[3].bytes == 4  # of three rows one leaves
+    assert second[3].bytes == 4  # one of three rows leaves the rank
     assert {message.site.split(":")[0] for message in first} == {"test_recorder.py"}
     assert len({message.site for message in first}) == 6

@@ -1,4 +1,4 @@
-"""Attention of one block against its definition: outputs, denominators and gradients, and what merging parts must give."""
+"""Attention primitives against the definition: outputs, log-sum-exp and gradients, and merged blocks."""
 
 import math
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.compute.attention import PLAIN, PRIMITIVES, Primitive, merge_part, primitive
-from weft.compute.dropout import dropout_keep
+from weft.compute.attention import PLAIN, PRIMITIVES, Primitive, merge_attention, primitive
+from weft.compute.dropout import dropout_mask
 
 IMPLEMENTATIONS = {"plain": PLAIN, "cpu": PRIMITIVES["cpu"]}
 SCALE = 0.3
@@ -17,7 +17,7 @@ SHAPES = [(4, 4, 9, 9, 8, 8), (4, 2, 7, 13, 8, 8), (4, 1, 6, 6, 5, 3), (6, 2, 5,
 
 
 def tensors(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v and the gradient of the output, in the memory layout that models give them."""
+    """q, k, v and the output gradient, in the memory layout of real models."""
     hq, hkv, sq, sk, d, dv = shape
     generator = torch.Generator().manual_seed(1)
     sizes = [(2, sq, hq, d), (2, sk, hkv, d), (2, sk, hkv, dv), (2, sq, hq, dv)]
@@ -25,7 +25,7 @@ def tensors(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[
 
 
 def a_bias(heads: int, queries: int, keys: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A border, a hidden key and a query that sees nothing."""
+    """Bias with a document border, a hidden key, and a query that sees no key."""
     bias = torch.randn(1, heads, queries, keys, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     bias[:, :, 0, keys // 2 :] = -math.inf
     bias[..., -1] = -math.inf
@@ -66,7 +66,7 @@ def compare(implementation: Primitive, inputs: list[Tensor], bias: Tensor | None
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", ["full", "causal", "bias", "bias of heads", "causal and bias"])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_against_the_definition(name: str, form: str, shape: tuple[int, ...]) -> None:
+def test_primitives_match_the_definition(name: str, form: str, shape: tuple[int, ...]) -> None:
     hq, _, sq, sk, _, _ = shape
     bias = a_bias(hq if form == "bias of heads" else 1, sq, sk) if "bias" in form else None
     compare(IMPLEMENTATIONS[name], tensors(shape), bias, "causal" in form)
@@ -74,26 +74,26 @@ def test_against_the_definition(name: str, form: str, shape: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_shorter_formats(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_dtypes_match_the_definition(name: str, dtype: torch.dtype) -> None:
     inputs = tensors((4, 2, 40, 40, 8, 8), dtype)
     compare(IMPLEMENTATIONS[name], inputs, a_bias(1, 40, 40, dtype), False)
     compare(IMPLEMENTATIONS[name], inputs, None, True)
 
 
-def test_many_hidden_keys_before_the_first_visible_one() -> None:
-    """The flash operator goes through keys by the hundred: whole tiles of them are hidden here."""
+def test_hidden_tiles_before_the_first_visible_key() -> None:
+    """Hides full tiles of the flash operator, which processes hundreds of keys at a time."""
     bias = torch.zeros(1, 1, 3, 1300, dtype=torch.float64)
     bias[..., 1, :1100] = -math.inf
     compare(PRIMITIVES["cpu"], tensors((2, 1, 3, 1300, 4, 4)), bias, False)
 
 
-def test_softcap() -> None:
+def test_softcap_matches_the_definition() -> None:
     compare(PLAIN, tensors((4, 2, 7, 7, 8, 8)), None, True, softcap=0.5)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_parts_of_the_keys_add_up(name: str) -> None:
-    """Out and lse merge to those of all keys, and backward over parts with the merged ones sums to the whole gradient."""
+def test_merged_blocks_match_full_attention(name: str) -> None:
+    """Blocks merge to the out and lse of all keys, and gradients of blocks with merged out and lse add up."""
     forward, backward = IMPLEMENTATIONS[name]
     q, k, v, grad = tensors((4, 2, 6, 12, 8, 4))
     bias = a_bias(1, 6, 12)
@@ -101,7 +101,7 @@ def test_parts_of_the_keys_add_up(name: str) -> None:
     parts = [slice(0, 4), slice(4, 5), slice(5, 12)]
     merged, merged_lse = torch.zeros_like(out), torch.full_like(lse, -math.inf)
     for part in parts:
-        merge_part(
+        merge_attention(
             merged, merged_lse, *forward(q, k[:, :, part], v[:, :, part], bias[..., part].contiguous(), False, SCALE)
         )
     torch.testing.assert_close((merged, merged_lse), (out, lse), rtol=1e-12, atol=1e-12)
@@ -110,15 +110,15 @@ def test_parts_of_the_keys_add_up(name: str) -> None:
         for p in parts
     ]
     dqs, dks, dvs = zip(*pieces, strict=True)
-    whole = backward(grad, q, k, v, out, lse, bias, False, SCALE)
+    full = backward(grad, q, k, v, out, lse, bias, False, SCALE)
     found = torch.stack(dqs).sum(0), torch.cat(dks, 2), torch.cat(dvs, 2)
-    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, full, rtol=1e-12, atol=1e-12)
 
 
 def test_dropout_has_the_gradient_of_its_mask() -> None:
     q, k, v, grad = tensors((4, 2, 6, 6, 8, 8))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    keep = dropout_keep(3, *[torch.arange(size) for size in (2, 4, 6, 6)], rate=0.4).double()
+    keep = dropout_mask(3, *[torch.arange(size) for size in (2, 4, 6, 6)], rate=0.4).double()
     scores = leaves[0] @ leaves[1].repeat_interleave(2, 1).mT * SCALE
     expected = (torch.softmax(scores, -1) * keep) @ leaves[2].repeat_interleave(2, 1)
     gradients = torch.autograd.grad(expected, leaves, grad)
@@ -127,21 +127,21 @@ def test_dropout_has_the_gradient_of_its_mask() -> None:
     torch.testing.assert_close((out, *found), (expected.detach(), *gradients), rtol=1e-12, atol=1e-12)
 
 
-def test_dropped_entries() -> None:
-    """Their share is right along every dim, and an entry depends on its place alone."""
-    numbers = [torch.arange(size) for size in (4, 8, 64, 64)]
-    keep = dropout_keep(5, *numbers, rate=0.25)
+def test_dropout_mask_depends_on_position_only() -> None:
+    """The share of dropped elements is right along every dim, and an element depends only on its position."""
+    indices = [torch.arange(size) for size in (4, 8, 64, 64)]
+    keep = dropout_mask(5, *indices, rate=0.25)
     assert set(keep.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     for dim in range(4):
         shares = (keep == 0).double().mean([d for d in range(4) if d != dim])
         deviation = math.sqrt(0.25 * 0.75 * len(shares) / keep.numel())
         assert (shares - 0.25).abs().max() < 4.5 * deviation
-    part = dropout_keep(5, numbers[0][1:3], numbers[1][4:], numbers[2][7:9], numbers[3][::5], rate=0.25)
+    part = dropout_mask(5, indices[0][1:3], indices[1][4:], indices[2][7:9], indices[3][::5], rate=0.25)
     assert torch.equal(part, keep[1:3, 4:, 7:9, ::5])
-    other = dropout_keep(6, *numbers, rate=0.25)
+    other = dropout_mask(6, *indices, rate=0.25)
     assert abs(((keep == 0) & (other == 0)).double().mean().item() - 0.25**2) < 0.01
 
 
-def test_any_device_has_an_implementation() -> None:
+def test_every_device_type_has_an_implementation() -> None:
     assert primitive("cpu") is PRIMITIVES["cpu"]
     assert primitive("npu") is PLAIN

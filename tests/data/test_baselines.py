@@ -24,7 +24,7 @@ def probabilities(train, held_out, vocab_size):
 
 
 def loss_of(found, weight):
-    """Cross entropy of the bigram model, mixed with the unigram."""
+    """Cross entropy of the bigram model interpolated with the unigram model."""
     return -sum(math.log(weight * bigram + (1 - weight) * unigram) for unigram, bigram in found) / len(found)
 
 
@@ -34,12 +34,12 @@ def split_pairs(folder, documents):
 
 
 def zipf_documents(number, vocab_size, seed):
-    """Documents whose tokens say nothing of each other."""
+    """Documents of independent tokens."""
     random = np.random.default_rng(seed)
     return [(random.zipf(1.5, size=random.integers(2, 60)) % vocab_size).tolist() for _ in range(number)]
 
 
-def test_both_match_a_dictionary(tmp_path):
+def test_both_models_match_a_reference_with_dictionaries(tmp_path):
     vocab_size = 40
     pairs = split_pairs(tmp_path / "store", zipf_documents(80, vocab_size, seed=1))
     weight = bigram_weight(pairs[0], vocab_size)
@@ -48,7 +48,7 @@ def test_both_match_a_dictionary(tmp_path):
     assert unigram_and_bigram(*pairs, vocab_size) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_bigram_weight_is_the_likeliest_for_halves_that_score_each_other(tmp_path):
+def test_the_bigram_weight_maximizes_the_cross_validated_likelihood(tmp_path):
     vocab_size = 40
     train, _ = split_pairs(tmp_path / "store", zipf_documents(80, vocab_size, seed=2))
     half = train.shape[1] // 2
@@ -59,15 +59,15 @@ def test_the_bigram_weight_is_the_likeliest_for_halves_that_score_each_other(tmp
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_bigram_baseline_is_no_worse_than_the_unigram_on_little_text(tmp_path, seed):
-    """Tokens that say nothing of each other are the hardest case: Witten and Bell alone lose 0.1 nats by chance."""
+def test_the_bigram_baseline_is_no_worse_than_the_unigram_on_a_small_corpus(tmp_path, seed):
+    """Independent tokens are the hardest case: Witten-Bell smoothing alone is worse by 0.1 nats by chance."""
     unigram, bigram = unigram_and_bigram(*split_pairs(tmp_path / "store", zipf_documents(40, 300, seed)), 300)
     assert bigram <= unigram + 0.02
 
 
-def test_the_bigram_baseline_is_better_than_the_unigram_where_each_document_has_its_own_words(tmp_path):
+def test_the_bigram_baseline_is_better_than_the_unigram_if_documents_have_distinct_words(tmp_path):
     random, documents = np.random.default_rng(5), []
-    for number in range(12):  # every third token is followed by one that always follows it
+    for number in range(12):  # every third token has a deterministic successor
         words = 100 + 40 * number + random.integers(0, 40, size=90)
         words[1::3] = random.zipf(1.5, size=30) % 50
         words[2::3] = words[1::3] + 50
@@ -78,7 +78,7 @@ def test_the_bigram_baseline_is_better_than_the_unigram_where_each_document_has_
     assert bigram < min(unigram, alone)
 
 
-def test_the_bigram_baseline_uses_what_tokens_say_of_each_other(tmp_path):
+def test_the_bigram_baseline_learns_deterministic_successors(tmp_path):
     documents = [[1 + (start + i) % 30 for i in range(60)] for start in range(0, 300, 7)]
     pairs = split_pairs(tmp_path / "store", documents)
     assert bigram_weight(pairs[0], 40) == pytest.approx(1, abs=0.01)
@@ -97,7 +97,7 @@ def test_a_previous_token_that_was_never_seen_falls_back_to_the_unigram():
     assert unigram == bigram == pytest.approx(-math.log(2 / 10))
 
 
-def test_pairs_are_all_inside_documents(tmp_path):
+def test_scored_pairs_never_cross_documents(tmp_path):
     documents = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
     spans, _ = stored(tmp_path / "store", documents)
     pairs = scored_pairs(rows_of(spans, 3))

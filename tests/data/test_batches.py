@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.data.synthetic import documents_of, rows_of, saved_rows, stored
 from weft.data import Rows, batches, evaluation_batches
-from weft.data.batches import STEPS_AHEAD, assemble
+from weft.data.batches import PREFETCH_STEPS, collate
 
 FIELDS = ("input_ids", "position_ids", "targets")
 
 
 def per_token(stream: list[tuple[int, int]], begin: int, seq_len: int) -> list[list[int]]:
-    """Inputs, positions and targets of a packed row, one token at a time, from (token, document) pairs."""
+    """Reference inputs, positions and targets of a packed row from (token, document) pairs, one token at a time."""
     inputs, positions, targets = [], [], []
     for i in range(begin, begin + seq_len):
         (token, document), (following, next_document) = stream[i], stream[i + 1]
@@ -41,7 +41,7 @@ def test_packed_rows_match_a_reference_token_by_token(tmp_path_factory, lengths,
     expected = [per_token(s, b, seq_len) for s in shards for b in range(0, len(s) - seq_len, seq_len)]
     rows = rows_of(spans, seq_len)
     assert len(rows) == len(expected)
-    batch = assemble(rows, range(len(rows)), len(rows))
+    batch = collate(rows, range(len(rows)), len(rows))
     for i, field in enumerate(FIELDS):
         tensor = getattr(batch, field)
         assert tensor.dtype == torch.int64
@@ -51,7 +51,7 @@ def test_packed_rows_match_a_reference_token_by_token(tmp_path_factory, lengths,
 
 def test_rows_without_packing_are_padded(tmp_path):
     spans, _ = stored(tmp_path / "store", documents_of([3, 6]))
-    batch = assemble(rows_of(spans, 4, packing=False), range(3), 3)
+    batch = collate(rows_of(spans, 4, packing=False), range(3), 3)
     assert batch.input_ids.tolist() == [[1, 2, 0, 0], [4, 5, 6, 7], [8, 0, 0, 0]]
     assert batch.targets.tolist() == [[2, 3, -100, -100], [5, 6, 7, 8], [9, -100, -100, -100]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 3
@@ -59,20 +59,20 @@ def test_rows_without_packing_are_padded(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint16"])
 def test_ready_rows_have_no_documents(tmp_path, dtype):
-    batch = assemble(rows_of(saved_rows(tmp_path / "rows.npy", 3, 4, dtype), 4), [0, 2], 2)
+    batch = collate(rows_of(saved_rows(tmp_path / "rows.npy", 3, 4, dtype), 4), [0, 2], 2)
     assert batch.input_ids.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
     assert batch.targets.tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_global_batch_is_the_same_for_any_ranks_and_micro_batch(tmp_path, packing):
+def test_the_global_batch_is_the_same_for_any_ranks_and_micro_batch_size(tmp_path, packing):
     lengths = np.random.default_rng(0).integers(1, 30, 24)
     spans, _ = stored(tmp_path / "store", documents_of(lengths), shard_tokens=200)
     rows = rows_of(spans, 8, packing=packing, shuffle=True, seed=3)
 
     def steps(data_ranks: int, micro_batch: int, start_step: int = 0) -> list[list[list[int]]]:
-        """The rows of each step, over all ranks, without the ones that only fill up."""
+        """Rows of each step over all ranks, without padding rows."""
         found = [[] for _ in range(start_step, 6)]
         shapes = []
         for rank in range(data_ranks):
@@ -82,9 +82,9 @@ def test_the_global_batch_is_the_same_for_any_ranks_and_micro_batch(tmp_path, pa
             for k, step in enumerate(produced):
                 for m in step:
                     lines = torch.stack([m.input_ids, m.position_ids, m.targets], dim=1)
-                    # A real row has targets, but for one that lies between two documents.
+                    # A row that is not padding has targets, except at document boundaries.
                     found[k] += [x.flatten().tolist() for x in lines if (x[2] != -100).any() or x[0].any()]
-        assert all(shape == shapes[0] for shape in shapes)  # ranks must take part in equally many collectives
+        assert all(shape == shapes[0] for shape in shapes)  # all ranks must run the same number of collectives
         return found
 
     reference = steps(1, 12)
@@ -95,7 +95,7 @@ def test_the_global_batch_is_the_same_for_any_ranks_and_micro_batch(tmp_path, pa
     assert steps(2, 4, start_step=4) == reference[4:]
 
 
-def test_evaluation_takes_every_row_once_in_equally_many_micro_batches(tmp_path):
+def test_evaluation_covers_every_row_once_with_equal_micro_batch_counts(tmp_path):
     rows = rows_of(saved_rows(tmp_path / "rows.npy", 23, 3), 3)
     for data_ranks, micro_batch, max_rows in [(1, 4, None), (3, 2, None), (4, 8, None), (2, 3, 10), (3, 1, 100)]:
         seen, counts = [], []
@@ -116,7 +116,7 @@ def test_evaluation_takes_every_row_once_in_equally_many_micro_batches(tmp_path)
 
 
 class Watched(Rows):
-    """Rows that note the largest position asked for, and break at one."""
+    """Rows that record the largest requested position, and fail at position `breaks_at`."""
 
     largest = -1
     breaks_at = 10**9
@@ -146,10 +146,10 @@ def test_only_a_few_steps_are_prepared_ahead(watched):
     for taken in range(1, 4):
         next(stream)
         deadline = time.monotonic() + 5
-        while watched.largest < 2 * (taken + STEPS_AHEAD) - 1 and time.monotonic() < deadline:
+        while watched.largest < 2 * (taken + PREFETCH_STEPS) - 1 and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.02)
-        assert watched.largest == 2 * (taken + STEPS_AHEAD) - 1
+        assert watched.largest == 2 * (taken + PREFETCH_STEPS) - 1
     stream.close()
 
 

@@ -1,4 +1,4 @@
-"""Every way in which data can be wrong, and what the error says."""
+"""Errors for invalid, damaged or missing data."""
 
 import gc
 import json
@@ -14,7 +14,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from tests.data.synthetic import rows_of, saved_rows
-from weft.data import Span, prepare
+from weft.data import TokenSpan, prepare
 from weft.data import tokenizer as tok
 from weft.data.sealed import write_sealed
 from weft.errors import DataError
@@ -32,13 +32,13 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture
 def refused(tmp_path, tokenizer_folder):
-    """Prepares a data table that is wrong and returns the message, after a look at what was left in the cache."""
+    """Function that prepares an invalid data table, checks that the cache has no scratch folders, and returns the message."""
 
     def run(**settings) -> str:
         cache = Path(settings.get("cache", tmp_path / "cache"))
         defaults = {"source": "text", "cache": str(cache), "tokenizer": str(tokenizer_folder), "seq_len": 16}
         with pytest.raises(DataError) as caught:
-            prepare(Data(**{**defaults, **settings}), model_folder=None, say=lambda line: None)
+            prepare(Data(**{**defaults, **settings}), model_folder=None, log=lambda line: None)
         assert caught.value.where
         assert caught.value.exit_code == 2
         assert not list(cache.glob(".*"))
@@ -47,7 +47,7 @@ def refused(tmp_path, tokenizer_folder):
     return run
 
 
-def test_nothing_at_the_path(tmp_path, refused):
+def test_missing_files_are_refused(tmp_path, refused):
     assert "text has no path" in refused()
     assert "tokens has no path" in refused(source="tokens")
     assert "there is no file at" in refused(path=str(tmp_path / "nowhere"))
@@ -60,11 +60,11 @@ def test_nothing_at_the_path(tmp_path, refused):
     ("source", "name", "content"),
     [("text", "a.txt", ""), ("jsonl", "a.jsonl", ""), ("jsonl", "b.jsonl", '{"text": ""}\n\n{"text": ""}\n')],
 )
-def test_an_empty_corpus_is_refused_before_anything_is_tokenised(tmp_path, source, name, content):
+def test_an_empty_corpus_is_refused_before_tokenizing(tmp_path, source, name, content):
     (tmp_path / name).write_text(content)
     data, said = Data(source=source, path=str(tmp_path / name), cache=str(tmp_path / "cache"), vocab_size=257), []
     with pytest.raises(DataError, match=f"the corpus is empty: no text in 1 file of {len(content)} bytes"):
-        prepare(data, model_folder=None, say=said.append)
+        prepare(data, model_folder=None, log=said.append)
     assert said == []
     assert not (tmp_path / "cache").exists()
 
@@ -76,8 +76,8 @@ def test_an_empty_corpus_is_refused_before_anything_is_tokenised(tmp_path, sourc
         ("jsonl", b"\n\n5 people were there.\n", 'looks like text: set data.source = "text"'),
         ("jsonl", b"5\n6\n", 'looks like text: set data.source = "text"'),
         ("jsonl", b"\xc3\xa9" * 3000, 'looks like text: set data.source = "text"'),
-        ("jsonl", b'[{"text": "a"}]', "looks like a JSON array: write each of its objects on a line of its own"),
-        ("jsonl", b'{\n  "text": "a"\n}\n', "an object has one line"),
+        ("jsonl", b'[{"text": "a"}]', "looks like a JSON array: write one object per line"),
+        ("jsonl", b'{\n  "text": "a"\n}\n', "write each object on a single line"),
         ("jsonl", b'{"text": "a"}\nIt was a dark night.\n', "fix:   repair the line"),
         (
             "jsonl",
@@ -88,19 +88,19 @@ def test_an_empty_corpus_is_refused_before_anything_is_tokenised(tmp_path, sourc
         ("jsonl", b"PAR1\0\1", 'looks like Parquet: set data.source = "parquet"'),
         ("text", b"PAR1\xff\0", 'looks like Parquet: set data.source = "parquet"'),
         ("text", b"\x93NUMPY\1\0", 'looks like an array of tokens: set data.source = "tokens"'),
-        ("text", b"\x7fELF\xff\0", "looks binary: name the text files alone"),
+        ("text", b"\x7fELF\xff\0", "looks binary: select only text files"),
         ("text", b"caf\xe9", "convert the file"),
         ("parquet", b'{"text": "a"}\n', 'set data.source = "jsonl"'),
         ("parquet", b"It was a dark night.\n", 'looks like text: set data.source = "text"'),
         ("parquet", b"PAR1 cut off", "copy or download the file again"),
     ],
 )
-def test_a_file_of_another_kind_is_named(tmp_path, refused, source, content, fix):
+def test_the_fix_names_the_detected_file_type(tmp_path, refused, source, content, fix):
     (tmp_path / "corpus").write_bytes(content)
     assert fix in refused(source=source, path=str(tmp_path / "corpus"))
 
 
-def test_text_that_is_not_utf8(tmp_path, refused):
+def test_text_that_is_not_utf8_is_refused(tmp_path, refused):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
     message = refused(path=str(tmp_path / "a.txt"))
     assert "not UTF-8" in message
@@ -108,27 +108,27 @@ def test_text_that_is_not_utf8(tmp_path, refused):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "words"),
     [
         (b'{"text": "cut o', "broken JSON"),
         (b'{"text": "caf\xe9"}', "broken JSON"),
         (b'{"txt": "a"}', "record without text"),
         (b'{"text": 5}', "record without text: 5"),
         (b'["text"]', "record without text"),
-        (b'{"text": "\\ud800"}', "half a character"),
+        (b'{"text": "\\ud800"}', "half a surrogate pair"),
     ],
 )
-def test_a_broken_json_line(tmp_path, refused, line, says):
+def test_a_broken_json_line_is_refused_with_its_line_and_byte(tmp_path, refused, line, words):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
     message = refused(source="jsonl", path=str(tmp_path))
-    assert says in message
+    assert words in message
     assert "a.jsonl, line 3, byte 18" in message
 
 
-def test_parquet_without_text_or_truncated(tmp_path, refused):
+def test_parquet_without_text_column_or_truncated_is_refused(tmp_path, refused):
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table({"body": ["a"]}), path)
-    assert "whose columns are body" in refused(source="parquet", path=str(path))
+    assert "with columns body" in refused(source="parquet", path=str(path))
     parquet.write_table(arrow.table({"text": ["a", None]}), path)
     assert "a.parquet, record 1" in refused(source="parquet", path=str(path))
     whole = path.read_bytes()
@@ -139,7 +139,7 @@ def test_parquet_without_text_or_truncated(tmp_path, refused):
         assert f"file of {size} bytes" in message
 
 
-def test_a_tokenizer_that_is_missing_or_cannot_end_a_text(tmp_path, refused, tokenizer_folder):
+def test_a_tokenizer_that_is_missing_or_has_no_end_of_text_is_refused(tmp_path, refused, tokenizer_folder):
     (tmp_path / "a.txt").write_text(TEXT)
     text = {"path": str(tmp_path / "a.txt")}
     assert "there is no folder" in refused(**text, tokenizer=str(tmp_path / "nowhere"))
@@ -151,7 +151,7 @@ def test_a_tokenizer_that_is_missing_or_cannot_end_a_text(tmp_path, refused, tok
     assert "no end-of-text token" in refused(**text, tokenizer=str(tmp_path / "endless"))
 
 
-def test_a_corpus_too_small_for_a_row_of_each_split(tmp_path, refused):
+def test_a_corpus_too_small_for_a_row_of_each_split_is_refused(tmp_path, refused):
     (tmp_path / "a.txt").write_text("tiny")
     assert "the train split has 5 tokens" in refused(path=str(tmp_path / "a.txt"), held_out=0)
     (tmp_path / "a.txt").write_text(TEXT)
@@ -161,7 +161,7 @@ def test_a_corpus_too_small_for_a_row_of_each_split(tmp_path, refused):
     )
 
 
-def test_rows_of_the_wrong_kind(tmp_path, refused):
+def test_rows_of_wrong_shape_dtype_or_order_are_refused(tmp_path, refused):
     path = tmp_path / "rows.npy"
 
     def message(array) -> str:
@@ -181,7 +181,7 @@ def test_rows_of_the_wrong_kind(tmp_path, refused):
     assert "cannot read" in refused(source="tokens", path=str(tmp_path / "nowhere.npy"))
 
 
-def test_rows_that_are_truncated(tmp_path, refused):
+def test_rows_of_wrong_file_size_are_refused(tmp_path, refused):
     path = Path(saved_rows(tmp_path / "rows.npy", 4, 16)[0].tokens)
     whole = path.read_bytes()
     path.write_bytes(whole[:-7])
@@ -192,11 +192,11 @@ def test_rows_that_are_truncated(tmp_path, refused):
     assert "too long" in refused(source="tokens", path=str(path))
 
 
-def test_a_damaged_cache(tmp_path, refused, tokenizer_folder):
+def test_a_damaged_cache_is_refused(tmp_path, refused, tokenizer_folder):
     (tmp_path / "a.txt").write_text(TEXT)
     text = {"path": str(tmp_path / "a.txt")}
     settings = {"source": "text", "cache": str(tmp_path / "cache"), "tokenizer": str(tokenizer_folder), "seq_len": 16}
-    prepared = prepare(Data(**settings, **text), model_folder=None, say=lambda line: None)
+    prepared = prepare(Data(**settings, **text), model_folder=None, log=lambda line: None)
     shard = Path(prepared.train[0].tokens)
     whole = shard.read_bytes()
 
@@ -205,11 +205,11 @@ def test_a_damaged_cache(tmp_path, refused, tokenizer_folder):
     assert f"expected {len(whole)} bytes, has {len(whole) - 4}" in message
     assert f"{shard}, byte {len(whole) - 4}" in message
     assert f"delete the folder {shard.parent}" in message
-    with pytest.raises(DataError, match="truncated"):  # and what a rank says of it
+    with pytest.raises(DataError, match="truncated"):  # the error on a rank
         rows_of(prepared.train, 16)
 
     shard.write_bytes(whole[:-4] + b"\1\2\3\4")
-    assert "another digest" in refused(**text)
+    assert "does not match the manifest" in refused(**text)
     shard.unlink()
     assert "has 0" in refused(**text)
     shard.write_bytes(whole)
@@ -217,14 +217,14 @@ def test_a_damaged_cache(tmp_path, refused, tokenizer_folder):
     assert "the manifest is damaged" in refused(**text)
 
 
-def test_a_shard_that_vanished(tmp_path):
+def test_a_missing_shard_is_an_error(tmp_path):
     with pytest.raises(DataError, match="cannot read"):
-        rows_of([Span(str(tmp_path / "gone.npy"), None, 0, 17)], 16)
+        rows_of([TokenSpan(str(tmp_path / "gone.npy"), None, 0, 17)], 16)
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of one MiB."""
+    """File system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
@@ -235,47 +235,49 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_gets_full(tmp_path, refused, small_disk):
-    letters = random.Random(0).choices(string.ascii_letters, k=200_000)  # each is a token: 1.6 MB where 0.4 are likely
+def test_a_disk_that_gets_full_is_an_error_without_leftovers(tmp_path, refused, small_disk):
+    letters = random.Random(0).choices(
+        string.ascii_letters, k=200_000
+    )  # each letter is a token: 1.6 MB, estimated 0.4 MB
     (tmp_path / "a.txt").write_text("".join(letters))
     message = refused(path=str(tmp_path / "a.txt"), cache=str(small_disk / "cache"))
-    assert "no space for the token cache: it needs more than" in message
+    assert "not enough space for the token cache: it needs more than" in message
     assert "1048576 bytes are free" in message
     assert list((small_disk / "cache").iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_from_the_start(tmp_path, refused, small_disk):
+def test_a_disk_with_less_space_than_estimated_is_refused(tmp_path, refused, small_disk):
     (tmp_path / "a.txt").write_text("many words " * 100_000)
     message = refused(path=str(tmp_path / "a.txt"), cache=str(small_disk / "cache"))
     assert "it needs about 2200000 bytes, 1048576 bytes are free" in message
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, refused):
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path, refused):
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "file").touch()
     message = refused(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "file" / "cache"))
-    assert "cannot make the token cache" in message
+    assert "cannot write the token cache" in message
 
 
 @pytest.mark.parametrize("edit", ['"vocab_size": 257', '"documents": 1', '"format": 2'])
-def test_an_edited_manifest_of_the_cache_is_noticed(tmp_path, refused, tokenizer_folder, edit):
+def test_an_edited_cache_manifest_is_refused(tmp_path, refused, tokenizer_folder, edit):
     (tmp_path / "a.txt").write_text(TEXT)
     text = {"path": str(tmp_path / "a.txt")}
     settings = {"source": "text", "cache": str(tmp_path / "cache"), "tokenizer": str(tokenizer_folder), "seq_len": 16}
-    prepared = prepare(Data(**settings, **text), model_folder=None, say=lambda line: None)
+    prepared = prepare(Data(**settings, **text), model_folder=None, log=lambda line: None)
     manifest = Path(prepared.train[0].tokens).parent / "manifest.json"
     whole = manifest.read_text()
     assert edit in whole
     manifest.write_text(whole.replace(edit, edit + "7"))
     assert "its contents do not match its digest" in refused(**text)
     table = {**table_of(whole), "files": {"../tokens-00000.npy": {"bytes": 1, "digest": ""}}}
-    write_sealed(manifest, table)  # a name that leads out of the folder
-    assert "1 of its fields are wrong or missing" in refused(**text)
+    write_sealed(manifest, table)  # a path outside the folder
+    assert "1 of its fields are invalid or missing" in refused(**text)
     manifest.unlink()
     os.mkfifo(manifest)
     assert "not a regular file" in refused(**text)
 
 
 def table_of(text: str) -> dict:
-    """What a sealed file holds, without its digest."""
+    """Content of a sealed file without its digest."""
     return {name: value for name, value in json.loads(text).items() if name != "blake3"}

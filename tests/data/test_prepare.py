@@ -17,14 +17,14 @@ import pytest
 from tests.data.synthetic import documents_of, rows_of, saved_rows, stored
 from weft.data import Prepared, corpus, digests, prepare
 from weft.data import tokenizer as tok
-from weft.data.store import building, remove_leftovers
+from weft.data.store import build_folder, remove_stale_scratch
 from weft.job import Data
 
 TEXTS = [f"Text {i}: " + " ".join(f"wörd{i * j % 17}" for j in range(30)) + "\n" for i in range(40)]
 
 
 def quiet(line: str) -> None:
-    """Says nothing."""
+    """Ignore progress lines."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture
 def job(tmp_path, tokenizer_folder):
-    """A data table with small rows, a cache of its own and a tokenizer that is there already."""
+    """Function that makes a data table with small rows, a separate cache and an existing tokenizer."""
 
     def make(**settings):
         defaults = {
@@ -51,7 +51,7 @@ def job(tmp_path, tokenizer_folder):
 
 
 def documents_in(prepared: Prepared) -> list[str]:
-    """The text of every document, decoded, in the order of the stream."""
+    """Decoded text of every document, in the order of the stream."""
     tokenizer = tok.load_tokenizer(Path(prepared.tokenizer))
     texts = []
     for span in [*prepared.train, *prepared.held_out]:
@@ -64,7 +64,7 @@ def documents_in(prepared: Prepared) -> list[str]:
 
 
 def write_source(source: str, folder: Path) -> str:
-    """The texts in the form of a source; returns what goes into data.path."""
+    """Write the texts as files of a source; returns data.path."""
     (folder / "deep" / "er").mkdir(parents=True)
     halves = {"a": TEXTS[:25], "deep/er/b": TEXTS[25:]}
     for name, texts in halves.items():
@@ -84,7 +84,7 @@ def write_source(source: str, folder: Path) -> str:
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
 def test_each_source_gives_every_document_in_order(tmp_path, job, source):
     path = write_source(source, tmp_path / "corpus")
-    prepared = prepare(job(source=source, path=path, shuffle=False), model_folder=None, say=quiet)
+    prepared = prepare(job(source=source, path=path, shuffle=False), model_folder=None, log=quiet)
     assert documents_in(prepared) == TEXTS
     assert prepared.vocab_size == 300
     share = prepared.held_out_tokens / (prepared.train_tokens + prepared.held_out_tokens)
@@ -94,13 +94,13 @@ def test_each_source_gives_every_document_in_order(tmp_path, job, source):
 
 @pytest.mark.parametrize("sizes", [(61, 39), (39, 61), (50, 25, 25), (1, 1, 98), (100,)])
 @pytest.mark.parametrize("asked", [0.02, 0.3, 0.9])
-def test_the_held_out_share_is_the_one_asked_for_whatever_the_documents(tmp_path, sizes, asked):
+def test_the_held_out_share_is_as_requested_for_any_documents(tmp_path, sizes, asked):
     documents = documents_of([size * 100 for size in sizes])
     train, held_out = stored(tmp_path / "store", documents, held_out=asked)
     tokens = [sum(span.last - span.first for span in spans) for spans in (train, held_out)]
     assert sum(tokens) == 10_000
     assert tokens[1] == pytest.approx(asked * 10_000, abs=0.25 * min(asked, 1 - asked) * 10_000)
-    rows = [rows_of(spans, 16) for spans in (train, held_out)]  # a token is input of one split alone
+    rows = [rows_of(spans, 16) for spans in (train, held_out)]  # a token is an input of only one split
     inputs = [{token for i in range(len(split)) for token in split[i].tokens[:-1].tolist()} for split in rows]
     assert all(inputs)
     assert not inputs[0] & inputs[1]
@@ -113,9 +113,9 @@ def test_a_cut_near_a_document_falls_between_documents(tmp_path):
 
 def test_globs_and_single_files(tmp_path, job):
     path = write_source("text", tmp_path / "corpus")
-    deep = prepare(job(path=f"{path}/**/b*.txt", shuffle=False, held_out=0.2), model_folder=None, say=quiet)
+    deep = prepare(job(path=f"{path}/**/b*.txt", shuffle=False, held_out=0.2), model_folder=None, log=quiet)
     assert documents_in(deep) == TEXTS[25:]
-    one = prepare(job(path=f"{path}/a03.txt", held_out=0, seq_len=8), model_folder=None, say=quiet)
+    one = prepare(job(path=f"{path}/a03.txt", held_out=0, seq_len=8), model_folder=None, log=quiet)
     assert documents_in(one) == [TEXTS[3]]
     assert one.held_out == ()
 
@@ -127,7 +127,7 @@ def test_shuffled_documents_do_not_depend_on_file_names(tmp_path, job):
         for i, text in enumerate(ordered):
             (tmp_path / name / f"{i:02d}.txt").write_text(text, encoding="utf-8")
     prepared = [
-        prepare(job(path=str(tmp_path / name), cache=str(tmp_path / f"cache-{name}")), model_folder=None, say=quiet)
+        prepare(job(path=str(tmp_path / name), cache=str(tmp_path / f"cache-{name}")), model_folder=None, log=quiet)
         for name in "xy"
     ]
     assert documents_in(prepared[0]) == documents_in(prepared[1])
@@ -147,9 +147,9 @@ def test_the_standard_library_is_the_default_source(tmp_path):
     assert list(corpus.documents("python", sorted(tmp_path.iterdir()))) == ["x = 1"]
 
 
-def test_ready_rows_are_used_where_they_lie(tmp_path, job):
+def test_ready_rows_are_used_in_place(tmp_path, job):
     (span,) = saved_rows(tmp_path / "rows.npy", 50, 16)
-    prepared = prepare(job(source="tokens", path=span.tokens), model_folder=None, say=quiet)
+    prepared = prepare(job(source="tokens", path=span.tokens), model_folder=None, log=quiet)
     assert (prepared.train[0].last, prepared.held_out[0].first, prepared.held_out[0].last) == (
         45 * 17,
         45 * 17,
@@ -160,29 +160,29 @@ def test_ready_rows_are_used_where_they_lie(tmp_path, job):
     assert not list((tmp_path / "cache").glob("tokens-*"))
 
 
-def test_the_same_content_is_tokenised_once(tmp_path, job, monkeypatch):
+def test_the_same_content_is_tokenized_once(tmp_path, job, monkeypatch):
     path = write_source("text", tmp_path / "corpus")
-    first = prepare(job(path=path), model_folder=None, say=quiet)
-    # Loading a tokenizer is what a cache hit must not need.
-    monkeypatch.setattr(tok, "load_tokenizer", lambda folder: pytest.fail("tokenised again"))
+    first = prepare(job(path=path), model_folder=None, log=quiet)
+    # A cache hit must not load a tokenizer.
+    monkeypatch.setattr(tok, "load_tokenizer", lambda folder: pytest.fail("tokenized again"))
     (tmp_path / "corpus").rename(tmp_path / "moved")
     (tmp_path / "moved" / "a00.txt").rename(tmp_path / "moved" / "z.txt")
     said = []
-    again = prepare(job(path=str(tmp_path / "moved"), seq_len=8), model_folder=None, say=said.append)
+    again = prepare(job(path=str(tmp_path / "moved"), seq_len=8), model_folder=None, log=said.append)
     assert again == first
     assert "cache" in said[0]
-    other = prepare(job(path=str(tmp_path / "moved"), held_out=0.3), model_folder=None, say=quiet)
+    other = prepare(job(path=str(tmp_path / "moved"), held_out=0.3), model_folder=None, log=quiet)
     assert other.held_out_tokens > first.held_out_tokens
     monkeypatch.undo()
     (tmp_path / "moved" / "z.txt").write_text("something else", encoding="utf-8")
-    changed = prepare(job(path=str(tmp_path / "moved")), model_folder=None, say=quiet)
+    changed = prepare(job(path=str(tmp_path / "moved")), model_folder=None, log=quiet)
     assert changed.train[0].tokens != first.train[0].tokens
 
 
 def test_the_order_is_part_of_the_cached_content(tmp_path, job):
     path = write_source("jsonl", tmp_path / "corpus") + "/a.jsonl"
     in_order, shuffled = [
-        prepare(job(source="jsonl", path=path, shuffle=shuffle), model_folder=None, say=quiet)
+        prepare(job(source="jsonl", path=path, shuffle=shuffle), model_folder=None, log=quiet)
         for shuffle in (False, True)
     ]
     assert documents_in(in_order) == TEXTS[:25]
@@ -190,19 +190,19 @@ def test_the_order_is_part_of_the_cached_content(tmp_path, job):
     assert sorted(documents_in(shuffled)) == sorted(TEXTS[:25])
 
 
-def test_the_tokenizer_is_the_models_or_trained(tmp_path, job, tokenizer_folder):
+def test_the_tokenizer_is_from_the_model_or_trained(tmp_path, job, tokenizer_folder):
     path = write_source("text", tmp_path / "corpus")
     trained = job(path=path, tokenizer="train", vocab_size=280)
-    of_model = prepare(trained, model_folder=tokenizer_folder, say=quiet)
+    of_model = prepare(trained, model_folder=tokenizer_folder, log=quiet)
     assert (of_model.tokenizer, of_model.vocab_size) == (str(tokenizer_folder), 300)
     said = []
-    here = prepare(trained, model_folder=tmp_path, say=said.append)
+    here = prepare(trained, model_folder=tmp_path, log=said.append)
     assert here.vocab_size == 280
-    assert said[0] == "training a tokenizer of 280 entries"
+    assert said[0] == "training a tokenizer with 280 entries"
     assert documents_in(here)
     again = prepare(
-        trained.model_copy(update={"cache": str(tmp_path / "other")}), model_folder=None, say=quiet
-    )  # trained anew, with the same bytes
+        trained.model_copy(update={"cache": str(tmp_path / "other")}), model_folder=None, log=quiet
+    )  # trained again, with identical bytes
     assert tok.digest_tokenizer(Path(again.tokenizer)) == tok.digest_tokenizer(Path(here.tokenizer))
     assert again.tokenizer != here.tokenizer
     ids = tok.load_tokenizer(Path(here.tokenizer)).encode("any bytes: \x00 é 漢 \U0001f9f5")
@@ -224,11 +224,11 @@ def test_long_documents_are_encoded_in_pieces(tokenizer_folder, monkeypatch):
     assert [digest for _, digest in parts if digest is not None] == [digest for _, digest in whole]
 
 
-def test_two_launchers_build_the_same_folder_at_once(tmp_path):
+def test_two_launchers_can_build_the_same_folder_at_once(tmp_path):
     folder, both_inside = tmp_path / "cache" / "store", threading.Barrier(2, timeout=10)
 
     def launch():
-        with building(folder, estimate=0) as scratch:
+        with build_folder(folder, estimate=0) as scratch:
             (scratch / "file").write_text("content")
             both_inside.wait()
 
@@ -239,11 +239,11 @@ def test_two_launchers_build_the_same_folder_at_once(tmp_path):
     assert (folder / "file").read_text() == "content"
 
 
-def test_replaced_rows_are_other_tokens_wherever_they_lie(tmp_path, job):
+def test_identity_depends_on_the_content_and_not_on_the_path(tmp_path, job):
     (span,) = saved_rows(tmp_path / "rows.npy", 50, 16)
 
     def identity(path: Path) -> str:
-        return prepare(job(source="tokens", path=str(path)), model_folder=None, say=quiet).identity
+        return prepare(job(source="tokens", path=str(path)), model_folder=None, log=quiet).identity
 
     first = identity(tmp_path / "rows.npy")
     shutil.copy(span.tokens, tmp_path / "copy.npy")
@@ -255,67 +255,67 @@ def test_replaced_rows_are_other_tokens_wherever_they_lie(tmp_path, job):
     assert identity(tmp_path / "rows.npy") != first
 
 
-def test_a_source_that_has_not_changed_is_read_once(tmp_path, job, monkeypatch):
+def test_an_unchanged_source_is_read_once(tmp_path, job, monkeypatch):
     monkeypatch.setattr(digests, "SETTLED_NS", 0)
     (span,) = saved_rows(tmp_path / "rows.npy", 50, 16)
     settings = job(source="tokens", path=span.tokens)
-    first = prepare(settings, model_folder=None, say=quiet)
+    first = prepare(settings, model_folder=None, log=quiet)
     read = []
     digest = digests._digest
     monkeypatch.setattr(digests, "_digest", lambda path: read.append(path) or digest(path))
-    assert prepare(settings, model_folder=None, say=quiet) == first
+    assert prepare(settings, model_folder=None, log=quiet) == first
     assert read == []
     (record,) = (tmp_path / "cache" / "sources").iterdir()
-    record.write_text(record.read_text().replace(first.digest, "0" * 64))  # damaged: it is made anew
-    assert prepare(settings, model_folder=None, say=quiet) == first
+    record.write_text(record.read_text().replace(first.digest, "0" * 64))  # a damaged record is created again
+    assert prepare(settings, model_folder=None, log=quiet) == first
     assert len(read) == 1
     status = os.stat(span.tokens)
     Path(span.tokens).write_bytes(Path(span.tokens).read_bytes())
     os.utime(span.tokens, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert prepare(settings, model_folder=None, say=quiet) == first
+    assert prepare(settings, model_folder=None, log=quiet) == first
     assert len(read) == 2
 
 
-def test_a_file_that_changed_just_now_is_not_remembered(tmp_path):
-    """Another change within the same tick of the file system's clock would go unnoticed."""
+def test_the_digest_of_a_recently_changed_file_is_not_cached(tmp_path):
+    """Another change with the same timestamp would not be detected."""
     (tmp_path / "a.txt").write_text("text")
     digests.digest_files([tmp_path / "a.txt"], tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
-TOKENISE = """
+TOKENIZE = """
 import sys, time
 from pathlib import Path
-from weft.data.store import building
-with building(Path(sys.argv[1]) / ("tokens-" + "0" * 24), estimate=0) as scratch:
+from weft.data.store import build_folder
+with build_folder(Path(sys.argv[1]) / ("tokens-" + "0" * 24), estimate=0) as scratch:
     (scratch / "staged").write_bytes(b"tokens")
-    print("tokenising", flush=True)
+    print("tokenizing", flush=True)
     time.sleep(600)
 """
 
 
-def test_what_a_killed_launcher_left_goes_with_the_next_one_and_that_of_a_living_one_stays(tmp_path, job):
+def test_scratch_folders_of_killed_launchers_are_removed_and_of_running_ones_kept(tmp_path, job):
     cache = tmp_path / "cache"
     launchers = [
-        subprocess.Popen([sys.executable, "-c", TOKENISE, str(cache)], stdout=subprocess.PIPE) for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", TOKENIZE, str(cache)], stdout=subprocess.PIPE) for _ in range(2)
     ]
     try:
         for launcher in launchers:
-            assert launcher.stdout.readline() == b"tokenising\n"
+            assert launcher.stdout.readline() == b"tokenizing\n"
         assert len(list(cache.glob(".tokens-*"))) == 4  # a folder and a lock each
-        assert remove_leftovers(cache) == []
+        assert remove_stale_scratch(cache) == []
         launchers[0].kill()
         launchers[0].wait()
         said = []
-        prepare(job(path=write_source("text", tmp_path / "corpus")), model_folder=None, say=said.append)
-        assert [line.startswith("removed what a run that was killed has left") for line in said].count(True) == 1
+        prepare(job(path=write_source("text", tmp_path / "corpus")), model_folder=None, log=said.append)
+        assert [line.startswith("removed a scratch folder of a killed run") for line in said].count(True) == 1
         assert len(list(cache.glob(".tokens-*"))) == 2
     finally:
         for launcher in launchers:
             launcher.kill()
             launcher.wait()
             launcher.stdout.close()
-    remove_leftovers(cache)
+    remove_stale_scratch(cache)
     assert list(cache.glob(".tokens-*")) == []
 
 
@@ -330,7 +330,7 @@ def test_only_scratch_folders_are_removed(tmp_path):
     for other in (".git", ".tokens-mine"):
         (cache / other).mkdir()
         (cache / f"{other}.lock").touch()
-    assert remove_leftovers(cache) == []
+    assert remove_stale_scratch(cache) == []
     assert all(folder.is_dir() for folder in (outside, cache / ".git", cache / ".tokens-mine"))
 
 

@@ -17,17 +17,17 @@ def test_the_order_is_a_permutation(count, seed, epoch):
     assert sorted(shuffled(i, count, seed, epoch) for i in range(count)) == list(range(count))
 
 
-def test_the_order_mixes_and_depends_on_seed_and_epoch():
+def test_the_order_is_random_and_depends_on_seed_and_epoch():
     orders = {
         (s, e): np.array([shuffled(i, 1000, s, e) for i in range(1000)]) for s, e in [(0, 0), (0, 1), (1, 0), (1, 1)]
     }
     index = np.arange(1000)
     for order in [*orders.values(), orders[0, 0][orders[0, 1].argsort()], orders[0, 0][orders[1, 0].argsort()]]:
         assert abs(np.corrcoef(index, order)[0, 1]) < 0.15
-        assert (np.diff(order) == 1).sum() < 10  # neighbours do not stay neighbours
+        assert (np.diff(order) == 1).sum() < 10  # few rows keep their successor
 
 
-def test_epochs_follow_each_other(tmp_path):
+def test_each_epoch_has_every_row_once(tmp_path):
     rows = rows_of(saved_rows(tmp_path / "rows.npy", 5, 3), 3, shuffle=True, seed=7)
     epochs = [[rows[5 * e + i].tokens[0].item() // 4 for i in range(5)] for e in range(6)]
     assert all(sorted(order) == list(range(5)) for order in epochs)
@@ -58,7 +58,7 @@ def test_a_row_is_a_view_of_the_mapped_file(tmp_path, kind):
     assert Path(spans[0].tokens).read_bytes() == before
 
 
-def test_rows_never_span_two_shards_and_use_all_the_rest(tmp_path):
+def test_rows_never_span_two_shards_and_cover_all_other_tokens(tmp_path):
     spans, _ = stored(tmp_path / "store", documents_of([7, 30, 3]), shard_tokens=17)
     rows = rows_of(spans, 5)
     heads = [rows[i].tokens[0].item() for i in range(len(rows))]
@@ -66,7 +66,7 @@ def test_rows_never_span_two_shards_and_use_all_the_rest(tmp_path):
     assert all(rows[i].tokens.tolist() == list(range(head, head + 6)) for i, head in enumerate(heads))
 
 
-def test_without_packing_a_row_is_one_piece_of_one_document(tmp_path):
+def test_without_packing_a_row_is_part_of_one_document(tmp_path):
     spans, _ = stored(tmp_path / "store", documents_of([3, 12, 1, 6, 2]))
     rows = rows_of(spans, 5, packing=False)
     pieces = [rows[i].tokens.tolist() for i in range(len(rows))]
@@ -80,7 +80,7 @@ def test_without_packing_a_row_is_one_piece_of_one_document(tmp_path):
     held_out=st.floats(0, 0.9),
     shard_tokens=st.integers(3, 80),
 )
-def test_splits_are_the_whole_stream_cut_at_a_document_that_is_near(tmp_path_factory, lengths, held_out, shard_tokens):
+def test_splits_cover_the_stream_and_cut_at_a_nearby_document(tmp_path_factory, lengths, held_out, shard_tokens):
     folder = tmp_path_factory.mktemp("store") / "store"
     train, held = stored(folder, documents_of(lengths), held_out=held_out, shard_tokens=shard_tokens)
     parts = [[np.load(s.tokens)[s.first : s.last] for s in split] for split in (train, held)]
@@ -103,7 +103,7 @@ def test_splits_are_the_whole_stream_cut_at_a_document_that_is_near(tmp_path_fac
         assert not held
 
 
-def test_one_document_is_cut_inside(tmp_path):
+def test_a_single_document_is_cut_inside(tmp_path):
     train, held = stored(tmp_path / "store", documents_of([1000]), held_out=0.1)
     assert (train[0].first, train[0].last, held[0].first, held[0].last) == (0, 900, 900, 1000)
 

@@ -1,4 +1,4 @@
-"""Topologies and measurements made up for tests."""
+"""Synthetic topologies and measurements for tests."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ FAST = Link(name="memory", latency_seconds=1e-6, bytes_per_second=1e9)
 SLOW = Link(name="network", latency_seconds=1e-4, bytes_per_second=1e8)
 
 
-def two_levels(*ranks: int, uplink: float | None = None) -> Topology:
-    """Hosts of so many ranks, `FAST` inside and `SLOW` between."""
+def two_level_topology(*ranks: int, uplink: float | None = None) -> Topology:
+    """Topology of hosts with the given rank counts: `FAST` links inside a host, `SLOW` between hosts."""
     hosts = tuple(Host(name=f"node{n}", ranks=count, bytes_per_second=uplink) for n, count in enumerate(ranks))
     return Topology(hosts=hosts, links=(FAST, SLOW), inside_host="memory", between_hosts="network")
 
@@ -22,18 +22,18 @@ def measurement(
     kind: Callable[[int, int], str] | None = None,
     latency: float = 1e-4,
 ) -> Measurement:
-    """A measurement whose bandwidth from one rank to another is a function of both; inside hosts the kind is nvlink."""
-    numbers = [number for number, count in enumerate(ranks) for _ in range(count)]
-    world = range(len(numbers))
+    """Measurement with the bandwidth `rate(source, destination)`; by default the links inside a host are nvlink."""
+    host_of_rank = [index for index, count in enumerate(ranks) for _ in range(count)]
+    world = range(len(host_of_rank))
 
-    def usual(a: int, b: int) -> str:
-        return "nvlink" if numbers[a] == numbers[b] else "network"
+    def default_kind(a: int, b: int) -> str:
+        return "nvlink" if host_of_rank[a] == host_of_rank[b] else "network"
 
     rates = [[None if a == b else rate(a, b) for b in world] for a in world]
     return Measurement(
-        hosts=tuple((f"node{number}", count) for number, count in enumerate(ranks)),
+        hosts=tuple((f"node{index}", count) for index, count in enumerate(ranks)),
         device="cuda test",
-        kinds=tuple(tuple("" if a == b else (kind or usual)(a, b) for b in world) for a in world),
+        kinds=tuple(tuple("" if a == b else (kind or default_kind)(a, b) for b in world) for a in world),
         latency_seconds=tuple(tuple(None if cell is None else latency for cell in row) for row in rates),
         bytes_per_second=tuple(map(tuple, rates)),
         together=tuple(itertools.repeat(None, len(ranks))),

@@ -1,4 +1,4 @@
-"""The device interface on cpu, and on a stand-in for torch that proves which accelerator calls are made."""
+"""Device interface on cpu, and on a stand-in for torch that records the accelerator calls."""
 
 import mmap
 import os
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from weft.device.device import Accelerator, Cpu, Device, detect, published_rates
 
 
-class Recorder:
-    """A stand-in for torch with two accelerators of one kind; `calls` holds what was asked of it."""
+class FakeTorch:
+    """Stand-in for torch with two accelerators of one type; `calls` lists the calls made."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Recorder:
         return "an event"
 
 
-def test_cpu_is_found_where_torch_has_no_accelerator() -> None:
+def test_cpu_is_detected_without_an_accelerator() -> None:
     none = SimpleNamespace(accelerator=SimpleNamespace(current_accelerator=lambda check_available: None))
     assert isinstance(detect(none), Cpu)
-    assert isinstance(detect(Recorder(type="mps")), Cpu)  # no process group back end: cpu and gloo
+    assert isinstance(detect(FakeTorch(type="mps")), Cpu)  # no process group back end: cpu and gloo
     assert detect().type == (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type
 
 
-def test_cpu_facts() -> None:
+def test_cpu_properties() -> None:
     device: Device = Cpu()
     assert (device.type, device.backend, device.count) == ("cpu", "gloo", 1)
     assert device.torch_device(3) == torch.device("cpu")
@@ -72,7 +72,7 @@ def test_cpu_facts() -> None:
     assert device.memory_bandwidth is None
 
 
-def test_cpu_memory_follows_the_process() -> None:
+def test_cpu_memory_is_that_of_the_process() -> None:
     device = Cpu()
     before = device.allocated_bytes()
     with mmap.mmap(-1, 64 * 2**20) as block:  # fresh pages, where a tensor might reuse what the process has freed
@@ -81,7 +81,7 @@ def test_cpu_memory_follows_the_process() -> None:
         assert device.peak_memory_bytes() >= len(block)
 
 
-def test_cpu_rate_is_measured_and_threads_stay() -> None:
+def test_cpu_peak_flops_is_measured_and_keeps_the_thread_count() -> None:
     device, threads = Cpu(), torch.get_num_threads()
     rate = device.peak_flops(torch.float32)
     assert rate is not None
@@ -104,18 +104,18 @@ print(Cpu().peak_flops(torch.bfloat16) / max(rates))
     "variables", [{}, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}], ids=str
 )
 def test_cpu_supports_bf16_only_where_its_matmuls_are_faster_than_fp32(variables: dict[str, str]) -> None:
-    """In processes of their own: oneDNN reads the variable, which hides instructions from it, once."""
+    """Each case runs in its own process: oneDNN reads the variable that hides instructions once per process."""
     command = [sys.executable, "-c", BF16_OF]
     found = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=True)
     claimed, faster = found.stdout.partition("|")[0].split()
     assert claimed == faster
     assert ("no native bf16" in found.stdout) == (claimed == "False")
     assert not variables or claimed == "False"
-    # The peak is that of the fastest dtype, so that no share of it is above 1: emulated bf16 is 0.01 of it on AVX2.
+    # The peak is the rate of the fastest dtype, so that no utilization exceeds 1; emulated bf16 on AVX2 reaches 0.01 of it.
     assert float(found.stdout.splitlines()[1]) > 0.3
 
 
-def test_cpu_streams_and_events_keep_the_interface() -> None:
+def test_cpu_streams_and_events_have_the_torch_interface() -> None:
     device = Cpu()
     start, end, side = device.event(), device.event(), device.stream()
     start.record()
@@ -141,7 +141,7 @@ def test_cpu_streams_and_events_keep_the_interface() -> None:
     assert {"record", "wait", "synchronize", "query", "elapsed_time"} <= set(dir(start)) & set(dir(torch.Event))
 
 
-def test_cpu_has_every_operation_it_claims() -> None:
+def test_cpu_computes_every_supported_feature() -> None:
     assert Cpu().supports("fp64")
     assert Cpu().emulates
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
@@ -153,16 +153,16 @@ def test_cpu_has_every_operation_it_claims() -> None:
 
 
 @pytest.mark.parametrize(("type", "backend"), [("cuda", "cpu:gloo,cuda:nccl"), ("npu", "cpu:gloo,npu:hccl")])
-def test_accelerator_is_found_and_left_untouched(type: str, backend: str) -> None:
-    stand_in = Recorder(type=type)
+def test_accelerator_is_detected_without_initializing_it(type: str, backend: str) -> None:
+    stand_in = FakeTorch(type=type)
     device = detect(stand_in)
     assert isinstance(device, Accelerator)
     assert (device.type, device.backend, device.count) == (type, backend, 2)
     assert stand_in.calls == []
 
 
-def test_accelerator_paths_are_taken() -> None:
-    stand_in = Recorder()
+def test_accelerator_calls() -> None:
+    stand_in = FakeTorch()
     device = detect(stand_in)
     assert device.torch_device(1) == torch.device("cuda", 1)
     device.use(1)
@@ -191,16 +191,16 @@ def test_accelerator_paths_are_taken() -> None:
 @pytest.mark.parametrize(
     ("stand_in", "expected"),
     [
-        (Recorder(capability=(7, 5)), {"fp16", "fp64"}),
-        (Recorder(capability=(8, 0)), {"fp16", "fp64", "bf16"}),
-        (Recorder(capability=(8, 9)), {"fp16", "fp64", "bf16", "float8"}),
-        (Recorder(capability=(10, 0)), {"fp16", "fp64", "bf16", "float8", "grouped_matmul"}),
-        (Recorder(capability=(9, 0), hip="7.0"), {"fp16", "fp64", "bf16"}),
-        (Recorder(capability=(9, 4), hip="7.0"), {"fp16", "fp64", "bf16", "float8", "grouped_matmul"}),
-        (Recorder(type="npu"), {"fp16", "bf16"}),
+        (FakeTorch(capability=(7, 5)), {"fp16", "fp64"}),
+        (FakeTorch(capability=(8, 0)), {"fp16", "fp64", "bf16"}),
+        (FakeTorch(capability=(8, 9)), {"fp16", "fp64", "bf16", "float8"}),
+        (FakeTorch(capability=(10, 0)), {"fp16", "fp64", "bf16", "float8", "grouped_matmul"}),
+        (FakeTorch(capability=(9, 0), hip="7.0"), {"fp16", "fp64", "bf16"}),
+        (FakeTorch(capability=(9, 4), hip="7.0"), {"fp16", "fp64", "bf16", "float8", "grouped_matmul"}),
+        (FakeTorch(type="npu"), {"fp16", "bf16"}),
     ],
 )
-def test_features_follow_the_capability(stand_in: Recorder, expected: set[str]) -> None:
+def test_features_by_compute_capability(stand_in: FakeTorch, expected: set[str]) -> None:
     device = detect(stand_in)
     features = ("bf16", "fp16", "fp64", "grouped_matmul", "float8")
     assert {feature for feature in features if device.supports(feature)} == expected
@@ -228,17 +228,17 @@ def test_features_follow_the_capability(stand_in: Recorder, expected: set[str]) 
     ],
 )
 def test_published_rates_by_name(name: str, half: float, gigabytes: float) -> None:
-    device = detect(Recorder(name=name))
+    device = detect(FakeTorch(name=name))
     assert device.peak_flops(torch.bfloat16) == device.peak_flops(torch.float16) == half * 1e12
     assert device.memory_bandwidth == gigabytes * 1e9
 
 
-def test_no_figure_is_none() -> None:
-    unknown = detect(Recorder(name="NVIDIA GeForce GT 710"))
+def test_unpublished_rate_is_none() -> None:
+    unknown = detect(FakeTorch(name="NVIDIA GeForce GT 710"))
     assert published_rates(unknown.name) is None
     assert unknown.peak_flops(torch.bfloat16) is None
     assert unknown.memory_bandwidth is None
-    a100 = detect(Recorder(name="NVIDIA A100-SXM4-80GB"))
+    a100 = detect(FakeTorch(name="NVIDIA A100-SXM4-80GB"))
     assert a100.peak_flops(torch.float8_e4m3fn) is None
     assert a100.peak_flops(torch.float64) is None
     assert a100.peak_flops(torch.int8) is None

@@ -1,4 +1,4 @@
-"""Matrices of links as vendors' tools print them."""
+"""Parsing of the link matrices that the vendors' tools print."""
 
 import sys
 from pathlib import Path
@@ -26,13 +26,13 @@ NIC Legend:
 
 
 def table(codes: list[list[str]], name: str, nics: int, affinity: str) -> str:
-    """As the tools print it: tabs, an underlined header, devices first, then network cards and what else they know."""
+    """Matrix as the tools print it: tabs, an underlined header, devices, network cards, then further columns."""
     count = len(codes)
     heads = [f"{name}{n}" for n in range(count)] + [f"NIC{n}" for n in range(nics)]
     lines = ["\t\x1b[4m" + "\t".join([*heads, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]) + "\x1b[0m"]
-    for number, row in enumerate(codes):
+    for index, row in enumerate(codes):
         cells = [" X " if code == "X" else code for code in row] + ["PXB", "SYS"][:nics]
-        lines.append("\t".join([f"{name}{number}", *cells, affinity, "0", "\tN/A"]))
+        lines.append("\t".join([f"{name}{index}", *cells, affinity, "0", "\tN/A"]))
     for nic in range(nics):
         row = ["PXB"] * count + [" X " if other == nic else "SYS" for other in range(nics)]
         lines.append("\t".join([f"NIC{nic}", *row]))
@@ -43,7 +43,7 @@ def matrix(code: str, count: int = 8) -> list[list[str]]:
     return [["X" if a == b else code for b in range(count)] for a in range(count)]
 
 
-def pcie_box() -> list[list[str]]:
+def pcie_host() -> list[list[str]]:
     """Eight cards on two sockets, pairs below one switch, the first two bridged by NVLink."""
     codes = [["PXB" if a // 2 == b // 2 else "NODE" if a // 4 == b // 4 else "SYS" for b in range(8)] for a in range(8)]
     for rank in range(8):
@@ -52,15 +52,15 @@ def pcie_box() -> list[list[str]]:
     return codes
 
 
-def test_a_box_with_nvlink() -> None:
+def test_nvlink_host() -> None:
     found = parse_device_links(table(matrix("NV18"), "GPU", 2, "0-55,112-167"))
     assert [len(row) for row in found] == [8] * 8
     assert {kind for row in found for kind in row} == {"nvlink", ""}
     assert [found[rank][rank] for rank in range(8)] == [""] * 8
 
 
-def test_a_box_with_pcie() -> None:
-    found = parse_device_links(table(pcie_box(), "GPU", 2, "0-31"))
+def test_pcie_host() -> None:
+    found = parse_device_links(table(pcie_host(), "GPU", 2, "0-31"))
     assert found[0][1] == "nvlink"
     assert found[2][3] == "pcie-switch"
     assert found[0][2] == "pcie"
@@ -73,8 +73,8 @@ def test_one_device_without_network_cards() -> None:
     assert parse_device_links(text) == [[""]]
 
 
-def test_a_box_with_hccs() -> None:
-    """As npu-smi prints it: spaces, and one more column."""
+def test_hccs_host() -> None:
+    """npu-smi separates columns by spaces and prints one more column."""
     heads = "".join(f"NPU{n}       " for n in range(8))
     rows = [
         f"NPU{a}       "
@@ -89,12 +89,12 @@ def test_a_box_with_hccs() -> None:
     assert len(found) == 8
 
 
-def test_a_code_of_tomorrow_stands_for_itself() -> None:
+def test_unknown_code_is_returned_in_lower_case() -> None:
     assert parse_device_links(table(matrix("XGMI", 2), "GPU", 0, "0"))[0][1] == "xgmi"
 
 
 @pytest.mark.parametrize("text", ["", "No devices were found\n", "GPU0\n", "\tGPU0\tGPU1\nGPU0\tX\tNV1\nGPU1\tNV1\n"])
-def test_without_a_matrix(text: str) -> None:
+def test_text_without_a_matrix_is_empty(text: str) -> None:
     assert parse_device_links(text) == []
 
 
@@ -106,7 +106,7 @@ def test_visible_devices(listed: str | None, expected: list[int] | None) -> None
     assert visible_devices(listed, 4) == expected
 
 
-def test_without_a_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_tool_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read_device_links("cuda") is None
     assert read_device_links("npu") is None
@@ -114,8 +114,8 @@ def test_without_a_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the tool is a shell script")
-def test_the_tool_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text(table(pcie_box(), "GPU", 2, "0-31"))
+def test_links_are_read_from_the_tool_in_visible_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(table(pcie_host(), "GPU", 2, "0-31"))
     tool = tmp_path / "nvidia-smi"
     loop = f'while read -r line; do echo "$line"; done < {tmp_path}/text'
     tool.write_text(f'#!/bin/sh\n[ "$1 $2" = "topo -m" ] && {loop}\ntrue\n')

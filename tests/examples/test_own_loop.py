@@ -1,4 +1,4 @@
-"""The loop that users copy from the README: it runs as printed, and equals one process under every plan."""
+"""Training loop of the README: runs as printed, and equals one process under every plan."""
 
 import os
 import re
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def printed_program() -> str:
-    """The program in the README's section."""
+    """Program printed in the README."""
     section = (ROOT / "README.md").read_text().partition("\n## Your own loop\n")[2].partition("\n## ")[0]
     found = re.search(r'\n\n(    """.*?\n)(?=\S)', section, re.DOTALL)
     assert found
@@ -47,8 +47,8 @@ def losses_in(output: str) -> list[float]:
 
 
 def run_program(rank: int, ranks: int, program: str, plan: Plan) -> list[float]:
-    """The losses that rank 0 prints. The pool has connected its ranks."""
-    replaced = {"connect(device)": "CONNECTED", "weft.Plan()": "PLAN", "rank_main(main)": "main()"}
+    """Run the program on a rank of the pool, whose process group exists; return the losses that rank 0 prints."""
+    replaced = {"connect(hardware)": "CONNECTED", "weft.Plan()": "PLAN", "rank_main(main)": "main()"}
     for old, new in replaced.items():
         assert program.count(old) == 1
         program = program.replace(old, new)
@@ -60,7 +60,7 @@ def run_program(rank: int, ranks: int, program: str, plan: Plan) -> list[float]:
 
 
 def constants(program: str) -> dict[str, Any]:
-    """SIZES and TEXTS."""
+    """Constants of the program: SIZES and TEXTS."""
     lines = [line for line in program.splitlines() if re.match(r"[A-Z]+ = ", line)]
     found: dict[str, Any] = {}
     exec("\n".join(lines), found)
@@ -68,7 +68,7 @@ def constants(program: str) -> dict[str, Any]:
 
 
 def plain_losses(sizes: dict[str, int], texts: list[str], clip: Callable[..., Any]) -> list[float]:
-    """The same training in one process, without Weft."""
+    """Losses of the same training in one process, without Weft."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -107,11 +107,11 @@ def test_the_printed_program_equals_one_process(layout: str, expected: list[floa
 @pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["python", "torchrun"])
 def test_runs_as_printed(launcher: list[str], expected: list[float], tmp_path: Path) -> None:
     (tmp_path / "own_loop.py").write_text(printed_program())
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # two ranks need two of them, or none
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # two ranks need two devices, or none
     argv = [sys.executable, *launcher, "own_loop.py"]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     found = losses_in(result.stdout)
     assert len(found) == 8
-    assert found == pytest.approx(expected, rel=0.02)  # the plan's precision is that of the device
+    assert found == pytest.approx(expected, rel=0.02)  # precision "auto" depends on the device
     assert found[-1] < 0.7 * found[0]

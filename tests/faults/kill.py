@@ -1,12 +1,12 @@
-"""Real runs whose processes are killed at random: each ends with the bits of one that was left alone, and leaves nothing alive.
+"""Kill random processes of real runs; each run must end with the bits of an undisturbed run, and leave no process behind.
 
-Victims are ranks, also while they save, the process that starts ranks, and the launcher, with its watchdog, also while it
-writes the report. After the death of its launcher a run is resumed by a second command, else it goes on by itself.
+Victims are ranks, also while they save; the fork server; and the launcher with its watchdog, also while it writes the report.
+After the death of its launcher a run is resumed by a second command; after other deaths it continues by itself.
 
-    python -m tests.faults.kill --trials 100 [--kills 5] [--seed 0] [--minutes 40]      # five kills a run, layouts in turn
-    python -m tests.faults.kill --every 15 --steps 300 [--layout "zero3 on 2"]       # one run, a kill 15 seconds after the last
+    python -m tests.faults.kill --trials 100 [--kills 5] [--seed 0] [--minutes 40]   # five kills per run, alternating layouts
+    python -m tests.faults.kill --every 15 --steps 300 [--layout "zero3 on 2"]       # one run with a kill every 15 seconds
 
-Prints a line for each fault, and a table; exits with 1 if a run did not go on as promised.
+Prints a line for each fault, and a table; exits with 1 if a run did not continue correctly.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from weft.launch.scratch import PREFIX, SHARED_MEMORY
 from weft.launch.watchdog import process_state
 from weft.train.metrics import read_metrics
 
-MODEL = {**family("qwen3_moe"), "vocab_size": 300}  # for every axis
+MODEL = {**family("qwen3_moe"), "vocab_size": 300}  # supports every axis
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3 on 4": (4, {"zero": 3}),
     "tp2 x dp2": (4, {"tp": 2}),
@@ -52,20 +52,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3 on 2": (2, {"zero": 3}),
 }
 FOUR_RANKS = tuple(name for name, (ranks, _) in LAYOUTS.items() if ranks == 4)
-STEPS, EVERY = 8, 2  # of a run with one kill: optimizer steps, and those between two checkpoints
-MORE_STEPS = 6  # for each other kill
-STEP_SECONDS = 0.1  # about; a kill comes at any moment of a step
-MOST_STEP_SECONDS = 1.0  # on a machine that has other things to do
-NAMING_SECONDS = 1.0  # promised, from the death of a rank to the line that names it
-START_SECONDS = 120.0  # that ranks may take to begin; a run of some seconds hangs after as many
+STEPS, EVERY = 8, 2  # of a run with one kill: optimizer steps, and steps between two checkpoints
+MORE_STEPS = 6  # for each further kill
+STEP_SECONDS = 0.1  # approximate; a kill happens at any moment of a step
+MOST_STEP_SECONDS = 1.0  # on a busy machine
+NAMING_SECONDS = 1.0  # limit from the death of a rank to the line that names it
+START_SECONDS = 120.0  # limit for the start of ranks, and for a run of some seconds
 WRITING = "a checkpoint is being written"
 NAMED = re.compile(r"weft: rank (\d+) on \S+ was killed by SIGKILL; (?:\w+ at )?step (\d+)")
 RESTART = re.compile(r"attempt \d+ starts \d+ ranks in .+ restart \d of 3")
-PROGRESS = re.compile(r"step[ -]\d|held-out")  # what rank 0 may still say of a step, a checkpoint or an evaluation
+PROGRESS = re.compile(r"step[ -]\d|held-out")  # late output of rank 0: steps, checkpoints, evaluations
 
 
 def job_file(folder: Path, layout: str, **tables: dict[str, Any]) -> Path:
-    """A tiny job of a layout in a folder. Its tokens are given, so that no tokenizer and no sample take time."""
+    """Write a tiny job of a layout into a folder; it has tokens, so that no tokenizer and no sample take time."""
     folder.mkdir(parents=True, exist_ok=True)
     first, stride = np.arange(96).reshape(-1, 1), 1 + np.arange(96).reshape(-1, 1) % 7
     np.save(folder / "tokens.npy", ((first + stride * np.arange(33)) % 300).astype(np.uint16))
@@ -83,7 +83,7 @@ def job_file(folder: Path, layout: str, **tables: dict[str, Any]) -> Path:
 
 
 class Line(NamedTuple):
-    """What a command printed, when, and whether as an error."""
+    """Line of output: time, True for stderr, and text."""
 
     seconds: float
     error: bool
@@ -91,53 +91,55 @@ class Line(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """A rank of a run under way."""
+    """Rank of a running job."""
 
     pid: int
-    pulse: Path
+    heartbeat: Path
 
-    def record(self) -> RankStatus:
-        """What it last said; nothing where its attempt is over."""
+    def status(self) -> RankStatus:
+        """Last status of the rank; empty if its attempt is over."""
         try:
-            return read_status(self.pulse)
+            return read_status(self.heartbeat)
         except FileNotFoundError:
             return RankStatus()
 
 
 def ranks_of(launcher: int) -> dict[int, Rank]:
-    """The ranks that live now and have a pulse, by number: children of a launcher that are called so."""
+    """Living ranks of a launcher by rank: child processes with a rank's name and a heartbeat file."""
     children = {pid: name for pid, parent, name in processes() if parent == launcher}
-    pulses = [
+    heartbeats = [
         Path(path) for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}*/[0-9]*")
-    ]  # folders of other runs may go at any moment
-    ranks = [Rank(Rank(0, path).record().pid, path) for path in pulses]
-    return {int(rank.pulse.name): rank for rank in ranks if children.get(rank.pid) == f"weft-rank-{rank.pulse.name}"}
+    ]  # folders of other runs may vanish at any moment
+    ranks = [Rank(Rank(0, path).status().pid, path) for path in heartbeats]
+    return {
+        int(rank.heartbeat.name): rank for rank in ranks if children.get(rank.pid) == f"weft-rank-{rank.heartbeat.name}"
+    }
 
 
 def forkserver_of(launcher: int) -> int:
-    """The process that starts ranks for a launcher."""
+    """Process id of a launcher's fork server."""
     (found,) = [pid for pid, parent, name in processes() if parent == launcher and name == PROCESS_NAME]
     return found
 
 
 def leftovers_of(out: Path) -> list[str]:
-    """Folders in shared memory that belong to a run."""
+    """Owner files of a run's folders in shared memory."""
     owners = [Path(path) for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}*/run.json")]
     return [str(path) for path in owners if json.loads(path.read_text())["file"].startswith(f"{out.resolve()}/")]
 
 
 def processes() -> Iterator[tuple[int, int, str]]:
-    """Number, parent and name of every process."""
+    """Id, parent and name of every process."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             before, _, after = path.read_text().rpartition(")")
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         yield int(path.parent.name), int(after.split()[1]), before.partition("(")[2]
 
 
 class Command:
-    """A launcher under way. Two threads note each line as it comes. A context manager: nothing outlives it."""
+    """Running launcher, whose output two threads record; a context manager that kills its processes at the end."""
 
     def __init__(self, arguments: list[str]):
         self.lines: list[Line] = []
@@ -152,7 +154,7 @@ class Command:
             self.lines.append(Line(time.monotonic(), error, text.rstrip()))
 
     def until(self, done: Callable[[], Any], what: str) -> Any:
-        """Wait until something holds, and return it; an AssertionError with all output if it does not come to that."""
+        """Wait for a true value of `done` and return it; AssertionError with all output at a timeout or the end of the run."""
         deadline = time.monotonic() + START_SECONDS
         while not (found := done()):
             assert self.process.poll() is None, f"the run ended before {what}\n{self.printed()}"
@@ -161,24 +163,24 @@ class Command:
         return found
 
     def rank_at(self, rank: int, step: int) -> Rank:
-        """A rank, as soon as it has come to a step."""
+        """Wait until a rank has reached a step; return the rank."""
         found = self.until(lambda: ranks_of(self.process.pid).get(rank), f"rank {rank} started")
-        self.until(lambda: (found.record().step or 0) >= step, f"rank {rank} came to step {step}")
+        self.until(lambda: (found.status().step or 0) >= step, f"rank {rank} reached step {step}")
         return found
 
     def wait(self, seconds: float = START_SECONDS) -> int:
-        """The exit code, when everything that was printed has been read."""
+        """Wait for the exit code, and until all output has been read."""
         self.process.wait(seconds)
         for reader in self.readers:
             reader.join(START_SECONDS)
         return self.process.returncode
 
     def errors(self) -> list[str]:
-        """What came on stderr."""
+        """Lines of stderr."""
         return [line.text for line in self.lines if line.error]
 
     def printed(self) -> str:
-        """All output, for the message of a test that fails."""
+        """All output, for the message of a failed assertion."""
         return "\n".join(f"{line.seconds:10.3f} {'!' if line.error else ' '} {line.text}" for line in self.lines)
 
     def __enter__(self) -> "Command":
@@ -199,108 +201,109 @@ def weft_train(job: Path, layout: str, out: Path, *options: str) -> Command:
 
 
 def run_alone(folder: Path, layout: str, **tables: dict[str, Any]) -> Path:
-    """The run folder of a layout that nobody disturbs."""
-    job, out = job_file(folder / layout, layout, **tables), folder / layout / "whole"
+    """Run a layout without faults; return its run folder."""
+    job, out = job_file(folder / layout, layout, **tables), folder / layout / "reference"
     seconds = START_SECONDS + MOST_STEP_SECONDS * Job.load(job).train.steps
     with weft_train(job, layout, out) as command:
         assert command.wait(seconds) == 0, command.printed()
     return out
 
 
-def differences(whole: Path, parts: Path) -> list[str]:
-    """What of two runs of one layout is not bit by bit the same: every step, the last checkpoint, the export."""
+def differences(reference: Path, run: Path) -> list[str]:
+    """Bitwise differences of two runs of one layout: every step, the last checkpoint, the export."""
     found = []
-    one, other = (
-        [(row.step, row.loss, row.grad_norm, row.learning_rate) for row in read_metrics(run / "metrics.jsonl")]
-        for run in (whole, parts)
+    expected, rows = (
+        [(row.step, row.loss, row.grad_norm, row.learning_rate) for row in read_metrics(folder / "metrics.jsonl")]
+        for folder in (reference, run)
     )
-    if one != other:
-        steps = [step for step, *_ in sorted(set(one) ^ set(other))]
+    if expected != rows:
+        steps = [step for step, *_ in sorted(set(expected) ^ set(rows))]
         found.append(f"step {steps[0]} and {len(steps) - 1} more lines of metrics")
-    last = list_checkpoints(whole)[0].name
-    files = [*(whole / last).glob("*.safetensors"), *(whole / "export").glob("*.safetensors")]
+    last = list_checkpoints(reference)[0].name
+    files = [*(reference / last).glob("*.safetensors"), *(reference / "export").glob("*.safetensors")]
     assert len(files) > 1
     for path in files:
-        name = path.relative_to(whole)
-        if not (parts / name).exists() or path.read_bytes() != (parts / name).read_bytes():
+        name = path.relative_to(reference)
+        if not (run / name).exists() or path.read_bytes() != (run / name).read_bytes():
             found.append(str(name))
     return found
 
 
-RANK, SAVING, FORKSERVER, LAUNCHER = "rank", "saving rank", "starter of ranks", "launcher"
-RANKS = {RANK: 7, SAVING: 3}  # and how often
+RANK, SAVING, FORKSERVER, LAUNCHER = "rank", "saving rank", "fork server", "launcher"
+RANKS = {RANK: 7, SAVING: 3}  # victim -> relative frequency
 VICTIMS = {**RANKS, FORKSERVER: 2, LAUNCHER: 2}
-REPORT = "launcher at its report"  # in place of the last kill, in one run of REPORTS
+REPORT = "launcher writing its report"  # replaces the last kill of every REPORTS-th run
 REPORTS = 3
 WRITING_REPORT = "counting baselines"
 
 
 @dataclass
 class Trial:
-    """A kill, and what came of it."""
+    """Kill of a process, and its consequences."""
 
     layout: str
     victim: str
     rank: int | None
-    """None for a launcher: it has no number, and nobody is left to name it."""
+    """None for a launcher, whose death nobody can report."""
     moment: str
     naming_seconds: float | None
     problems: list[str]
 
 
 def steps_of(kills: int) -> int:
-    """Steps of a run with so many kills."""
+    """Steps of a run with a number of kills."""
     return STEPS + MORE_STEPS * (kills - 1)
 
 
 def trials(
-    folder: Path, layout: str, whole: Path, chance: random.Random, kills: int = 1, victims: Mapping[str, int] = RANKS
+    folder: Path, layout: str, reference: Path, rng: random.Random, kills: int = 1, victims: Mapping[str, int] = RANKS
 ) -> list[Trial]:
-    """Kill random processes at random moments of a run, one after the other, and look how it goes on and ends.
+    """Kill random processes at random moments of a run, one after the other, and check how the run continues and ends.
 
-    No rank is killed twice in a row: the run would leave it out, and go on with another layout.
+    No rank is killed twice in a row, because the run would continue without it, in another layout.
 
     Args:
-        folder: for the job and the run.
-        layout: one of LAYOUTS.
-        whole: an undisturbed run of the same job.
-        chance: decides all that is random.
-        victims: what is killed, and how often; with REPORT among them that comes last.
+        folder: folder for the job and the run.
+        layout: key of LAYOUTS.
+        reference: run folder of an undisturbed run of the same job.
+        rng: source of all randomness.
+        kills: number of kills.
+        victims: relative frequency by kind of victim; REPORT, if present, is the last kill.
     """
     out, steps, done = folder / "run", steps_of(kills), list[Trial]()
     job, restarts = job_file(folder, layout, train={"steps": steps}), ("--max-restarts", "3")
     with ExitStack() as stack:
         command = stack.enter_context(weft_train(job, layout, out, *restarts))
-        for number in range(kills):
-            (victim,) = chance.choices(sorted(victims), [victims[name] for name in sorted(victims)])
-            if number == kills - 1 and REPORT in victims:
+        for index in range(kills):
+            (victim,) = rng.choices(sorted(victims), [victims[name] for name in sorted(victims)])
+            if index == kills - 1 and REPORT in victims:
                 victim = REPORT
-            first_step = MORE_STEPS * number
+            first_step = MORE_STEPS * index
             if victim in (LAUNCHER, REPORT):
-                done.append(kill_launcher(command, layout, victim, first_step, chance))
+                done.append(kill_launcher(command, layout, victim, first_step, rng))
                 command = stack.enter_context(weft_train(job, layout, out, "--resume", "auto", *restarts))
             else:
                 ranks = {*range(LAYOUTS[layout][0])} - {trial.rank for trial in done[-1:]}
-                done.append(kill_one(command, layout, victim, chance.choice(sorted(ranks)), first_step, out, chance))
+                done.append(kill_one(command, layout, victim, rng.choice(sorted(ranks)), first_step, out, rng))
         exit_code = command.wait()
-    found = [f"exit code {exit_code}"] if exit_code else differences(whole, out)
-    found += [f"{path} is left" for path in (*out.glob(".step-*"), *leftovers_of(out))]
+    found = [f"exit code {exit_code}"] if exit_code else differences(reference, out)
+    found += [f"{path} was not removed" for path in (*out.glob(".step-*"), *leftovers_of(out))]
     for trial in done:
         trial.problems += found
     return done
 
 
-def kill_launcher(command: Command, layout: str, victim: str, first_step: int, chance: random.Random) -> Trial:
-    """Kill a launcher at a random moment behind a step, or while it writes the report; whether nothing outlives it."""
+def kill_launcher(command: Command, layout: str, victim: str, first_step: int, rng: random.Random) -> Trial:
+    """Kill a launcher at a random moment after a step, or while it writes the report; check that no process outlives it."""
     if victim == REPORT:
         command.until(lambda: any(WRITING_REPORT in line.text for line in command.lines), WRITING_REPORT)
         processes, moment = [], "after the last step"
     else:
-        step = first_step + chance.randrange(1, STEPS)
+        step = first_step + rng.randrange(1, STEPS)
         ranks = [command.rank_at(rank, step) for rank in range(LAYOUTS[layout][0])]
         processes = [*(rank.pid for rank in ranks), forkserver_of(command.process.pid)]
         moment = f"step {step}"
-    time.sleep(chance.uniform(0, STEP_SECONDS))
+    time.sleep(rng.uniform(0, STEP_SECONDS))
     command.process.kill()
     command.process.wait()
     end = time.monotonic() + NAMING_SECONDS
@@ -308,39 +311,39 @@ def kill_launcher(command: Command, layout: str, victim: str, first_step: int, c
         if time.monotonic() > end:
             break
         time.sleep(0.01)
-    return Trial(layout, victim, None, moment, None, [f"process {pid} lives on" for pid in living])
+    return Trial(layout, victim, None, moment, None, [f"process {pid} is still alive" for pid in living])
 
 
 def kill_one(
-    command: Command, layout: str, kind: str, rank: int, first_step: int, out: Path, chance: random.Random
+    command: Command, layout: str, kind: str, rank: int, first_step: int, out: Path, rng: random.Random
 ) -> Trial:
-    """Kill a rank at a random moment behind a step, and wait for the announcement of the next attempt."""
+    """Kill a rank at a random moment after a step, and wait for the announcement of the next attempt."""
     writing = kind == SAVING
-    # While writing: at least two checkpoints are still to be written
-    step = first_step + chance.randrange(1, STEPS - EVERY if writing else STEPS)
-    delay = chance.uniform(0, STEP_SECONDS)
+    # A saving rank needs at least two checkpoints that are not written yet.
+    step = first_step + rng.randrange(1, STEPS - EVERY if writing else STEPS)
+    delay = rng.uniform(0, STEP_SECONDS)
     victim = command.rank_at(rank, step)
     if writing:
         drafts = [part_of(out, saved) for saved in range(EVERY, first_step + STEPS + 1, EVERY)]
         command.until(lambda: any(path.exists() for path in drafts), WRITING)
         delay /= 10
     time.sleep(delay)
-    if kind == FORKSERVER:  # it is needed again for the next attempt only
+    if kind == FORKSERVER:  # needed only for the next attempt
         os.kill(forkserver_of(command.process.pid), signal.SIGKILL)
-    before = victim.record()
+    before = victim.status()
     killed = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
-    after = victim.record()
+    after = victim.status()
 
-    def said() -> list[Line]:
+    def new_lines() -> list[Line]:
         return [line for line in command.lines if line.seconds > killed]
 
-    command.until(lambda: any(RESTART.search(line.text) for line in said()), "the next attempt is announced")
-    complaints = [line for line in said() if line.error or not PROGRESS.match(line.text)]
+    command.until(lambda: any(RESTART.search(line.text) for line in new_lines()), "the next attempt is announced")
+    complaints = [line for line in new_lines() if line.error or not PROGRESS.match(line.text)]
     named, steps = NAMED.match(complaints[0].text), {before.step or 0, after.step or before.step or 0}
     seconds = complaints[0].seconds - killed
     checks = {
-        f"the first that was said: {complaints[0].text}": named and int(named[1]) == rank and int(named[2]) in steps,
+        f"the first error line: {complaints[0].text}": named and int(named[1]) == rank and int(named[2]) in steps,
         "named too late": seconds < NAMING_SECONDS,
     }
     moment = f"{before.phase}{' ' if before.phase == 'step' else ' at step '}{before.step}"
@@ -348,20 +351,20 @@ def kill_one(
     return Trial(layout, kind, rank, moment, seconds, [text for text, good in checks.items() if not good])
 
 
-def many_runs(folder: Path, count: int, kills: int, minutes: float, chance: random.Random) -> bool:
-    """Trials of all layouts in turn, so many in a run; whether all went well."""
-    wholes: dict[str, Path] = {}
+def many_runs(folder: Path, count: int, kills: int, minutes: float, rng: random.Random) -> bool:
+    """Run trials in all layouts in turn, with several kills per run; return True if all succeeded."""
+    references: dict[str, Path] = {}
     done: list[Trial] = []
     begin = time.monotonic()
-    for number in range(-(-count // kills)):
+    for index in range(-(-count // kills)):
         if time.monotonic() - begin > 60 * minutes:
-            print(f"{minutes:g} minutes are over after {len(done)} of {count} trials")
+            print(f"stopping after {minutes:g} minutes, with {len(done)} of {count} trials")
             break
-        layout, place, start = FOUR_RANKS[number % len(FOUR_RANKS)], folder / f"run-{number}", time.monotonic()
-        if layout not in wholes:
-            wholes[layout] = run_alone(folder, layout, train={"steps": steps_of(kills)})
-        victims = {**VICTIMS, REPORT: 0} if number % REPORTS == 0 else VICTIMS
-        found = trials(place, layout, wholes[layout], chance, kills, victims)
+        layout, run_folder, start = FOUR_RANKS[index % len(FOUR_RANKS)], folder / f"run-{index}", time.monotonic()
+        if layout not in references:
+            references[layout] = run_alone(folder, layout, train={"steps": steps_of(kills)})
+        victims = {**VICTIMS, REPORT: 0} if index % REPORTS == 0 else VICTIMS
+        found = trials(run_folder, layout, references[layout], rng, kills, victims)
         for result in found:
             done.append(result)
             who = result.victim if result.rank is None else f"{result.victim}, rank {result.rank}"
@@ -370,25 +373,25 @@ def many_runs(folder: Path, count: int, kills: int, minutes: float, chance: rand
                 f"{len(done):3}  {layout:11} {who} killed in {result.moment}:{named} "
                 f"{'; '.join(result.problems) or 'bit-equal'}"
             )
-        print(f"run {number + 1}: {time.monotonic() - start:.0f} s", flush=True)
+        print(f"run {index + 1}: {time.monotonic() - start:.0f} s", flush=True)
         if not any(result.problems for result in found):
-            shutil.rmtree(place)
-    table = Table("of", "trials", "bit-equal", "median naming time", "worst")
+            shutil.rmtree(run_folder)
+    table = Table("layout or victim", "trials", "bit-equal", "median naming time", "longest")
     for group in (*FOUR_RANKS, *VICTIMS, REPORT, "all"):
-        of = [result for result in done if group in (result.layout, result.victim, "all")]
-        if of:
-            seconds = [result.naming_seconds for result in of if result.naming_seconds is not None]
+        results = [result for result in done if group in (result.layout, result.victim, "all")]
+        if results:
+            seconds = [result.naming_seconds for result in results if result.naming_seconds is not None]
             times = [f"{statistics.median(seconds):.2f} s", f"{max(seconds):.2f} s"] if seconds else ["", ""]
-            good = sum(not result.problems for result in of)
-            table.add_row(group, str(len(of)), str(good), *times)
+            good = sum(not result.problems for result in results)
+            table.add_row(group, str(len(results)), str(good), *times)
     Console().print(table)
     return all(not result.problems for result in done)
 
 
-def one_run(folder: Path, layout: str, steps: int, every: float, chance: random.Random) -> bool:
-    """A run that loses a rank every so many seconds, never one twice in a row; whether it ends as one that loses none."""
+def one_run(folder: Path, layout: str, steps: int, every: float, rng: random.Random) -> bool:
+    """Run with a rank killed at an interval, never the same twice in a row; True if it ends like a run without kills."""
     tables = {"train": {"steps": steps}, "checkpoint": {"every": 10}}
-    whole = run_alone(folder, layout, **tables)
+    reference = run_alone(folder, layout, **tables)
     faults, last, begin = 0, -1, time.monotonic()
     fault = begin
     with weft_train(job_file(folder, layout, **tables), layout, folder / "run", "--max-restarts", "20") as command:
@@ -396,47 +399,47 @@ def one_run(folder: Path, layout: str, steps: int, every: float, chance: random.
             if time.monotonic() - fault > every and (
                 ranks := {rank: found for rank, found in ranks_of(command.process.pid).items() if rank != last}
             ):
-                last = chance.choice(sorted(ranks))
-                said = f"{time.monotonic() - begin:6.1f} s  rank {last} killed at step {ranks[last].record().step}"
+                last = rng.choice(sorted(ranks))
+                message = f"{time.monotonic() - begin:6.1f} s  rank {last} killed at step {ranks[last].status().step}"
                 os.kill(ranks[last].pid, signal.SIGKILL)
                 faults, fault = faults + 1, time.monotonic()
-                print(said, flush=True)
+                print(message, flush=True)
             time.sleep(0.05)
         exit_code = command.wait()
     wall = time.monotonic() - begin
     if exit_code:
         print(command.printed())
         return False
-    rows, problems = read_metrics(folder / "run/metrics.jsonl"), differences(whole, folder / "run")
+    rows, problems = read_metrics(folder / "run/metrics.jsonl"), differences(reference, folder / "run")
     goodput = sum(row.step_seconds for row in rows) / wall
-    calm = read_metrics(whole / "metrics.jsonl")
-    print(f"{faults} faults, {len(rows)} steps in {wall:.0f} s, goodput {goodput:.0%} (steps that count / wall time)")
+    calm = read_metrics(reference / "metrics.jsonl")
+    print(
+        f"{faults} faults, {len(rows)} steps in {wall:.0f} s, goodput {goodput:.0%} (time of completed steps / wall time)"
+    )
     print(f"final loss {rows[-1].loss!r}, without faults {calm[-1].loss!r}: {'; '.join(problems) or 'bit-equal'}")
     return not problems and faults > 0
 
 
 def main() -> None:
-    """Run what the command line says, in a folder that goes if all is well."""
+    """Run the trials of the command line in a temporary folder, which is kept after a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=4, help="kills")
-    parser.add_argument("--kills", type=int, default=5, help="of each run")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="no run begins later")
-    parser.add_argument("--every", type=float, help="instead, one run with a kill every so many seconds")
-    parser.add_argument("--steps", type=int, default=600, help="of that run")
-    parser.add_argument(
-        "--layout", choices=LAYOUTS, default=FOUR_RANKS[0], help="of that run; its ranks must start in time"
-    )
+    parser.add_argument("--trials", type=int, default=4, help="total number of kills")
+    parser.add_argument("--kills", type=int, default=5, help="kills per run")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no new run after this time")
+    parser.add_argument("--every", type=float, help="instead: one run with a kill at this interval in seconds")
+    parser.add_argument("--steps", type=int, default=600, help="steps of the run with --every")
+    parser.add_argument("--layout", choices=LAYOUTS, default=FOUR_RANKS[0], help="layout of the run with --every")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    chance, folder = random.Random(options.seed), Path(tempfile.mkdtemp(prefix="weft-kill-"))
+    rng, folder = random.Random(options.seed), Path(tempfile.mkdtemp(prefix="weft-kill-"))
     if options.every:
-        good = one_run(folder, options.layout, options.steps, options.every, chance)
+        good = one_run(folder, options.layout, options.steps, options.every, rng)
     else:
-        good = many_runs(folder, options.trials, options.kills, options.minutes, chance)
+        good = many_runs(folder, options.trials, options.kills, options.minutes, rng)
     if good:
         shutil.rmtree(folder)
     else:
-        print(f"what failed is in {folder}")
+        print(f"files of failed runs are in {folder}")
     sys.exit(not good)
 
 

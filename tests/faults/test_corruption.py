@@ -1,4 +1,4 @@
-"""Nothing wrong is ever loaded: flipped bits, missing and planted files, and manifests that lie."""
+"""Refusal of corrupt checkpoints: flipped bits, missing and planted files, and forged manifests."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from tests.lab.checkpoints import keep, tensors_of
+from tests.lab.checkpoints import tensors_of, train_and_save
 from tests.lab.families import family
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.manifest import NAME, read_manifest, verify_folder
-from weft.checkpoint.restore import Reader, choose
+from weft.checkpoint.restore import Reader, first_valid_checkpoint
 from weft.errors import CheckpointError
 from weft.job import Model
 
@@ -32,13 +32,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with the checkpoints of steps 1 and 2, written by two ranks."""
     folder = tmp_path_factory.mktemp("run")
     for steps in ((0, 1), (0, 2)):
-        run_ranks(2, keep, SOURCE, plan_for("fp32", zero=3), folder, steps, None)
+        run_ranks(2, train_and_save, SOURCE, plan_for("fp32", zero=3), folder, steps, None)
     return folder
 
 
 @pytest.fixture
 def newest(run: Path) -> Any:
-    """The newest checkpoint, which a test may spoil; it is put back."""
+    """Newest checkpoint, which a test may corrupt; restored afterwards."""
     folder = list_checkpoints(run)[0]
     saved = {path: path.read_bytes() for path in folder.iterdir()}
     yield folder
@@ -49,24 +49,24 @@ def newest(run: Path) -> Any:
 
 
 def choose_of(rank: int, world_size: int, run: Path) -> tuple[str, list[str]]:
-    """What --resume auto takes, and what it says of the others."""
-    said: list[str] = []
-    found = choose(list_checkpoints(run), said.append)
-    return (found[0].name if found else "", said)
+    """Checkpoint chosen by --resume auto, and the messages about skipped ones."""
+    messages: list[str] = []
+    found = first_valid_checkpoint(list_checkpoints(run), messages.append)
+    return (found[0].name if found else "", messages)
 
 
 def flip_and_choose(rank: int, world_size: int, run: Path, count: int, seed: int) -> int:
-    """Flip single bits of the newest checkpoint, one after the other; how often it was passed over for the one before."""
-    place, folder, passed_over = random.Random(seed), list_checkpoints(run)[0], 0
+    """Flip single bits of the newest checkpoint; return how often it was skipped in favor of the previous one."""
+    rng, folder, skipped = random.Random(seed), list_checkpoints(run)[0], 0
     for _ in range(count):
-        path = place.choice(sorted(folder.iterdir()))
-        offset, bit = place.randrange(path.stat().st_size), 1 << place.randrange(8)
+        path = rng.choice(sorted(folder.iterdir()))
+        offset, bit = rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
         flip(path, offset, bit)
-        chosen, said = choose_of(rank, world_size, run)
-        passed_over += chosen == "step-00000001" and "step-00000002 is passed over" in said[0]
+        chosen, messages = choose_of(rank, world_size, run)
+        skipped += chosen == "step-00000001" and "step-00000002 is skipped" in messages[0]
         flip(path, offset, bit)
     assert choose_of(rank, world_size, run) == ("step-00000002", [])
-    return passed_over
+    return skipped
 
 
 def flip(path: Path, offset: int, bit: int) -> None:
@@ -77,12 +77,12 @@ def flip(path: Path, offset: int, bit: int) -> None:
         file.write(bytes([byte ^ bit]))
 
 
-def test_every_flipped_bit_is_found_and_the_step_before_taken(run: Path) -> None:
+def test_every_flipped_bit_is_detected_and_the_previous_checkpoint_is_used(run: Path) -> None:
     assert run_ranks(1, flip_and_choose, run, FLIPS, 0, timeout=300) == [FLIPS]
 
 
 def resign(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a manifest as somebody would who knows how its digest is made."""
+    """Change a manifest and update its digest."""
     fields = json.loads((folder / NAME).read_text())
     del fields["blake3"]
     change(fields)
@@ -91,8 +91,8 @@ def resign(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (folder / NAME).write_text(text + f'"blake3": "{digest}"}}\n')
 
 
-def test_a_manifest_that_was_signed_again_is_read(newest: Path) -> None:
-    """Else the tests below would refuse for another reason than they say."""
+def test_a_manifest_with_an_updated_digest_is_read(newest: Path) -> None:
+    """Without this, the tests below could pass for another reason."""
     resign(newest, lambda fields: None)
     verify_folder(newest)
 
@@ -123,7 +123,7 @@ def no_manifest(folder: Path) -> str:
 
 
 class Payload:
-    """Runs a command when it is unpickled."""
+    """Object that runs a command when it is unpickled."""
 
     def __init__(self, canary: Path):
         self.canary = canary
@@ -137,8 +137,8 @@ def planted_pickle(folder: Path) -> str:
     return ".metadata is not part of the checkpoint"
 
 
-def pickle_in_place_of_a_shard(folder: Path) -> str:
-    """With a manifest that agrees with it."""
+def pickle_instead_of_a_shard(folder: Path) -> str:
+    """The manifest has the digest of the pickle."""
     shard = folder / "shard-00000.safetensors"
     content = pickle.dumps(Payload(folder.parent / "canary")).ljust(shard.stat().st_size, b"\0")
     shard.write_bytes(content)
@@ -148,7 +148,7 @@ def pickle_in_place_of_a_shard(folder: Path) -> str:
         fields["files"][shard.name] = {"bytes": len(content), "blake3": digest}
 
     resign(folder, agree)
-    return "does not hold what the manifest says"
+    return "differs from the manifest"
 
 
 def path_escape(folder: Path) -> str:
@@ -171,7 +171,7 @@ def link_to_another_file(folder: Path) -> str:
 
 
 def huge_shape(folder: Path) -> str:
-    """2**60 numbers, in all places where a shape stands."""
+    """A shape of 2**60 elements wherever the manifest has the shape."""
     name = "weights/lm_head.weight"
 
     def grow(fields: dict[str, Any]) -> None:
@@ -180,11 +180,11 @@ def huge_shape(folder: Path) -> str:
         entry["parts"] = [{**entry["parts"][0], "offset": [0, 0], "shape": [2**30, 2**30]}]
 
     resign(folder, grow)
-    return "bytes of tensors cannot lie in shard-0000"
+    return "bytes of tensors do not fit in shard-0000"
 
 
 def huge_shape_in_the_header(folder: Path) -> str:
-    """The same, with a safetensors header and digests that agree."""
+    """A shape of 2**60 elements in the manifest and in the safetensors header, with updated digests."""
     shard = folder / "shard-00000.safetensors"
     name = "weights/lm_head.weight"
     content = shard.read_bytes()
@@ -204,11 +204,11 @@ def huge_shape_in_the_header(folder: Path) -> str:
         entry["parts"] = [{"file": shard.name, "key": key, "offset": [0, 0], "shape": [2**30, 2**30]}]
 
     resign(folder, agree)
-    return "bytes of tensors cannot lie in shard-00000"
+    return "bytes of tensors do not fit in shard-00000"
 
 
 def overlapping_parts(folder: Path) -> str:
-    """As many numbers as the tensor has, but one half twice."""
+    """The right number of elements, but one half twice."""
 
     def overlap(fields: dict[str, Any]) -> None:
         entry = fields["tensors"]["weights/lm_head.weight"]
@@ -233,14 +233,14 @@ def deep_json(folder: Path) -> str:
     return "the manifest is refused"
 
 
-SPOILERS = (
+CORRUPTIONS = (
     missing_shard,
     truncated_shard,
     truncated_manifest,
     empty_manifest,
     no_manifest,
     planted_pickle,
-    pickle_in_place_of_a_shard,
+    pickle_instead_of_a_shard,
     path_escape,
     link_to_another_file,
     huge_shape,
@@ -253,13 +253,13 @@ SPOILERS = (
 
 def read_head(folder: Path) -> None:
     manifest = verify_folder(folder)
-    with Reader(folder, manifest) as reader:  # its bytes are what the manifest says: then what it says is wrong
+    with Reader(folder, manifest) as reader:  # digests match, so an error is in the contents of the manifest
         reader.read("weights/lm_head.weight")
 
 
-@pytest.mark.parametrize("spoil", SPOILERS)
-def test_a_spoilt_checkpoint_is_refused(spoil: Callable[[Path], str], newest: Path) -> None:
-    expected = spoil(newest)
+@pytest.mark.parametrize("corrupt", CORRUPTIONS)
+def test_a_corrupt_checkpoint_is_refused(corrupt: Callable[[Path], str], newest: Path) -> None:
+    expected = corrupt(newest)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError) as refusal:
         read_head(newest)
@@ -269,15 +269,15 @@ def test_a_spoilt_checkpoint_is_refused(spoil: Callable[[Path], str], newest: Pa
     (newest.parent / "outside.safetensors").unlink(missing_ok=True)
 
 
-def test_auto_takes_the_newest_that_is_whole(newest: Path) -> None:
+def test_auto_takes_the_newest_intact_checkpoint(newest: Path) -> None:
     missing_shard(newest)
-    chosen, said = run_ranks(2, choose_of, newest.parent)[1]
+    chosen, messages = run_ranks(2, choose_of, newest.parent)[1]
     assert chosen == "step-00000001"
-    assert said == ["step-00000002 is passed over: shard-00001.safetensors is missing"]
+    assert messages == ["step-00000002 is skipped: shard-00001.safetensors is missing"]
 
 
-def test_reading_needs_no_library_of_ours(run: Path) -> None:
-    """Each file is a safetensors file like any other."""
+def test_shards_are_readable_by_safetensors(run: Path) -> None:
+    """Each shard is an ordinary safetensors file."""
     from safetensors.torch import load_file
 
     folder = list_checkpoints(run)[0]

@@ -1,4 +1,4 @@
-"""A real disk that gets full while `weft train` runs: training does not notice, or its state is kept until there is room."""
+"""Full disk during `weft train`: training continues, or its state is kept in memory until there is space."""
 
 import os
 import signal
@@ -18,9 +18,9 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with room."""
-    return run_alone(tmp_path_factory.mktemp("room"), LAYOUT, train=STEPS)
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folder of a run with enough disk space."""
+    return run_alone(tmp_path_factory.mktemp("space"), LAYOUT, train=STEPS)
 
 
 @pytest.fixture
@@ -36,19 +36,19 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator["Disk"]:
 
 
 class Disk:
-    """A small disk that can be filled, by bytes or by files."""
+    """Small disk that can be filled, with bytes or with files."""
 
     def __init__(self, folder: Path, kind: str):
         self.folder, self.kind = folder, kind
 
     def fill(self) -> None:
         (self.folder / "filler").mkdir(exist_ok=True)
-        number = len(list((self.folder / "filler").iterdir()))
+        index = len(list((self.folder / "filler").iterdir()))
         try:
             while self.kind == "files":
-                (self.folder / "filler" / str(number)).touch()
-                number += 1
-            with (self.folder / "filler" / str(number)).open("wb", buffering=0) as file:
+                (self.folder / "filler" / str(index)).touch()
+                index += 1
+            with (self.folder / "filler" / str(index)).open("wb", buffering=0) as file:
                 while file.write(bytes(4096)):
                     pass
         except OSError:
@@ -61,23 +61,25 @@ class Disk:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("disk", ["bytes", "files"], indirect=True)
-def test_a_disk_that_is_full_for_a_while(disk: Disk, whole: Path, tmp_path: Path) -> None:
+def test_training_continues_through_a_temporarily_full_disk(disk: Disk, reference: Path, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=STEPS), disk.folder / "run"
     with weft_train(job, LAYOUT, out) as command:
         rank = command.rank_at(0, 4)
         disk.fill()
-        command.until(lambda: (rank.record().step or 0) >= 12, "steps on a full disk")
+        command.until(lambda: (rank.status().step or 0) >= 12, "steps on a full disk")
         disk.free()
         assert command.wait() == 0, command.printed()
     printed = command.printed()
     assert "no checkpoint of step " in printed or "no checkpoint: " in printed
-    assert differences(whole, out) == []
+    assert differences(reference, out) == []
     assert (out / "report.html").exists()
 
 
 @pytest.mark.parametrize("disk", [pytest.param("bytes", marks=pytest.mark.sweep), "files"], indirect=True)
-@pytest.mark.slow("whole commands: a calm one, one that starts again on a full disk, and one that goes on later")
-def test_a_disk_that_stays_full_and_a_rank_that_is_killed_on_it(disk: Disk, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.slow("complete commands: an undisturbed run, a restart on a full disk, and a later resume")
+def test_state_is_kept_in_memory_while_the_disk_is_full_after_a_kill(
+    disk: Disk, reference: Path, tmp_path: Path
+) -> None:
     job, out = job_file(tmp_path, LAYOUT, train=STEPS), disk.folder / "run"
     with weft_train(job, LAYOUT, out, "--max-restarts", "2") as command:
         command.rank_at(0, 4)
@@ -85,21 +87,23 @@ def test_a_disk_that_stays_full_and_a_rank_that_is_killed_on_it(disk: Disk, whol
         os.kill(command.rank_at(1, 6).pid, signal.SIGKILL)
         command.until(lambda: any("restart 1 of 2" in line.text for line in command.lines), "a restart")
         rank = command.rank_at(0, 5)
-        while command.process.poll() is None and rank.record().phase != "exporting":
-            disk.fill()  # again and again: older checkpoints go
+        while command.process.poll() is None and rank.status().phase != "exporting":
+            disk.fill()  # repeatedly, as older checkpoints are removed
             time.sleep(0.01)
         assert command.wait() == 2, command.printed()
     printed = command.printed()
-    assert "the state after step 30 is kept in memory" in printed
+    assert "the state after step 30 is kept in host memory" in printed
     assert "run the same command with --resume auto" in printed
     assert "Traceback" not in printed
     assert "restart 2 of 2" not in printed
     disk.free()
     with weft_train(job, LAYOUT, out, "--resume", "auto") as command:
         assert command.wait() == 0, command.printed()
-    assert "going on after step 30, from the memory of 1 hosts" in command.printed()
+    assert "resuming after step 30, from the memory of 1 hosts" in command.printed()
     last = [path.name for path in list_checkpoints(out)[:1]]
     assert last == ["step-00000030"]
-    found = [text for text in differences(whole, out) if "metrics" not in text]  # lines that found no room are lost
+    found = [
+        text for text in differences(reference, out) if "metrics" not in text
+    ]  # metrics lines without disk space are lost
     assert found == []
     assert leftovers_of(out) == []

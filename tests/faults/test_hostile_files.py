@@ -1,4 +1,4 @@
-"""Files that somebody has made up, given to every reader: an error of Weft, or what the file says, and never much memory."""
+"""Generated hostile files, given to every reader: an error of Weft, or valid contents, and limited memory."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from weft.checkpoint.manifest import NAME, File, Manifest, Position, read_manifest, verify_folder, write_manifest
+from weft.checkpoint.manifest import NAME, FileEntry, Manifest, Position, read_manifest, verify_folder, write_manifest
 from weft.checkpoint.restore import Reader
 from weft.checkpoint.weight_files import INDEX, check_weight_files
 from weft.data.sealed import read_sealed
@@ -26,8 +26,8 @@ from weft.job import Job
 from weft.precision.scaling import LossScale
 
 FEW, MANY = 60, 500
-"""Files of each kind in `make test`, and in the sweep."""
-MOST_BYTES = 2**28  # that reading them may add to the memory of this process
+"""Files per kind in `make test`, and in the sweep."""
+MOST_BYTES = 2**28  # limit of memory added to this process by reading
 
 ODD = st.sampled_from(
     [0, -1, 1, 2**31, 2**63, 10**30, 1e308, float("inf"), float("nan"), "", "\0", "../x", "a" * 300, "é"]
@@ -42,21 +42,21 @@ CHANGES = st.lists(
 )
 
 
-def places(table: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value of nested tables, as what holds it and its key."""
+def locations(table: Any) -> Iterator[tuple[Any, Any]]:
+    """Container and key of every value of nested tables."""
     keys = list(table) if isinstance(table, dict) else range(len(table)) if isinstance(table, list) else ()
     for key in keys:
         yield table, key
-        yield from places(table[key])
+        yield from locations(table[key])
 
 
 def change(table: dict[str, Any], changes: list[tuple[int, Any, str]]) -> dict[str, Any]:
-    """A copy of nested tables in which values are others, lacking, or too many."""
+    """Copy of nested tables with changed, removed or added values."""
     changed = copy.deepcopy(table)
-    for number, value, how in changes:
-        if not (found := list(places(changed))):
+    for index, value, how in changes:
+        if not (found := list(locations(changed))):
             break
-        holder, key = found[number % len(found)]
+        holder, key = found[index % len(found)]
         if how == "drop":
             del holder[key]
         elif how == "add" and isinstance(holder, dict):
@@ -67,18 +67,18 @@ def change(table: dict[str, Any], changes: list[tuple[int, Any, str]]) -> dict[s
 
 
 def try_to_read(read: Callable[[], object]) -> None:
-    """It may be refused; nothing else may happen."""
+    """Read; a refusal (WeftError) is accepted, any other error fails the test."""
     with suppress(WeftError):
         read()
 
 
 def good_checkpoint(folder: Path) -> dict[str, Any]:
-    """A whole checkpoint, and what its manifest says."""
+    """Write a valid checkpoint; return its manifest as a table."""
     shard = folder / "shard-00000.safetensors"
     save_file({"weights/a": torch.arange(12.0).view(3, 4)}, shard)
     data = shard.read_bytes()
     entry = {
-        "format": "F32",
+        "dtype": "F32",
         "shape": [3, 4],
         "parts": [{"file": shard.name, "key": "weights/a", "offset": [0, 0], "shape": [3, 4]}],
     }
@@ -87,7 +87,7 @@ def good_checkpoint(folder: Path) -> dict[str, Any]:
         world_size=1,
         job={"plan": {"parallel": {"tp": 1}}},
         versions={"torch": "2"},
-        files={shard.name: File(bytes=len(data), blake3=blake3(data).hexdigest())},
+        files={shard.name: FileEntry(bytes=len(data), blake3=blake3(data).hexdigest())},
         tensors={"weights/a": entry},
     )
     write_manifest(manifest, folder)
@@ -97,12 +97,12 @@ def good_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def sign(folder: Path, table: dict[str, Any]) -> None:
-    """Write a manifest whose digest is right."""
+    """Write a manifest with a correct digest."""
     body = (json.dumps(table)[:-1] + ",\n").encode()
     (folder / NAME).write_bytes(body + f'"blake3": "{blake3(body).hexdigest()}"}}\n'.encode())
 
 
-def read_whole(folder: Path) -> None:
+def read_all(folder: Path) -> None:
     manifest = verify_folder(folder)
     with Reader(folder, manifest) as reader:
         for name in manifest.tensors:
@@ -111,11 +111,11 @@ def read_whole(folder: Path) -> None:
 
 def hostile_manifest(folder: Path, changes: list[tuple[int, Any, str]], noise: bytes) -> None:
     sign(folder, change(good_checkpoint(folder), changes))
-    try_to_read(lambda: read_whole(folder))
+    try_to_read(lambda: read_all(folder))
 
 
 def hostile_header(folder: Path, changes: list[tuple[int, Any, str]], noise: bytes) -> None:
-    """The header of a safetensors file, with a manifest that was made to fit."""
+    """A changed safetensors header, with a manifest that has its digest."""
     table, shard = good_checkpoint(folder), folder / "shard-00000.safetensors"
     data = shard.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -125,7 +125,7 @@ def hostile_header(folder: Path, changes: list[tuple[int, Any, str]], noise: byt
     data = shard.read_bytes()
     table["files"][shard.name] = {"bytes": len(data), "blake3": blake3(data).hexdigest()}
     sign(folder, table)
-    try_to_read(lambda: read_whole(folder))
+    try_to_read(lambda: read_all(folder))
 
 
 def hostile_index(folder: Path, changes: list[tuple[int, Any, str]], noise: bytes) -> None:
@@ -139,20 +139,24 @@ def hostile_job(folder: Path, changes: list[tuple[int, Any, str]], noise: bytes)
     path = folder / "job.toml"
     try:
         path.write_text(tomli_w.dumps(change(Job().model_dump(mode="json", exclude_none=True), changes)))
-    except (TypeError, ValueError, AttributeError):  # what TOML cannot say: NUL as it is, or no table at all
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # not expressible in TOML, such as NUL or a value that is not a table
         path.write_bytes(noise)
     try_to_read(lambda: Job.load(path))
 
 
 def noise_for_all(folder: Path, changes: list[tuple[int, Any, str]], noise: bytes) -> None:
-    """Bytes that are no file of any kind."""
+    """Random bytes as every kind of file."""
     for name in (NAME, INDEX, "job.toml", "sealed.json"):
         (folder / name).write_bytes(noise)
     for read in (read_manifest, check_weight_files):
         with pytest.raises(WeftError):
             read(folder)
     try_to_read(lambda: Job.load(folder / "job.toml"))
-    with pytest.raises(ValueError):  # noqa: PT011 - its one error
+    with pytest.raises(ValueError):  # noqa: PT011 - the only error of read_sealed
         read_sealed(folder / "sealed.json")
 
 

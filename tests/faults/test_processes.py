@@ -1,4 +1,4 @@
-"""Ranks of real runs that are killed, stopped and broken: the culprit is named first, the bits are those of a calm run."""
+"""Ranks and launchers of real runs that are killed, stopped and broken: the cause is named first, and results are bit-equal."""
 
 import os
 import random
@@ -30,77 +30,77 @@ from weft.train.run import train
 from weft.train.run_folder import LAUNCHER_LOCK
 
 LAYOUT = "zero3 on 2"
-PATIENCE = 8.0  # seconds
+HANG_TIMEOUT = 8.0  # seconds
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a calm run on two ranks."""
-    return run_alone(tmp_path_factory.mktemp("calm"), LAYOUT)
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folder of an undisturbed run on two ranks."""
+    return run_alone(tmp_path_factory.mktemp("reference"), LAYOUT)
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """The same job, in a folder of its own."""
+    """The same job, in a new folder."""
     return job_file(tmp_path, LAYOUT)
 
 
-PASSING = ("logs", "report.html", LAUNCHER_LOCK)
+NOT_COMPARED = ("logs", "report.html", LAUNCHER_LOCK)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a run folder but its logs, and what holds the time: its page and the lock."""
+    """Contents of a run folder without logs, report and lock, which contain times."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     own = [path.relative_to(folder) for path in files]
-    return {str(name): (folder / name).read_bytes() for name in own if name.parts[0] not in PASSING}
+    return {str(name): (folder / name).read_bytes() for name in own if name.parts[0] not in NOT_COMPARED}
 
 
 # Death
 
 
-@pytest.mark.slow("a calm run of whole processes, and one whose rank is killed")
-def test_a_rank_is_killed_and_the_run_goes_on(whole: Path, tmp_path: Path) -> None:
-    for result in trials(tmp_path, LAYOUT, whole, random.Random(3)):
+@pytest.mark.slow("an undisturbed run of complete processes, and one with a killed rank")
+def test_a_run_continues_after_a_rank_is_killed(reference: Path, tmp_path: Path) -> None:
+    for result in trials(tmp_path, LAYOUT, reference, random.Random(3)):
         assert not result.problems, result
 
 
-@pytest.mark.slow("two whole commands, one of them with a restart")
-def test_the_launcher_is_killed_then_the_process_that_starts_ranks(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.slow("two complete commands, one of them with a restart")
+def test_a_run_survives_kills_of_launcher_and_fork_server(reference: Path, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, checkpoint={"memory_every": 1}), tmp_path / "run"
     with weft_train(job, LAYOUT, out) as command:
         pids = [command.rank_at(rank, 3).pid for rank in range(2)]
         pids.append(forkserver_of(command.process.pid))
-        left = [rank.pulse.parent for rank in ranks_of(command.process.pid).values()]
+        scratch_folders = [rank.heartbeat.parent for rank in ranks_of(command.process.pid).values()]
         command.process.kill()
         command.process.wait()
         deadline = time.monotonic() + 2
         while living := [pid for pid in pids if process_state(pid) not in ("", "Z")]:
             assert time.monotonic() < deadline, living
             time.sleep(0.01)
-    assert left[0].exists()
+    assert scratch_folders[0].exists()
     with weft_train(job, LAYOUT, out, "--resume", "auto", "--max-restarts", "3") as command:
         first = command.rank_at(1, 4)
-        assert not left[0].exists()
+        assert not scratch_folders[0].exists()
         os.kill(forkserver_of(command.process.pid), signal.SIGKILL)
         os.kill(first.pid, signal.SIGKILL)
         assert command.wait() == 0, command.printed()
         assert any("restart 1 of 3" in line for line in command.errors())
-    assert differences(whole, out) == []
+    assert differences(reference, out) == []
     assert not list(out.glob(".step-*"))
     assert leftovers_of(out) == []
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("layout", FOUR_RANKS)
-def test_a_rank_is_killed_in_every_layout(layout: str, tmp_path: Path) -> None:
-    calm = run_alone(tmp_path / "calm", layout, train={"steps": steps_of(kills=2)})
-    for result in trials(tmp_path, layout, calm, random.Random(3), kills=2):
+def test_a_run_continues_after_a_rank_is_killed_in_every_layout(layout: str, tmp_path: Path) -> None:
+    reference = run_alone(tmp_path / "reference", layout, train={"steps": steps_of(kills=2)})
+    for result in trials(tmp_path, layout, reference, random.Random(3), kills=2):
         assert not result.problems, result
 
 
 @pytest.mark.sweep
-def test_a_run_that_is_not_started_again_can_be_resumed(whole: Path, job: Path, tmp_path: Path) -> None:
-    """It ends as docs/errors.md says. Then it goes on; and once it has ended, nothing changes any more."""
+def test_a_run_without_restarts_can_be_resumed(reference: Path, job: Path, tmp_path: Path) -> None:
+    """It exits as documented in docs/errors.md, can be resumed, and does not change once it has ended."""
     with weft_train(job, LAYOUT, tmp_path / "run", "--max-restarts", "0") as command:
         victim = command.rank_at(1, 7)
         os.kill(victim.pid, signal.SIGKILL)
@@ -112,10 +112,13 @@ def test_a_run_that_is_not_started_again_can_be_resumed(whole: Path, job: Path, 
     assert errors[1:3] == ["error: RankFailure", "rank 1 was killed by SIGKILL"]
     assert f"  where: {log}" in errors
     assert not any("Traceback" in line for line in errors)
-    assert step_of(list_checkpoints(tmp_path / "run")[0]) in (4, 6)  # that of step 6 may not have been whole yet
+    assert step_of(list_checkpoints(tmp_path / "run")[0]) in (
+        4,
+        6,
+    )  # the checkpoint of step 6 may not have been complete
     resumed = Job.load(job, [f"out={tmp_path / 'run'}"])
-    train(resumed, ranks=2, resume="auto", say=lambda text: None)
-    assert differences(whole, tmp_path / "run") == []
+    train(resumed, ranks=2, resume="auto", log=lambda text: None)
+    assert differences(reference, tmp_path / "run") == []
     ended = contents(tmp_path / "run")
     with weft_train(job, LAYOUT, tmp_path / "run", "--resume", "auto") as command:
         assert command.wait() == 0, command.printed()
@@ -123,39 +126,39 @@ def test_a_run_that_is_not_started_again_can_be_resumed(whole: Path, job: Path, 
     assert contents(tmp_path / "run") == ended
 
 
-# Standing still
+# Hangs
 
 
 @pytest.mark.sweep
-def test_a_second_of_standing_still_is_nobodys_business(whole: Path, job: Path, tmp_path: Path) -> None:
+def test_a_pause_of_one_second_is_not_reported(reference: Path, job: Path, tmp_path: Path) -> None:
     with weft_train(job, LAYOUT, tmp_path / "run", "--max-restarts", "3") as command:
         victim = command.rank_at(1, 4)
         os.kill(victim.pid, signal.SIGSTOP)
         time.sleep(1)
-        state, step = process_state(victim.pid), victim.record().step
+        state, step = process_state(victim.pid), victim.status().step
         os.kill(victim.pid, signal.SIGCONT)
         assert command.wait() == 0, command.printed()
     assert (state, step in range(4, 8)) == ("T", True)  # before the last step
     assert command.errors() == []
-    assert differences(whole, tmp_path / "run") == []
+    assert differences(reference, tmp_path / "run") == []
 
 
 @pytest.mark.sweep
-def test_a_rank_that_stands_still_for_good_is_named_and_the_run_goes_on(whole: Path, job: Path, tmp_path: Path) -> None:
-    options = ("--max-restarts", "1", "--set", f"guard.hang_timeout_seconds={PATIENCE}")
+def test_a_hung_rank_is_named_and_the_run_restarts(reference: Path, job: Path, tmp_path: Path) -> None:
+    options = ("--max-restarts", "1", "--set", f"guard.hang_timeout_seconds={HANG_TIMEOUT}")
     with weft_train(job, LAYOUT, tmp_path / "run", *options) as command:
         victim = command.rank_at(1, 4)
         stopped = time.monotonic()
         os.kill(victim.pid, signal.SIGSTOP)
         assert command.wait() == 0, command.printed()
-    first, *others = [line for line in command.lines if line.error]
+    first, *rest = [line for line in command.lines if line.error]
     assert first.text.startswith(f"weft: rank 1 on {os.uname().nodename} "), command.printed()
     assert "stopped by a signal" in first.text
     assert Timeouts.stopped < first.seconds - stopped < Timeouts.stopped + 2
-    ended = next(line for line in others if "attempt 1 starts 2 ranks" in line.text)
+    ended = next(line for line in rest if "attempt 1 starts 2 ranks" in line.text)
     assert "rank 1 made no progress for" in ended.text
-    assert PATIENCE < ended.seconds - stopped < PATIENCE + 15
-    assert differences(whole, tmp_path / "run") == []
+    assert HANG_TIMEOUT < ended.seconds - stopped < HANG_TIMEOUT + 15
+    assert differences(reference, tmp_path / "run") == []
 
 
 # Errors
@@ -188,42 +191,42 @@ rank_main(main)
 
 
 @pytest.mark.sweep
-def test_an_exception_of_one_rank_is_the_first_error(whole: Path, tmp_path: Path) -> None:
+def test_an_exception_of_one_rank_is_the_first_error(reference: Path, tmp_path: Path) -> None:
     out, launcher, rank = (tmp_path / name for name in ("run", "launcher.py", "rank.py"))
     launcher.write_text(LAUNCHER)
     rank.write_text(BROKEN_RANK)
     out.mkdir()
     for name in ("job.toml", "prepared.json"):
-        shutil.copy(whole / name, out)
+        shutil.copy(reference / name, out)
     with Command([sys.executable, str(launcher), str(out), str(rank)]) as command:
         assert command.wait() == 0, command.printed()
     first = command.errors()[0]
     assert first.startswith(
-        f"weft: rank 1 on {os.uname().nodename} left with exit code 1 (ValueError: an odd token); step 3"
+        f"weft: rank 1 on {os.uname().nodename} exited with code 1 (ValueError: an odd token); step 3"
     )
     log = tmp_path / "run/logs/rank-1.traceback"
     assert first.endswith(f"; log {log}")
     assert "in break_step_3" in log.read_text()
-    assert differences(whole, tmp_path / "run") == []
+    assert differences(reference, tmp_path / "run") == []
 
 
 # Refusals
 
 
 @pytest.mark.sweep
-def test_resuming_where_nothing_is_begins(whole: Path, job: Path, tmp_path: Path) -> None:
+def test_resume_auto_in_an_empty_folder_starts_a_new_run(reference: Path, job: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    train(Job.load(job), ranks=2, resume="auto", say=lambda text: None)
-    assert differences(whole, tmp_path / "run") == []
+    train(Job.load(job), ranks=2, resume="auto", log=lambda text: None)
+    assert differences(reference, tmp_path / "run") == []
 
 
 @pytest.fixture
-def ended(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the calm run."""
-    return Path(shutil.copytree(whole, tmp_path / "ended"))
+def ended(reference: Path, tmp_path: Path) -> Path:
+    """Copy of the undisturbed run."""
+    return Path(shutil.copytree(reference, tmp_path / "ended"))
 
 
-def test_other_batches_are_refused_before_anything_is_touched(ended: Path, job: Path) -> None:
+def test_resume_with_other_batches_is_refused_and_changes_nothing(ended: Path, job: Path) -> None:
     before = contents(ended)
     settings = ("--set", "train.global_batch_size=8", "--set", "train.steps=20")
     with weft_train(job, LAYOUT, ended, "--resume", "auto", *settings) as command:
@@ -235,14 +238,14 @@ def test_other_batches_are_refused_before_anything_is_touched(ended: Path, job: 
 
 
 @pytest.mark.sweep
-def test_a_damaged_checkpoint_is_refused_by_name(whole: Path, ended: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_with_its_file(reference: Path, ended: Path) -> None:
     folder = folder_of(ended, 6)
     shard = folder / "shard-00001.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
     before = contents(ended)
-    with weft_train(whole.parent / "job.toml", LAYOUT, ended, "--resume", str(folder)) as command:
+    with weft_train(reference.parent / "job.toml", LAYOUT, ended, "--resume", str(folder)) as command:
         assert command.wait() == 2, command.printed()
     errors = command.errors()
     assert "shard-00001.safetensors" in errors[1]

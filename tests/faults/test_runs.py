@@ -1,4 +1,4 @@
-"""Whole runs that are interrupted, spoilt and resumed, on ranks of the pool: the same losses, or a culprit by name."""
+"""Complete runs on ranks of the pool that are interrupted, corrupted and resumed: the same losses, or a named cause."""
 
 import signal
 from pathlib import Path
@@ -20,7 +20,7 @@ from weft.job import Job
 from weft.train.metrics import read_metrics
 from weft.train.session import Session
 
-MODEL = {**family("qwen3_moe"), "vocab_size": 300}  # for every axis
+MODEL = {**family("qwen3_moe"), "vocab_size": 300}  # supports every axis
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"zero": 0}),
     "zero 3 on 2": (2, {"zero": 3}),
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 x tp2": (4, {"cp": 2, "tp": 2}),
 }
 ORDER = ("zero 3 on 4", "zero 3 on 2", "one rank", "tp2 x dp2", "pp2 x dp2", "ep2 x dp2", "zero 0 on 3", "cp2 x tp2")
-"""dp 4, 2, 1, then other axes."""
+"""Layouts: dp 4, 2, 1, then other axes."""
 STEPS = 12
 
 
@@ -55,20 +55,20 @@ def losses_of(out: Path) -> list[float]:
     return [row.loss for row in read_metrics(out / "metrics.jsonl")]
 
 
-# Troubles, at module level so that they can be sent to ranks
+# Faults, at module level so that they can be pickled
 
 
-def on_step(session: Session, step: int, do: Any) -> None:
-    """Do something after the update of a step."""
+def on_step(session: Session, step: int, action: Any) -> None:
+    """Call a function after the update of a step."""
     count = session.position.step
 
-    def look(*_: object) -> None:
+    def count_updates(*_: object) -> None:
         nonlocal count
         count += 1
         if count == step:
-            do()
+            action()
 
-    session.optimizer.register_step_post_hook(look)
+    session.optimizer.register_step_post_hook(count_updates)
 
 
 def stop_after_5(session: Session) -> None:
@@ -89,26 +89,30 @@ IN_SWEEP = [
 
 
 @pytest.mark.parametrize("layout", ["pp2 x dp2", *IN_SWEEP])
-def test_the_same_layout_goes_on_bit_by_bit(layout: str, tmp_path: Path) -> None:
-    whole, _ = train_in_the_pool(*job_of(tmp_path, layout, "whole"))
-    job, ranks = job_of(tmp_path, layout, "parts")
-    parts, _ = train_in_the_pool(job, ranks, trouble=stop_after_5)
-    assert [step_of(path) for path in list_checkpoints(parts)] == [5, 4]
+def test_resume_under_the_same_layout_is_bit_equal(layout: str, tmp_path: Path) -> None:
+    uninterrupted, _ = train_in_the_pool(*job_of(tmp_path, layout, "uninterrupted"))
+    job, ranks = job_of(tmp_path, layout, "interrupted")
+    interrupted, _ = train_in_the_pool(job, ranks, fault=stop_after_5)
+    assert [step_of(path) for path in list_checkpoints(interrupted)] == [5, 4]
     _, printed = train_in_the_pool(job, ranks, resume="auto")
-    assert f"going on after step 5, from {folder_of(parts, 5)}" in printed[0]
-    assert all("going on" not in text for text in printed[1:])
-    for one, other in zip(read_metrics(whole / "metrics.jsonl"), read_metrics(parts / "metrics.jsonl"), strict=True):
+    assert f"resuming after step 5, from {folder_of(interrupted, 5)}" in printed[0]
+    assert all("resuming" not in text for text in printed[1:])
+    for one, other in zip(
+        read_metrics(uninterrupted / "metrics.jsonl"), read_metrics(interrupted / "metrics.jsonl"), strict=True
+    ):
         assert (one.loss, one.grad_norm, one.learning_rate) == (other.loss, other.grad_norm, other.learning_rate)
-    assert [path.name for path in folder_of(whole, STEPS).iterdir()] == [
-        path.name for path in folder_of(parts, STEPS).iterdir()
+    assert [path.name for path in folder_of(uninterrupted, STEPS).iterdir()] == [
+        path.name for path in folder_of(interrupted, STEPS).iterdir()
     ]
-    for path in folder_of(whole, STEPS).glob("*.safetensors"):  # weights, optimizer, generators
-        assert path.read_bytes() == (folder_of(parts, STEPS) / path.name).read_bytes()
-    assert (whole / "export/model.safetensors").read_bytes() == (parts / "export/model.safetensors").read_bytes()
+    for path in folder_of(uninterrupted, STEPS).glob("*.safetensors"):  # weights, optimizer, generators
+        assert path.read_bytes() == (folder_of(interrupted, STEPS) / path.name).read_bytes()
+    assert (uninterrupted / "export/model.safetensors").read_bytes() == (
+        interrupted / "export/model.safetensors"
+    ).read_bytes()
 
 
 DROPOUT = {**family("gpt2"), "vocab_size": 300, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-OTHERS: dict[str, dict[str, dict[str, Any]]] = {
+OTHER_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "dropout": {"model": {"config": DROPOUT}},
     "loss scale": {"plan": {"precision": {"param_dtype": "fp16", "loss_scale": "dynamic"}}},
     "bf16 weights": {"plan": {"precision": {"param_dtype": "bf16", "update": "bf16"}}},
@@ -116,23 +120,23 @@ OTHERS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("kind", OTHERS)
-def test_what_else_must_go_on_bit_by_bit(kind: str, tmp_path: Path) -> None:
-    whole, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "whole", **OTHERS[kind]))
-    job, ranks = job_of(tmp_path, "zero 3 on 2", "parts", **OTHERS[kind])
+@pytest.mark.parametrize("kind", OTHER_SETTINGS)
+def test_resume_with_other_settings_is_bit_equal(kind: str, tmp_path: Path) -> None:
+    uninterrupted, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "uninterrupted", **OTHER_SETTINGS[kind]))
+    job, ranks = job_of(tmp_path, "zero 3 on 2", "interrupted", **OTHER_SETTINGS[kind])
     for resume in (None, "auto"):
-        parts, _ = train_in_the_pool(job, ranks, resume=resume, trouble=None if resume else stop_after_5)
-    rows, others = (read_metrics(folder / "metrics.jsonl") for folder in (whole, parts))
-    for one, other in zip(rows, others, strict=True):
-        assert (one.loss, one.grad_norm, one.loss_scale) == (other.loss, other.grad_norm, other.loss_scale)
-    assert tensors_equal(whole, parts)
+        interrupted, _ = train_in_the_pool(job, ranks, resume=resume, fault=None if resume else stop_after_5)
+    expected, rows = (read_metrics(folder / "metrics.jsonl") for folder in (uninterrupted, interrupted))
+    for a, b in zip(expected, rows, strict=True):
+        assert (a.loss, a.grad_norm, a.loss_scale) == (b.loss, b.grad_norm, b.loss_scale)
+    assert tensors_equal(uninterrupted, interrupted)
 
 
-def test_the_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
-    """It was halved before the interruption: it does not begin anew."""
-    tables = {**OTHERS["loss scale"], "optimizer": {"lr": 1e-2, "eps": 1e-3}}
+def test_resume_keeps_the_loss_scale(tmp_path: Path) -> None:
+    """It was halved before the interruption, and is not reset."""
+    tables = {**OTHER_SETTINGS["loss scale"], "optimizer": {"lr": 1e-2, "eps": 1e-3}}
     job, ranks = job_of(tmp_path, "zero 3 on 2", "run", **tables)
-    out, _ = train_in_the_pool(job, ranks, trouble=overflow_and_stop)
+    out, _ = train_in_the_pool(job, ranks, fault=overflow_and_stop)
     assert read_manifest(list_checkpoints(out)[0]).position.loss_scale.value == 2.0**15
     train_in_the_pool(job, ranks, resume="auto")
     rows = read_metrics(out / "metrics.jsonl")
@@ -141,8 +145,8 @@ def test_the_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def overflow_and_stop(session: Session) -> None:
-    """The gradient of step 2 is beyond fp16 on one rank; the run ends after step 5."""
-    on_step(session, 4, lambda: signal.raise_signal(signal.SIGTERM))  # updates: one was left out
+    """Overflow the gradient of step 2 on one rank; end the run after step 5."""
+    on_step(session, 4, lambda: signal.raise_signal(signal.SIGTERM))  # counts updates; one was skipped
     if session.rank == 1:
         forwards = 0
 
@@ -157,26 +161,26 @@ def overflow_and_stop(session: Session) -> None:
         session.model.get_submodule("model.layers.0.self_attn.q_proj").register_forward_pre_hook(overflow)
 
 
-def tensors_equal(one: Path, other: Path) -> bool:
-    """Of the last checkpoints of two runs, all of them."""
-    mine, theirs = (tensors_of(list_checkpoints(out)[0]) for out in (one, other))
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+def tensors_equal(run_a: Path, run_b: Path) -> bool:
+    """True if all tensors of the last checkpoints of two runs are equal."""
+    a, b = (tensors_of(list_checkpoints(out)[0]) for out in (run_a, run_b))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.sweep  # eight restarts, each on another layout
-def test_every_restart_may_have_another_layout(tmp_path: Path) -> None:
-    """dp 4 -> 2 -> 1, then other axes: one curve."""
-    whole, _ = train_in_the_pool(*job_of(tmp_path, "one rank", "whole", train={"steps": 16}))
+def test_each_resume_may_use_another_layout(tmp_path: Path) -> None:
+    """dp 4 -> 2 -> 1, then other axes: one loss curve."""
+    uninterrupted, _ = train_in_the_pool(*job_of(tmp_path, "one rank", "uninterrupted", train={"steps": 16}))
     for layout in ORDER:
-        job, ranks = job_of(tmp_path, layout, "parts", train={"steps": 16})
-        out, _ = train_in_the_pool(job, ranks, resume="auto", trouble=stop_after_2_more)
+        job, ranks = job_of(tmp_path, layout, "interrupted", train={"steps": 16})
+        out, _ = train_in_the_pool(job, ranks, resume="auto", fault=stop_after_2_more)
     assert step_of(list_checkpoints(out)[0]) == 16
-    assert losses_of(out) == pytest.approx(losses_of(whole), rel=1e-5)
-    assert losses_of(whole)[-1] < losses_of(whole)[0] - 1
+    assert losses_of(out) == pytest.approx(losses_of(uninterrupted), rel=1e-5)
+    assert losses_of(uninterrupted)[-1] < losses_of(uninterrupted)[0] - 1
 
 
 def nan_in_step_3_of_rank_1(session: Session) -> None:
-    """In the gradient of one parameter: in its two micro-batches, and when the step is run again to find the culprit."""
+    """NaN in the gradient of one parameter: in the two micro-batches of step 3, and when the step is run again to locate it."""
     if session.rank == 1:
         forwards = 0
 
@@ -187,20 +191,20 @@ def nan_in_step_3_of_rank_1(session: Session) -> None:
         def spoil(gradient: torch.Tensor) -> torch.Tensor:
             return gradient * float("nan") if forwards in (5, 6, 7, 8) else gradient
 
-        def meet(module: Any, _: object) -> None:
+        def watch(module: Any, _: object) -> None:
             module.weight.register_hook(spoil)
 
         session.model.register_forward_pre_hook(count)
-        session.model.get_submodule("model.layers.1.self_attn.k_proj").register_forward_pre_hook(meet)
+        session.model.get_submodule("model.layers.1.self_attn.k_proj").register_forward_pre_hook(watch)
 
 
-def test_a_nan_is_named_and_leaves_the_weights_alone(tmp_path: Path) -> None:
+def test_a_nan_is_located_and_does_not_reach_the_weights(tmp_path: Path) -> None:
     job, ranks = job_of(tmp_path, "zero 3 on 2", "run", checkpoint={"every": 1, "keep": 0})
-    out, printed = train_in_the_pool(job, ranks, trouble=nan_in_step_3_of_rank_1)
-    said = " ".join(printed[0].split())
+    out, printed = train_in_the_pool(job, ranks, fault=nan_in_step_3_of_rank_1)
+    output = " ".join(printed[0].split())
     assert (
         "step 3 skipped, weights untouched: rank 1: the gradient of model.layers.1.self_attn.k_proj.weight not finite"
-        in said
+        in output
     )
     assert [row.step for row in read_metrics(out / "metrics.jsonl") if row.skipped] == [3]
     before, after, later = (tensors_of(folder_of(out, step)) for step in (2, 3, 4))
@@ -208,8 +212,8 @@ def test_a_nan_is_named_and_leaves_the_weights_alone(tmp_path: Path) -> None:
     assert not torch.equal(later["weights/lm_head.weight"], after["weights/lm_head.weight"])
 
 
-class Watched(Rows):
-    """Rows that remember which was read last, and may be other rows than those of the text."""
+class NoisyRows(Rows):
+    """Rows that record the last position, and are noise at some positions."""
 
     def __init__(self, rows: Rows, first: int, last: int):
         self.__dict__ |= rows.__dict__
@@ -225,8 +229,8 @@ class Watched(Rows):
 
 
 def spoil_rows(session: Session, first: int, last: int) -> None:
-    """Rows whose tokens are noise."""
-    object.__setattr__(session, "train_rows", Watched(session.train_rows, first, last))
+    """Replace some training rows by noise."""
+    object.__setattr__(session, "train_rows", NoisyRows(session.train_rows, first, last))
 
 
 def flip_a_bit(session: Session) -> None:
@@ -245,53 +249,53 @@ def flip_whenever_step_5_is_done(session: Session) -> None:
         session.optimizer.register_step_post_hook(lambda *_: flip_a_bit(session))
 
 
-def test_a_transient_fault_is_undone(tmp_path: Path) -> None:
+def test_a_transient_bit_flip_is_undone(tmp_path: Path) -> None:
     guard = {"sdc_check_interval": 3}
-    whole, _ = train_in_the_pool(*job_of(tmp_path, "zero 0 on 3", "whole", guard=guard))
-    out, printed = train_in_the_pool(*job_of(tmp_path, "zero 0 on 3", "parts", guard=guard), trouble=flip_once)
-    said = " ".join(printed[0].split())
-    assert "replicas differ after step 6: rank 2: model.layers.1.self_attn.q_proj.weight" in said
-    assert "ranks 0, 1 agree" in said
-    assert "going on after step 4" in said
-    assert "replicas are equal after step 6: the fault was transient" in said
-    assert losses_of(out) == losses_of(whole)
-    assert (whole / "export/model.safetensors").read_bytes() == (out / "export/model.safetensors").read_bytes()
+    uninterrupted, _ = train_in_the_pool(*job_of(tmp_path, "zero 0 on 3", "uninterrupted", guard=guard))
+    out, printed = train_in_the_pool(*job_of(tmp_path, "zero 0 on 3", "interrupted", guard=guard), fault=flip_once)
+    output = " ".join(printed[0].split())
+    assert "replicas differ after step 6: rank 2: model.layers.1.self_attn.q_proj.weight" in output
+    assert "ranks 0, 1 agree" in output
+    assert "resuming after step 4" in output
+    assert "replicas are equal after step 6: the fault was transient" in output
+    assert losses_of(out) == losses_of(uninterrupted)
+    assert (uninterrupted / "export/model.safetensors").read_bytes() == (out / "export/model.safetensors").read_bytes()
 
 
-def test_a_persistent_fault_ends_the_run_by_name(tmp_path: Path) -> None:
+def test_a_persistent_bit_flip_ends_the_run_with_the_rank(tmp_path: Path) -> None:
     job, ranks = job_of(tmp_path, "zero 0 on 3", "run", guard={"sdc_check_interval": 3}, checkpoint={"every": 5})
     with pytest.raises(
-        RankError, match=r"after step 3, and there is no good checkpoint to go back to\n *rank 2: model"
+        RankError, match=r"after step 3, and there is no valid checkpoint to roll back to\n *rank 2: model"
     ):
-        train_in_the_pool(job, ranks, trouble=flip_whenever_step_5_is_done)
+        train_in_the_pool(job, ranks, fault=flip_whenever_step_5_is_done)
 
 
-def test_noise_in_the_data_is_passed_over(tmp_path: Path) -> None:
-    """Batch 80 makes a spike: training goes back at least ten steps, and takes the batches after it."""
+def test_rollback_skips_batches_of_noise(tmp_path: Path) -> None:
+    """Batch 80 causes a spike: training rolls back at least ten steps, and continues with the batches after it."""
     tables: dict[str, dict[str, Any]] = {
         "train": {"steps": 90},
         "guard": {"spikes": "rollback", "rollback_steps": 10},
         "checkpoint": {"every": 6, "keep": 4},
     }
-    out, printed = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "run", **tables), trouble=noise_in_batch_80)
-    said = " ".join(printed[0].split())
-    assert "step 81 skipped, weights untouched: loss" in said
-    assert "going on after step 66" in said
-    assert "batches 66 to 80 are left out" in said
+    out, printed = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "run", **tables), fault=noise_in_batch_80)
+    output = " ".join(printed[0].split())
+    assert "step 81 skipped, weights untouched: loss" in output
+    assert "resuming after step 66" in output
+    assert "batches 66 to 80 are skipped" in output
     position = read_manifest(folder_of(out, 90)).position
-    assert position.left_out == ((66, 81),)
+    assert position.excluded_batches == ((66, 81),)
     assert position.next_batch == 90 + 15
     assert max(losses_of(out)[70:]) < losses_of(out)[0] / 2
 
 
 @pytest.mark.sweep
-def test_a_spike_is_left_out(tmp_path: Path) -> None:
+def test_the_update_of_a_spike_is_skipped(tmp_path: Path) -> None:
     tables: dict[str, dict[str, Any]] = {
         "train": {"steps": 85},
         "guard": {"spikes": "skip"},
         "checkpoint": {"every": 90},
     }
-    out, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "run", **tables), trouble=noise_in_batch_80)
+    out, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "run", **tables), fault=noise_in_batch_80)
     rows = read_metrics(out / "metrics.jsonl")
     assert [row.step for row in rows if row.skipped] == [81]
     assert read_manifest(folder_of(out, 85)).position.skipped == (81,)

@@ -1,4 +1,4 @@
-"""What goes wrong while a checkpoint is written costs that checkpoint, and nothing else."""
+"""Faults while a checkpoint is written: that checkpoint is lost, and nothing else."""
 
 import multiprocessing
 import os
@@ -35,12 +35,12 @@ from weft.train.step import train_step
 
 CPU = torch.device("cpu")
 PAGE = 4096
-WRITING_SECONDS = 0.06  # about what a checkpoint takes
+WRITING_SECONDS = 0.06  # approximate duration of a save
 MODEL = {**family("llama"), "hidden_size": 128, "intermediate_size": 512, "vocab_size": 2000}  # 10 MiB of state
 
 
 class Trainer:
-    """Some training to take checkpoints of, on each rank."""
+    """Training on each rank, of which checkpoints are saved."""
 
     def __init__(self, world_size: int):
         source = Model(config=MODEL)
@@ -63,8 +63,8 @@ class Trainer:
         self.snapshots.take(Position(step=step, next_batch=step, loss_scale=LossScale()), target)
 
 
-def save_for_ever(run: Path) -> None:
-    """A process of its own: a checkpoint after each step, as fast as it can."""
+def save_forever(run: Path) -> None:
+    """Save a checkpoint after each step, as fast as possible, in a separate process."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -77,36 +77,36 @@ def save_for_ever(run: Path) -> None:
 
 
 @pytest.mark.parametrize("trials", [8, pytest.param(50, marks=pytest.mark.sweep)])
-def test_a_run_that_is_killed_while_it_saves_loses_no_checkpoint(trials: int, tmp_path: Path) -> None:
-    moments, torn = random.Random(trials), 0
+def test_a_kill_during_a_save_loses_no_checkpoint(trials: int, tmp_path: Path) -> None:
+    rng, torn = random.Random(trials), 0
     for _ in range(trials):
         before = [step_of(path) for path in list_checkpoints(tmp_path)]
-        process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path,))
+        process = multiprocessing.get_context("fork").Process(target=save_forever, args=(tmp_path,))
         process.start()
         deadline = time.monotonic() + 60
         while max(map(step_of, list_checkpoints(tmp_path)), default=0) <= max(before, default=0) + 1:
             assert process.is_alive()
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        while not any(tmp_path.glob(".step-*.part")):  # the next one begins
+        while not any(tmp_path.glob(".step-*.part")):  # until the next save begins
             assert time.monotonic() < deadline
-        time.sleep(moments.random() * WRITING_SECONDS)
+        time.sleep(rng.random() * WRITING_SECONDS)
         assert process.pid
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         torn += len(list(tmp_path.glob(".step-*")))
-        whole = list_checkpoints(tmp_path)
-        assert 1 <= len(whole) <= 3  # two are kept; the oldest may not have been removed yet
-        for folder in whole:
+        complete = list_checkpoints(tmp_path)
+        assert 1 <= len(complete) <= 3  # keep = 2; the oldest may not have been removed yet
+        for folder in complete:
             assert verify_folder(folder).position.step == step_of(folder)
-    assert torn > trials // 4  # they were killed in the middle of something
+    assert torn > trials // 4  # enough kills hit a save
     clean(tmp_path)
     assert list(tmp_path.glob(".step-*")) == []
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 MiB."""
+    """File system of 64 MiB."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount a file system")
     folder = tmp_path / "disk"
@@ -119,7 +119,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path, leave: int) -> Path:
-    """Use up a disk but for some bytes."""
+    """Fill a disk except for some bytes."""
     free = os.statvfs(folder)
     path = folder / "filler"
     with path.open("wb") as file:
@@ -131,8 +131,8 @@ def remount(folder: Path, how: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
 
 
-class Moment:
-    """What happens to the disk before, during and after the second of three checkpoints; on rank 0."""
+class DiskFault:
+    """Fault of the disk around the second of three checkpoints, caused and removed by rank 0."""
 
     def __init__(self, kind: str, run: Path):
         self.kind, self.run, self.filler = kind, run, run / "filler"
@@ -142,9 +142,9 @@ class Moment:
         pages = sum(-(-size // PAGE) for size in shards) * PAGE
         if self.kind == "full":
             fill(self.run, 0)
-        elif self.kind == "room for one file of two":
+        elif self.kind == "space for one file of two":
             fill(self.run, pages * 3 // 4)
-        elif self.kind == "no room for the manifest":
+        elif self.kind == "no space for the manifest":
             fill(self.run, pages)
         elif self.kind == "read-only":
             remount(self.run, "ro")
@@ -156,54 +156,54 @@ class Moment:
 
 
 def train_through(rank: int, world_size: int, kind: str, run: Path) -> tuple[list[str], list[float]]:
-    """Six steps with three checkpoints, and trouble around the second; what rank 0 tells, and the losses."""
-    trainer, moment, losses = Trainer(world_size), Moment(kind, run), []
+    """Train six steps with three checkpoints and a fault around the second; return rank 0's messages and the losses."""
+    trainer, fault, losses = Trainer(world_size), DiskFault(kind, run), []
     for step in range(1, 7):
         losses.append(trainer.step())
         if step % 2:
             continue
         if step == 4 and rank == 0:
-            moment.before()
+            fault.before()
         dist.barrier()
         trainer.take(run, step)
         trainer.snapshots.finish()
         dist.barrier()
         if step == 4 and rank == 0:
-            assert not part_of(run, 4).exists()  # what was written of it is not left to fill the disk
-            moment.after()
+            assert not part_of(run, 4).exists()  # an unfinished checkpoint must not fill the disk
+            fault.after()
         dist.barrier()
-    return trainer.snapshots.take_news(), losses
+    return trainer.snapshots.take_messages(), losses
 
 
 REASONS = {
     "none": "",
     "full": "0 MiB are free",
-    "room for one file of two": r"rank \d: (5 MiB are needed|\[Errno 28\] No space left on device)",
-    "no room for the manifest": r"step 4: \[Errno 28\] No space left on device",
+    "space for one file of two": r"rank \d: (5 MiB are needed|\[Errno 28\] No space left on device)",
+    "no space for the manifest": r"step 4: \[Errno 28\] No space left on device",
     "read-only": "Read-only file system",
 }
 
 
 @pytest.mark.parametrize("kind", REASONS)
-def test_training_goes_on_without_room_for_a_checkpoint(kind: str, small_disk: Path) -> None:
-    (news, losses), (_, others) = run_ranks(2, train_through, kind, small_disk)
-    assert losses == others == run_ranks(2, train_through, "none", small_disk.parent / "aside")[0][1]
+def test_training_continues_without_space_for_a_checkpoint(kind: str, small_disk: Path) -> None:
+    (messages, losses), (_, losses_of_rank_1) = run_ranks(2, train_through, kind, small_disk)
+    assert losses == losses_of_rank_1 == run_ranks(2, train_through, "none", small_disk.parent / "aside")[0][1]
     steps = [step_of(path) for path in list_checkpoints(small_disk)]
     if kind == "none":
         assert steps == [6, 4]
     else:
-        assert steps == [6, 2]  # the one before stayed
-        (text,) = [text for text in news if text.startswith("no checkpoint")]
+        assert steps == [6, 2]  # the previous checkpoint was kept
+        (text,) = [text for text in messages if text.startswith("no checkpoint")]
         assert re.search(REASONS[kind], text)
     for folder in list_checkpoints(small_disk):
         assert len(tensors_of(folder)) > 50
 
 
-def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
-    news = run_ranks(1, take_twice, tmp_path)[0]
-    assert news[0].startswith("step-00000003: ")
-    assert news[1].startswith("no checkpoint of step 3")
-    assert "exists" in news[1]
+def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    messages = run_ranks(1, take_twice, tmp_path)[0]
+    assert messages[0].startswith("step-00000003: ")
+    assert messages[1].startswith("no checkpoint of step 3")
+    assert "exists" in messages[1]
     assert verify_folder(tmp_path / "step-00000003").position.next_batch == 3
 
 
@@ -213,4 +213,4 @@ def take_twice(rank: int, world_size: int, run: Path) -> list[Any]:
         trainer.step()
         trainer.take(run, 3)
         trainer.snapshots.finish()
-    return trainer.snapshots.take_news()
+    return trainer.snapshots.take_messages()

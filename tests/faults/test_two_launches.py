@@ -1,4 +1,4 @@
-"""Two commands and one folder: the second is refused before it touches anything, the first ends as if it had been alone."""
+"""Two commands on one folder: the second is refused before it changes anything, and the first is not affected."""
 
 import shutil
 from pathlib import Path
@@ -17,8 +17,8 @@ STEPS = {"steps": 40}
 KEY = bytes(range(32))
 
 
-@pytest.mark.slow("whole commands, one beside another")
-def test_a_second_command_and_a_resume_with_changes_are_refused_and_the_first_unharmed(tmp_path: Path) -> None:
+@pytest.mark.slow("complete commands, two at the same time")
+def test_a_second_command_and_a_changed_resume_are_refused_without_effect_on_the_first(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.write_text(KEY.hex())
     key_file.chmod(0o600)
@@ -47,22 +47,22 @@ def test_a_second_command_and_a_resume_with_changes_are_refused_and_the_first_un
     before = read_manifest(list_checkpoints(out)[0], KEY)
     planted = shutil.copytree(
         list_checkpoints(out)[0], out / "step-00000041"
-    )  # somebody else's, whose digests are right
+    )  # checkpoint of another run with correct digests
     manifest = before.model_copy(update={"position": before.position.model_copy(update={"step": 41})})
     write_manifest(manifest, planted)
     with weft_train(job, LAYOUT, out, "--resume", "auto", "--accept-changes") as other:
         assert other.wait() == 0, other.printed()
-    assert "step-00000041 is passed over" in other.printed()
-    assert "going on after step 40" in other.printed()
+    assert "step-00000041 is skipped" in other.printed()
+    assert "resuming after step 40" in other.printed()
     after = read_manifest(list_checkpoints(out)[0], KEY)
     assert after.run == before.run == run_id == read_run_id(out)
     assert after.position.step == 44
     assert after.data != before.data
 
 
-@pytest.mark.slow("a whole command")
-def test_a_run_whose_folder_another_one_has_taken_stops(tmp_path: Path) -> None:
-    """No lock holds where somebody renames folders; the identity does."""
+@pytest.mark.slow("a complete command")
+def test_a_run_stops_when_its_folder_has_another_identity(tmp_path: Path) -> None:
+    """A lock does not protect against renamed folders; the run identity does."""
     job, out = job_file(tmp_path, LAYOUT, train={"steps": 100_000}), tmp_path / "run"
     with weft_train(job, LAYOUT, out) as first:
         first.rank_at(1, 4)

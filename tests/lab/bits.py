@@ -1,38 +1,39 @@
-"""The same bits: two plans on the same ranks, over losses, norms, gradients and weights of three steps."""
+"""Bitwise comparison of plans on the same ranks: losses, norms, gradients and weights of three steps."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from tests.lab.parity import Trace, packed_batches, run_plan
+from tests.lab.parity import ParityRecord, packed_batches, run_plan
 from tests.lab.pool import close_pools, run_ranks
 from weft.job import Model
 from weft.plan import Memory, Plan
 
 
-def traces_of(config: dict[str, Any], plan: Plan, ranks: int, micro_batch: int = 2) -> list[Trace]:
-    """On fresh ranks: torch finds meshes of earlier runs in its caches, but for their groups, by which norms are summed."""
+def records_of(config: dict[str, Any], plan: Plan, ranks: int, micro_batch: int = 2) -> list[ParityRecord]:
+    """Run a plan on fresh ranks: torch caches meshes of earlier runs without their groups, over which norms are summed."""
     close_pools()
     return run_ranks(ranks, run_plan, Model(config=config), plan, packed_batches(96), micro_batch, timeout=120)
 
 
 def assert_same_bits(config: dict[str, Any], ranks: int, micro_batch: int, plan: Plan, *others: Plan) -> None:
-    """What a plan computes, each of the others computes too, bit by bit."""
-    expected = traces_of(config, plan, ranks, micro_batch)
+    """Assert that all other plans compute the same bits as `plan`."""
+    expected = records_of(config, plan, ranks, micro_batch)
     for changed in others:
-        found = traces_of(config, changed, ranks, micro_batch)
-        for one, other in zip(found, expected, strict=True):
-            assert (one.losses, one.norms, one.held_out) == (other.losses, other.norms, other.held_out), changed
+        found = records_of(config, changed, ranks, micro_batch)
+        for record, reference in zip(found, expected, strict=True):
+            curves = (reference.losses, reference.norms, reference.held_out)
+            assert (record.losses, record.norms, record.held_out) == curves, changed
             for kind in ("gradients", "weights"):
-                mine, theirs = getattr(one, kind), getattr(other, kind)
-                assert mine.keys() == theirs.keys()
-                assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == [], changed
+                tensors, references = getattr(record, kind), getattr(reference, kind)
+                assert tensors.keys() == references.keys()
+                assert [name for name in references if not torch.equal(tensors[name], references[name])] == [], changed
 
 
 def assert_near(config: dict[str, Any], ranks: int, micro_batch: int, plan: Plan, other: Plan, rel: float) -> None:
-    """The same loss before the first update, and another that is near after it."""
-    expected, found = (traces_of(config, one, ranks, micro_batch)[0].losses for one in (plan, other))
+    """Assert the same loss before the first update, and different but close losses after it."""
+    expected, found = (records_of(config, each, ranks, micro_batch)[0].losses for each in (plan, other))
     assert found[0] == expected[0]
     assert found[1:] != expected[1:]
     assert found == pytest.approx(expected, rel=rel)
@@ -41,6 +42,6 @@ def assert_near(config: dict[str, Any], ranks: int, micro_batch: int, plan: Plan
 def assert_same_bits_with(
     config: dict[str, Any], plan: Plan, ranks: int, *memories: Memory, micro_batch: int = 2
 ) -> None:
-    """The same plan with other settings of memory."""
+    """Assert that a plan computes the same bits with other memory settings."""
     others = [plan.model_copy(update={"memory": memory}) for memory in memories]
     assert_same_bits(config, ranks, micro_batch, plan, *others)

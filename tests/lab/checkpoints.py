@@ -1,4 +1,4 @@
-"""Checkpoints for tests, of tiny models under any plan, taken on ranks of the pool."""
+"""Checkpoints of tiny models under any plan, saved on ranks of the pool, for tests."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from weft.checkpoint.huggingface import allocate, build_on_meta, gather_weights,
 from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together
-from weft.checkpoint.slices import OF_RANKS
+from weft.checkpoint.slices import PER_RANK_KINDS
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.device.device import detect
 from weft.job import Checkpoint, Job, Model
@@ -26,10 +26,10 @@ from weft.train.step import evaluate, train_step
 CPU = torch.device("cpu")
 
 
-def keep(
+def train_and_save(
     rank: int, world_size: int, source: Model, plan: Plan, run: Path, steps: tuple[int, int], begin: Path | None
 ) -> dict[str, torch.Tensor]:
-    """Train from a checkpoint or from scratch, and leave a checkpoint; the weights, whole, by another way."""
+    """Train from a checkpoint or from scratch, and save a checkpoint; return the full weights, gathered independently."""
     plan = plan.resolve(world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = build_on_meta(read_config(source), DTYPES[plan.precision.update])
@@ -43,22 +43,22 @@ def keep(
     else:
         materialize(model, source, CPU)
         optimizer = build_optimizer(model, SETTINGS)
-    for whole in packed_batches(read_config(source).get_text_config().vocab_size)[slice(*steps)]:
-        batch = share(whole, data_rank(mesh), plan.parallel.data_ranks, 1)
+    for global_batch in packed_batches(read_config(source).get_text_config().vocab_size)[slice(*steps)]:
+        batch = share(global_batch, data_rank(mesh), plan.parallel.data_ranks, 1)
         train_step(model, optimizer, batch, plan, mesh, LossScale(), 0.5)
-        evaluate(model, batch, mesh)  # which may leave weights gathered
+        evaluate(model, batch, mesh)  # may leave weights gathered
     job = Job(model=source, plan=plan, checkpoint=Checkpoint(every=1))
     snapshots = Snapshots(job, model, anatomy, optimizer, detect(), CPU, mesh)
     step, target = steps[1], Target(run, rank == 0, keep=0, keep_hours=0)
     assert snapshots.take(Position(step=step, next_batch=step, loss_scale=LossScale()), target) > 0
     snapshots.finish()
     dist.barrier()
-    assert rank or "beside training" in "".join(snapshots.take_news())
+    assert rank or "in the background" in "".join(snapshots.take_messages())
     return gather_weights(model)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything but generators, which belong to ranks."""
+    """Tensors of a checkpoint, without random generators, which belong to ranks."""
     manifest = verify_folder(folder)
     with Reader(folder, manifest) as reader:
-        return {name: reader.read(name) for name in manifest.tensors if name.partition("/")[0] not in OF_RANKS}
+        return {name: reader.read(name) for name in manifest.tensors if name.partition("/")[0] not in PER_RANK_KINDS}

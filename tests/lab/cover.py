@@ -1,4 +1,4 @@
-"""Pairwise covering arrays: few rows in which every pair of values of two settings occurs, if it is possible at all."""
+"""Pairwise covering arrays: few rows that contain every possible pair of values of two settings."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
@@ -15,24 +15,24 @@ def pairs_of(row: Row) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 
 def covering_array(settings: Mapping[str, Sequence[Any]], possible: Callable[[Row], bool]) -> list[Row]:
-    """Rows of one value for each setting, so that each pair of values of a possible row is in one of them.
+    """Rows of one value for each setting, which together contain each pair of values of a possible row.
 
-    Greedy and deterministic: the next row is the first of those that cover most of what is left.
+    Greedy and deterministic: the next row is the first one that covers the most uncovered pairs.
 
     Args:
-        settings: values by the name of a setting.
-        possible: whether a row can be.
+        settings: values by name of a setting.
+        possible: True if a row is possible.
     """
     names = list(settings)
-    places = product(*(range(len(values)) for values in settings.values()))
-    rows = [place for place in places if possible(_row(settings, place))]
+    combinations_of_indices = product(*(range(len(values)) for values in settings.values()))
+    rows = [indices for indices in combinations_of_indices if possible(_row(settings, indices))]
     table = np.array(rows, dtype=np.int64).reshape(-1, len(names))  # [rows, settings]
     axes = list(combinations(range(len(names)), 2))
     missing = {(a, b): np.zeros([len(settings[names[a]]), len(settings[names[b]])], dtype=np.int64) for a, b in axes}
     for a, b in axes:
         missing[a, b][table[:, a], table[:, b]] = 1
     found = []
-    while any(left.any() for left in missing.values()):
+    while any(pairs.any() for pairs in missing.values()):
         gains = np.sum([missing[a, b][table[:, a], table[:, b]] for a, b in axes], axis=0)
         best = rows[int(gains.argmax())]
         for a, b in axes:
@@ -41,5 +41,5 @@ def covering_array(settings: Mapping[str, Sequence[Any]], possible: Callable[[Ro
     return found
 
 
-def _row(settings: Mapping[str, Sequence[Any]], place: Sequence[int]) -> Row:
-    return {name: values[index] for (name, values), index in zip(settings.items(), place, strict=True)}
+def _row(settings: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> Row:
+    return {name: values[index] for (name, values), index in zip(settings.items(), indices, strict=True)}

@@ -57,5 +57,5 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def family(name: str) -> dict[str, Any]:
-    """The configuration table of a family, as a job's `model.config` holds it."""
+    """Configuration table of a family, for a job's `model.config`."""
     return {"model_type": name, **FAMILIES[name]}

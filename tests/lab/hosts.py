@@ -1,13 +1,13 @@
-"""Emulated hosts: network namespaces on one bridge, whose links can be slow, and can break.
+"""Emulated hosts: network namespaces on one bridge, whose links can be slow and can be cut.
 
     with hosts(2, rate=100_000_000) as (a, b):
         server = a.start([sys.executable, "server.py"])
         client = b.start([sys.executable, "client.py", a.address])
         b.unplug()
 
-A namespace has its own loopback, addresses and ports; files and processes are those of the machine. The bridge stands in a
-namespace too, so nothing is seen on the machine but names. A namespace carries the id of the process that made it: what a
-killed run left behind goes with the next `hosts`.
+A namespace has its own loopback, addresses and ports, but shares files and processes with the machine. The bridge is in a
+namespace too, so only the names of the namespaces are visible on the machine. The name of a namespace contains the id of the
+process that created it; the next call of `hosts` removes the namespaces of killed processes.
 """
 
 import os
@@ -26,14 +26,12 @@ import pytest
 
 PREFIX = "weft"
 INTERFACE = "eth0"
-BURST_SECONDS = (
-    0.004  # what a limited link saves up while the kernel sleeps; at 1 ms a gigabit carries a tenth too little
-)
-HEADER_BYTES = 66  # of Ethernet, IP and TCP with time stamps around each packet
+BURST_SECONDS = 0.004  # burst of a limited link while the kernel sleeps; with 1 ms a gigabit link is a tenth too slow
+HEADER_BYTES = 66  # headers of a packet: Ethernet, IP, and TCP with time stamps
 
 
 def payload_sent() -> int:
-    """Bytes that have left this host by the counters of its interface, headers taken off. For a process on a host."""
+    """Bytes sent by this host without headers, by the counters of its interface; for a process on an emulated host."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     fields = next(line.split() for line in lines if line.strip().startswith(INTERFACE))
     return int(fields[9]) - HEADER_BYTES * int(fields[10])
@@ -41,7 +39,7 @@ def payload_sent() -> int:
 
 @dataclass
 class Host:
-    """One emulated host: a namespace with loopback and one interface."""
+    """Emulated host: a namespace with loopback and one interface."""
 
     namespace: str
     address: str
@@ -53,67 +51,68 @@ class Host:
     interface: str = INTERFACE
 
     def start(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a process on this host, with the options of `subprocess.Popen`; the end of `hosts` kills it.
+        """Start a process on this host, with options of `subprocess.Popen`; it is killed at the end of `hosts`.
 
-        `ip netns exec` becomes the process by exec, so its id, signals and exit code are the command's.
+        `ip netns exec` replaces itself by the command (exec), so process id, signals and exit code are the command's.
         """
         process = subprocess.Popen(["ip", "netns", "exec", self.namespace, *argv], **options)
         self.processes.append(process)
         return process
 
     def unplug(self) -> None:
-        """Take the link down at the bridge, as a pulled cable: the interface keeps its address, and no packet passes."""
+        """Cut the link at the bridge, like a pulled cable: the interface keeps its address, and no packet passes."""
         _run("ip", "-n", self.bridge, "link", "set", self.port, "down")
 
     def plug(self) -> None:
-        """Take the link up again."""
+        """Restore the link."""
         _run("ip", "-n", self.bridge, "link", "set", self.port, "up")
 
 
 @contextmanager
-def hosts(number: int, rate: int | None = None) -> Iterator[list[Host]]:
-    """`number` emulated hosts that reach each other at 10.x.y.1, 10.x.y.2 ...; all is removed at the end.
+def hosts(count: int, rate: int | None = None) -> Iterator[list[Host]]:
+    """Emulated hosts that reach each other at 10.x.y.1, 10.x.y.2 ...; removed at the end.
 
-    Skips the test, with the reason, where namespaces cannot be made.
+    Skips the test, with the reason, where namespaces cannot be created.
 
     Args:
-        rate: bits per second of each link, in each direction; None: as fast as the machine copies.
+        count: number of hosts.
+        rate: bits per second of each link, in each direction; None: unlimited.
     """
-    reason = unable()
+    reason = unsupported_reason()
     if reason:
         pytest.skip(reason)
     remove_leftovers()
     run = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(2)}"
     bridge = f"{run}-bridge"
-    made: list[Host] = []
+    created: list[Host] = []
     try:
         _run("ip", "netns", "add", bridge)
         _run("ip", "-n", bridge, "link", "add", "bridge", "type", "bridge", "forward_delay", "0")
         _run("ip", "-n", bridge, "link", "set", "bridge", "up")
         network = f"10.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
-        for i in range(number):
-            host = Host(f"{run}-{i}", f"{network}.{i + 1}", bridge, f"host{i}")
-            made.append(host)
+        for index in range(count):
+            host = Host(f"{run}-{index}", f"{network}.{index + 1}", bridge, f"host{index}")
+            created.append(host)
             _add(host, rate)
-        yield made
+        yield created
     finally:
-        for host in made:
+        for host in created:
             for process in host.processes:
                 process.kill()
                 process.wait()
-        for namespace in [*(host.namespace for host in made), bridge]:
+        for namespace in [*(host.namespace for host in created), bridge]:
             _remove(namespace)
 
 
 def limit_rate(namespace: str, interface: str, rate: int) -> None:
-    """Limit what leaves an interface to so many bits per second."""
+    """Limit the rate of an interface's outgoing traffic, in bits per second."""
     burst = max(32 * 1024, int(rate / 8 * BURST_SECONDS))  # below one packet nothing would pass
     limit = ("tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "latency", "200ms")
     _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", *limit)
 
 
-def unable() -> str | None:
-    """Why this machine cannot emulate hosts; None if it can."""
+def unsupported_reason() -> str | None:
+    """Reason why this machine cannot emulate hosts; None if it can."""
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         return f"emulated hosts need the command {missing[0]} (package iproute2)"
     if os.geteuid() != 0:
@@ -125,7 +124,7 @@ def unable() -> str | None:
 
 
 def remove_leftovers() -> None:
-    """Remove the namespaces of processes that are gone, and what still runs in them."""
+    """Remove the namespaces of ended processes, and kill the processes in them."""
     for name in namespaces():
         pid = re.match(rf"{PREFIX}-(\d+)-", name)
         if pid and not Path("/proc", pid[1]).exists():
@@ -152,7 +151,7 @@ def _add(host: Host, rate: int | None) -> None:
 
 
 def _remove(namespace: str) -> None:
-    """Kill what runs in a namespace and delete it; another run may be doing the same."""
+    """Kill the processes in a namespace and delete it; another run may do the same at the same time."""
     found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
     for pid in found.split():
         with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A tiny job on a small text, for tests of whole commands."""
+"""Tiny job on a small text, for tests of complete commands."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,10 @@ from tests.lab.families import family
 
 
 def write_job(folder: Path, **tables: dict[str, Any]) -> Path:
-    """A job that trains a tiny Llama on a small text, but for what a test changes."""
+    """Write a job that trains a tiny Llama on a small text, with changes of its tables; return its path."""
     (folder / "text").mkdir(exist_ok=True)
-    for number in range(20):
-        (folder / "text" / f"{number}.txt").write_text(f"The quick brown fox number {number} jumps. " * 60)
+    for index in range(20):
+        (folder / "text" / f"{index}.txt").write_text(f"The quick brown fox number {index} jumps. " * 60)
     job: dict[str, Any] = {
         "model": {"config": {**family("llama"), "vocab_size": 300}},
         "data": {

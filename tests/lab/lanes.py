@@ -1,4 +1,4 @@
-"""Division of the tests: which run beside which, in which slice of the sweep, and how long each takes."""
+"""Scheduling of tests: slices of the sweep, exclusive tests, and the table of the slowest tests."""
 
 import ast
 import fcntl
@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 SLICES = 4
-"""Slices of the sweep: as many that one takes less than ten minutes on two cores."""
+"""Number of slices of the sweep, so that one slice takes less than ten minutes on two cores."""
 SLOWEST = 25
-"""Rows of the table of times."""
+"""Rows of the table of the slowest tests."""
 SLOW_SECONDS = 20.0
-"""A test of `make test` that takes longer gives its reason: the mark slow(reason)."""
+"""Limit above which a test of `make test` needs the mark slow(reason)."""
 
 
-# Which tests run
+# Slices of the sweep
 
 
 def slice_of(nodeid: str) -> int:
-    """Slice of the sweep, from 1: by a hash of the test's id, so that another test does not move it."""
+    """Slice of a test, from 1, by a hash of its id, so that a new test moves no other one."""
     return zlib.crc32(nodeid.encode()) % SLICES + 1
 
 
@@ -32,23 +32,25 @@ def keep_slice(config: pytest.Config, items: list[pytest.Item], chosen: str | No
     """Deselect the tests of all other slices.
 
     Raises:
-        pytest.UsageError: there is no such slice.
+        pytest.UsageError: unknown slice.
     """
     if chosen in (None, "all"):
         return
     if chosen not in map(str, range(1, SLICES + 1)):
         raise pytest.UsageError(f"--slice {chosen}: write a number from 1 to {SLICES}, or all")
-    others = [item for item in items if slice_of(item.nodeid) != int(chosen)]
-    config.hook.pytest_deselected(items=others)
+    deselected = [item for item in items if slice_of(item.nodeid) != int(chosen)]
+    config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if slice_of(item.nodeid) == int(chosen)]
 
 
-# Which run beside which
+# Concurrency of tests
 
 
 def arrange(items: list[pytest.Item]) -> None:
-    """Put exclusive tests last, and note the reasons of slow ones for the table of times."""
-    items.sort(key=lambda item: item.get_closest_marker("exclusive") is not None)  # stable: else the order of the files
+    """Move exclusive tests to the end, and record the reasons of slow tests for the table."""
+    items.sort(
+        key=lambda item: item.get_closest_marker("exclusive") is not None
+    )  # stable sort: other tests stay in file order
     for item in items:
         slow = item.get_closest_marker("slow")
         if slow is not None:
@@ -56,10 +58,10 @@ def arrange(items: list[pytest.Item]) -> None:
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A scheduler of pytest-xdist, in the process that collects nothing: it reads the marks from the files.
+    """Scheduler of pytest-xdist. Its process collects no tests, so it reads the marks from the files.
 
-    Each test goes to the next worker that is free, but that exclusive tests stay in one, and so do the tests of a module that
-    has a fixture of its scope, or is marked together. (`--dist loadgroup` of xdist 3.8 has no effect under pytest 9.2.)
+    Each test runs on the next free worker, except that exclusive tests run on one worker, and so do the tests of a module that
+    has a module-scoped fixture or the mark `together`. (`--dist loadgroup` of xdist 3.8 has no effect under pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -76,7 +78,7 @@ def make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def read_marks(root: Path) -> tuple[set[str], set[str]]:
-    """Paths of the modules whose tests stay together, and ids of exclusive tests without their parameters."""
+    """Paths of modules whose tests run on one worker, and ids of exclusive tests without their parameters."""
     together, exclusive = set(), set()
     for file in sorted((root / "tests").rglob("test_*.py")):
         text, path = file.read_text(encoding="utf-8"), file.relative_to(root).as_posix()
@@ -92,11 +94,11 @@ def read_marks(root: Path) -> tuple[set[str], set[str]]:
 
 @contextmanager
 def lane(root: Path, exclusive: bool) -> Iterator[None]:
-    """Wait for the other workers of pytest-xdist where a test, theirs or this one, is exclusive.
+    """Wait for the other workers of pytest-xdist if this test, or a test of another worker, is exclusive.
 
     Args:
-        root: of the repository; the workers share a lock on a file in it.
-        exclusive: whether the others must have no test under way.
+        root: root of the repository; the workers share a lock on a file in it.
+        exclusive: True if no other worker may run a test at the same time.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:  # one process runs one test after the other
         yield
@@ -106,14 +108,14 @@ def lane(root: Path, exclusive: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a rank that was forked meanwhile has the file open, too
+            fcntl.flock(file, fcntl.LOCK_UN)  # explicit, as a rank forked in the meantime has the file open too
 
 
-# How long they take
+# Durations
 
 
 def print_slowest(reporter: pytest.TerminalReporter) -> None:
-    """A table of the slowest tests: seconds of setup, call and teardown together, and the reason of those above the limit."""
+    """Print the slowest tests: seconds of setup, call and teardown, and the reason of tests above the limit."""
     seconds: Counter[str] = Counter()
     reasons: dict[str, str] = {}
     for report in (report for reports in reporter.stats.values() for report in reports):
@@ -130,7 +132,7 @@ def print_slowest(reporter: pytest.TerminalReporter) -> None:
 
 
 def lines_of(slowest: Sequence[tuple[str, float]], reasons: dict[str, str]) -> list[str]:
-    """Lines of the table."""
+    """Text lines of the table of the slowest tests."""
     lines = []
     for nodeid, seconds in slowest:
         missing = f"above {SLOW_SECONDS:.0f} s without a reason" if seconds > SLOW_SECONDS else ""

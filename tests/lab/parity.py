@@ -1,4 +1,4 @@
-"""Parity: the untouched model in one process against a plan on several ranks, over loss, logits, every gradient and steps."""
+"""Parity of the untouched model in one process and a plan on several ranks: loss, logits, every gradient, and steps."""
 
 import json
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import (
-    arrange_packed,
     build_on_meta,
     build_plain,
     gather_weights,
     materialize,
+    reorder_packed,
 )
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
@@ -36,14 +36,14 @@ from weft.train.optimizer import build_optimizer, learning_rate
 from weft.train.step import evaluate, forward, forward_backward, train_step
 
 STEPS = 3
-# A large eps: Adam divides by the gradient's size, and where a gradient is all rounding, so would be the step.
+# A large eps: Adam divides by the gradient's magnitude, so a gradient that is only rounding would make a step of rounding.
 SETTINGS = Optimizer(lr=1e-2, eps=1e-3, warmup_steps=0, clip_norm=0.5)
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
 
 
 @dataclass
-class Trace:
-    """What both sides must agree on."""
+class ParityRecord:
+    """Results that both sides must agree on."""
 
     losses: list[float]
     norms: list[float]
@@ -60,10 +60,10 @@ def plan_for(dtype: str, pipeline: Pipeline | None = None, **parallel: int) -> P
 
 
 def packed_batches(vocab_size: int, rows: int = 4, seq_len: int = 16, packed: bool = True) -> list[MicroBatch]:
-    """A global batch a step: random tokens, a document border in each row, and unequal numbers of target tokens.
+    """Global batch of each step: random tokens, a document border in each row, and unequal numbers of target tokens.
 
     Args:
-        packed: two documents in each row; else one, with as many targets.
+        packed: True for two documents in each row; False for one document with the same number of targets.
     """
     generator = torch.Generator().manual_seed(7)
     found = []
@@ -81,7 +81,7 @@ def packed_batches(vocab_size: int, rows: int = 4, seq_len: int = 16, packed: bo
 
 
 def share(batch: MicroBatch, part: int, parts: int, micro_batch: int) -> list[MicroBatch]:
-    """The micro-batches of one data rank."""
+    """Micro-batches of one data rank."""
     tensors = [
         tensor.chunk(parts)[part].split(micro_batch) for tensor in (batch.input_ids, batch.position_ids, batch.targets)
     ]
@@ -89,7 +89,7 @@ def share(batch: MicroBatch, part: int, parts: int, micro_batch: int) -> list[Mi
 
 
 def logits_of(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
-    """Logits of rows, each of their documents alone: no mask and no position is given, so that none can be wrong."""
+    """Logits of rows, computed for each document alone, without masks and positions that could be wrong on both sides."""
     if not (batch.position_ids[:, 1:] == 0).any():  # each row is one document
         return model(input_ids=batch.input_ids, use_cache=False).logits
     rows = []
@@ -101,15 +101,15 @@ def logits_of(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
 
 
 @lru_cache(32)
-def reference_of_config(config: str, dtype: str, rows: int, rows_at_once: int | None) -> Trace:
-    """The reference of a model that a configuration, as JSON, makes: the same for every plan."""
+def reference_of_config(config: str, dtype: str, rows: int, rows_at_once: int | None) -> ParityRecord:
+    """Cached reference of a model built from a configuration (JSON); the same for every plan."""
     source = Model(config=json.loads(config))
     batches = packed_batches(read_config(source).vocab_size, rows, packed=rows_at_once is None)
     return reference(source, dtype, batches, rows_at_once or rows)
 
 
-def reference(source: Model, dtype: str, batches: list[MicroBatch], rows_at_once: int) -> Trace:
-    """The untouched model, PyTorch's own AdamW and clipping, one process; nothing of it is Weft's but the loading."""
+def reference(source: Model, dtype: str, batches: list[MicroBatch], rows_at_once: int) -> ParityRecord:
+    """Train the untouched model in one process with PyTorch's AdamW and clipping; only the loading is Weft's code."""
     model = build_plain(source, read_config(source), DTYPES[dtype])
     model.train()
 
@@ -118,8 +118,8 @@ def reference(source: Model, dtype: str, batches: list[MicroBatch], rows_at_once
         return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum"), logits.detach()
 
     decay = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decay, "weight_decay": SETTINGS.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    no_decay = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decay, "weight_decay": SETTINGS.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, foreach=False)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches, 1):
@@ -140,13 +140,13 @@ def reference(source: Model, dtype: str, batches: list[MicroBatch], rows_at_once
     with torch.no_grad():
         pieces, tokens = share(batches[0], 0, 1, rows_at_once), int((batches[0].targets != -100).sum())
         held_out = sum(forward(piece)[0].item() for piece in pieces) / tokens
-    return Trace(losses, norms, first_logits, gradients, dict(model.state_dict()), held_out)
+    return ParityRecord(losses, norms, first_logits, gradients, dict(model.state_dict()), held_out)
 
 
 def run_plan(
     rank: int, world_size: int, source: Model, plan: Plan, batches: list[MicroBatch], micro_batch: int
-) -> Trace:
-    """The same steps through Weft, on one rank of several."""
+) -> ParityRecord:
+    """Train the same steps by Weft, on one rank of several."""
     config = read_config(source)
     plan = plan.resolve(world_size)
     mesh = build_mesh(plan, "cpu", world_size)
@@ -160,24 +160,24 @@ def run_plan(
     tokens = int((batches[0].targets != -100).sum())
     set_dropout_seed(model, 0)
     forward_backward(model, shares[0], plan, mesh, gradient_ranks / tokens)
-    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    gradients = arrange_packed(model, gradients, to_rest=False)
+    gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = reorder_packed(model, gradients, by_rank=False)
     optimizer.zero_grad()
 
     with torch.no_grad():
         logits = logits_of_all(model, shares[0], mesh)
     losses, norms, scale = [], [], LossScale.from_plan(plan.precision.loss_scale)
-    for step, mine in enumerate(shares, 1):
+    for step, micro_batches in enumerate(shares, 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, STEPS, SETTINGS)
         set_dropout_seed(model, step)
-        result = train_step(model, optimizer, mine, plan, mesh, scale, SETTINGS.clip_norm)
+        result = train_step(model, optimizer, micro_batches, plan, mesh, scale, SETTINGS.clip_norm)
         assert result.problem is None, result.problem
         losses.append(result.loss)
         norms.append(result.grad_norm)
         scale = result.loss_scale
     held_out = evaluate(model, shares[0], mesh)
-    return Trace(
+    return ParityRecord(
         losses,
         norms,
         torch.cat(logits) if logits else torch.empty(0),
@@ -189,29 +189,29 @@ def run_plan(
 
 
 def logits_of_all(model: Any, batches: list[MicroBatch], mesh: DeviceMesh) -> list[torch.Tensor]:
-    """Whole logits of each micro-batch; of a pipeline, on the rank of its last stage."""
+    """Full logits of each micro-batch; with a pipeline, on the rank of its last stage."""
     if mesh["pp"].size() == 1:
-        return [whole_logits(forward(model, batch).logits, batch, mesh) for batch in batches]
+        return [full_logits(forward(model, batch).logits, batch, mesh) for batch in batches]
     found: list[torch.Tensor] = []
-    join_axes(mesh, CONTEXT_AXES)  # by all ranks, although only those of the last stage use it
+    join_axes(mesh, CONTEXT_AXES)  # on all ranks, although only ranks of the last stage use it
 
     def keep(output: Any, batch: MicroBatch, _: Any) -> torch.Tensor:
-        found.append(whole_logits(output.logits, batch, mesh))
+        found.append(full_logits(output.logits, batch, mesh))
         return output.logits
 
     model.pipeline.evaluate(batches, partial(forward, model), keep)
     return found
 
 
-def whole_logits(logits: torch.Tensor, batch: MicroBatch, mesh: DeviceMesh) -> torch.Tensor:
-    """Logits of all the vocabulary and of whole rows, in natural order."""
+def full_logits(logits: torch.Tensor, batch: MicroBatch, mesh: DeviceMesh) -> torch.Tensor:
+    """Logits of the full vocabulary and of full rows, in natural order."""
     logits = torch.cat(gather_objects(logits, mesh.get_group("tp")), -1)
     if mesh[CONTEXT_AXES].size() == 1:
         return logits
     seq_len = batch.input_ids.shape[1]
-    places = shard_sequence(torch.arange(seq_len)[None], mesh)[0]
-    parts = gather_objects((places, logits), join_axes(mesh, CONTEXT_AXES).get_group())
-    order = torch.cat([places for places, _ in parts]).argsort()
+    positions = shard_sequence(torch.arange(seq_len)[None], mesh)[0]
+    parts = gather_objects((positions, logits), join_axes(mesh, CONTEXT_AXES).get_group())
+    order = torch.cat([positions for positions, _ in parts]).argsort()
     return torch.cat([logits for _, logits in parts], 1)[:, order]
 
 
@@ -223,24 +223,24 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return parts
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_parity(
     source: Model, plan: Plan, world_size: int, micro_batch: int, rows_at_once: int | None = None, rows: int = 4
 ) -> None:
-    """Fail with the first thing that differs by more than the tolerance (relative to the largest value of its tensor).
+    """Assert parity; the error names the first tensor that differs by more than the tolerance times its largest value.
 
     Args:
-        source: the model.
-        plan: its update format says in which format to compare.
-        world_size: ranks.
-        micro_batch: rows a rank takes at once.
-        rows_at_once: None packs two documents into each row, and the untouched model takes each document alone. A number
-            makes each row one document, of which the untouched model takes as many at once: for models that leak from
-            one document into the next, sum in float32 inside, or have gradients that are zero but for rounding.
-        rows: of the global batch.
+        source: model.
+        plan: plan; its update dtype is the dtype of the comparison.
+        world_size: number of ranks.
+        micro_batch: rows per micro-batch of a rank.
+        rows_at_once: None packs two documents into each row, and the untouched model computes each document alone. A number
+            makes each row one document, and the untouched model computes that number of rows at once: for models in which
+            documents affect each other, that sum in float32, or whose gradients are zero but for rounding.
+        rows: rows of the global batch.
     """
     dtype = plan.precision.update
     batches = packed_batches(read_config(source).vocab_size, rows, packed=rows_at_once is None)
@@ -259,7 +259,7 @@ def assert_parity(
         if plan.parallel.pp == 1:
             assert set(trace.gradients) == set(expected.gradients)
         for name, gradient in trace.gradients.items():
-            # The head's copy of a tied embedding, which comes first, has the gradient of both.
+            # The head's copy of a tied embedding (the first parameter) has the gradient of both.
             copied = plan.parallel.pp > 1 and name not in expected.gradients
             expected_gradient = expected.gradients[next(iter(expected.gradients)) if copied else name]
             compare(f"rank {rank}: gradient of {name}", gradient, expected_gradient, tolerance)
@@ -267,7 +267,7 @@ def assert_parity(
     shares = {trace.data_rank: trace.logits for trace in traces if len(trace.logits)}
     compare("logits", torch.cat([shares[i] for i in sorted(shares)]), expected.logits, tolerance)
     for name, weight in expected.weights.items():
-        # A weight that began at zero is nothing but its steps, which may undo each other; Adam's are as long as the rate.
+        # A weight that started at zero is the sum of its steps, which may cancel; an Adam step is as long as the learning rate.
         compare(f"weight {name}", traces[0].weights[name], weight, tolerance, at_least=STEPS * SETTINGS.lr)
 
 

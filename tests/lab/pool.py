@@ -1,13 +1,13 @@
-"""A pool of ranks, forked from the warm test process: a test on four ranks takes milliseconds, not seconds of imports.
+"""Pool of ranks, forked from the test process with its imports: a test on four ranks takes milliseconds, not seconds.
 
-    def share(rank, world_size, x):          # at module level, so that it can be sent by name
+    def share(rank, world_size, x):          # at module level, so that it can be pickled
         dist.all_reduce(x)
         return x
 
     results = run_ranks(2, share, torch.ones(3))
 
-Ranks stay alive between tests, so a task must not change module globals. They have the modules of the moment of the
-fork: what a test patches in its own process, a rank does not see.
+Ranks stay alive between tests, so a task must not change module globals. They have the modules as of the moment of the fork: a
+patch in the test process has no effect on a rank.
 """
 
 import faulthandler
@@ -32,16 +32,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# How a rank speaks of a peer that is gone: the consequence of another rank's failure, not the failure.
+# Errors of a rank about a lost peer: consequences of another rank's failure, not its cause.
 SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 GRACE_SECONDS = 0.5
-TASKS_OF_A_POOL = 50  # then ranks are forked anew: every process group that a test made leaves threads of gloo behind
+TASKS_OF_A_POOL = 50  # then ranks are forked again, because every process group of a test leaves threads of gloo
 START_SECONDS = 60
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 
 class RankError(Exception):
-    """A rank raised, died or hung: `rank` is the one to look at first, with its traceback, signal or stack."""
+    """Failure of a rank; `rank` is the rank at fault, and the text has its traceback, signal or stack."""
 
     def __init__(self, rank: int, text: str):
         self.rank = rank
@@ -49,19 +49,19 @@ class RankError(Exception):
 
 
 class Pool:
-    """`world_size` processes in one gloo process group, each waiting for functions to run."""
+    """Processes in one gloo process group, each of which waits for functions to run."""
 
     def __init__(self, world_size: int):
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         fork = multiprocessing.get_context("fork")
         self.connections, self.processes, self.num_tasks = [], [], 0
         for rank in range(world_size):
-            ours, theirs = fork.Pipe()
-            arguments = (rank, world_size, theirs, Path(self.folder.name), os.getpid())
+            parent_end, child_end = fork.Pipe()
+            arguments = (rank, world_size, child_end, Path(self.folder.name), os.getpid())
             process = fork.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
-            theirs.close()
-            self.connections.append(ours)
+            child_end.close()
+            self.connections.append(parent_end)
             self.processes.append(process)
         try:
             self._answers(START_SECONDS)
@@ -73,18 +73,18 @@ class Pool:
         """Run a pickled (function, arguments) on every rank.
 
         Raises:
-            RankError: a rank raised, died, or did not answer within `timeout` seconds. The pool is of no use then.
+            RankError: a rank raised, died, or did not answer within `timeout` seconds. The pool cannot be used any more.
         """
         self.num_tasks += 1
         for connection in self.connections:
-            with suppress(BrokenPipeError):  # a rank that died since its last answer: found, and named, below
+            with suppress(BrokenPipeError):  # a rank that died since its last answer is reported below
                 connection.send_bytes(task)
         return self._answers(timeout)
 
     def _answers(self, timeout: float) -> list[Any]:
-        """One answer of every rank, by rank."""
+        """Wait for one answer of every rank; return the answers by rank."""
         results: dict[int, Any] = {}
-        failures: list[tuple[int, str]] = []  # in the order in which they were seen
+        failures: list[tuple[int, str]] = []  # in order of detection
         pending = set(range(len(self.processes)))
         deadline = time.monotonic() + timeout
         while pending and (remaining := deadline - time.monotonic()) > 0:
@@ -101,17 +101,17 @@ class Pool:
                 elif not self.processes[rank].is_alive():
                     pending.discard(rank)
                     failures.append((rank, self._death(rank)))
-            if failures:  # the others wait for a rank that will not come: collect what they say at once, and stop
+            if failures:  # other ranks may wait for the failed one: collect answers for a moment, and stop
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if failures:
-            # False sorts before True, and the sort is stable: the first failure that is no mere consequence.
+            # `min` takes the first of equal keys, and False is less than True: the first failure that is not a consequence.
             raise RankError(*min(failures, key=lambda failure: any(mark in failure[1] for mark in SECONDARY)))
         if pending:
             raise RankError(min(pending), self._stacks(pending, timeout))
         return [results[rank] for rank in range(len(self.processes))]
 
     def kill(self) -> None:
-        """End every rank now."""
+        """Kill every rank."""
         for process in self.processes:
             process.kill()
         for process, connection in zip(self.processes, self.connections, strict=True):
@@ -128,14 +128,16 @@ class Pool:
     def _death(self, rank: int) -> str:
         self.processes[rank].join()
         code = self.processes[rank].exitcode
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def _stacks(self, pending: set[int], timeout: float) -> str:
         for rank in pending:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.2)  # faulthandler writes from the signal handler; nothing tells when it is done
+        time.sleep(0.2)  # faulthandler writes from the signal handler, without a signal of completion
         texts = {rank: (Path(self.folder.name) / f"stack-{rank}").read_text() for rank in sorted(pending)}
-        stacks = [f"rank {rank}\n{text.partition(' in _serve')[0]}" for rank, text in texts.items()]  # below: the fork
+        stacks = [
+            f"rank {rank}\n{text.partition(' in _serve')[0]}" for rank, text in texts.items()
+        ]  # without the frames of the fork
         return f"timeout: no answer within {timeout} s from ranks {sorted(pending)}\n" + "\n".join(stacks)
 
 
@@ -143,10 +145,10 @@ _pools: dict[int, Pool] = {}
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` on every rank of an initialised gloo group; return the results by rank.
+    """Run `fn(rank, world_size, *args)` on every rank of an initialized gloo group; return the results by rank.
 
-    `fn`, the arguments and the results travel by pickle: `fn` stands at module level. Each task starts with seeds 0,
-    one thread, default dtype float32 and autograd on.
+    `fn`, the arguments and the results are pickled, so `fn` must be at module level. Each task starts with seeds 0, one thread,
+    default dtype float32 and autograd on.
 
     Raises:
         RankError: a rank raised, died, or did not answer within `timeout` seconds. The next call gets fresh ranks.
@@ -158,17 +160,17 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         _pools[world_size] = _fork_pool(world_size)
     try:
         return _pools[world_size].run(task, timeout)
-    except BaseException:  # also an interrupt: ranks in the middle of a task cannot take another one
+    except BaseException:  # including an interrupt, which leaves ranks in the middle of a task
         _pools.pop(world_size).kill()
         raise
 
 
 def _fork_pool(world_size: int) -> Pool:
-    """Ranks that are ready. A fork of a process with threads dies once in tens of thousands, before any task: again."""
+    """Fork a pool, with one retry: a fork of a process with threads dies once in tens of thousands, before any task."""
     try:
         return Pool(world_size)
     except RankError as error:
-        warnings.warn(f"a pool of {world_size} ranks did not start and is forked anew: {error}", stacklevel=3)
+        warnings.warn(f"a pool of {world_size} ranks did not start and is forked again: {error}", stacklevel=3)
         return Pool(world_size)
 
 
@@ -179,9 +181,9 @@ def close_pools() -> None:
 
 
 def _serve(rank: int, world_size: int, connection: Connection, folder: Path, parent: int) -> None:
-    """The life of a rank: join the group, then run one task after the other."""
-    gc.freeze()  # garbage of the test process stays its own: a store's end waits for a thread that is not in the fork
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which kills its ranks
+    """Main loop of a rank: join the group, then run one task after the other."""
+    gc.freeze()  # do not collect garbage of the test process: a store's destructor waits for a thread that the fork lacks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C and kills its ranks
     with open(folder / f"stack-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         torch.set_num_threads(1)
@@ -198,13 +200,13 @@ def _serve(rank: int, world_size: int, connection: Connection, folder: Path, par
             try:
                 fn, args = pickle.loads(task)
                 answer = pickle.dumps((True, fn(rank, world_size, *args)))
-            except BaseException:  # a rank must answer, whatever a test does
+            except BaseException:  # a rank must always answer
                 answer = pickle.dumps((False, traceback.format_exc()))
             connection.send_bytes(answer)
 
 
 def _reset() -> None:
-    """Undo what an earlier task may have set."""
+    """Reset global state that an earlier task may have set."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

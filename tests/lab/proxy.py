@@ -1,4 +1,4 @@
-"""A TCP proxy that records what passes, and may change it."""
+"""TCP proxy that records the bytes it forwards, and may change them."""
 
 import socket
 import threading
@@ -9,45 +9,50 @@ LOOPBACK = "127.0.0.1"
 Change = Callable[[str, int, bytes], bytes]
 
 
-def unchanged(sender: str, position: int, data: bytes) -> bytes:
+def unchanged(sender: str, offset: int, data: bytes) -> bytes:
     return data
 
 
 @contextmanager
 def proxy(port: int, change: Change = unchanged) -> Iterator[tuple[int, dict[str, bytearray]]]:
-    """A proxy to a port: its own port, and what the door and the gate have sent.
+    """Proxy to a port; yields its own port, and the recorded bytes of the tunnel client and the tunnel server.
 
     Args:
-        change: of the sender ("door" or "gate"), the position of the first byte in its connection, and the bytes.
+        port: port to forward to.
+        change: function of the sender ("client" or "server"), the offset of the first byte in its connection, and the bytes;
+            returns the bytes to forward.
     """
-    kept = {"door": bytearray(), "gate": bytearray()}
+    recorded = {"client": bytearray(), "server": bytearray()}
 
     def pipe(source: socket.socket, target: socket.socket, sender: str) -> None:
-        position = 0
+        offset = 0
         with suppress(OSError):
             while data := source.recv(65536):
-                kept[sender] += data
-                target.sendall(change(sender, position, data))
-                position += len(data)
+                recorded[sender] += data
+                target.sendall(change(sender, offset, data))
+                offset += len(data)
         with suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
-    def relay(here: socket.socket) -> None:
-        there = socket.create_connection((LOOPBACK, port))
-        both = [threading.Thread(target=pipe, args=ends) for ends in ((here, there, "door"), (there, here, "gate"))]
-        for thread in both:
+    def forward(client: socket.socket) -> None:
+        server = socket.create_connection((LOOPBACK, port))
+        threads = [
+            threading.Thread(target=pipe, args=ends)
+            for ends in ((client, server, "client"), (server, client, "server"))
+        ]
+        for thread in threads:
             thread.start()
-        for thread in both:
+        for thread in threads:
             thread.join()
-        there.close()
+        server.close()
 
-    with answering(relay) as own_port:
-        yield own_port, kept
+    with answering(forward) as own_port:
+        yield own_port, recorded
 
 
 @contextmanager
 def answering(answer: Callable[[socket.socket], None]) -> Iterator[int]:
-    """A port at which a function answers each connection, in a thread of its own."""
+    """Port at which a function answers each connection, in a separate thread."""
 
     def run(connection: socket.socket) -> None:
         with connection, suppress(OSError):

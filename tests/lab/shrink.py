@@ -1,12 +1,12 @@
-"""Any family of Transformers at a size for parity tests: its default configuration, with small sizes by their names."""
+"""Small configurations of any Transformers family for parity tests: its defaults, with sizes replaced by key name."""
 
 import re
 from typing import Any
 
 from transformers import AutoConfig
 
-VOCABULARY = 96  # a configuration of several parts holds it inside: named outside too, where tests look
-# Names of sizes, and what they become where the default is a number above zero.
+VOCABULARY = 96  # also set at the top level of composite configurations, where tests read it
+# Patterns of keys, and the small size that replaces a default above zero.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|padded_vocab_size|vocab_size_per_layer_input", VOCABULARY),
     (
@@ -34,10 +34,10 @@ SIZES: tuple[tuple[str, int], ...] = (
 )
 DEPTH = re.compile(r"num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers")
 NO_NOISE = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
-SPREAD = ("initializer_range", "init_std")  # wide, so that attention is uneven and caps on its scores are seen
+SPREAD = ("initializer_range", "init_std")  # large, so that attention is uneven and caps on its scores take effect
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
-# What the names do not tell.
+# Settings that do not follow from key names.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -89,7 +89,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 8},
 }
 # fmt: off
-# What tests/parallel/test_families.py proves, besides the families of tests/lab/families.py; docs/generate.py reads it.
+# Families proved by tests/parallel/test_families.py, besides those of tests/lab/families.py; read by docs/generate.py.
 PROVED: dict[str, tuple[str, ...]] = {
     "tp": (
         "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "cohere", "cohere2", "cohere2_moe", "cwm",
@@ -138,7 +138,7 @@ PROVED: dict[str, tuple[str, ...]] = {
         "xlstm", "youtu",
     ),
 }
-# Have biases of keys, whose gradient is zero but for rounding: proved on pp from random biases, which rounding does not move.
+# Families with key biases, whose gradient is zero but for rounding; proved on pp with random biases.
 BIASED = (
     "bart", "biogpt", "blenderbot", "blenderbot-small", "ctrl", "marian", "mbart", "mvp", "pegasus", "plbart", "trocr",
     "xglm",
@@ -150,14 +150,15 @@ LEAKING = (
     "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "xlstm",
     "zaya",
 )
-"""Families whose untouched model gives a second document of a row other logits than the document alone, with masks of its own
-making and with Weft's: by recurrence, convolution, positions that count on, or attention to the most similar tokens alone."""
+"""Families whose untouched model computes other logits for the second document of a row than for the document alone, with its
+own masks and with Weft's. Causes: recurrence, convolution, positions that do not restart, attention to the most similar tokens.
+"""
 # fmt: on
-ZERO = "a gradient that is zero but for rounding differs in its rounding"
-NOT_SCALED = "rounding is more than the tolerance where scores are not scaled and keys and values are normalised"
-NO_TEXT_MODEL = "the library does not build the model from its own text configuration, so that no weights can be made"
+ZERO = "gradients that are zero but for rounding differ in their rounding"
+NOT_SCALED = "rounding exceeds the tolerance, as attention scores are not scaled and keys and values are normalized"
+NO_TEXT_MODEL = "Transformers cannot build the model from its own text configuration"
 UNCOUNTED = "the load of its experts cannot be counted yet"
-# Accepted by the plan, but not proved.
+# Families accepted by the plan, but not proved, with the reason.
 NOT_PROVED: dict[str, dict[str, str]] = {
     "tp": {
         "biogpt": ZERO,
@@ -183,7 +184,7 @@ NOT_PROVED: dict[str, dict[str, str]] = {
 
 
 def shrunk(family: str) -> dict[str, Any]:
-    """A configuration table of a family, as a job's `model.config` holds it: about two layers, 32 wide, 4 heads, 4 experts.
+    """Small configuration table of a family, for a job's `model.config`: about two layers, 32 wide, 4 heads, 4 experts.
 
     Lists with an entry for each layer keep one of each kind; dropout is off.
 
@@ -220,6 +221,6 @@ def _shrink(default: dict[str, Any]) -> dict[str, Any]:
             table[key] = TOKENS[key]
         elif key.endswith("_config") and isinstance(value, dict) and "model_type" in value:
             table[key] = _shrink(value) | OVERRIDES.get(value["model_type"], {})
-    if "kv_lora_rank" in table:  # a key and a value for every query head
+    if "kv_lora_rank" in table:  # one KV head per query head
         table["num_key_value_heads"] = 4
     return table

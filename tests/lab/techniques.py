@@ -1,4 +1,4 @@
-"""Every technique of a plan by name, for tests of pairs and for the page that says which pairs there are."""
+"""Techniques of a plan by name, for tests of pairs and for docs/compatibility.md."""
 
 from itertools import combinations
 from typing import Any
@@ -20,7 +20,7 @@ SPLITS: dict[str, Tables] = {
     "pp, 1f1b": {"parallel": {"pp": 2}, "pipeline": {"schedule": "1f1b"}},
     "pp, zb-h1": {"parallel": {"pp": 2}, "pipeline": {"schedule": "zb-h1"}},
 }
-"""Of the work over ranks."""
+"""Techniques that split the work over ranks."""
 NEUTRAL: dict[str, Tables] = {
     "split weights": {"precision": {"weights": "split_even"}},
     "recompute block": {"memory": {"recompute": ("block",)}},
@@ -33,20 +33,20 @@ NEUTRAL: dict[str, Tables] = {
     "offload mlp": {"memory": {"offload": ("mlp",), "offload_to": "disk"}},
     "states on a disk": {"memory": {"optimizer_device": "disk"}},
 }
-"""Change no bit of a step."""
+"""Techniques that change no bit of a step."""
 LOSSY: dict[str, Tables] = {
     "states of 8 bits": {"precision": {"optimizer_state_dtype": "int8"}},
     "backward in fp16": {"precision": {"backward": "fp16", "loss_scale": 4096.0}},
 }
-"""Change the numbers a little."""
+"""Techniques that change results within rounding."""
 TECHNIQUES = SPLITS | NEUTRAL | LOSSY
 PAIRS = list(combinations(TECHNIQUES, 2))
 
 
-def join(one: str, other: str) -> Tables | None:
-    """The tables of a plan that has two techniques; None where they are alternatives: two values of one setting."""
-    joined: Tables = {table: dict(settings) for table, settings in TECHNIQUES[one].items()}
-    for table, settings in TECHNIQUES[other].items():
+def join(first: str, second: str) -> Tables | None:
+    """Tables of a plan with two techniques; None if they are alternatives, two values of first setting."""
+    joined: Tables = {table: dict(settings) for table, settings in TECHNIQUES[first].items()}
+    for table, settings in TECHNIQUES[second].items():
         for key, value in settings.items():
             before = joined.setdefault(table, {}).get(key, value)
             if isinstance(value, tuple):
@@ -56,13 +56,15 @@ def join(one: str, other: str) -> Tables | None:
             else:
                 joined[table][key] = value
     same_axis = (
-        {"tp", "cp", "pp"} & TECHNIQUES[one].get("parallel", {}).keys() & TECHNIQUES[other].get("parallel", {}).keys()
+        {"tp", "cp", "pp"}
+        & TECHNIQUES[first].get("parallel", {}).keys()
+        & TECHNIQUES[second].get("parallel", {}).keys()
     )
     return None if same_axis else joined
 
 
 def ranks_of(tables: Tables) -> int:
-    """Ranks for a plan: two for each axis, and as many data ranks where none is named; four at most."""
+    """Number of ranks for a plan: two for each axis, and two data ranks if it has no axis; at most four."""
     parallel = tables.get("parallel", {})
     axes = [axis for axis in ("dp_replicate", "tp", "cp", "pp") if axis in parallel]
     return 4 if len(axes) + ("ep" in parallel) > 1 else 2

@@ -1,10 +1,10 @@
-"""An emulated wire: overlap of communication with computation, provable on a CPU.
+"""Emulated wire: overlap of communication with computation, provable on a CPU.
 
-A group of ranks on one host whose sums and gathers take the time of a slower link: each is under way for alpha seconds and
-the bytes that one rank sends over the bandwidth, one after the other. Data leave their rank at once, through shared memory,
-and nobody waits for a peer to begin; whoever waits for the result sleeps until the wire would have brought it, so that no core
-is burned. The clock may be the real one; one that leaves out what other processes do; or one that only counted products and
-waiting move on: then the seconds of a program are exact.
+Process group of ranks on one host whose reductions and gathers take the time of a slower link. Each message takes alpha seconds
+plus its bytes (sent by one rank) over the bandwidth, one message after the other. Data leave their rank at once, through shared
+memory, and no rank waits for a peer to begin. A rank that waits for a result sleeps until the wire would have delivered it, so
+that no core is used. The clock may be the real clock; one that excludes the time of other processes; or one that advances only
+for matmuls and waiting, so that the seconds of a program are exact.
 """
 
 import time
@@ -23,11 +23,11 @@ from weft.backends.shared_memory import SharedMemoryGroup, _done, _observed, red
 from weft.comm.collectives import RING
 
 BACKEND = "weft_wire"
-TAG = 2**30  # of its messages
+TAG = 2**30  # tag of the wire's messages
 
 
 class RealClock:
-    """The time of day, and sleep."""
+    """Wall-clock time and real sleep."""
 
     def restart(self) -> None: ...
 
@@ -35,18 +35,20 @@ class RealClock:
         return time.perf_counter()
 
     def sleep_until(self, moment: float) -> None:
-        while (left := moment - time.perf_counter()) > 0:
-            time.sleep(left)
+        while (remaining := moment - time.perf_counter()) > 0:
+            time.sleep(remaining)
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
-        """What is done inside takes time as anything else."""
+    def stopped(self) -> Iterator[None]:
+        """Context without effect: time advances as usual."""
         yield
 
 
 class CoreClock:
-    """Moved on by what this rank computes, measured as time on a core, and by waiting, which takes none: for a rank that shares
-    its core with others. Both ranks `restart` it at the same moment."""
+    """Clock that advances by CPU time of this rank and by waiting, for a rank that shares its core with other processes.
+
+    Both ranks must `restart` it at the same moment.
+    """
 
     def __init__(self) -> None:
         self.restart()
@@ -61,15 +63,15 @@ class CoreClock:
         self.added += max(moment - self.now(), 0.0)
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
-        """Let it stand still: what is done inside, a real wire would do by itself."""
+    def stopped(self) -> Iterator[None]:
+        """Context in which the clock stops, for work that a real wire would do."""
         before = time.thread_time()
         yield
         self.added -= time.thread_time() - before
 
 
 class VirtualClock(TorchDispatchMode):
-    """A clock of one rank that stands still but for products, while it is the context, and for waiting."""
+    """Clock of one rank that advances only for matmuls, while it is the active context, and for waiting."""
 
     def __init__(self, seconds_per_flop: float) -> None:
         super().__init__()
@@ -82,12 +84,12 @@ class VirtualClock(TorchDispatchMode):
         self.time = max(self.time, moment)
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
-        """As always."""
+    def stopped(self) -> Iterator[None]:
+        """Context without effect: this clock never counts other work."""
         yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in PRODUCTS:
+        if func.overloadpacket in MATMULS:
             left, right = args[-2:]
             seconds = 2 * left.shape[0] * left.shape[1] * right.shape[1] * self.seconds_per_flop
             self.time += seconds
@@ -95,42 +97,42 @@ class VirtualClock(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+MATMULS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 
 
 class Transfer(NamedTuple):
-    """One collective on the wire."""
+    """Record of one collective on the wire."""
 
     operation: str
     bytes: int
-    """That one rank sends."""
+    """Bytes sent by one rank."""
     issued: float
     began: float
     ended: float
 
 
 class Parts(NamedTuple):
-    """What a collective moves."""
+    """Tensors of a collective."""
 
     outgoing: list[Tensor]
-    """To each rank."""
+    """Tensor to send to each rank."""
     incoming: list[Tensor]
-    """From each rank; this rank's own is there."""
+    """Tensor received from each rank; already filled for this rank."""
     finish: Callable[[list[Tensor]], object]
-    """Given what has come in."""
+    """Called with the received tensors."""
     is_placed: bool = False
-    """Whether what comes in must lie where `incoming` is."""
+    """True if data must be received into the memory of `incoming`."""
 
 
-class Arrival(dist.Work):  # type: ignore[misc,name-defined]
-    """Done when the wire has brought what all ranks have sent."""
+class PendingTransfer(dist.Work):  # type: ignore[misc,name-defined]
+    """Pending collective, complete when the wire has delivered the messages of all ranks."""
 
     def __init__(self, wire: "Wire", parts: Parts, end: float):
         """
         Args:
-            wire: that carries it.
-            parts: what is moved.
-            end: when this rank's own message is through.
+            wire: wire of the collective.
+            parts: tensors of the collective.
+            end: time at which this rank's own message is delivered.
         """
         super().__init__()
         self.wire, self.parts, self.ends = wire, parts, [torch.tensor([end], dtype=torch.float64)]
@@ -139,33 +141,33 @@ class Arrival(dist.Work):  # type: ignore[misc,name-defined]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self.done:
-            with self.wire.clock.standing():
+            with self.wire.clock.stopped():
                 for receive in self.receives:
                     receive.wait()
             began = self.wire.clock.now()
             self.wire.clock.sleep_until(max(end.item() for end in self.ends))
             self.wire.waited += self.wire.clock.now() - began
-            with self.wire.clock.standing():
+            with self.wire.clock.stopped():
                 self.parts.finish(self.parts.incoming)
             self.done = True
         return True
 
 
 class Wire(SharedMemoryGroup):
-    """Ranks of one host whose sums and gathers go over a wire; other collectives as through shared memory.
+    """Process group whose reductions and gathers take the time of a wire; other collectives use shared memory.
 
-    `reset` says how fast it is; `transfers` is the log, `waited` how long this rank has slept.
+    `reset` sets its speed; `transfers` is the log, `waited` the seconds that this rank has slept.
     """
 
     is_blocking = False
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.peers = [peer for peer in range(self.ranks) if peer != self.place]
+        self.peers = [peer for peer in range(self.ranks) if peer != self.group_rank]
         self.reset(RealClock(), 0.0, 0.0)
 
     def reset(self, clock: Any, alpha: float, seconds_per_byte: float) -> None:
-        """A wire of other figures, which is free, with an empty log."""
+        """Set clock, latency and speed of an idle wire, and clear the log."""
         self.clock, self.alpha, self.seconds_per_byte = clock, alpha, seconds_per_byte
         self.free = self.waited = 0.0
         self.transfers: list[Transfer] = []
@@ -177,8 +179,8 @@ class Wire(SharedMemoryGroup):
 
         def prepare() -> Parts:
             incoming = [torch.empty_like(tensor) for _ in range(self.ranks)]
-            incoming[self.place].copy_(tensor)
-            return Parts([tensor] * self.ranks, incoming, lambda found: reduce_parts(found, op, tensor))
+            incoming[self.group_rank].copy_(tensor)
+            return Parts([tensor] * self.ranks, incoming, lambda received: reduce_parts(received, op, tensor))
 
         return self._send("all_reduce", tensor, prepare)
 
@@ -186,8 +188,8 @@ class Wire(SharedMemoryGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         def prepare() -> Parts:
             incoming = [part.view_as(input) for part in output.view(self.ranks, -1)]
-            incoming[self.place].copy_(input)
-            return Parts([input] * self.ranks, incoming, lambda found: None, is_placed=True)
+            incoming[self.group_rank].copy_(input)
+            return Parts([input] * self.ranks, incoming, lambda received: None, is_placed=True)
 
         return self._send("all_gather", output, prepare)
 
@@ -198,8 +200,8 @@ class Wire(SharedMemoryGroup):
         def prepare() -> Parts:
             outgoing = [part.view_as(output) for part in input.reshape(self.ranks, -1)]
             incoming = [torch.empty_like(output) for _ in range(self.ranks)]
-            incoming[self.place] = outgoing[self.place]
-            return Parts(outgoing, incoming, lambda found: reduce_parts(found, op, output))
+            incoming[self.group_rank] = outgoing[self.group_rank]
+            return Parts(outgoing, incoming, lambda received: reduce_parts(received, op, output))
 
         return self._send("reduce_scatter", input, prepare)
 
@@ -209,46 +211,46 @@ class Wire(SharedMemoryGroup):
     ) -> dist.Work:
         def prepare() -> Parts:
             outgoing, incoming = list(input.split(input_splits)), list(output.split(output_splits))
-            incoming[self.place].copy_(outgoing[self.place])
-            return Parts(outgoing, incoming, lambda found: None, is_placed=True)
+            incoming[self.group_rank].copy_(outgoing[self.group_rank])
+            return Parts(outgoing, incoming, lambda received: None, is_placed=True)
 
         return self._send("all_to_all", input, prepare)
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
-    def _send(self, operation: str, full: Tensor, prepare: Callable[[], Parts]) -> Arrival:
+    def _send(self, operation: str, full: Tensor, prepare: Callable[[], Parts]) -> PendingTransfer:
         self._observe(operation, full.numel(), full.dtype)
         size = RING[operation](full.numel() * full.element_size(), self.ranks)
         issued = self.clock.now()
         began = max(issued, self.free)
         self.free = began + self.alpha + size * self.seconds_per_byte
         self.transfers.append(Transfer(operation, size, issued, began, self.free))
-        with self.clock.standing():
+        with self.clock.stopped():
             parts = prepare()
             for peer in self.peers:
                 self.send_to(peer, parts.outgoing[peer])
-            return Arrival(self, parts, self.free)
+            return PendingTransfer(self, parts, self.free)
 
     def send_to(self, peer: int, tensor: Tensor) -> None:
-        """Send a part, and when it is through."""
+        """Send a part, and the time of its delivery."""
         self.channel.send(torch.tensor([self.free], dtype=torch.float64), peer, TAG)
         self.channel.send(tensor, peer, TAG)
 
     def receive(self, peer: int, parts: Parts, ends: list[Tensor]) -> list[dist.Work]:
-        """Want a part of a peer, and when it is through; what is to be waited for."""
+        """Post the receives of a peer's part and of its delivery time; return the works to wait for."""
         ends.append(torch.zeros(1, dtype=torch.float64))
         return [self.channel.receive(tensor, peer, TAG) for tensor in (ends[-1], parts.incoming[peer])]
 
 
 class Mirror(Wire):
-    """One rank of several, alone: its peers do what it does at the same time, and what they send is what it sends.
+    """Wire of a single process: its peers do the same at the same time, and send the same data.
 
-    On a busy host the time on a core of a real rank tells what the others have left in its caches, each time it has slept.
+    On a busy host, CPU time of a real second rank would depend on what other processes leave in the caches while it sleeps.
     """
 
     def __init__(self, rank: int, ranks: int):
         dist.ProcessGroup.__init__(self, rank, ranks)
-        self.place, self.ranks, self._name = rank, ranks, "mirror"
+        self.group_rank, self.ranks, self._name = rank, ranks, "mirror"
         self.peers = [peer for peer in range(ranks) if peer != rank]
         self.reset(RealClock(), 0.0, 0.0)
 
@@ -262,7 +264,7 @@ class Mirror(Wire):
     def receive(self, peer: int, parts: Parts, ends: list[Tensor]) -> list[dist.Work]:
         if parts.is_placed:
             parts.incoming[peer].copy_(parts.outgoing[peer])
-        else:  # not a byte more through the caches than must be
+        else:  # no copy, to leave the caches alone
             parts.incoming[peer] = parts.outgoing[peer]
         return []
 
@@ -276,19 +278,19 @@ def _create_wire(store: dist.Store, rank: int, size: int, timeout: timedelta) ->
 
 
 def register_wire() -> str:
-    """Make the backend known to torch, once; its name."""
+    """Register the backend with torch, once; return its name."""
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create_wire, devices=["cpu"])
     return BACKEND
 
 
 def new_wire() -> Wire:
-    """A wire between all ranks, without delay until `reset`."""
+    """Wire between all ranks, without delay until `reset`."""
     return dist.new_group(backend=register_wire())
 
 
 def new_mirror(ranks: int) -> Mirror:
-    """The first of some ranks, alone in this process; makes the default process group."""
+    """Mirror as rank 0 of `ranks`; initializes the default process group."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     name = "weft_mirror"
     dist.Backend.register_backend(name, lambda store, rank, size, timeout: Mirror(rank, size), devices=["cpu"])
@@ -299,7 +301,7 @@ def new_mirror(ranks: int) -> Mirror:
 def virtual_seconds(
     wire: Wire, seconds_per_flop: float, alpha: float, seconds_per_byte: float
 ) -> Iterator[VirtualClock]:
-    """A clock that starts at zero, on a wire of the given figures."""
+    """Virtual clock that starts at zero, on a wire with the given latency and speed."""
     clock = VirtualClock(seconds_per_flop)
     wire.reset(clock, alpha, seconds_per_byte)
     with clock:

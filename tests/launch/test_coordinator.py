@@ -1,4 +1,4 @@
-"""Hosts meet, follow host 0, hear of each other's failures, and replace one that is gone."""
+"""Job coordinator: rendezvous, failure reports between hosts, restarts, and replacement of lost hosts."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.test_membership import together, until
 from weft.errors import JobError, RankFailure, RendezvousError, WeftError
-from weft.launch import coordinator as team_module
+from weft.launch import coordinator as coordinator_module
 from weft.launch.coordinator import FailureRecord, JobCoordinator, assign_ranks
 from weft.launch.launcher import LOOPBACK_INTERFACE
 from weft.launch.rendezvous import RendezvousConfig, new_token, parse_rendezvous
@@ -21,37 +21,40 @@ from weft.launch.tunnel import LOOPBACK, TunnelClient
 FAILURE = RankFailure("rank 3 was killed by SIGKILL", rank=3, where="its log", fix="see dmesg")
 
 
-class Hall:
-    """Where teams meet: threads of this process stand for hosts."""
+class Cluster:
+    """Coordinators of one job; threads of this process play the role of hosts."""
 
     def __init__(self, port: int):
-        self.port, self.token, self.teams = port, new_token(), list[JobCoordinator]()
+        self.port, self.token, self.coordinators = port, new_token(), list[JobCoordinator]()
 
     def join(self, host: int, hosts: int, encrypt: bool = False, **options: Any) -> JobCoordinator:
         rendezvous = RendezvousConfig(host, hosts, LOOPBACK, self.port, self.token, encrypt=encrypt)
-        options = {"node_rejoin_seconds": 10.0, "interval": 0.05, "silence_seconds": 1.0, "timeout": 10.0} | options
+        options = {"node_rejoin_seconds": 10.0, "interval": 0.05, "heartbeat_timeout": 1.0, "timeout": 10.0} | options
         coordinator = JobCoordinator.join(rendezvous, 2, **options)
-        self.teams.append(coordinator)
+        self.coordinators.append(coordinator)
         return coordinator
 
-    def all(self, hosts: int, **options: Any) -> list[JobCoordinator]:
+    def join_all(self, hosts: int, **options: Any) -> list[JobCoordinator]:
         return together([lambda host=host: self.join(host, hosts, **options) for host in range(hosts)])
 
-    def begin(self, hosts: int, **options: Any) -> list[JobCoordinator]:
-        """Teams whose first attempt is under way."""
-        teams = self.all(hosts, **options)
-        teams[0].announce({"word": "weft"})
-        assert together([coordinator.facts for coordinator in teams[1:]]) == [{"word": "weft"}] * (hosts - 1)
-        assert together([coordinator.begin for coordinator in teams]) == [(0, 2)] * hosts
-        return teams
+    def start(self, hosts: int, **options: Any) -> list[JobCoordinator]:
+        """Coordinators whose first attempt is under way."""
+        coordinators = self.join_all(hosts, **options)
+        coordinators[0].publish_config({"word": "weft"})
+        assert together([coordinator.wait_for_config for coordinator in coordinators[1:]]) == [{"word": "weft"}] * (
+            hosts - 1
+        )
+        assert together([coordinator.start for coordinator in coordinators]) == [(0, 2)] * hosts
+        return coordinators
 
 
 @pytest.fixture
-def hall(free_port: int) -> Iterator[Hall]:
-    hall = Hall(free_port)
-    yield hall
-    for coordinator in sorted(hall.teams, key=lambda coordinator: -coordinator.host):  # host 0 waits for the others
-        coordinator.end(None)
+def cluster(free_port: int) -> Iterator[Cluster]:
+    cluster = Cluster(free_port)
+    yield cluster
+    # Host 0 comes last: it waits for the other hosts.
+    for coordinator in sorted(cluster.coordinators, key=lambda coordinator: -coordinator.host):
+        coordinator.close(None)
 
 
 @pytest.fixture
@@ -60,159 +63,163 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def found(look: Callable[[], FailureRecord | None]) -> FailureRecord:
+def wait_for(look: Callable[[], FailureRecord | None]) -> FailureRecord:
     until(lambda: look() is not None)
     failure = look()
     assert failure is not None
     return failure
 
 
-def test_ranks_are_numbered_host_by_host(hall: Hall) -> None:
-    teams = hall.begin(3)
-    assert [coordinator.all_ranks() for coordinator in teams] == [6, 6, 6]
-    assert [teams[0].host_of(rank) for rank in (0, 1, 2, 5, 6, None)] == [0, 0, 1, 2, None, None]
-    assert [coordinator.interface for coordinator in teams] == [LOOPBACK_INTERFACE] * 3
-    meetings = together([coordinator.meet for coordinator in teams])
-    infos = together([rendezvous.next_rendezvous for rendezvous in meetings])
+def test_ranks_are_numbered_host_by_host(cluster: Cluster) -> None:
+    coordinators = cluster.start(3)
+    assert [coordinator.world_size() for coordinator in coordinators] == [6, 6, 6]
+    assert [coordinators[0].host_of(rank) for rank in (0, 1, 2, 5, 6, None)] == [0, 0, 1, 2, None, None]
+    assert [coordinator.interface for coordinator in coordinators] == [LOOPBACK_INTERFACE] * 3
+    agents_rendezvous = together([coordinator.attempt_rendezvous for coordinator in coordinators])
+    infos = together([rendezvous.next_rendezvous for rendezvous in agents_rendezvous])
     assert [(info.rank, info.world_size) for info in infos] == [(0, 3), (1, 3), (2, 3)]
     infos[2].store.set("key", "value")
     assert infos[1].store.get("key") == b"value"
 
 
-def test_a_cause_is_told_from_a_consequence(hall: Hall) -> None:
-    teams = hall.begin(3)
-    teams[2].report(RankFailure("Connection closed by peer", rank=5), own=False, line="a consequence")
-    until(lambda: teams[0].board.look()[2].status == "failed")
-    assert teams[0].trouble() is None
-    assert teams[0].last_words() is None  # host 0 speaks for all, if there is no cause
-    teams[1].report(FAILURE, own=True, line="the cause")
-    for coordinator in (teams[0], teams[2]):
-        trouble = found(coordinator.trouble)
-        assert (trouble.line, str(trouble.error()), trouble.error().rank) == ("the cause", str(FAILURE), 3)
-    assert teams[1].trouble() is None
-    assert found(teams[2].last_words).line == "the cause"
+def test_root_causes_are_separated_from_consequences(cluster: Cluster) -> None:
+    coordinators = cluster.start(3)
+    coordinators[2].report_failure(
+        RankFailure("Connection closed by peer", rank=5), is_cause=False, log_line="a consequence"
+    )
+    until(lambda: coordinators[0].membership.host_states()[2].status == "failed")
+    assert coordinators[0].remote_failure() is None
+    assert coordinators[0].fallback_failure() is None  # without a cause, the failure of the first host counts
+    coordinators[1].report_failure(FAILURE, is_cause=True, log_line="the cause")
+    for coordinator in (coordinators[0], coordinators[2]):
+        remote = wait_for(coordinator.remote_failure)
+        assert (remote.log_line, str(remote.to_error()), remote.to_error().rank) == ("the cause", str(FAILURE), 3)
+    assert coordinators[1].remote_failure() is None
+    assert wait_for(coordinators[2].fallback_failure).log_line == "the cause"
 
 
-def test_nobody_is_blamed_before_others_could_speak(hall: Hall) -> None:
-    teams = hall.begin(2, silence_seconds=5.0)
-    assert not teams[0].has_heard(1.0)
-    assert teams[0].has_heard(2.5)
-    teams[1].board._ended = True  # its heart stops
+def test_no_rank_is_blamed_before_other_hosts_had_time_to_report(cluster: Cluster) -> None:
+    coordinators = cluster.start(2, heartbeat_timeout=5.0)
+    assert not coordinators[0].reports_are_complete(1.0)
+    assert coordinators[0].reports_are_complete(2.5)
+    coordinators[1].membership._stopped = True  # its heartbeats stop
     time.sleep(3)
-    assert not teams[0].has_heard(2.5)
+    assert not coordinators[0].reports_are_complete(2.5)
 
 
-def test_all_follow_host_0(hall: Hall) -> None:
-    teams = hall.begin(3)
+def test_all_hosts_take_part_in_the_attempts_of_host_0(cluster: Cluster) -> None:
+    coordinators = cluster.start(3)
     with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(coordinator.wait_for_attempt, FAILURE) for coordinator in teams[1:]]
-        assert teams[0].wait_for_hosts(1, print) == {0: 2, 1: 2, 2: 2}
-        assert teams[0].go_on(1, {0: 2, 1: 1, 2: 2}, seconds=4.0) == 2
+        waiting = [pool.submit(coordinator.wait_for_attempt, FAILURE) for coordinator in coordinators[1:]]
+        assert coordinators[0].wait_for_hosts(1, print) == {0: 2, 1: 2, 2: 2}
+        assert coordinators[0].start_attempt(1, {0: 2, 1: 1, 2: 2}, delay_seconds=4.0) == 2
         assert [future.result() for future in waiting] == [(1, 1, 4.0), (1, 2, 4.0)]
-        assert [coordinator.host_of(3) for coordinator in teams] == [2, 2, 2]
+        assert [coordinator.host_of(3) for coordinator in coordinators] == [2, 2, 2]
 
-        waiting = [pool.submit(coordinator.wait_for_attempt, FAILURE) for coordinator in teams[1:]]
-        assert teams[0].wait_for_hosts(2, print) == {0: 2, 1: 1, 2: 2}  # who was left out stays out
-        ending = pool.submit(teams[0].end, JobError("it is over", fix="none"))
+        waiting = [pool.submit(coordinator.wait_for_attempt, FAILURE) for coordinator in coordinators[1:]]
+        # Host 1 keeps its reduced number of ranks.
+        assert coordinators[0].wait_for_hosts(2, print) == {0: 2, 1: 1, 2: 2}
+        ending = pool.submit(coordinators[0].close, JobError("it is over", fix="none"))
         for future in waiting:
             with pytest.raises(RankFailure, match="it is over") as caught:
                 future.result()
             assert (caught.value.exit_code, caught.value.fix) == (2, "none")
-        for coordinator in teams[1:]:
-            coordinator.end(None)
+        for coordinator in coordinators[1:]:
+            coordinator.close(None)
         ending.result()
 
 
-def test_a_lost_host_is_replaced_or_left_out(hall: Hall) -> None:
-    teams = hall.begin(2, node_rejoin_seconds=4.0)
-    said: list[str] = []
-    teams[1].board._ended = True
-    trouble = found(teams[0].trouble)
-    assert trouble.what.startswith("host 1 (")
-    assert "is unreachable: nothing heard for 1 s; its ranks 2, 3 did not report a crash" in trouble.what
+def test_a_lost_host_is_replaced_or_dropped(cluster: Cluster) -> None:
+    coordinators = cluster.start(2, node_rejoin_seconds=4.0)
+    lines: list[str] = []
+    coordinators[1].membership._stopped = True
+    remote = wait_for(coordinators[0].remote_failure)
+    assert remote.what.startswith("host 1 (")
+    assert "is unreachable: no heartbeat for 1 s; its ranks 2, 3 did not report a crash" in remote.what
     with ThreadPoolExecutor(2) as pool:
-        gathering = pool.submit(teams[0].wait_for_hosts, 1, said.append)
-        until(lambda: [state.host for state in teams[0].board.look()] == [0])
-        new = hall.join(1, 2)
-        assert new.facts() == {"word": "weft"}
-        beginning = pool.submit(new.begin)
-        assert gathering.result() == {0: 2, 1: 2}
-        teams[0].go_on(1, {0: 2, 1: 2}, seconds=0.0)
-        assert beginning.result() == (1, 2)
-    assert said == ["host 1 may come back, or be replaced, within 4 s: start it anew"]
-    new.board._ended = True
-    found(teams[0].trouble)
+        waiting_for_hosts = pool.submit(coordinators[0].wait_for_hosts, 1, lines.append)
+        until(lambda: [state.host for state in coordinators[0].membership.host_states()] == [0])
+        new = cluster.join(1, 2)
+        assert new.wait_for_config() == {"word": "weft"}
+        starting = pool.submit(new.start)
+        assert waiting_for_hosts.result() == {0: 2, 1: 2}
+        coordinators[0].start_attempt(1, {0: 2, 1: 2}, delay_seconds=0.0)
+        assert starting.result() == (1, 2)
+    assert lines == ["host 1 may rejoin or be replaced within 4 s: start it again"]
+    new.membership._stopped = True
+    wait_for(coordinators[0].remote_failure)
     began = time.monotonic()
-    assert teams[0].wait_for_hosts(2, said.append) == {0: 2}
+    assert coordinators[0].wait_for_hosts(2, lines.append) == {0: 2}
     assert time.monotonic() - began >= 4
 
 
-def test_a_host_that_leaves(hall: Hall) -> None:
-    teams = hall.begin(2)
-    teams[1].end(None)
-    assert "host 1 (" in found(teams[0].last_words).what
-    assert teams[0].trouble() is None  # its ranks may have ended well
-    assert teams[0].all_done()
+def test_a_host_that_leaves_is_reported_only_if_there_is_no_cause(cluster: Cluster) -> None:
+    coordinators = cluster.start(2)
+    coordinators[1].close(None)
+    assert "host 1 (" in wait_for(coordinators[0].fallback_failure).what
+    assert coordinators[0].remote_failure() is None  # its ranks may have exited with code 0
+    assert coordinators[0].all_hosts_done()
 
 
-def test_without_host_0_the_others_end(hall: Hall) -> None:
-    teams = hall.begin(2)
-    teams[0].board._ended = True
-    trouble = found(teams[1].trouble)
-    assert "start all hosts again with --resume auto" in str(trouble.error())
+def test_the_job_ends_on_all_hosts_when_host_0_is_lost(cluster: Cluster) -> None:
+    coordinators = cluster.start(2)
+    coordinators[0].membership._stopped = True
+    remote = wait_for(coordinators[1].remote_failure)
+    assert "start all hosts, host 0 too, with --resume auto" in str(remote.to_error())
     with pytest.raises(RankFailure, match=r"host 0 \(.+\) is unreachable"):
-        teams[1].wait_for_attempt(FAILURE)
+        coordinators[1].wait_for_attempt(FAILURE)
 
 
-def test_a_host_that_ends_before_the_job_begins(hall: Hall) -> None:
-    teams = hall.all(2)
-    teams[0].announce({"word": "weft"})
-    teams[1].end(None)
-    with pytest.raises(RendezvousError, match=r"host 1 \(.+\) has ended before the job began"):
-        teams[0].begin()
+def test_a_host_that_ends_before_the_job_starts_is_named(cluster: Cluster) -> None:
+    coordinators = cluster.join_all(2)
+    coordinators[0].publish_config({"word": "weft"})
+    coordinators[1].close(None)
+    with pytest.raises(RendezvousError, match=r"host 1 \(.+\) ended before the job started"):
+        coordinators[0].start()
 
 
-def test_who_stands_still_is_known_everywhere(hall: Hall) -> None:
-    teams = hall.begin(2)
-    teams[1].say_standing("rank 3 stands still")
-    until(lambda: teams[0].standing() == "rank 3 stands still")
-    assert teams[1].standing() is None
-    teams[1].say_standing(None)
-    until(lambda: teams[0].standing() is None)
+def test_a_straggler_is_known_on_all_hosts(cluster: Cluster) -> None:
+    coordinators = cluster.start(2)
+    coordinators[1].report_straggler("rank 3 has been stalled")
+    until(lambda: coordinators[0].remote_straggler() == "rank 3 has been stalled")
+    assert coordinators[1].remote_straggler() is None
+    coordinators[1].report_straggler(None)
+    until(lambda: coordinators[0].remote_straggler() is None)
 
 
-def test_nobody_is_done_before_all_are(hall: Hall) -> None:
-    teams = hall.begin(2)
-    assert not teams[0].all_done()
-    teams[1].all_done()
-    until(teams[0].all_done)
+def test_the_job_is_done_when_all_hosts_are_done(cluster: Cluster) -> None:
+    coordinators = cluster.start(2)
+    assert not coordinators[0].all_hosts_done()
+    coordinators[1].all_hosts_done()
+    until(coordinators[0].all_hosts_done)
 
 
-def test_hosts_that_encrypt_meet_and_begin_an_attempt(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
-    doors: list[bool] = []
+def test_encrypting_hosts_connect_and_start_an_attempt(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    encrypted: list[bool] = []
     monkeypatch.setattr(
-        team_module,
+        coordinator_module,
         "TunnelClient",
-        lambda *a, **options: doors.append(options["encrypt"]) or TunnelClient(*a, **options),
+        lambda *a, **options: encrypted.append(options["encrypt"]) or TunnelClient(*a, **options),
     )
-    teams = hall.begin(2, encrypt=True)
-    meetings = together([coordinator.meet for coordinator in teams])
-    assert [info.world_size for info in together([rendezvous.next_rendezvous for rendezvous in meetings])] == [2, 2]
-    assert doors == [True, True]  # to the board, and to the store of the attempt
+    coordinators = cluster.start(2, encrypt=True)
+    agents_rendezvous = together([coordinator.attempt_rendezvous for coordinator in coordinators])
+    infos = together([rendezvous.next_rendezvous for rendezvous in agents_rendezvous])
+    assert [info.world_size for info in infos] == [2, 2]
+    assert encrypted == [True, True]  # to the membership store, and to the store of the attempt
 
 
-def test_a_host_that_does_not_encrypt_is_refused_by_its_own_launcher(hall: Hall) -> None:
+def test_a_host_with_another_encryption_setting_gets_an_error(cluster: Cluster) -> None:
     with ThreadPoolExecutor() as pool:
-        leader = pool.submit(hall.join, 0, 2, encrypt=True)
+        host_0 = pool.submit(cluster.join, 0, 2, encrypt=True)
         with pytest.raises(RendezvousError, match=r"cluster\.encrypt = false, host 0 has true") as caught:
-            hall.join(1, 2)
-        assert "set cluster.encrypt to the same on all hosts" in str(caught.value)
-        hall.join(1, 2, encrypt=True)
-        leader.result()
+            cluster.join(1, 2)
+        assert "set cluster.encrypt to the same value on all hosts" in str(caught.value)
+        cluster.join(1, 2, encrypt=True)
+        host_0.result()
 
 
 @pytest.mark.parametrize(
-    ("total", "blamed", "shares"),
+    ("total", "blamed", "expected"),
     [
         (6, None, {0: 2, 1: 2, 2: 2}),
         (5, None, {0: 2, 1: 2, 2: 1}),
@@ -222,11 +229,11 @@ def test_a_host_that_does_not_encrypt_is_refused_by_its_own_launcher(hall: Hall)
         (1, 0, {0: 1, 1: 0, 2: 0}),
     ],
 )
-def test_who_gives_up_ranks(total: int, blamed: int | None, shares: dict[int, int]) -> None:
-    assert assign_ranks({0: 2, 1: 2, 2: 2}, total, blamed) == shares
+def test_the_blamed_host_loses_ranks_first(total: int, blamed: int | None, expected: dict[int, int]) -> None:
+    assert assign_ranks({0: 2, 1: 2, 2: 2}, total, blamed) == expected
 
 
-def test_a_meeting_from_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_parse_rendezvous_from_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert parse_rendezvous(0, 1, None, None, None) is None
     token = new_token()
     monkeypatch.setenv("WEFT_TOKEN", token)
@@ -237,9 +244,9 @@ def test_a_meeting_from_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
     file = tmp_path / "token"
     file.write_text(token)
     file.chmod(0o600)
-    planned = parse_rendezvous(0, 2, "10.0.0.1:29400", file, None)
-    assert planned is not None
-    assert planned.token == token
-    for host, hosts, meet in ((0, 2, None), (2, 2, "10.0.0.1:29400"), (1, 1, None)):
+    parsed = parse_rendezvous(0, 2, "10.0.0.1:29400", file, None)
+    assert parsed is not None
+    assert parsed.token == token
+    for host, hosts, endpoint in ((0, 2, None), (2, 2, "10.0.0.1:29400"), (1, 1, None)):
         with pytest.raises(WeftError, match=f"host {host} of {hosts}"):
-            parse_rendezvous(host, hosts, meet, file, None)
+            parse_rendezvous(host, hosts, endpoint, file, None)

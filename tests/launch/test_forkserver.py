@@ -1,4 +1,4 @@
-"""Ranks that are forked: children of the launcher like any other, with what they were given, and gone when they should be."""
+"""Forkserver: ranks are children of the launcher with the given arguments, environment and files, and end when they should."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from weft.errors import RankFailure, Stopped
 from weft.launch.forkserver import ForkServer
 from weft.launch.launcher import launch
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives a fork another parent")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs child subreapers, a feature of Linux")
 
 MODULE = """
 import json, os, signal, sys, threading, time
@@ -56,7 +56,7 @@ def start(
     return process, out, err  # type: ignore[return-value]
 
 
-def test_a_rank_has_what_it_was_given(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_a_rank_gets_its_arguments_environment_and_files(forkserver: ForkServer, tmp_path: Path) -> None:
     process, out, err = start(forkserver, tmp_path, "7")
     assert process.poll() is None or process.poll() == 7
     assert process.wait(20) == 7
@@ -89,8 +89,8 @@ with ForkServer("small_rank", dict(os.environ), fork=True) as forkserver:
 
 @pytest.mark.slow("three processes that import torch, one after the other")
 @pytest.mark.parametrize("threads", ["one", "threads"])
-def test_a_launcher_with_one_thread_is_forked_itself(tmp_path: Path, threads: str) -> None:
-    """With more threads, and after it was killed, the forkserver is a new process."""
+def test_the_forkserver_is_a_fork_of_a_launcher_with_one_thread(tmp_path: Path, threads: str) -> None:
+    """If the launcher has more threads, or after the forkserver was killed, the forkserver is a new process."""
     (tmp_path / "small_rank.py").write_text(MODULE)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", FORKING, threads]
@@ -106,7 +106,7 @@ def test_a_launcher_with_one_thread_is_forked_itself(tmp_path: Path, threads: st
     assert not Path(f"/proc/{lines[0].split()[2]}").exists()
 
 
-def test_it_can_be_killed_waited_for_and_told_by_its_name(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_a_rank_can_be_killed_and_waited_for_and_has_a_process_name(forkserver: ForkServer, tmp_path: Path) -> None:
     process, out, _ = start(forkserver, tmp_path, "sleep")
     deadline = time.monotonic() + 20
     while not out.exists() or not out.read_text():
@@ -121,7 +121,7 @@ def test_it_can_be_killed_waited_for_and_told_by_its_name(forkserver: ForkServer
     assert process.wait(5) == -signal.SIGKILL
 
 
-def test_the_second_starts_at_once(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_ranks_after_the_first_start_at_once(forkserver: ForkServer, tmp_path: Path) -> None:
     start(forkserver, tmp_path, "0")[0].wait(60)
     begin = time.monotonic()
     processes = [start(forkserver, tmp_path, "0", rank)[0] for rank in range(8)]
@@ -129,16 +129,16 @@ def test_the_second_starts_at_once(forkserver: ForkServer, tmp_path: Path) -> No
     assert time.monotonic() - begin < 10  # an interpreter with torch takes seconds each
 
 
-def test_a_module_that_cannot_be_imported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_module_that_cannot_be_imported_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with (
         ForkServer("no_such_module_here", dict(os.environ)) as forkserver,
-        pytest.raises(RankFailure, match="ranks of no_such_module_here left with exit code 1"),
+        pytest.raises(RankFailure, match="the forkserver of no_such_module_here exited with code 1"),
     ):
         start(forkserver, tmp_path, "0")
     assert "No module named 'no_such_module_here'" in capfd.readouterr().err
 
 
-def test_it_starts_again_after_it_was_killed(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_a_killed_forkserver_is_restarted(forkserver: ForkServer, tmp_path: Path) -> None:
     assert start(forkserver, tmp_path, "7")[0].wait(20) == 7
     before = forkserver.process
     assert before is not None
@@ -148,18 +148,18 @@ def test_it_starts_again_after_it_was_killed(forkserver: ForkServer, tmp_path: P
     assert forkserver.process is not before
 
 
-def test_killed_while_it_is_asked_for_a_rank(tmp_path: Path) -> None:
+def test_no_rank_starts_if_the_forkserver_is_killed_during_a_request(tmp_path: Path) -> None:
     (tmp_path / "slow_rank.py").write_text(SLOW_MODULE)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     with ForkServer("slow_rank", {**os.environ, "PYTHONPATH": path}) as forkserver:
         assert forkserver.process is not None
         threading.Timer(1.0, forkserver.process.kill).start()
-        with pytest.raises(RankFailure, match="ranks of slow_rank was killed by SIGKILL"):
+        with pytest.raises(RankFailure, match="the forkserver of slow_rank was killed by SIGKILL"):
             start(forkserver, tmp_path, "0")
     assert not (tmp_path / "started").exists()
 
 
-def test_no_nursery_outlives_its_launcher(tmp_path: Path) -> None:
+def test_the_forkserver_ends_with_its_launcher(tmp_path: Path) -> None:
     code = """
         import os
         from weft.launch.forkserver import ForkServer
@@ -179,15 +179,15 @@ def launch_here(tmp_path: Path, what: str, **settings: int) -> None:
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     environment = {"PYTHONPATH": path, "WORD": "given"}
     command = [sys.executable, "-m", "small_rank", what]
-    launch(command, ranks=2, log_dir=tmp_path / "logs", environment=environment, warm=True, **settings)
+    launch(command, ranks=2, log_dir=tmp_path / "logs", environment=environment, use_forkserver=True, **settings)
 
 
-def test_launch(tmp_path: Path) -> None:
+def test_launch_with_a_forkserver(tmp_path: Path) -> None:
     launch_here(tmp_path, "0")
     assert '"word": "given"' in (tmp_path / "logs" / "rank-1.out").read_text()
 
 
-def test_an_error_arrives_and_attempts_share_a_nursery(tmp_path: Path) -> None:
+def test_errors_are_reported_and_attempts_share_a_forkserver(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="ValueError: boom") as caught:
         launch_here(tmp_path, "fail", max_restarts=1)
     assert caught.value.exit_code == 1
@@ -219,7 +219,11 @@ def test_no_rank_starts_after_a_signal_during_the_imports(tmp_path: Path) -> Non
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
     with pytest.raises(Stopped):
         launch(
-            [sys.executable, "-m", "slow_rank"], ranks=2, log_dir=tmp_path / "logs", environment=environment, warm=True
+            [sys.executable, "-m", "slow_rank"],
+            ranks=2,
+            log_dir=tmp_path / "logs",
+            environment=environment,
+            use_forkserver=True,
         )
     time.sleep(2)  # longer than the import
     assert not (tmp_path / "started").exists()

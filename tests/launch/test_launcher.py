@@ -1,4 +1,4 @@
-"""Ranks are started, watched and stopped; failures arrive once, from the rank that failed first."""
+"""Launcher: ranks are started, monitored and stopped; a failure is reported once, for the rank that failed first."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import torch
 
 from weft.device.device import Accelerator, Cpu
 from weft.errors import DeviceError, RankFailure, Stopped
-from weft.launch import launcher as launch_module
+from weft.launch import launcher as launcher_module
 from weft.launch.launcher import connect, default_ranks, launch
 from weft.launch.watchdog import Timeouts, process_state
 
@@ -35,7 +35,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 def script(folder: Path, code: str) -> list[str]:
-    """The command that runs this code, with the number of the rank in `rank`."""
+    """Command that runs this code, with the rank in the variable `rank`."""
     path = folder / "rank.py"
     path.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}")
     return [sys.executable, str(path)]
@@ -65,18 +65,18 @@ def test_environment_arguments_and_output(tmp_path: Path, capfd: pytest.CaptureF
     assert "EXTRA" not in os.environ
 
 
-def test_exit_code_names_the_rank_and_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_rank_is_named_with_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = "if rank == 1: print('reason', file=sys.stderr); sys.exit(3)\ntime.sleep(60)"
-    with pytest.raises(RankFailure, match="rank 1 left with exit code 3") as caught:
+    with pytest.raises(RankFailure, match="rank 1 exited with code 3") as caught:
         launch(script(tmp_path, code), ranks=2, log_dir=tmp_path)
     assert caught.value.what.splitlines()[1:] == ["  | reason"]
     assert caught.value.where == str(tmp_path / "rank-1.err")
     assert caught.value.exit_code == 1
-    name = f"weft: rank 1 on {platform.node()} left with exit code 3; log {tmp_path / 'rank-1.err'}\n"
+    name = f"weft: rank 1 on {platform.node()} exited with code 3; log {tmp_path / 'rank-1.err'}\n"
     assert capfd.readouterr() == ("", name)
 
 
-def test_signal_of_a_rank_is_named(tmp_path: Path) -> None:
+def test_the_signal_that_killed_a_rank_is_named(tmp_path: Path) -> None:
     code = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
     with pytest.raises(RankFailure, match="rank 1 was killed by SIGKILL") as caught:
         launch(script(tmp_path, code), ranks=2, log_dir=tmp_path)
@@ -92,7 +92,7 @@ def test_signal_of_a_rank_is_named(tmp_path: Path) -> None:
             "ValueError: boom 1",
             1,
         ),
-        # rank 0 speaks of its lost peer before rank 1 is seen to fail
+        # rank 0 reports its lost peer before rank 1 is seen to fail
         (
             "if rank == 0: raise RuntimeError('Connection closed by peer')\ntime.sleep(0.03)\nraise ValueError('boom')",
             "ValueError: boom",
@@ -101,35 +101,35 @@ def test_signal_of_a_rank_is_named(tmp_path: Path) -> None:
         ("raise DataError('no text', where='train.txt', rule='text is needed', fix='add some')", None, 2),
     ],
 )
-def test_first_error_arrives_once(code: str, text: str | None, exit_code: int, tmp_path: Path, capfd) -> None:
+def test_the_first_error_is_reported_once(code: str, text: str | None, exit_code: int, tmp_path: Path, capfd) -> None:
     body = "\n".join(f"    {line}" for line in code.splitlines())
-    together = (  # both ranks have done their imports
+    wait_for_both = (  # wait until both ranks have finished their imports
         "    open(f'{os.path.dirname(__file__)}/here-{rank}', 'w')\n"
         "    while not os.path.exists(f'{os.path.dirname(__file__)}/here-{1 - rank}'): time.sleep(0.001)\n"
     )
     head = "from weft.launch.launcher import rank_main\nfrom weft.errors import DataError\n"
     head += f"REPORT_OF_1 = {str(tmp_path / 'logs' / 'rank-1.error')!r}\ndef main():\n"
     with pytest.raises(RankFailure) as caught:
-        launch(script(tmp_path, f"{head}{together}{body}\nrank_main(main)"), ranks=2, log_dir=tmp_path / "logs")
+        launch(script(tmp_path, f"{head}{wait_for_both}{body}\nrank_main(main)"), ranks=2, log_dir=tmp_path / "logs")
     error = caught.value
     assert error.exit_code == exit_code
     if text is None:
         assert str(error) == "no text\n  where: train.txt\n  rule:  text is needed\n  fix:   add some"
     else:
-        assert error.what.splitlines()[0] == "rank 1 left with exit code 1"
+        assert error.what.splitlines()[0] == "rank 1 exited with code 1"
         assert error.what.endswith(text)
         assert error.where == str(tmp_path / "logs/rank-1.traceback")
         assert text in Path(error.where).read_text()
     out, err = capfd.readouterr()
     assert out == ""
-    if text is None:  # refused input is told once, by the command
+    if text is None:  # refused input is reported once, by the command
         assert err == ""
     else:
-        assert err == f"weft: rank 1 on {platform.node()} left with exit code 1 ({text}); log {error.where}\n"
+        assert err == f"weft: rank 1 on {platform.node()} exited with code 1 ({text}); log {error.where}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ranks_get_the_signal_and_end_by_themselves(number: signal.Signals, tmp_path: Path, capfd) -> None:
+def test_ranks_receive_the_signal_and_end_by_themselves(number: signal.Signals, tmp_path: Path, capfd) -> None:
     code = """
 def stop(number, frame):
     time.sleep(0.2)
@@ -158,7 +158,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("presses", [1, 2])
-def test_ranks_that_do_not_end_are_killed_in_the_end_or_by_a_second_signal(
+def test_ranks_that_do_not_end_are_killed_after_a_timeout_or_by_a_second_signal(
     presses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = """
@@ -167,7 +167,7 @@ open(f"{sys.argv[1]}/ready-{rank}", "w").write(str(os.getpid()))
 while True:
     time.sleep(60)
 """
-    monkeypatch.setattr(launch_module, "SECONDS_TO_END", 1 if presses == 1 else 1000)
+    monkeypatch.setattr(launcher_module, "SECONDS_TO_END", 1 if presses == 1 else 1000)
 
     def press() -> None:
         for name in ("ready", "pressed")[:presses]:
@@ -183,20 +183,20 @@ while True:
     assert capfd.readouterr() == ("", "weft: stopping now\n" if presses == 2 else "")
 
 
-PULSES = """
+HEARTBEATS = """
 from weft.launch.launcher import rank_main
-from weft.launch.heartbeat import Pulse
+from weft.launch.heartbeat import Heartbeat
 def main():
-    pulse, stopped = Pulse.open(), []
+    heartbeat, stopped = Heartbeat.open(), []
     signal.signal(signal.SIGINT, lambda *_: stopped.append(time.monotonic()))
-    pulse.phase("step", 7)
+    heartbeat.phase("step", 7)
     open(f"{sys.argv[1]}/ready-{rank}", "w")
     while not stopped:
         time.sleep(0.05)
     for number in range(20):
         time.sleep(0.1)
         if not %s:
-            pulse.phase("saving", 7)
+            heartbeat.phase("saving", 7)
     while %s:
         time.sleep(60)
     open(f"{sys.argv[1]}/saved-{rank}", "w")
@@ -208,7 +208,7 @@ rank_main(main)
 def test_ranks_have_time_to_save_as_long_as_they_make_progress(
     hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch_module, "SECONDS_TO_END", 0.2)
+    monkeypatch.setattr(launcher_module, "SECONDS_TO_END", 0.2)
 
     def press() -> None:
         wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
@@ -219,10 +219,10 @@ def test_ranks_have_time_to_save_as_long_as_they_make_progress(
     thread.start()
     with pytest.raises(Stopped):
         launch(
-            [*script(tmp_path, PULSES % (hangs, hangs)), str(tmp_path)],
+            [*script(tmp_path, HEARTBEATS % (hangs, hangs)), str(tmp_path)],
             ranks=2,
             log_dir=tmp_path / "logs",
-            limits=Timeouts(patience=1.0),
+            timeouts=Timeouts(hang=1.0),
             environment={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
     thread.join()
@@ -231,7 +231,7 @@ def test_ranks_have_time_to_save_as_long_as_they_make_progress(
 
 
 def test_ctrl_c_in_a_terminal_stops_once_and_rank_0_has_the_terminal(tmp_path: Path) -> None:
-    """A launcher in a terminal of its own: rank 0 sees the terminal, Ctrl-C reaches it, nothing else is printed."""
+    """A launcher in a new terminal: rank 0 has the terminal, Ctrl-C reaches it, nothing else is printed."""
     code = """
 def stop(number, frame):
     print("finished the step", flush=True)
@@ -252,21 +252,21 @@ try:
 except Stopped as stopped:
     sys.exit(stopped.exit_code)
 """)
-    ours, theirs = pty.openpty()
+    parent_fd, child_fd = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, str(launcher)], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        [sys.executable, str(launcher)], stdin=child_fd, stdout=child_fd, stderr=child_fd, start_new_session=True
     )
-    os.close(theirs)
+    os.close(child_fd)
     seen = b""
     while b"\n" not in seen:
-        seen += os.read(ours, 1000)
+        seen += os.read(parent_fd, 1000)
     wait_for(tmp_path / "rank-1.out")
     while b"terminal" not in (tmp_path / "rank-1.out").read_bytes():
         time.sleep(0.02)
-    os.write(ours, b"\x03")
+    os.write(parent_fd, b"\x03")
     assert process.wait(30) == 130
-    seen += os.read(ours, 1000)
-    os.close(ours)
+    seen += os.read(parent_fd, 1000)
+    os.close(parent_fd)
     assert seen.replace(b"^C", b"").split(b"\r\n") == [b"terminal True", b"finished the step", b""]
     assert (tmp_path / "rank-1.out").read_text() == "terminal False\nfinished the step\n"
 
@@ -280,12 +280,12 @@ from weft.device.device import Cpu
 from weft.launch.launcher import connect, rank_main
 
 def main():
-    place = connect(Cpu())
-    found = [None, None]
-    dist.all_gather_object(found, (place, os.getpid()))
-    if place[0] == 0:
-        pids = [os.getppid(), *(pid for _, pid in found)]
-        print(json.dumps([[place for place, _ in found], [listening([pid]) for pid in pids]]))
+    ranks = connect(Cpu())
+    gathered = [None, None]
+    dist.all_gather_object(gathered, (ranks, os.getpid()))
+    if ranks[0] == 0:
+        pids = [os.getppid(), *(pid for _, pid in gathered)]
+        print(json.dumps([[ranks for ranks, _ in gathered], [listening([pid]) for pid in pids]]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -293,8 +293,8 @@ rank_main(main)
 """
     launch(script(tmp_path, code), ranks=2, log_dir=tmp_path)
     out, err = capfd.readouterr()
-    places, addresses = json.loads(out)
-    assert places == [[0, 2, 0], [1, 2, 1]]
+    ranks, addresses = json.loads(out)
+    assert ranks == [[0, 2, 0], [1, 2, 1]]
     launcher, first, second = addresses
     assert launcher == []  # its store is a Unix socket
     assert first  # gloo
@@ -304,7 +304,7 @@ rank_main(main)
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
-def test_a_process_alone_is_a_group_of_its_own(tmp_path: Path) -> None:
+def test_a_single_process_is_a_group_of_size_one(tmp_path: Path) -> None:
     code = f"""{LISTENING}
 import torch, torch.distributed as dist
 from weft.device.device import Cpu
@@ -327,7 +327,7 @@ def two_accelerators() -> Accelerator:
 def test_more_ranks_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "6"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "2")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(DeviceError, match="rank 6 is number 2 on this host, which has 2 cuda devices") as caught:
+    with pytest.raises(DeviceError, match="rank 6 has local rank 2, but this host has 2 cuda devices") as caught:
         connect(two_accelerators())
     assert caught.value.fix == "start at most 2 ranks on this host"
     assert not torch.distributed.is_initialized()

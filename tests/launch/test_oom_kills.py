@@ -1,4 +1,4 @@
-"""A rank that the kernel kills for want of memory: a real one, in a control group with a limit, where root may make one."""
+"""Out-of-memory kills: a real kill in a control group with a memory limit, where root can create one."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ import os, time
 
 if os.environ["RANK"] == "1":
     first = bytes(1024 * 2**20)
-    [first[place] for place in range(0, len(first), 4096)]
+    [first[offset] for offset in range(0, len(first), 4096)]
     block = bytearray(os.urandom(2**20) * 256)
     time.sleep(1)
     block *= 10
@@ -48,17 +48,17 @@ def group() -> Iterator[Path]:
     try:
         folder.mkdir()
     except OSError as error:
-        pytest.skip(f"no control group can be made: {error}")
+        pytest.skip(f"cannot create a control group: {error}")
     try:
         (folder / name).write_text(str(LIMIT))
     except OSError as error:
         folder.rmdir()
-        pytest.skip(f"no limit of memory can be set: {error}")
+        pytest.skip(f"cannot set a memory limit: {error}")
     yield folder
     folder.rmdir()
 
 
-def test_a_rank_without_memory(group: Path, tmp_path: Path) -> None:
+def test_an_out_of_memory_kill_is_reported(group: Path, tmp_path: Path) -> None:
     for name, text in (("launcher.py", LAUNCHER), ("rank.py", RANK)):
         (tmp_path / name).write_text(textwrap.dedent(text))
     command = [
@@ -66,9 +66,9 @@ def test_a_rank_without_memory(group: Path, tmp_path: Path) -> None:
         *(str(path) for path in (tmp_path / "launcher.py", group, tmp_path / "rank.py", tmp_path)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert "rank 1 was killed by the kernel for memory (limit 1.5 GiB, it had " in done.stdout, done
-    assert "`weft memory` says what takes how much" in done.stdout
-    assert "killed by the kernel for memory" in done.stderr
+    assert "rank 1 was killed by the kernel: out of memory (limit 1.5 GiB, resident " in done.stdout, done
+    assert "`weft memory` shows the largest parts" in done.stdout
+    assert "killed by the kernel: out of memory" in done.stderr
 
 
 def write_group(folder: Path, files: dict[str, str]) -> None:
@@ -77,26 +77,26 @@ def write_group(folder: Path, files: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-def test_version_2(tmp_path: Path) -> None:
+def test_cgroup_version_2(tmp_path: Path) -> None:
     write_group(tmp_path / "fs", {})
     write_group(tmp_path / "fs" / "job", {"memory.max": "4096\n", "memory.events": "oom 9\noom_kill 5\n"})
     write_group(tmp_path / "fs" / "job" / "mine", {"memory.max": "max\n", "memory.events": "oom 1\noom_kill 2\n"})
     (tmp_path / "cgroup").write_text("0::/job/mine\n")
-    found = ControlGroup.of_this_process(tmp_path / "fs", tmp_path / "cgroup")
-    assert found is not None
-    assert (found.version, found.kills(), found.limit()) == (2, 2, 4096)
+    cgroup = ControlGroup.of_this_process(tmp_path / "fs", tmp_path / "cgroup")
+    assert cgroup is not None
+    assert (cgroup.version, cgroup.kills(), cgroup.limit()) == (2, 2, 4096)
 
 
-def test_version_1_in_a_container(tmp_path: Path) -> None:
+def test_cgroup_version_1_in_a_container(tmp_path: Path) -> None:
     files = {"memory.limit_in_bytes": f"{2**63 - 4096}\n", "memory.oom_control": "under_oom 0\noom_kill 3\n"}
     write_group(tmp_path / "fs" / "memory", files)
     (tmp_path / "cgroup").write_text("3:cpu:/docker/1\n2:memory:/docker/1\n0::/\n")
-    found = ControlGroup.of_this_process(tmp_path / "fs", tmp_path / "cgroup")
-    assert found is not None
-    assert (found.version, found.kills(), found.limit()) == (1, 3, None)
+    cgroup = ControlGroup.of_this_process(tmp_path / "fs", tmp_path / "cgroup")
+    assert cgroup is not None
+    assert (cgroup.version, cgroup.kills(), cgroup.limit()) == (1, 3, None)
 
 
-def test_nothing_is_known(tmp_path: Path) -> None:
+def test_without_control_groups(tmp_path: Path) -> None:
     assert ControlGroup.of_this_process(tmp_path, tmp_path / "none") is None
     (tmp_path / "cgroup").write_text("0::/\n")
     assert ControlGroup.of_this_process(tmp_path, tmp_path / "cgroup") is None

@@ -1,4 +1,4 @@
-"""Tokens stay secret, and addresses name one interface."""
+"""Rendezvous configuration: tokens stay secret, and addresses name one interface."""
 
 import os
 import socket
@@ -37,23 +37,23 @@ def test_a_weak_token_is_refused_and_not_shown(text: str, tmp_path: Path) -> Non
         assert not text or text not in str(caught.value)
 
 
-def test_no_token_is_refused() -> None:
+def test_a_missing_token_is_refused() -> None:
     with pytest.raises(RendezvousError, match="no token"):
         read_token(environment={})
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
-def test_a_file_that_others_can_read_is_refused(mode: int, tmp_path: Path) -> None:
+def test_a_token_file_readable_by_others_is_refused(mode: int, tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match=f"mode {mode:o}"):
         read_token(token_file(tmp_path, new_token(), mode))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_token_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match="No such file"):
         read_token(tmp_path / "token")
 
 
-def test_meeting_point() -> None:
+def test_parse_endpoint() -> None:
     assert parse_endpoint("10.0.0.1:29400") == ("10.0.0.1", 29400)
 
 
@@ -64,7 +64,7 @@ def test_meeting_point() -> None:
         *("0.0.0.0:29400", "[::]:29400", "10.0.0.256:29400", "224.0.0.1:29400"),
     ],
 )
-def test_what_is_no_meeting_point(text: str) -> None:
+def test_an_invalid_endpoint_is_refused(text: str) -> None:
     with pytest.raises(RendezvousError) as caught:
         parse_endpoint(text)
     assert caught.value.fix
@@ -81,30 +81,32 @@ def test_interfaces() -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "", "localhost", "203.0.113.1"])
-def test_nothing_listens_everywhere_or_elsewhere(address: str) -> None:
+def test_listening_on_all_interfaces_or_foreign_addresses_is_refused(address: str) -> None:
     with pytest.raises(RendezvousError, match=r"IPv4 address of one interface|cannot listen at") as caught:
         listen(address, 0)
     assert "lo (127.0.0.1)" in str(caught.value.fix)
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
             listen("127.0.0.1", port)
 
 
-FORGETS = """
+PRINT_TOKEN = """
 import os, sys
-from weft.launch.rendezvous import plan_meeting
-rendezvous = plan_meeting(0, 2, "127.0.0.1:29400", None, None)
+from weft.launch.rendezvous import parse_rendezvous
+rendezvous = parse_rendezvous(0, 2, "127.0.0.1:29400", None, None)
 print(rendezvous.token, "WEFT_TOKEN" in os.environ, open("/proc/self/environ").read().count(rendezvous.token))
 """
 
 
-def test_the_token_is_not_left_in_the_environment() -> None:
-    """Not in what this process passes on, nor in what the system shows of it."""
+def test_the_token_is_erased_from_the_environment() -> None:
+    """Neither in the environment of child processes nor in /proc."""
     token = new_token()
     environment = os.environ | {"WEFT_TOKEN": token}
-    ended = subprocess.run([sys.executable, "-c", FORGETS], env=environment, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", PRINT_TOKEN], env=environment, capture_output=True, text=True, check=True
+    )
     assert ended.stdout.split() == [token, "False", "0"]

@@ -1,4 +1,4 @@
-"""Folders in shared memory: those of living processes and of runs that are there stay, all others go with the next launch."""
+"""Scratch folders: folders of running processes and existing runs are kept; the next launch removes all other folders."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from weft.lock import take_lock
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place of this test, in the role of shared memory."""
+    """Folder of this test that replaces shared memory."""
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(scratch, "SHARED_MEMORY", folder)
@@ -24,8 +24,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def leave(code: str, *arguments: str) -> str:
-    """What another process says that ends by SIGKILL right after it."""
+def run_and_kill(code: str, *arguments: str) -> str:
+    """Run code in another process that prints `folder` and then kills itself; returns its output."""
     head = "import os, signal, sys\nfrom pathlib import Path\nfrom weft.launch import scratch\n"
     head += "scratch.SHARED_MEMORY = Path(sys.argv[1])\n"
     tail = "\nprint(folder, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
@@ -33,20 +33,20 @@ def leave(code: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def test_a_folder_goes_at_the_end_or_with_the_next_launch(memory: Path) -> None:
+def test_a_folder_is_removed_at_the_end_or_by_the_next_launch(memory: Path) -> None:
     with scratch_folder() as folder:
         assert folder.parent == memory
         assert folder.stat().st_mode & 0o777 == 0o700
         assert remove_leftovers() == []
     assert not folder.exists()
-    left = Path(leave("block = scratch.scratch_folder()\nfolder = block.__enter__()", str(memory)))
+    left = Path(run_and_kill("block = scratch.scratch_folder()\nfolder = block.__enter__()", str(memory)))
     assert (left / "lock").exists()
     assert remove_leftovers() == [left]
     assert list(memory.iterdir()) == []
 
 
-def test_what_is_not_ours_stays(memory: Path, tmp_path: Path) -> None:
-    """Folders that only bear such a name, links, files."""
+def test_foreign_folders_and_files_are_kept(memory: Path, tmp_path: Path) -> None:
+    """Folders without a lock, links, files, and folders of other users."""
     (memory / "weft-somebody").mkdir()
     (memory / "weft-file").touch()
     (tmp_path / "elsewhere").mkdir()
@@ -63,19 +63,19 @@ def test_what_is_not_ours_stays(memory: Path, tmp_path: Path) -> None:
     assert ("weft-of-others" in names) == (os.geteuid() == 0)
 
 
-def test_copies_stay_as_long_as_their_run(memory: Path, tmp_path: Path) -> None:
+def test_a_folder_is_kept_as_long_as_its_run_exists(memory: Path, tmp_path: Path) -> None:
     run, folder = tmp_path / "runs" / "first", memory / "weft-0-1"
     run.mkdir(parents=True)
     (run / "run_id").write_text("abc")
     code = "folder = Path(sys.argv[2])\nheld = scratch.hold_for_run(folder, Path(sys.argv[3]) / 'run_id', 'abc')"
-    leave(code, str(memory), str(folder), str(run))
+    run_and_kill(code, str(memory), str(folder), str(run))
     (folder / "step-00000001").mkdir()
     assert remove_leftovers() == []
     lock = hold_for_run(folder, run / "run_id", "abc")
-    second = hold_for_run(folder, run / "run_id", "abc")  # several hosts that share a memory
+    second = hold_for_run(folder, run / "run_id", "abc")  # several hosts that share the memory
     assert (folder / "step-00000001").exists()
     (run / "run_id").write_text("another")
-    assert remove_leftovers() == []  # it is held
+    assert remove_leftovers() == []  # it is locked
     lock.release()
     second.release()
     run.parent.rename(tmp_path / "not mounted")
@@ -84,7 +84,7 @@ def test_copies_stay_as_long_as_their_run(memory: Path, tmp_path: Path) -> None:
     assert remove_leftovers() == [folder]
 
 
-def test_a_run_does_not_find_what_another_of_its_path_left(memory: Path, tmp_path: Path) -> None:
+def test_a_run_does_not_see_files_of_an_earlier_run_with_the_same_path(memory: Path, tmp_path: Path) -> None:
     folder, file = memory / "weft-0-1", tmp_path / "run_id"
     hold_for_run(folder, file, "abc").release()
     (folder / "step-00000001").mkdir()
@@ -95,26 +95,28 @@ def test_a_run_does_not_find_what_another_of_its_path_left(memory: Path, tmp_pat
     lock.release()
 
 
-def test_a_folder_that_is_open_to_others_is_refused(memory: Path, tmp_path: Path) -> None:
+def test_a_folder_open_to_other_users_is_refused(memory: Path, tmp_path: Path) -> None:
     (memory / "weft-0-1").mkdir()
     (memory / "weft-0-1").chmod(0o755)
-    with pytest.raises(PermissionError, match="open to others"):
+    with pytest.raises(PermissionError, match="open to other users"):
         hold_for_run(memory / "weft-0-1", tmp_path / "run_id", "abc")
     (memory / "weft-0-2").symlink_to(tmp_path)
-    with pytest.raises(OSError, match="open to others"):
+    with pytest.raises(OSError, match="open to other users"):
         hold_for_run(memory / "weft-0-2", tmp_path / "run_id", "abc")
 
 
-def test_a_folder_held_by_another_run_is_refused(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_locked_by_another_run_is_refused(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scratch, "LOCK_SECONDS", 0.1)
     lock = hold_for_run(memory / "weft-0-1", tmp_path / "run_id", "abc")
-    with pytest.raises(OSError, match="held by processes of another run"):
+    with pytest.raises(OSError, match="locked by processes of another run"):
         hold_for_run(memory / "weft-0-1", tmp_path / "run_id", "def")
     lock.release()
 
 
 def test_full_memory_is_not_used(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "LEAST_FREE_BYTES", 2**62)
+    monkeypatch.setattr(scratch, "MIN_FREE_BYTES", 2**62)
     with scratch_folder() as folder:
         assert folder.parent == tmp_path / "tmp"
         assert take_lock(folder / "lock") is None

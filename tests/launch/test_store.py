@@ -1,4 +1,4 @@
-"""The store of a job does what torch's own does, for all threads at once, and only for its user."""
+"""Store: same behaviour as torch's stores, safe for concurrent threads, accessible only to its user."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from weft.launch.scratch import scratch_folder
-from weft.launch.store import LARGEST, SocketStore, StoreServer
+from weft.launch.store import MAX_LENGTH, SocketStore, StoreServer
 
 
 @pytest.fixture
@@ -26,64 +26,64 @@ def path() -> Iterator[Path]:
 
 @pytest.fixture(params=["own", "torch"])
 def store(request: pytest.FixtureRequest, path: Path) -> dist.Store:
-    """A store of Weft, and one of torch: what holds for the one holds for the other."""
+    """A store of Weft or of torch: both must behave the same."""
     return SocketStore(path, timedelta(seconds=5)) if request.param == "own" else dist.HashStore()
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-def test_does_what_stores_of_torch_do(store: dist.Store, prefix: bool) -> None:
-    one = dist.PrefixStore("p", store) if prefix else store
-    one.set("a", "1")
-    one.set("a", "2")
-    assert one.get("a") == b"2"
-    one.set("none", "")
-    assert one.get("none") == b""
-    assert [one.add("n", 3), one.add("n", -5)] == [3, -2]
-    assert one.get("n") == b"-2"
-    assert one.compare_set("a", "1", "3") == b"2"
-    assert one.compare_set("a", "2", "3") == b"3"
-    assert one.compare_set("new", "", "4") == b"4"
-    assert one.compare_set("other", "5", "6") == b"5"
-    assert one.check(["a", "n", "new"])
-    assert not one.check(["a", "other"])
-    assert one.delete_key("new")
-    assert not one.delete_key("new")
-    assert not one.check(["new"])
-    one.multi_set(["x", "y"], ["7", "8"])
-    assert one.multi_get(["y", "x"]) == [b"8", b"7"]
-    one.wait(["x", "y"], timedelta(seconds=1))
-    assert one.num_keys() >= 5
+def test_behaves_like_a_store_of_torch(store: dist.Store, prefix: bool) -> None:
+    tested = dist.PrefixStore("p", store) if prefix else store
+    tested.set("a", "1")
+    tested.set("a", "2")
+    assert tested.get("a") == b"2"
+    tested.set("none", "")
+    assert tested.get("none") == b""
+    assert [tested.add("n", 3), tested.add("n", -5)] == [3, -2]
+    assert tested.get("n") == b"-2"
+    assert tested.compare_set("a", "1", "3") == b"2"
+    assert tested.compare_set("a", "2", "3") == b"3"
+    assert tested.compare_set("new", "", "4") == b"4"
+    assert tested.compare_set("other", "5", "6") == b"5"
+    assert tested.check(["a", "n", "new"])
+    assert not tested.check(["a", "other"])
+    assert tested.delete_key("new")
+    assert not tested.delete_key("new")
+    assert not tested.check(["new"])
+    tested.multi_set(["x", "y"], ["7", "8"])
+    assert tested.multi_get(["y", "x"]) == [b"8", b"7"]
+    tested.wait(["x", "y"], timedelta(seconds=1))
+    assert tested.num_keys() >= 5
     with pytest.raises(dist.DistStoreError):
-        one.wait(["never"], timedelta(seconds=0.1))
+        tested.wait(["never"], timedelta(seconds=0.1))
 
 
-def test_who_waits_is_woken_and_keeps_nobody_waiting(path: Path) -> None:
-    store, found = SocketStore(path, timedelta(seconds=20)), []
-    waiters = [threading.Thread(target=lambda: found.append(store.get("late"))) for _ in range(20)]
+def test_waiting_threads_are_woken_and_do_not_block_other_threads(path: Path) -> None:
+    store, values = SocketStore(path, timedelta(seconds=20)), []
+    waiters = [threading.Thread(target=lambda: values.append(store.get("late"))) for _ in range(20)]
     for waiter in waiters:
         waiter.start()
     begin = time.monotonic()
-    for number in range(100):
-        store.set("k", str(number))
-        assert store.get("k") == str(number).encode()
+    for value in range(100):
+        store.set("k", str(value))
+        assert store.get("k") == str(value).encode()
     assert time.monotonic() - begin < 10
-    assert found == []
+    assert values == []
     other = store.clone()
     other.set("late", b"x" * 3_000_000)
     for waiter in waiters:
         waiter.join()
-    assert found == [b"x" * 3_000_000] * 20
+    assert values == [b"x" * 3_000_000] * 20
 
 
-def test_a_key_that_does_not_come_in_time(path: Path) -> None:
+def test_a_missing_key_times_out(path: Path) -> None:
     store = SocketStore(path, timedelta(seconds=0.2))
-    with pytest.raises(dist.DistStoreError, match=r"never did not come within 0\.2 s"):
+    with pytest.raises(dist.DistStoreError, match=r"never not set within 0\.2 s"):
         store.get("never")
     store.set("never", "now")
     assert store.get("never") == b"now"
 
 
-def test_the_end_of_the_server(path: Path) -> None:
+def test_clients_get_an_error_when_the_server_is_closed(path: Path) -> None:
     server = StoreServer(path.with_name("other"))
     store, errors = SocketStore(server.path), []
 
@@ -100,7 +100,7 @@ def test_the_end_of_the_server(path: Path) -> None:
     server.close()
     waiter.join(10)
     assert len(errors) == 1
-    assert "has gone" in errors[0]
+    assert "is gone" in errors[0]
     with pytest.raises(dist.DistNetworkError):
         store.set("a", "1")
     with pytest.raises(dist.DistNetworkError, match="no store at"):
@@ -109,9 +109,9 @@ def test_the_end_of_the_server(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "noise",
-    [b"\xff" * 1000, b"\x00" + (LARGEST + 1).to_bytes(4, "big"), b"\x01\x00\x00\x00\x00", b"\x05\x00\x00\x00\x00"],
+    [b"\xff" * 1000, b"\x00" + (MAX_LENGTH + 1).to_bytes(4, "big"), b"\x01\x00\x00\x00\x00", b"\x05\x00\x00\x00\x00"],
 )
-def test_noise_ends_its_own_connection_only(noise: bytes, path: Path) -> None:
+def test_an_invalid_request_closes_only_its_own_connection(noise: bytes, path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(10)
         connection.connect(str(path))
@@ -123,7 +123,7 @@ def test_noise_ends_its_own_connection_only(noise: bytes, path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
-def test_other_users_reach_nothing(path: Path) -> None:
+def test_other_users_cannot_connect(path: Path) -> None:
     SocketStore(path).set("a", "1")
     script = (
         f"import os, socket; os.setgid(65534); os.setuid(65534); socket.socket(socket.AF_UNIX).connect({str(path)!r})"
@@ -132,8 +132,8 @@ def test_other_users_reach_nothing(path: Path) -> None:
     assert "PermissionError" in ended.stderr
 
 
-def test_a_path_that_is_too_long(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="set TMPDIR to a shorter folder"):
+def test_a_too_long_socket_path_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="set TMPDIR to a shorter path"):
         StoreServer(tmp_path / ("a" * 120))
 
 
@@ -144,17 +144,17 @@ import torch, torch.distributed as dist
 from weft.device.device import detect
 from weft.launch.launcher import connect
 rank, size, _ = connect(detect())
-gc.collect()  # nothing that torch still needs may go
+gc.collect()  # must not delete anything that torch still uses
 for _ in range(3):
-    numbers = torch.ones(3)
-    dist.all_reduce(numbers, group=dist.new_group())
-    assert numbers.tolist() == [2.0] * 3
+    values = torch.ones(3)
+    dist.all_reduce(values, group=dist.new_group())
+    assert values.tolist() == [2.0] * 3
 dist.group.WORLD.get_group_store().set(f"done/{rank}", "1")
 dist.group.WORLD.get_group_store().wait(["done/0", "done/1"])
 """
 
 
-def test_groups_of_torch_meet_at_it(path: Path) -> None:
+def test_process_groups_of_torch_use_the_store(path: Path) -> None:
     common = {**os.environ, "WEFT_STORE": str(path), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen([sys.executable, "-c", GROUP], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})

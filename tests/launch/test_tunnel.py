@@ -1,4 +1,4 @@
-"""Who knows the token reaches the store through door and gate; nobody else does, and nobody disturbs who does."""
+"""Tunnel: only hosts with the token reach the store, and nobody can disturb their connections."""
 
 import hmac
 import os
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.lab.hosts import Host, hosts
 from tests.lab.proxy import proxy
 from weft.errors import RendezvousError
-from weft.launch import tunnel as gate_module
+from weft.launch import tunnel as tunnel_module
 from weft.launch.rendezvous import new_token
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import SocketStore, StoreServer
@@ -36,7 +36,7 @@ REQUEST_BYTES = 32 + 16 + 32  # nonce, name of the store, proof
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Where sockets lie."""
+    """Folder for sockets."""
     with scratch_folder() as folder:
         yield folder
 
@@ -48,23 +48,23 @@ def store(folder: Path) -> Iterator[SocketStore]:
         yield SocketStore(folder / "store")
 
 
-def client(door: TunnelClient) -> SocketStore:
-    return SocketStore(door.path, timedelta(seconds=20))
+def store_client(client: TunnelClient) -> SocketStore:
+    return SocketStore(client.path, timedelta(seconds=20))
 
 
-def call(port: int) -> socket.socket:
+def connect_to(port: int) -> socket.socket:
     connection = socket.create_connection((LOOPBACK, port))
     connection.settimeout(10)
     return connection
 
 
-def everything(connection: socket.socket) -> bytes:
-    """What arrives until the other side ends the connection."""
+def receive_all(connection: socket.socket) -> bytes:
+    """Bytes received until the other side closes the connection."""
     data = b""
     try:
         while part := connection.recv(65536):
             data += part
-    except ConnectionResetError:  # it had not read all that was sent
+    except ConnectionResetError:  # it had not read all bytes sent to it
         pass
     return data
 
@@ -77,33 +77,33 @@ def until(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 
 @pytest.fixture
-def gate() -> Iterator[TunnelServer]:
-    with TunnelServer(LOOPBACK, 0, TOKEN) as gate:
-        yield gate
+def server() -> Iterator[TunnelServer]:
+    with TunnelServer(LOOPBACK, 0, TOKEN) as server:
+        yield server
 
 
 @pytest.fixture
-def is_reached(gate: TunnelServer, folder: Path) -> Iterator[Callable[[], bool]]:
-    """A store that nobody may reach: tells whether somebody did."""
+def is_reached(server: TunnelServer, folder: Path) -> Iterator[Callable[[], bool]]:
+    """Store that no client may reach; the returned function tells whether one did."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "store"))
         listener.listen()
-        gate.open("ranks", folder / "store")
+        server.add_store("ranks", folder / "store")
         yield lambda: bool(select.select([listener], [], [], 0)[0])
 
 
-def test_clients_use_the_store_as_their_own(gate: TunnelServer, store: SocketStore, folder: Path) -> None:
-    gate.open("ranks", store.path)
+def test_clients_use_the_store_through_the_tunnel(server: TunnelServer, store: SocketStore, folder: Path) -> None:
+    server.add_store("ranks", store.path)
     tokens = TOKEN, TOKEN.upper()
-    with ExitStack() as doors:
-        door, other = [
-            doors.enter_context(TunnelClient(LOOPBACK, gate.port, token, "ranks", folder / f"door-{number}"))
-            for number, token in enumerate(tokens)
+    with ExitStack() as stack:
+        first, second = [
+            stack.enter_context(TunnelClient(LOOPBACK, server.port, token, "ranks", folder / f"client-{index}"))
+            for index, token in enumerate(tokens)
         ]
-        clients = [client(door), client(door), client(other)]
+        clients = [store_client(first), store_client(first), store_client(second)]
         clients[0].set("a", "1")
         assert clients[1].get("a") == b"1"
-        assert [one.add("count", 1) for one in clients] == [1, 2, 3]
+        assert [client.add("count", 1) for client in clients] == [1, 2, 3]
         clients[2].set("large", "x" * 3_000_000)
         assert len(store.get("large")) == 3_000_000
         assert len(clients[0].get("large")) == 3_000_000
@@ -115,87 +115,89 @@ def test_clients_use_the_store_as_their_own(gate: TunnelServer, store: SocketSto
             clients[0].wait(["never"], timedelta(seconds=0.1))
         assert clients[0].check(["late"])
         assert not clients[0].check(["never"])
-    assert gate.refused == 0
+    assert server.refused == 0
 
 
-def test_connections_wait_for_no_delayed_acknowledgement(gate: TunnelServer, store: SocketStore, folder: Path) -> None:
-    """Which take 40 ms each, where small packets are held back (Nagle's algorithm)."""
-    gate.open("ranks", store.path)
-    with TunnelClient(LOOPBACK, gate.port, TOKEN, "ranks", folder / "door") as door:
+def test_connections_wait_for_no_delayed_acknowledgement(
+    server: TunnelServer, store: SocketStore, folder: Path
+) -> None:
+    """A delayed acknowledgement costs 40 ms if small packets are held back (Nagle's algorithm)."""
+    server.add_store("ranks", store.path)
+    with TunnelClient(LOOPBACK, server.port, TOKEN, "ranks", folder / "client") as client:
         seconds = []
         for _ in range(20):
             begin = time.monotonic()
-            with closing(client(door)) as other:
+            with closing(store_client(client)) as other:
                 other.set("a", "1")
             seconds.append(time.monotonic() - begin)
     assert min(seconds) < 0.02
 
 
-def test_a_door_leads_to_its_own_store(gate: TunnelServer, folder: Path) -> None:
-    names = "board", "ranks"
-    with ExitStack() as servers:
+def test_a_client_connects_to_the_store_of_its_name(server: TunnelServer, folder: Path) -> None:
+    names = "membership", "ranks"
+    with ExitStack() as stack:
         for name in names:
-            server = servers.enter_context(StoreServer(folder / name))
-            SocketStore(server.path).set("name", name)
-            gate.open(name, server.path)
+            store_server = stack.enter_context(StoreServer(folder / name))
+            SocketStore(store_server.path).set("name", name)
+            server.add_store(name, store_server.path)
         for name in names:
-            with TunnelClient(LOOPBACK, gate.port, TOKEN, name, folder / "door") as door:
-                assert client(door).get("name").decode() == name
+            with TunnelClient(LOOPBACK, server.port, TOKEN, name, folder / "client") as client:
+                assert store_client(client).get("name").decode() == name
 
 
-def test_a_door_waits_for_gate_and_store(store: SocketStore, folder: Path) -> None:
+def test_a_client_waits_for_server_and_store(store: SocketStore, folder: Path) -> None:
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
-    gates: list[TunnelServer] = []
+    servers: list[TunnelServer] = []
     store.set("a", "1")
 
-    def come() -> None:
+    def start_late() -> None:
         time.sleep(0.3)
-        gates.append(TunnelServer(LOOPBACK, port, TOKEN))
+        servers.append(TunnelServer(LOOPBACK, port, TOKEN))
         time.sleep(0.3)
-        gates[0].open("ranks", store.path)
+        servers[0].add_store("ranks", store.path)
 
-    late = threading.Thread(target=come)
+    late = threading.Thread(target=start_late)
     late.start()
-    with TunnelClient(LOOPBACK, port, TOKEN, "ranks", folder / "door") as door:
-        assert client(door).get("a") == b"1"
+    with TunnelClient(LOOPBACK, port, TOKEN, "ranks", folder / "client") as client:
+        assert store_client(client).get("a") == b"1"
     late.join()
-    gates[0].shut("ranks")
-    with pytest.raises(RendezvousError, match=r"within 0\.5 s: the store 'ranks' is not open there"):
-        TunnelClient(LOOPBACK, port, TOKEN, "ranks", folder / "door", timeout=0.5)
-    assert gates[0].refused == 0
-    gates[0].close()
+    servers[0].remove_store("ranks")
+    with pytest.raises(RendezvousError, match=r"within 0\.5 s: it does not serve the store 'ranks'"):
+        TunnelClient(LOOPBACK, port, TOKEN, "ranks", folder / "client", timeout=0.5)
+    assert servers[0].refused == 0
+    servers[0].close()
     with pytest.raises(RendezvousError, match=r"within 0\.5 s: .*Connect call failed"):
-        TunnelClient(LOOPBACK, port, TOKEN, "ranks", folder / "door", timeout=0.5)
+        TunnelClient(LOOPBACK, port, TOKEN, "ranks", folder / "client", timeout=0.5)
 
 
-def test_wrong_token(
-    gate: TunnelServer, folder: Path, is_reached: Callable[[], bool], caplog: pytest.LogCaptureFixture
+def test_a_wrong_token_is_refused(
+    server: TunnelServer, folder: Path, is_reached: Callable[[], bool], caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = new_token()
     for _ in range(5):
         with pytest.raises(RendezvousError, match="refused the token") as caught:
-            TunnelClient(LOOPBACK, gate.port, wrong, "ranks", folder / "door")
+            TunnelClient(LOOPBACK, server.port, wrong, "ranks", folder / "client")
         assert "WEFT_TOKEN" in str(caught.value.fix)
         assert TOKEN not in str(caught.value)
         assert wrong not in str(caught.value)
-    until(lambda: gate.refused == 5)
-    lines = [record.getMessage() for record in caplog.records if record.name == gate_module.__name__]
-    where = f"{LOOPBACK} was refused at {LOOPBACK}:{gate.port}: wrong token"
-    assert lines == [f"{where} (number {number})" for number in (1, 2, 4)]
+    until(lambda: server.refused == 5)
+    lines = [record.getMessage() for record in caplog.records if record.name == tunnel_module.__name__]
+    where = f"refused a connection from {LOOPBACK} at {LOOPBACK}:{server.port}: wrong token"
+    assert lines == [f"{where} (refusal {count})" for count in (1, 2, 4)]
     assert not is_reached()
 
 
 @pytest.mark.parametrize("token", ["", "short", "ab" * 15, "no hexadecimal digits at all, but long enough"])
-def test_weak_tokens_open_no_gate_and_no_door(token: str, folder: Path) -> None:
+def test_weak_tokens_are_refused_by_server_and_client(token: str, folder: Path) -> None:
     with pytest.raises(RendezvousError, match="hexadecimal digits"):
         TunnelServer(LOOPBACK, 0, token)
     with pytest.raises(RendezvousError, match="hexadecimal digits"):
-        TunnelClient(LOOPBACK, 1, token, "ranks", folder / "door")
+        TunnelClient(LOOPBACK, 1, token, "ranks", folder / "client")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "203.0.113.1"])
-def test_a_gate_listens_on_one_address(address: str) -> None:
+def test_a_server_listens_on_one_address(address: str) -> None:
     with pytest.raises(RendezvousError) as caught:
         TunnelServer(address, 0, TOKEN)
     assert "lo (127.0.0.1)" in str(caught.value.fix)
@@ -211,83 +213,83 @@ def test_a_gate_listens_on_one_address(address: str) -> None:
     ],
     ids=["http", "zeros", "long", "random"],
 )
-def test_garbage(garbage: bytes, gate: TunnelServer, is_reached: Callable[[], bool]) -> None:
-    with call(gate.port) as connection:
+def test_garbage_is_refused(garbage: bytes, server: TunnelServer, is_reached: Callable[[], bool]) -> None:
+    with connect_to(server.port) as connection:
         connection.sendall(garbage)
-        answer = everything(connection)
+        answer = receive_all(connection)
     assert answer[: len(MAGIC)] == MAGIC
     assert answer[CHALLENGE_BYTES:] in (b"x", b"")  # the verdict is lost where unread bytes reset the connection
-    until(lambda: gate.refused == 1)
+    until(lambda: server.refused == 1)
     assert not is_reached()
 
 
-def test_a_torch_client_without_a_door(gate: TunnelServer, is_reached: Callable[[], bool]) -> None:
+def test_a_torch_client_without_a_tunnel_is_refused(server: TunnelServer, is_reached: Callable[[], bool]) -> None:
     with pytest.raises(dist.DistError):
-        dist.TCPStore(LOOPBACK, gate.port, is_master=False, timeout=timedelta(seconds=1))
-    until(lambda: gate.refused > 0)
+        dist.TCPStore(LOOPBACK, server.port, is_master=False, timeout=timedelta(seconds=1))
+    until(lambda: server.refused > 0)
     assert not is_reached()
 
 
-def test_who_leaves_without_a_proof(gate: TunnelServer, is_reached: Callable[[], bool]) -> None:
-    call(gate.port).close()
-    until(lambda: gate.refused == 1)
+def test_a_connection_closed_without_a_proof_is_counted(server: TunnelServer, is_reached: Callable[[], bool]) -> None:
+    connect_to(server.port).close()
+    until(lambda: server.refused == 1)
     assert not is_reached()
 
 
-def test_who_is_slow_is_sent_away(
-    gate: TunnelServer,
+def test_a_slow_client_is_refused(
+    server: TunnelServer,
     is_reached: Callable[[], bool],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(gate_module, "HANDSHAKE_SECONDS", 0.5)
-    with call(gate.port) as connection:
+    monkeypatch.setattr(tunnel_module, "HANDSHAKE_SECONDS", 0.5)
+    with connect_to(server.port) as connection:
         start = time.monotonic()
         with pytest.raises(OSError):  # noqa: PT011, PT012
             while time.monotonic() < start + 10:
                 connection.sendall(b"a")
                 time.sleep(0.05)
         assert time.monotonic() - start < 5
-    assert gate.refused == 1
+    assert server.refused == 1
     assert "no proof within 0.5 s" in caplog.text
     assert not is_reached()
 
 
-def test_strangers_take_no_place_of_others(
-    gate: TunnelServer, store: SocketStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_unauthenticated_connections_do_not_displace_hosts(
+    server: TunnelServer, store: SocketStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate_module, "MAX_PENDING", 8)
-    monkeypatch.setattr(gate_module, "HANDSHAKE_SECONDS", 60.0)
+    monkeypatch.setattr(tunnel_module, "MAX_PENDING", 8)
+    monkeypatch.setattr(tunnel_module, "HANDSHAKE_SECONDS", 60.0)
     store.set("a", "1")
-    gate.open("ranks", store.path)
-    with TunnelClient(LOOPBACK, gate.port, TOKEN, "ranks", folder / "door") as door:
-        standing = client(door)
-        assert standing.get("a") == b"1"
-        strangers = [call(gate.port) for _ in range(20)]
-        until(lambda: gate.refused == 12)  # the oldest
-        assert all(len(everything(stranger)) == CHALLENGE_BYTES for stranger in strangers[:12])
-        assert standing.get("a") == b"1"
-        assert client(door).get("a") == b"1"
-        for stranger in strangers:
-            stranger.close()
+    server.add_store("ranks", store.path)
+    with TunnelClient(LOOPBACK, server.port, TOKEN, "ranks", folder / "client") as client:
+        connected = store_client(client)
+        assert connected.get("a") == b"1"
+        unauthenticated = [connect_to(server.port) for _ in range(20)]
+        until(lambda: server.refused == 12)  # the oldest
+        assert all(len(receive_all(connection)) == CHALLENGE_BYTES for connection in unauthenticated[:12])
+        assert connected.get("a") == b"1"
+        assert store_client(client).get("a") == b"1"
+        for connection in unauthenticated:
+            connection.close()
 
 
-def converse(gate: TunnelServer, folder: Path) -> dict[str, bytearray]:
-    """One good proof, recorded: what the door sent, and what the gate sent."""
-    with proxy(gate.port) as (port, kept):
-        TunnelClient(LOOPBACK, port, TOKEN, "ranks", folder / "door").close()
-        until(lambda: len(kept["gate"]) == CHALLENGE_BYTES + 1 + 32)
+def record_handshake(server: TunnelServer, folder: Path) -> dict[str, bytearray]:
+    """Record one successful handshake: bytes sent by the client, and bytes sent by the server."""
+    with proxy(server.port) as (port, kept):
+        TunnelClient(LOOPBACK, port, TOKEN, "ranks", folder / "client").close()
+        until(lambda: len(kept["server"]) == CHALLENGE_BYTES + 1 + 32)
     return kept
 
 
-def test_a_replay_is_refused_by_the_gate(gate: TunnelServer, store: SocketStore, folder: Path) -> None:
-    gate.open("ranks", store.path)
-    kept = converse(gate, folder)
-    assert len(kept["door"]) == REQUEST_BYTES
-    with call(gate.port) as connection:
-        connection.sendall(kept["door"])
-        assert everything(connection)[CHALLENGE_BYTES:] == b"x"
-    assert gate.refused == 1
+def test_a_replayed_handshake_is_refused(server: TunnelServer, store: SocketStore, folder: Path) -> None:
+    server.add_store("ranks", store.path)
+    kept = record_handshake(server, folder)
+    assert len(kept["client"]) == REQUEST_BYTES
+    with connect_to(server.port) as connection:
+        connection.sendall(kept["client"])
+        assert receive_all(connection)[CHALLENGE_BYTES:] == b"x"
+    assert server.refused == 1
 
 
 @pytest.mark.parametrize(
@@ -295,37 +297,37 @@ def test_a_replay_is_refused_by_the_gate(gate: TunnelServer, store: SocketStore,
     [
         ({}, b"+"),
         ({"token": new_token()}, b"x"),
-        ({"label": b"gate"}, b"x"),
-        ({"nonce_of_gate": bytes(32)}, b"x"),
-        ({"nonce_of_door": bytes(32)}, b"x"),
-        ({"name": b"board".ljust(16, bytes(1))}, b"x"),
+        ({"label": b"server"}, b"x"),
+        ({"server_nonce": bytes(32)}, b"x"),
+        ({"client_nonce": bytes(32)}, b"x"),
+        ({"name": b"membership".ljust(16, bytes(1))}, b"x"),
     ],
     ids=lambda change: "".join(change) if isinstance(change, dict) else "",
 )
-def test_a_proof_is_for_all_of_the_conversation(
-    change: dict[str, bytes], verdict: bytes, gate: TunnelServer, store: SocketStore
+def test_a_proof_covers_the_whole_handshake(
+    change: dict[str, bytes], verdict: bytes, server: TunnelServer, store: SocketStore
 ) -> None:
-    gate.open("ranks", store.path)
-    with call(gate.port) as connection:
+    server.add_store("ranks", store.path)
+    with connect_to(server.port) as connection:
         challenge = connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
-        sent = {"nonce_of_door": secrets.token_bytes(32), "name": b"ranks".ljust(16, bytes(1))}
-        said = {"token": TOKEN, "label": b"door", "nonce_of_gate": challenge[len(MAGIC) :], **sent, **change}
-        text = b"".join(said[part] for part in ("label", "nonce_of_gate", "nonce_of_door", "name"))
-        proof = hmac.digest(said["token"].encode(), text, "sha256")
-        connection.sendall(sent["nonce_of_door"] + sent["name"] + proof)
+        sent = {"client_nonce": secrets.token_bytes(32), "name": b"ranks".ljust(16, bytes(1))}
+        signed = {"token": TOKEN, "label": b"client", "server_nonce": challenge[len(MAGIC) :], **sent, **change}
+        text = b"".join(signed[part] for part in ("label", "server_nonce", "client_nonce", "name"))
+        proof = hmac.digest(signed["token"].encode(), text, "sha256")
+        connection.sendall(sent["client_nonce"] + sent["name"] + proof)
         assert connection.recv(1) == verdict
-    until(lambda: gate.refused == (verdict == b"x"))
+    until(lambda: server.refused == (verdict == b"x"))
 
 
-def test_the_token_does_not_travel(gate: TunnelServer, store: SocketStore, folder: Path) -> None:
-    gate.open("ranks", store.path)
-    for sent in converse(gate, folder).values():
+def test_the_token_is_never_sent(server: TunnelServer, store: SocketStore, folder: Path) -> None:
+    server.add_store("ranks", store.path)
+    for sent in record_handshake(server, folder).values():
         assert bytes.fromhex(TOKEN) not in sent
         assert TOKEN.encode() not in sent.lower()
 
 
-def false_gate(answer: Callable[[socket.socket], None]) -> tuple[socket.socket, int]:
-    """Listens as a gate would, and answers every connection with a function."""
+def false_server(answer: Callable[[socket.socket], None]) -> tuple[socket.socket, int]:
+    """Listen like a tunnel server, and answer every connection with a function."""
     listener = socket.create_server((LOOPBACK, 0))
 
     def serve() -> None:
@@ -341,16 +343,16 @@ def false_gate(answer: Callable[[socket.socket], None]) -> tuple[socket.socket, 
     return listener, listener.getsockname()[1]
 
 
-def test_a_false_gate_is_found_out(gate: TunnelServer, store: SocketStore, folder: Path) -> None:
-    gate.open("ranks", store.path)
-    kept = bytes(converse(gate, folder)["gate"])
+def test_a_false_server_is_detected(server: TunnelServer, store: SocketStore, folder: Path) -> None:
+    server.add_store("ranks", store.path)
+    kept = bytes(record_handshake(server, folder)["server"])
 
     def replay(connection: socket.socket) -> None:
         connection.sendall(kept)
         connection.recv(REQUEST_BYTES, socket.MSG_WAITALL)
 
     def mirror(connection: socket.socket) -> None:
-        """The proof of the door, sent back as that of the gate."""
+        """Send the proof of the client back as the proof of the server."""
         connection.sendall(MAGIC + bytes(32))
         connection.sendall(b"+" + connection.recv(REQUEST_BYTES, socket.MSG_WAITALL)[48:])
 
@@ -358,19 +360,19 @@ def test_a_false_gate_is_found_out(gate: TunnelServer, store: SocketStore, folde
         connection.sendall(b"220 mail.example.org ESMTP\r\n".ljust(44))
 
     for answer in (replay, mirror, other):
-        listener, port = false_gate(answer)
-        with closing(listener), pytest.raises(RendezvousError, match="not the gate of this job"):
-            TunnelClient(LOOPBACK, port, TOKEN, "ranks", folder / "door")
+        listener, port = false_server(answer)
+        with closing(listener), pytest.raises(RendezvousError, match="not the tunnel server of this job"):
+            TunnelClient(LOOPBACK, port, TOKEN, "ranks", folder / "client")
 
 
-def test_the_end_of_the_gate_ends_connections(gate: TunnelServer, store: SocketStore, folder: Path) -> None:
+def test_closing_the_server_closes_connections(server: TunnelServer, store: SocketStore, folder: Path) -> None:
     store.set("a", "1")
-    gate.open("ranks", store.path)
-    with TunnelClient(LOOPBACK, gate.port, TOKEN, "ranks", folder / "door") as door:
-        lasting = client(door)
+    server.add_store("ranks", store.path)
+    with TunnelClient(LOOPBACK, server.port, TOKEN, "ranks", folder / "client") as client:
+        lasting = store_client(client)
         assert lasting.get("a") == b"1"
-        gate.close()
-        gate.close()
+        server.close()
+        server.close()
         with pytest.raises(dist.DistNetworkError):
             lasting.get("a")
     assert store.get("a") == b"1"
@@ -395,22 +397,22 @@ print(made / (time.monotonic() - begin), flush=True)
 
 
 @pytest.mark.exclusive("a flood takes a core")
-def test_hosts_join_under_a_flood_of_connections(gate: TunnelServer, store: SocketStore, folder: Path) -> None:
-    """4,000 new ones a second, from the very address that the host has: the hardest case."""
+def test_hosts_join_under_a_flood_of_connections(server: TunnelServer, store: SocketStore, folder: Path) -> None:
+    """4,000 new connections per second from the address of the host itself: the hardest case."""
     store.set("a", "1")
-    gate.open("ranks", store.path)
-    command = [sys.executable, "-c", FLOOD, str(gate.port), "4000", "8"]
+    server.add_store("ranks", store.path)
+    command = [sys.executable, "-c", FLOOD, str(server.port), "4000", "8"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as flood:
-        until(lambda: gate.refused > 1000)
-        for number in range(5):
+        until(lambda: server.refused > 1000)
+        for index in range(5):
             begin = time.monotonic()
-            with TunnelClient(LOOPBACK, gate.port, TOKEN, "ranks", folder / f"door-{number}") as door:
-                assert client(door).get("a") == b"1"
+            with TunnelClient(LOOPBACK, server.port, TOKEN, "ranks", folder / f"client-{index}") as client:
+                assert store_client(client).get("a") == b"1"
             assert time.monotonic() - begin < 5
         assert flood.poll() is None, "the flood ended before the hosts had joined"
         assert flood.stdout
         rate = float(flood.stdout.read())
-    assert rate > 1000  # what a machine that has other work makes of 4,000
+    assert rate > 1000  # a busy machine does not reach 4,000
 
 
 # On emulated hosts.
@@ -422,8 +424,8 @@ from weft.launch.rendezvous import interface_address, read_token
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import StoreServer
 with scratch_folder() as folder, StoreServer(folder / "store") as server:
-    gate = TunnelServer(interface_address("eth0"), 29400, read_token(), silence_seconds=float(sys.argv[1]))
-    gate.open("ranks", server.path)
+    tunnel_server = TunnelServer(interface_address("eth0"), 29400, read_token(), keepalive_timeout=float(sys.argv[1]))
+    tunnel_server.add_store("ranks", server.path)
     print(server.path, flush=True)
     sys.stdin.read()
 """
@@ -436,20 +438,20 @@ from pathlib import Path
 from weft.launch.tunnel import TunnelClient
 from weft.launch.rendezvous import read_token
 from weft.launch.store import SocketStore
-way = sys.argv[1], 29400, read_token(), "ranks", Path(mkdtemp(), "door")
-door = TunnelClient(*way, timeout=5, silence_seconds=float(sys.argv[2]))
-store = SocketStore(door.path, timedelta(seconds=60))
-for number in range(int(sys.argv[3])):
+endpoint = sys.argv[1], 29400, read_token(), "ranks", Path(mkdtemp(), "client")
+client = TunnelClient(*endpoint, timeout=5, keepalive_timeout=float(sys.argv[2]))
+store = SocketStore(client.path, timedelta(seconds=60))
+for index in range(int(sys.argv[3])):
     start = time.monotonic()
     try:
-        store.set(f"key-{number}", str(number))
-        assert store.get(f"key-{number}") == str(number).encode()
+        store.set(f"key-{index}", str(index))
+        assert store.get(f"key-{index}") == str(index).encode()
     except dist.DistError as error:
         sys.exit(f"{type(error).__name__} after {time.monotonic() - start} s")
-    print(number, time.monotonic(), flush=True)
+    print(index, time.monotonic(), flush=True)
     time.sleep(0.02)
 """
-# The launcher of a host: it has the token, and starts ranks that have none.
+# Launcher of a host: it has the token, and starts ranks without the token.
 LAUNCHER = """
 import os, subprocess, sys
 from pathlib import Path
@@ -458,8 +460,8 @@ from weft.launch.tunnel import TunnelClient
 from weft.launch.rendezvous import interface_address, interface_of, read_token
 address, path, first, code = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 if first:
-    path = Path(mkdtemp(), "door")
-    door = TunnelClient(address, 29400, read_token(), "ranks", path)
+    path = Path(mkdtemp(), "client")
+    client = TunnelClient(address, 29400, read_token(), "ranks", path)
 environment = os.environ | {
     "WEFT_STORE": str(path), "WORLD_SIZE": "4",
     "GLOO_SOCKET_IFNAME": interface_of(interface_address("eth0")),
@@ -497,13 +499,13 @@ def start(host: Host, code: str, *arguments: object, token: str = TOKEN) -> subp
 
 @pytest.fixture(scope="module")
 def two_hosts() -> Iterator[tuple[Host, Host, str]]:
-    """Host 0 with gate and store, host 1, and where the store is on host 0."""
+    """Host 0 with tunnel server and store, host 1, and the path of the store on host 0."""
     with hosts(2) as (a, b):
         yield a, b, start(a, HOST_0, 2).stdout.readline().strip()
 
 
 def connections(host: Host, state: str) -> list[tuple[str, int]]:
-    """Local address and port of the TCP sockets of a host that are in a state of /proc/net/tcp."""
+    """Local addresses and ports of the TCP sockets of a host in one state of /proc/net/tcp."""
     listed = subprocess.run(
         ["ip", "netns", "exec", host.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6"],
         capture_output=True,
@@ -514,7 +516,7 @@ def connections(host: Host, state: str) -> list[tuple[str, int]]:
     return [(row[1].split(":")[0], int(row[1].split(":")[1], 16)) for row in rows if row[3] == state]
 
 
-def test_the_store_is_reached_through_the_gate_only(two_hosts: tuple[Host, Host, str]) -> None:
+def test_the_store_is_reachable_only_through_the_tunnel(two_hosts: tuple[Host, Host, str]) -> None:
     a, b, path = two_hosts
     outside = socket.inet_aton(a.address)[::-1].hex().upper()
     assert connections(a, "0A") == [(outside, 29400)]  # nothing else listens
@@ -526,14 +528,14 @@ def test_the_store_is_reached_through_the_gate_only(two_hosts: tuple[Host, Host,
     assert admitted.communicate(timeout=60)[0].startswith("0 ")
 
 
-def test_ranks_of_two_hosts_form_groups(two_hosts: tuple[Host, Host, str]) -> None:
+def test_ranks_of_two_hosts_form_process_groups(two_hosts: tuple[Host, Host, str]) -> None:
     a, b, path = two_hosts
     launchers = [start(host, LAUNCHER, a.address, path, first, RANK) for host, first in ((a, 0), (b, 2))]
     errors = [launcher.communicate(timeout=120)[1] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], errors
 
 
-def test_a_link_that_breaks_for_a_second(two_hosts: tuple[Host, Host, str]) -> None:
+def test_connections_survive_a_short_network_interruption(two_hosts: tuple[Host, Host, str]) -> None:
     a, b, _ = two_hosts
     caller = start(b, CALLER, a.address, 5, 100)
     assert caller.stdout.readline()
@@ -549,7 +551,9 @@ def test_a_link_that_breaks_for_a_second(two_hosts: tuple[Host, Host, str]) -> N
 
 
 @pytest.mark.parametrize("pause", [0.02, 60], ids=["in a request", "idle"])
-def test_a_link_that_breaks_for_good(pause: float, two_hosts: tuple[Host, Host, str]) -> None:
+def test_connections_are_closed_after_a_long_network_interruption(
+    pause: float, two_hosts: tuple[Host, Host, str]
+) -> None:
     a, b, _ = two_hosts
     caller = start(b, CALLER.replace("sleep(0.02)", f"sleep({pause})"), a.address, 2, 10_000)
     assert caller.stdout.readline()
@@ -559,8 +563,8 @@ def test_a_link_that_breaks_for_good(pause: float, two_hosts: tuple[Host, Host, 
     try:
         if pause < 1:
             assert "DistNetworkError after" in caller.communicate(timeout=20)[1]
-        until(lambda: outside not in dict(connections(a, "01")), 20)  # the gate
-        until(lambda: not connections(b, "01"), 20)  # the door and its caller
+        until(lambda: outside not in dict(connections(a, "01")), 20)  # the server
+        until(lambda: not connections(b, "01"), 20)  # the client and its caller
     finally:
         caller.kill()
         b.plug()

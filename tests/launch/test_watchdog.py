@@ -1,4 +1,4 @@
-"""Of ranks that die or stand still the right one is named, first and at once; a job that stands still ends; it starts again."""
+"""Watchdog and restarts: the rank that caused a failure is named first and at once; hung jobs end; failed jobs restart."""
 
 import os
 import re
@@ -13,16 +13,16 @@ import pytest
 
 from tests.launch.test_launcher import script, wait_for
 from weft.errors import RankFailure, Stopped
-from weft.launch import launcher as launch_module
+from weft.launch import launcher as launcher_module
 from weft.launch.heartbeat import RankStatus
 from weft.launch.launcher import launch
-from weft.launch.watchdog import Timeouts, _Track, find_straggler, process_state
+from weft.launch.watchdog import Timeouts, _RankTrack, find_straggler, process_state
 
 LOOP = """
 import torch, torch.distributed as dist
 from weft.device.device import Cpu
 from weft.launch.launcher import connect, rank_main
-from weft.launch.heartbeat import Pulse
+from weft.launch.heartbeat import Heartbeat
 from weft.backends.hierarchical import register_backend
 here, shared = os.path.dirname(__file__), {shared}
 attempt = int(os.environ["WEFT_ATTEMPT"])
@@ -36,52 +36,52 @@ def fault(step):
     {fault}
 
 def main():
-    pulse = Pulse.open()
+    heartbeat = Heartbeat.open()
     connect(Cpu())
     note(f"pid-{{rank}}", os.getpid())
     note("timeout", dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds())
     group = dist.new_group(backend=register_backend()) if shared else None
     for step in range(8):
-        pulse.phase("step", step)
+        heartbeat.phase("step", step)
         dist.all_reduce(torch.ones(16), group=group)
         if rank == 1 and step == 5:
             fault(step)
         dist.all_reduce(torch.ones(8), group=group)
-        pulse.phase("evaluating", step)
-    pulse.phase("exporting")
+        heartbeat.phase("evaluating", step)
+    heartbeat.phase("exporting")
 
 rank_main(main)
 """
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
-    """What the launcher says, and when; it is printed as well."""
+def log_lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
+    """Lines that the launcher logs, with their times; they are printed as well."""
     lines: list[tuple[float, str]] = []
-    say = launch_module._say
+    log = launcher_module._log
 
     def stamp(line: str) -> None:
-        say(line)
+        log(line)
         lines.append((time.monotonic(), line))
 
-    monkeypatch.setattr(launch_module, "_say", stamp)
+    monkeypatch.setattr(launcher_module, "_log", stamp)
     return lines
 
 
-def loop(folder: Path, fault: str, *, shared: bool = True, limits: Timeouts = Timeouts(), **options: Any) -> None:  # noqa: B008
-    """Two ranks, of which rank 1 has the fault in step 5; it was noted when that began."""
+def loop(folder: Path, fault: str, *, shared: bool = True, timeouts: Timeouts = Timeouts(), **options: Any) -> None:  # noqa: B008
+    """Run two ranks; rank 1 has the fault in step 5 and records its time."""
     launch(
         script(folder, LOOP.format(fault=fault, shared=shared)),
         ranks=2,
         log_dir=folder / "logs",
-        limits=limits,
+        timeouts=timeouts,
         environment={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         **options,
     )
 
 
 def seconds_until(line: tuple[float, str], folder: Path) -> float:
-    """From the begin of the fault to a line."""
+    """Seconds from the beginning of the fault to a line."""
     return line[0] - float((folder / "begin").read_text())
 
 
@@ -90,7 +90,7 @@ def assert_ended(folder: Path) -> None:
         assert process_state(int((folder / f"pid-{rank}").read_text())) == ""
 
 
-# Death
+# Dead ranks
 
 
 @pytest.mark.thin(3)
@@ -101,9 +101,9 @@ def assert_ended(folder: Path) -> None:
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", "err"),
         ("os.abort()", "was killed by SIGABRT", "err"),
-        ("sys.exit(3)", "left with exit code 3", "err"),
-        ("os._exit(0)", "left with exit code 0 while others were at work", "err"),
-        ("raise ValueError('boom')", "left with exit code 1 (ValueError: boom)", "traceback"),
+        ("sys.exit(3)", "exited with code 3", "err"),
+        ("os._exit(0)", "exited with code 0 while other ranks were still running", "err"),
+        ("raise ValueError('boom')", "exited with code 1 (ValueError: boom)", "traceback"),
     ],
 )
 def test_the_rank_that_died_is_named_first_and_within_a_second(
@@ -112,29 +112,29 @@ def test_the_rank_that_died_is_named_first_and_within_a_second(
     log: str,
     shared: bool,
     tmp_path: Path,
-    said: list[tuple[float, str]],
+    log_lines: list[tuple[float, str]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     begin = time.monotonic()
     if shared and "_exit(0)" in fault:
-        pytest.skip("others notice only when they have waited: see the test of patience")
+        pytest.skip("other ranks notice it only after a timeout: see the tests of stalled ranks")
     with pytest.raises(RankFailure, match=re.escape(f"rank 1 {what.partition(' (')[0]}")) as caught:
         loop(tmp_path, fault, shared=shared)
     first = capfd.readouterr().err.splitlines()[0]
-    assert first == f"weft: {said[0][1]}"
+    assert first == f"weft: {log_lines[0][1]}"
     assert first.startswith(f"weft: rank 1 on {os.uname().nodename} {what}; step 5")
     assert first.endswith(f"; log {tmp_path / 'logs' / f'rank-1.{log}'}")
     assert (", after all_reduce of 64 bytes of torch.float32 in group" in first) == shared
-    assert seconds_until(said[0], tmp_path) < 1
+    assert seconds_until(log_lines[0], tmp_path) < 1
     assert time.monotonic() - begin < 60
-    assert len(said) == 1
+    assert len(log_lines) == 1
     if "boom" in fault:
         assert "ValueError: boom" in caught.value.what
     assert_ended(tmp_path)
 
 
-def test_the_last_words_of_a_rank_killed_in_a_collective(tmp_path: Path, said: list[tuple[float, str]]) -> None:
-    """By another process, as the kernel does for want of memory; all of the others wait for it."""
+def test_the_collective_of_a_killed_rank_is_named(tmp_path: Path, log_lines: list[tuple[float, str]]) -> None:
+    """Another process kills the rank, as the kernel does when memory runs out; the other ranks wait for the rank."""
 
     def kill() -> None:
         wait_for(tmp_path / "begin")
@@ -146,16 +146,16 @@ def test_the_last_words_of_a_rank_killed_in_a_collective(tmp_path: Path, said: l
     with pytest.raises(RankFailure, match="rank 0 was killed by SIGKILL"):
         loop(tmp_path, "time.sleep(60)")
     thread.join()
-    assert "; step 5, inside all_reduce of 32 bytes of torch.float32 in group" in said[0][1]
-    assert "(collective 12)" in said[0][1]
+    assert "; step 5, inside all_reduce of 32 bytes of torch.float32 in group" in log_lines[0][1]
+    assert "(collective 12)" in log_lines[0][1]
     assert_ended(tmp_path)
 
 
-# Standing still
+# Stalled ranks
 
 
 def stop_rank_1(folder: Path, seconds: float) -> threading.Thread:
-    """A thread that lets rank 1 go on so many seconds after it has stopped itself."""
+    """Start a thread that continues rank 1 `seconds` after the rank has stopped itself."""
 
     def work() -> None:
         wait_for(folder / "begin")
@@ -173,160 +173,171 @@ def stop_rank_1(folder: Path, seconds: float) -> threading.Thread:
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def test_a_short_stop_is_nobodys_business(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_short_stop_is_not_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     thread = stop_rank_1(tmp_path, 1.0)
-    loop(tmp_path, STOP, limits=Timeouts(patience=2000.0))
+    loop(tmp_path, STOP, timeouts=Timeouts(hang=2000.0))
     thread.join()
-    assert float((tmp_path / "timeout").read_text()) > 2000  # of the process group: the watchdog speaks first
+    assert float((tmp_path / "timeout").read_text()) > 2000  # timeout of the process group: the watchdog reports first
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_rank_that_is_stopped_and_goes_on_is_named_twice(tmp_path: Path, said: list[tuple[float, str]]) -> None:
+def test_a_rank_that_stops_and_continues_is_reported_twice(tmp_path: Path, log_lines: list[tuple[float, str]]) -> None:
     thread = stop_rank_1(tmp_path, 2.0)
-    loop(tmp_path, STOP, limits=Timeouts(stopped=0.5, slow=1.0))
+    loop(tmp_path, STOP, timeouts=Timeouts(stopped=0.5, slow_step=1.0))
     thread.join()
-    (named, goes_on) = (line for _, line in said)
-    assert f"rank 1 on {os.uname().nodename} stands still in step 5 for " in named
+    (named, continues) = (line for _, line in log_lines)
+    assert f"rank 1 on {os.uname().nodename} has been stalled in step 5 for " in named
     assert f"stopped by a signal at {tmp_path / 'rank.py'}:" in named
     assert ", while rank 0 waits in all_reduce of 32 bytes of torch.float32 in group" in named
-    assert goes_on.startswith("rank 1 goes on after 2 s")
+    assert continues.startswith("rank 1 continues after 2 s")
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
-def test_a_stopped_rank_is_named_in_time_and_ends_the_job_when_patience_ends(
-    shared: bool, tmp_path: Path, said: list[tuple[float, str]]
+def test_a_stopped_rank_is_reported_in_time_and_ends_the_job_after_the_hang_timeout(
+    shared: bool, tmp_path: Path, log_lines: list[tuple[float, str]]
 ) -> None:
     with pytest.raises(RankFailure, match=r"rank 1 made no progress for 3 s in step 5: stopped by a signal") as caught:
-        loop(tmp_path, STOP, shared=shared, limits=Timeouts(stopped=0.5, patience=3.0))
+        loop(tmp_path, STOP, shared=shared, timeouts=Timeouts(stopped=0.5, hang=3.0))
     assert caught.value.exit_code == 1
     assert "3 s" in caught.value.rule
-    assert 0.5 < seconds_until(said[0], tmp_path) < 1.5
-    assert len(said) == 1
+    assert 0.5 < seconds_until(log_lines[0], tmp_path) < 1.5
+    assert len(log_lines) == 1
     assert_ended(tmp_path)
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
-def test_a_rank_that_sleeps_is_named_with_its_line(shared: bool, tmp_path: Path, said: list[tuple[float, str]]) -> None:
+def test_a_sleeping_rank_is_named_with_its_source_line(
+    shared: bool, tmp_path: Path, log_lines: list[tuple[float, str]]
+) -> None:
     with pytest.raises(RankFailure, match="rank 1 made no progress") as caught:
-        loop(tmp_path, "time.sleep(60)", shared=shared, limits=Timeouts(slow=1.0, patience=3.0))
+        loop(tmp_path, "time.sleep(60)", shared=shared, timeouts=Timeouts(slow_step=1.0, hang=3.0))
     lines = (tmp_path / "rank.py").read_text().splitlines()
-    number = next(number for number, line in enumerate(lines, start=1) if "time.sleep(60)" in line)
-    for text in (said[0][1], caught.value.what):
-        assert f"its main thread is at {tmp_path / 'rank.py'}:{number} fault, not in a collective" in text
+    line_number = next(index for index, line in enumerate(lines, start=1) if "time.sleep(60)" in line)
+    for text in (log_lines[0][1], caught.value.what):
+        assert f"its main thread is at {tmp_path / 'rank.py'}:{line_number} fault, not in a collective" in text
         assert "while rank 0 waits in all_reduce" in text
-    assert 0.9 < seconds_until(said[0], tmp_path) < 2.0
-    assert len(said) == 1
+    assert 0.9 < seconds_until(log_lines[0], tmp_path) < 2.0
+    assert len(log_lines) == 1
     assert_ended(tmp_path)
 
 
-def test_a_rank_that_left_while_others_wait_ends_the_job(tmp_path: Path, said: list[tuple[float, str]]) -> None:
+def test_an_early_exit_while_others_wait_ends_the_job(tmp_path: Path, log_lines: list[tuple[float, str]]) -> None:
     with pytest.raises(
-        RankFailure, match=r"^rank 1 made no progress .*: it left with exit code 0, while rank 0 waits in all_reduce"
+        RankFailure, match=r"^rank 1 made no progress .*: it exited with code 0, while rank 0 waits in all_reduce"
     ):
-        loop(tmp_path, "os._exit(0)", limits=Timeouts(slow=1.0, patience=3.0))
-    assert "rank 1" in said[0][1]
-    assert "rank 0 waits in all_reduce of 32 bytes" in said[0][1]
+        loop(tmp_path, "os._exit(0)", timeouts=Timeouts(slow_step=1.0, hang=3.0))
+    assert "rank 1" in log_lines[0][1]
+    assert "rank 0 waits in all_reduce of 32 bytes" in log_lines[0][1]
     assert_ended(tmp_path)
 
 
-def test_long_phases_and_first_steps_are_left_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The limits are less than what the rank takes before its first step, in its second, and in an evaluation."""
+def test_long_phases_and_first_steps_are_not_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The timeouts are shorter than the time before the first step, the second step, and an evaluation."""
     code = """
-from weft.launch.heartbeat import Pulse
-pulse = Pulse.open()
+from weft.launch.heartbeat import Heartbeat
+heartbeat = Heartbeat.open()
 for item in range(5):
-    time.sleep(0.3)  # a loop in which it moves from
+    time.sleep(0.3)  # a loop that moves from
     time.sleep(0.3)  # line to line
 for step in range(12):
-    pulse.phase("step", step)
+    heartbeat.phase("step", step)
     time.sleep(1.2 if step == 1 else 0.2)
-    pulse.phase("evaluating", step)
+    heartbeat.phase("evaluating", step)
     if step == 8: time.sleep(1.2)
 """
     path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    launch(script(tmp_path, code), ranks=1, log_dir=tmp_path, limits=Timeouts(slow=0.5, other=2.0), environment=path)
+    launch(
+        script(tmp_path, code), ranks=1, log_dir=tmp_path, timeouts=Timeouts(slow_step=0.5, other=2.0), environment=path
+    )
     assert capfd.readouterr() == ("", "")
 
 
-def test_ranks_without_a_pulse_are_watched_for_their_end_only(tmp_path: Path) -> None:
-    limits = Timeouts(stopped=0.2, slow=0.2, other=0.2, patience=0.2)
-    launch(script(tmp_path, "time.sleep(1)"), ranks=2, log_dir=tmp_path, limits=limits)
+def test_ranks_without_a_heartbeat_are_monitored_only_for_their_end(tmp_path: Path) -> None:
+    timeouts = Timeouts(stopped=0.2, slow_step=0.2, other=0.2, hang=0.2)
+    launch(script(tmp_path, "time.sleep(1)"), ranks=2, log_dir=tmp_path, timeouts=timeouts)
 
 
-def track(**fields: Any) -> _Track:
-    state = fields.pop("state", "")
-    now = {"heartbeat": 100.0, "pid": 1, "phase": "step", "step": 3} | fields
-    return _Track(RankStatus(**now), since=90.0, active=90.0, state=state, stopped=91.0 if state else 0.0)
+def track(**fields: Any) -> _RankTrack:
+    stop_reason = fields.pop("stop_reason", "")
+    now = {"sampled_at": 100.0, "pid": 1, "phase": "step", "step": 3} | fields
+    status = RankStatus(**now)
+    return _RankTrack(status, 90.0, 90.0, stop_reason=stop_reason, stopped_at=91.0 if stop_reason else 0.0)
 
 
 @pytest.mark.parametrize(
     ("rank_2", "word"),
     [
-        ({"state": "stopped by a signal", "inside": True}, "stopped by a signal"),
-        ({"heartbeat": 94.0, "inside": True}, "its heartbeat ended 6 s ago"),
-        ({"where": "train.py:7 load"}, "its main thread is at train.py:7 load, not in a collective"),
-        ({"call": "wait", "collectives": 8}, "no rank has called fewer collectives (8)"),
+        ({"stop_reason": "stopped by a signal", "in_collective": True}, "stopped by a signal"),
+        ({"sampled_at": 94.0, "in_collective": True}, "its heartbeat ended 6 s ago"),
+        ({"location": "train.py:7 load"}, "its main thread is at train.py:7 load, not in a collective"),
+        ({"communication": "wait", "collectives": 8}, "no rank has called fewer collectives (8)"),
     ],
 )
-def test_who_is_blamed(rank_2: dict[str, Any], word: str) -> None:
-    waits = {"collective": "all_reduce of 4 bytes", "inside": True, "collectives": 9}
-    tracks = {0: track(**waits), 1: track(**waits), 2: track(**{"collective": "x", "collectives": 9} | rank_2)}
-    rank, why, waits = find_straggler(tracks, now=100.0)
-    assert (rank, waits) == (2, "call" in rank_2)
-    assert word in why
+def test_find_straggler(rank_2: dict[str, Any], word: str) -> None:
+    waiting = {"last_collective": "all_reduce of 4 bytes", "in_collective": True, "collectives": 9}
+    tracks = {
+        0: track(**waiting),
+        1: track(**waiting),
+        2: track(**{"last_collective": "x", "collectives": 9} | rank_2),
+    }
+    rank, reason, waits = find_straggler(tracks, now=100.0)
+    assert (rank, waits) == (2, "communication" in rank_2)
+    assert word in reason
 
 
 # Restarts
 
 
-def test_restarts_without_progress_are_counted(tmp_path: Path, said: list[tuple[float, str]]) -> None:
+def test_restarts_without_progress_are_counted(tmp_path: Path, log_lines: list[tuple[float, str]]) -> None:
     with pytest.raises(RankFailure, match="ValueError: attempt 1"):
         loop(tmp_path, "raise ValueError(f'attempt {attempt}')", max_restarts=1)
-    texts = [text for _, text in said]
+    texts = [text for _, text in log_lines]
     assert [text.split()[:2] for text in texts] == [["rank", "1"], ["rank", "1"], ["rank", "1"]]
     assert "attempt 1 starts 2 ranks in 1 s, restart 1 of 1" in texts[1]
     assert "attempt 0" in (tmp_path / "logs/rank-1.traceback").read_text()
     assert "attempt 1" in (tmp_path / "logs/attempt-1/rank-1.traceback").read_text()
 
 
-def test_progress_starts_the_count_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_resets_the_count_of_restarts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = """
-from weft.launch.heartbeat import Pulse
+from weft.launch.heartbeat import Heartbeat
 attempt = int(os.environ["WEFT_ATTEMPT"])
-Pulse.open().phase("step", [3, 4, 4, 20][attempt])
+Heartbeat.open().phase("step", [3, 4, 4, 20][attempt])
 time.sleep(0.3)
 sys.exit(5)
 """
     path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with pytest.raises(RankFailure, match="rank 0 left with exit code 5"):
+    with pytest.raises(RankFailure, match="rank 0 exited with code 5"):
         launch(script(tmp_path, code), ranks=1, log_dir=tmp_path, max_restarts=1, environment=path)
     assert capfd.readouterr().err.count("restart 1 of 1") == 2  # after steps 3 and 4; the second 4 is no progress
     assert (tmp_path / "attempt-2").is_dir()
     assert not (tmp_path / "attempt-3").exists()
 
 
-def test_the_next_attempt_may_have_other_ranks_and_arguments(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_restart_can_change_the_number_of_ranks_and_the_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code = """
 print(rank, os.environ["WORLD_SIZE"], os.environ["WEFT_ATTEMPT"], sys.argv[1:], flush=True)
 if len(sys.argv) == 1:
     time.sleep(0.2)
     sys.exit(rank)
 """
-    seen = []
+    failures = []
 
     def fewer(failure: RankFailure, available: int) -> int:
-        seen.append((failure.what, failure.rank, available))
+        failures.append((failure.what, failure.rank, available))
         return 1
 
-    again = [*script(tmp_path, code), "--resume"]
-    launch(script(tmp_path, code), ranks=2, log_dir=tmp_path, max_restarts=1, again=again, resize=fewer)
-    assert seen == [("rank 1 left with exit code 1", 1, 2)]
+    restart_argv = [*script(tmp_path, code), "--resume"]
+    launch(script(tmp_path, code), ranks=2, log_dir=tmp_path, max_restarts=1, restart_argv=restart_argv, resize=fewer)
+    assert failures == [("rank 1 exited with code 1", 1, 2)]
     assert capfd.readouterr().out == "0 2 0 []\n0 1 1 ['--resume']\n"
 
 
-def test_refused_input_is_not_tried_again(tmp_path: Path) -> None:
+def test_refused_input_is_not_restarted(tmp_path: Path) -> None:
     code = """
 from weft.launch.launcher import rank_main
 from weft.errors import DataError
@@ -341,9 +352,9 @@ rank_main(main)
     assert not (tmp_path / "attempt-1").exists()
 
 
-def test_a_signal_ends_the_wait_for_the_next_attempt(tmp_path: Path, said: list[tuple[float, str]]) -> None:
+def test_a_signal_ends_the_delay_before_the_next_attempt(tmp_path: Path, log_lines: list[tuple[float, str]]) -> None:
     def press() -> None:
-        while not any("starts" in text for _, text in said):
+        while not any("starts" in text for _, text in log_lines):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""Live storages are counted once, by what they hold, from when they are made until they are freed."""
+"""Live storages are counted once, by kind, from allocation until they are freed."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch import nn
 from weft.memory.live_bytes import LiveBytes
 
 
-def test_results_are_counted_while_they_live() -> None:
+def test_live_results_are_counted_once() -> None:
     x = torch.ones(100)
     with LiveBytes() as live:
         live.track("parameters", [x])
@@ -21,7 +21,7 @@ def test_results_are_counted_while_they_live() -> None:
         assert live.at_peak == {"parameters": 400, "activations": 400}
 
 
-def test_a_temporary_of_backward_is_in_the_peak() -> None:
+def test_backward_temporaries_count_for_the_peak() -> None:
     x = torch.ones(100, requires_grad=True)
     with LiveBytes() as live:
         x.exp().exp().sum().backward()
@@ -29,14 +29,14 @@ def test_a_temporary_of_backward_is_in_the_peak() -> None:
         assert live.peak >= 3 * 400
 
 
-def test_storages_that_operations_resize() -> None:
+def test_resized_storages_are_recounted() -> None:
     with LiveBytes() as live:
         x = torch.empty(10)
         x.resize_(1000)
         assert live.total == 4000
 
 
-def test_gradients_are_known_when_they_come() -> None:
+def test_gradients_are_counted_by_kind() -> None:
     model = nn.Linear(8, 8, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.ones(1, 8)).sum().backward()
@@ -44,11 +44,11 @@ def test_gradients_are_known_when_they_come() -> None:
     optimizer.zero_grad(set_to_none=True)
     with LiveBytes() as live:
         live.track_training(model, optimizer)
-        assert live.current == {"parameters": 256, "optimizer": 516}  # two moments, and the number of steps
+        assert live.current == {"parameters": 256, "optimizer": 516}  # two moments, and the step count
         model(torch.ones(1, 8)).sum().backward()
         assert live.current["gradients"] == 256
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         assert live.current["gradients"] == 0
     model(torch.ones(1, 8)).sum().backward()
-    assert live.current["gradients"] == 0  # outside of the context nothing is counted
+    assert live.current["gradients"] == 0  # not counted outside the context

@@ -1,4 +1,4 @@
-"""Activations that wait elsewhere change no bit of a step, and are not on the device in between."""
+"""Activation offload leaves steps bit-equal, and frees the device memory between forward and backward."""
 
 from pathlib import Path
 from typing import Any
@@ -35,33 +35,33 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 @pytest.mark.thin(9)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_bit_changes(name: str) -> None:
+def test_offload_is_bit_equal(name: str) -> None:
     assert_same_bits_with(family(name), plan_for("fp32", zero=0), 1, *MEMORIES)
 
 
 @pytest.mark.thin(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
+def test_offload_is_bit_equal_in_any_layout(name: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
     assert_same_bits_with(family(name), plan_for("fp32", **parallel), ranks, *MEMORIES)
 
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"zero": 0, "tp": 2}])
-def test_two_formats_and_split_weights(parallel: dict[str, int]) -> None:
+def test_offload_is_bit_equal_with_bf16_and_split_weights(parallel: dict[str, int]) -> None:
     precision = Precision(weights="split")
     plan = plan_for("fp32", **parallel).model_copy(update={"precision": precision})
     assert_same_bits_with(family("llama"), plan, 2, *MEMORIES, micro_batch=1)
 
 
-def test_experts() -> None:
+def test_offload_of_experts_is_bit_equal() -> None:
     assert_same_bits_with(family("qwen3_moe"), plan_for("fp32", ep=2, zero=3), 2, Memory(offload=("mlp",)), MEMORIES[3])
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved"])
-def test_schedules(schedule: str) -> None:
+def test_offload_is_bit_equal_with_pipeline_schedules(schedule: str) -> None:
     pipeline = Pipeline(schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
     plan = plan_for("fp32", pipeline, pp=2, zero=1)
     config = {**family("llama"), "num_hidden_layers": 4}
@@ -76,62 +76,62 @@ NORMED = ("qwen3", "qwen3_moe", "olmo2", "olmoe")  # queries and keys
 
 
 def formulas(name: str) -> tuple[int, int]:
-    """Numbers a token that one attention, and one feed-forward part, keeps for backward."""
+    """Elements per token that an attention, and a feed-forward part, saves for backward."""
     config = family(name)
     hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     queries, keys = heads * size, config["num_key_value_heads"] * size
-    attention = hidden + queries + 2 * keys + queries  # its input, what goes into attention, and what comes out
-    if name in NORMED:  # what goes into the norm, and the same at length 1
+    attention = hidden + queries + 2 * keys + queries  # its input, queries, keys, values and output
+    if name in NORMED:  # inputs and normalized inputs of the norms
         attention += 2 * (queries + keys)
-    if name in GATED:  # its input, gate and other half, the activation, and its product with the other half
+    if name in GATED:  # its input, gate and up projections, activation and gated output
         return attention, hidden + 4 * config["intermediate_size"]
     inner, chosen = config.get("moe_intermediate_size", config["intermediate_size"]), config["num_experts_per_tok"]
-    return attention, hidden + chosen * (4 * inner + 2 * hidden)  # of each expert also its input, and its output
+    return attention, hidden + chosen * (4 * inner + 2 * hidden)  # per expert also its input and output
 
 
 @pytest.mark.parametrize("name", GATED + EXPERTS)
-def test_what_waits_elsewhere_is_not_here(name: str) -> None:
-    """Bytes a token and block after forward, by formula; roles add up."""
+def test_offloaded_bytes_match_formula(name: str) -> None:
+    """Bytes saved per token and block match a formula; roles add up."""
     config, (attention, mlp) = family(name), formulas(name)
     assert saved(config, offload=("attention",), offload_to="disk") == 4 * attention
     assert saved(config, offload=("mlp",), offload_to="disk") == 4 * mlp
     assert saved(config, offload=("attention", "mlp"), offload_to="disk") == 4 * (attention + mlp)
 
 
-def test_offload_and_recompute_add_up() -> None:
-    again = saved(LLAMA, recompute=("mlp",))
+def test_savings_of_offload_and_recompute_add_up() -> None:
+    recomputed = saved(LLAMA, recompute=("mlp",))
     attention, mlp = formulas("llama")
-    assert saved(LLAMA, recompute=("mlp",), offload=("attention",), offload_to="disk") == again + 4 * attention
-    # What is made again from inputs that wait elsewhere: neither is here.
+    assert saved(LLAMA, recompute=("mlp",), offload=("attention",), offload_to="disk") == recomputed + 4 * attention
+    # Outputs recomputed from offloaded inputs: neither is on the device.
     both = saved(LLAMA, recompute=("activation", "norm"), offload=("attention", "mlp"), offload_to="disk")
     assert both > max(4 * (attention + mlp), saved(LLAMA, recompute=("activation", "norm")))
-    # The input that a block is computed again from.
+    # Offloaded inputs of recomputed blocks.
     entries = saved(LLAMA, recompute=("block",), offload=("block",), offload_to="disk")
     assert entries == saved(LLAMA, recompute=("block",)) + 4 * HIDDEN
 
 
-def test_a_budget_bounds_what_waits() -> None:
+def test_budget_bounds_offloaded_bytes() -> None:
     """64 tokens, 4 blocks."""
     attention, _ = formulas("llama")
-    whole = 4 * attention * 64
-    some = saved(LLAMA, offload=("attention",), offload_to="disk", offload_bytes=2 * whole)
-    assert 1.5 * whole / 64 / 4 < some <= 2 * whole / 64 / 4
+    full = 4 * attention * 64
+    some = saved(LLAMA, offload=("attention",), offload_to="disk", offload_bytes=2 * full)
+    assert 1.5 * full / 64 / 4 < some <= 2 * full / 64 / 4
 
 
-def test_a_budget_below_one_tensor_is_refused() -> None:
-    with pytest.raises(RankError, match=r"10000 bytes do not hold one activation, of \d+ bytes"):
+def test_budget_below_one_tensor_is_refused() -> None:
+    with pytest.raises(RankError, match=r"10000 bytes cannot hold one activation of \d+ bytes"):
         saved(LLAMA, offload=("mlp",), offload_to="disk", offload_bytes=10_000)
 
 
-# Of the parts
+# Parts of the implementation
 
 
 def offload_on_disk(folder: Path, **settings: Any) -> Offload:
     return Offload(detect(), Pool(mapped_files(folder)), **settings)
 
 
-class Two(torch.autograd.Function):
-    """Keeps a tensor and a view of it."""
+class SaveWithView(torch.autograd.Function):
+    """Function that saves a tensor and a view of it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -141,18 +141,18 @@ class Two(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        whole, view = ctx.saved_tensors
-        assert torch.equal(whole[3:].t(), view)
+        full, view = ctx.saved_tensors
+        assert torch.equal(full[3:].t(), view)
         assert view.stride() == (1, 64)
-        assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
-        return gradient * whole
+        assert view.untyped_storage()._cdata == full.untyped_storage()._cdata
+        return gradient * full
 
 
-def test_views_go_once_and_graphs_run_twice(tmp_path: Path) -> None:
+def test_views_share_one_copy_and_graph_can_run_twice(tmp_path: Path) -> None:
     offload = offload_on_disk(tmp_path)
     x = torch.randn(64, 64, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(offload.begin(nn.Identity()), lambda kept: kept.again()):
-        y = Two.apply(x)
+    with torch.autograd.graph.saved_tensors_hooks(offload.begin_module(nn.Identity()), lambda kept: kept.restore()):
+        y = SaveWithView.apply(x)
     assert offload.pool.live == 64 * 64 * 4
     for _ in range(2):
         (gradient,) = torch.autograd.grad(y, x, retain_graph=True)
@@ -162,10 +162,10 @@ def test_views_go_once_and_graphs_run_twice(tmp_path: Path) -> None:
     assert offload.pool.held == 64 * 64 * 4
 
 
-def test_what_changes_in_place_after_it_went_is_what_it_was(tmp_path: Path) -> None:
+def test_in_place_change_after_offload_does_not_affect_saved_values(tmp_path: Path) -> None:
     offload = offload_on_disk(tmp_path)
     x = torch.randn(64, 64, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(offload.begin(nn.Identity()), lambda kept: kept.again()):
+    with torch.autograd.graph.saved_tensors_hooks(offload.begin_module(nn.Identity()), lambda kept: kept.restore()):
         y = x * 1
         first = y.square().sum()
         with torch.no_grad():
@@ -177,9 +177,9 @@ def test_what_changes_in_place_after_it_went_is_what_it_was(tmp_path: Path) -> N
     assert torch.equal(gradient, 2 * (x + 1))
 
 
-def test_weights_and_small_tensors_stay(tmp_path: Path) -> None:
+def test_weights_and_small_tensors_are_not_offloaded(tmp_path: Path) -> None:
     offload, layer = offload_on_disk(tmp_path), nn.Linear(64, 64)
     x = torch.randn(4, 64, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(offload.begin(layer), lambda kept: kept):
+    with torch.autograd.graph.saved_tensors_hooks(offload.begin_module(layer), lambda kept: kept):
         layer(x)
     assert offload.pool.requested == 0

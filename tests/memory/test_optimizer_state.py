@@ -1,4 +1,4 @@
-"""States that live elsewhere change no bit of an update, and are on the device only around their own part of it."""
+"""Optimizer state offload leaves updates bit-equal; states are on the device only during the update of their chunk."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.lab.bits import assert_same_bits
 from tests.lab.families import family
-from tests.lab.live import LiveBytes
+from tests.lab.live import StorageBytes
 from tests.lab.pool import RankError, run_ranks
 from weft.device.device import detect
 from weft.memory.chunked_step import chunked_step
@@ -29,70 +29,70 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def parameters_of(number: int, *shape: int) -> list[nn.Parameter]:
+def parameters_of(count: int, *shape: int) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(number)]
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(count)]
 
 
-def give_gradients(step: int, *sides: list[nn.Parameter], without: int | None = None) -> None:
+def set_gradients(step: int, *sides: list[nn.Parameter], without: int | None = None) -> None:
     generator = torch.Generator().manual_seed(step)
-    for number, twins in enumerate(zip(*sides, strict=True)):
+    for index, twins in enumerate(zip(*sides, strict=True)):
         gradient = torch.randn(twins[0].shape, generator=generator)
         for parameter in twins:
-            parameter.grad = None if number == without else gradient.clone()
+            parameter.grad = None if index == without else gradient.clone()
 
 
-def away_on_disk(optimizer: torch.optim.Optimizer, folder: Path, **settings: Any) -> OffloadedStates:
+def offload_to_disk(optimizer: torch.optim.Optimizer, folder: Path, **settings: Any) -> OffloadedStates:
     return OffloadedStates(optimizer, detect(), Pool(mapped_files(folder)), **settings)
 
 
 @pytest.mark.parametrize("budget", [None, 5 * 32 * 16 * 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_fifty_steps(name: str, budget: int | None, tmp_path: Path) -> None:
-    """Weights and states, bit by bit; in between, states are at home, as far as the budget goes."""
+def test_fifty_steps_are_bit_equal(name: str, budget: int | None, tmp_path: Path) -> None:
+    """Weights and states are bit-equal; between steps, states within the budget are offloaded."""
     plain, moved = parameters_of(8, 32, 16), parameters_of(8, 32, 16)
     expected, found = OPTIMIZERS[name](plain), OPTIMIZERS[name](moved)
-    away = away_on_disk(found, tmp_path, **({} if budget is None else {"budget": budget}))
+    offload = offload_to_disk(found, tmp_path, **({} if budget is None else {"budget": budget}))
     for step in range(50):
-        give_gradients(step, plain, moved, without=step % 11)
+        set_gradients(step, plain, moved, without=step % 11)
         expected.step()
-        chunked_step(found, part_bytes=2 * 32 * 16 * 4)
+        chunked_step(found, chunk_bytes=2 * 32 * 16 * 4)
     for one, other in zip(plain, moved, strict=True):
         assert torch.equal(one, other)
         for key, value in expected.state[one].items():
             assert torch.equal(found.state[other][key], value)
     states = [value for state in found.state.values() for value in state.values() if value.ndim]
-    at_home = [value for value in states if value.untyped_storage().is_shared()]
-    assert not away.arrived
+    offloaded = [value for value in states if value.untyped_storage().is_shared()]
+    assert not offload.fetched
     if budget is None:
-        assert len(at_home) == len(states)
+        assert len(offloaded) == len(states)
     else:
-        assert 0 < sum(value.nbytes for value in at_home) <= budget
+        assert 0 < sum(value.nbytes for value in offloaded) <= budget
 
 
-def test_a_step_at_once(tmp_path: Path) -> None:
-    """A loop of one's own that knows nothing of parts."""
+def test_plain_step_is_bit_equal(tmp_path: Path) -> None:
+    """A training loop that calls `optimizer.step()` without chunks."""
     plain, moved = parameters_of(3, 8, 4), parameters_of(3, 8, 4)
     expected, found = torch.optim.AdamW(plain), torch.optim.AdamW(moved)
-    away_on_disk(found, tmp_path)
+    offload_to_disk(found, tmp_path)
     for step in range(3):
-        give_gradients(step, plain, moved)
+        set_gradients(step, plain, moved)
         expected.step()
         found.step()
     assert all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True))
 
 
-def test_an_eighth_of_the_states_is_on_the_device(tmp_path: Path) -> None:
+def test_at_most_an_eighth_of_the_states_is_on_the_device(tmp_path: Path) -> None:
     parameters = parameters_of(48, 64, 64)
     optimizer = torch.optim.AdamW(parameters, fused=True)
-    away_on_disk(optimizer, tmp_path)
+    offload_to_disk(optimizer, tmp_path)
     states = 2 * sum(parameter.nbytes for parameter in parameters)
     for step in range(3):
-        give_gradients(step, parameters)
-        with LiveBytes().track(parameters, optimizer.state) as live:
+        set_gradients(step, parameters)
+        with StorageBytes().track(parameters, optimizer.state) as live:
             before = live.current
-            chunked_step(optimizer, part_bytes=states // 2 // 24)
-        assert live.current <= before  # gradients have gone
+            chunked_step(optimizer, chunk_bytes=states // 2 // 24)
+        assert live.current <= before  # gradients are freed
         if step:
             assert 0 < live.peak - before <= states / 8
 
@@ -114,7 +114,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 @pytest.mark.thin(9)
 @pytest.mark.parametrize("weights", ["whole", "split_even"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_bit_changes_in_any_layout(layout: str, weights: str, tmp_path: Path) -> None:
+def test_training_is_bit_equal_in_any_layout(layout: str, weights: str, tmp_path: Path) -> None:
     ranks, parallel = LAYOUTS[layout]
     config = family("qwen3_moe" if "ep" in layout else "qwen3")
     plan = Plan(parallel=Parallel(**parallel))  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_no_bit_changes_in_any_layout(layout: str, weights: str, tmp_path: Path)
     assert_same_bits(config, ranks, 1, plan, other)
 
 
-# What cannot be
+# Refusals
 
 
 def build(rank: int, world_size: int, memory: Memory) -> None:
@@ -131,13 +131,12 @@ def build(rank: int, world_size: int, memory: Memory) -> None:
     place_states(optimizer, Plan(memory=memory), detect())
 
 
-def test_a_disk_without_room_is_said_before_the_first_step(tmp_path: Path) -> None:
-    """On every rank the same."""
+def test_full_disk_is_refused_before_the_first_step(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path)], check=False).returncode:
         pytest.skip("this sandbox cannot mount a tmpfs")
     try:
         run_ranks(1, build, Memory(optimizer_device="disk", offload_dir=str(tmp_path)))  # 2.4 MB
-        with pytest.raises(RankError, match=r"has no room for the optimizer's states: rank \d: No space left"):
+        with pytest.raises(RankError, match=r"has no space for the optimizer states: rank \d: No space left"):
             run_ranks(2, build, Memory(optimizer_device="disk", offload_dir=str(tmp_path)))
         run_ranks(2, build, Memory(optimizer_device="disk", offload_dir=str(tmp_path), optimizer_bytes=(800_000,)))
         assert list(tmp_path.iterdir()) == []
@@ -145,9 +144,9 @@ def test_a_disk_without_room_is_said_before_the_first_step(tmp_path: Path) -> No
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_budget_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+def test_budget_below_one_state_is_refused(tmp_path: Path) -> None:
     memory = Memory(optimizer_device="disk", offload_dir=str(tmp_path), optimizer_bytes=(1000,))
-    with pytest.raises(RankError, match="1000 bytes hold the state of no parameter"):
+    with pytest.raises(RankError, match="1000 bytes cannot hold the states of any parameter"):
         run_ranks(1, build, memory)
 
 
@@ -163,7 +162,7 @@ from weft.memory.chunked_step import chunked_step
 torch.set_num_threads(1)
 first = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
 first.param_groups[0]["params"][0].grad = torch.zeros(1)
-first.step()  # which imports much
+first.step()  # imports modules, which takes memory
 parameters = [nn.Parameter(torch.zeros(2**20)) for _ in range(64)]  # 256 MiB, and 512 MiB of states
 optimizer = torch.optim.AdamW(parameters, fused=True)
 if sys.argv[1] == "disk":
@@ -179,9 +178,9 @@ print(parameters[-1][0].item())
 
 
 @pytest.mark.slow("writes and reads more than a process may hold")
-def test_states_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
+def test_states_larger_than_the_process_memory_limit(tmp_path: Path) -> None:
     def run(tier: str) -> subprocess.CompletedProcess[str]:
-        # Large blocks go back to the system when they are freed, whatever lies between them.
+        # Return large blocks to the system as soon as they are freed.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
         command = [sys.executable, "-c", LIMITED, tier, str(tmp_path)]
         return subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""Results of cheap operations are not kept for backward, and are made again, once, whatever a module does with them."""
+"""Outputs of cheap operations are not saved for backward, but recomputed once, however a module uses them."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.lab.live import LiveBytes
+from tests.lab.live import StorageBytes
 from weft.memory.output_recompute import Tape
 
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -18,7 +18,7 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 def through_tape(function: Function, x: Tensor, weight: Tensor) -> Tensor:
     tape = Tape()
-    with tape.keeping(), tape.recording():
+    with tape.packing(), tape.recording():
         return function(x, weight)
 
 
@@ -39,8 +39,8 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def root_mean_square(x: Tensor, weight: Tensor) -> Tensor:
-    wide = x.double()
-    return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)) @ weight
+    x64 = x.double()
+    return (weight * (x64 * torch.rsqrt(x64.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)) @ weight
 
 
 def views(x: Tensor, weight: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def views(x: Tensor, weight: Tensor) -> Tensor:
     return (one.reshape(8, 4) @ other.reshape(4, 8)) @ weight
 
 
-def changed_before_it_is_kept(x: Tensor, weight: Tensor) -> Tensor:
+def changed_before_it_is_saved(x: Tensor, weight: Tensor) -> Tensor:
     h = torch.sin(x @ weight)
     h.mul_(2)
     return h @ weight
@@ -63,20 +63,20 @@ def changed_input(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def long_diamonds(x: Tensor, weight: Tensor) -> Tensor:
-    for _ in range(60):  # each result is used twice: 2 ** 60 ways
+    for _ in range(60):  # each result is used twice: 2 ** 60 paths
         x = x * 0.5 + x * 0.5
     return x @ weight
 
 
 @pytest.mark.parametrize(
-    "function", [gated, root_mean_square, views, changed_before_it_is_kept, changed_input, long_diamonds]
+    "function", [gated, root_mean_square, views, changed_before_it_is_saved, changed_input, long_diamonds]
 )
-def test_no_bit_changes(function: Function) -> None:
-    for mine, theirs in zip(gradients(function, tape=True), gradients(function, tape=False), strict=True):
-        assert torch.equal(mine, theirs)
+def test_gradients_are_bit_equal(function: Function) -> None:
+    for recomputed, plain in zip(gradients(function, tape=True), gradients(function, tape=False), strict=True):
+        assert torch.equal(recomputed, plain)
 
 
-class Counts(TorchDispatchMode):
+class OpCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.of: Counter[str] = Counter()
@@ -86,19 +86,19 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_each_is_made_once_and_no_matrix_is_multiplied_again() -> None:
+def test_cheap_ops_are_recomputed_once_and_matmuls_are_not() -> None:
     x, weight = leaves()
-    plain, again = Counts(), Counts()
+    plain, recomputed = OpCounter(), OpCounter()
     with plain:
         gated(x, weight).sum().backward()
-    with again:
+    with recomputed:
         through_tape(gated, x, weight).sum().backward()
-    assert again.of["mm"] == plain.of["mm"]
-    assert again.of["silu"] == plain.of["silu"] + 1 == 2
-    assert again.of["mul"] == plain.of["mul"] + 1
+    assert recomputed.of["mm"] == plain.of["mm"]
+    assert recomputed.of["silu"] == plain.of["silu"] + 1 == 2
+    assert recomputed.of["mul"] == plain.of["mul"] + 1
 
 
-def test_a_graph_may_be_run_twice() -> None:
+def test_graph_can_run_twice() -> None:
     x, weight = leaves()
     loss = through_tape(gated, x, weight).sum()
     first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
@@ -106,32 +106,32 @@ def test_a_graph_may_be_run_twice() -> None:
     assert all(map(torch.equal, first, second))
 
 
-def test_what_is_not_kept_is_gone() -> None:
+def test_recomputed_outputs_are_freed() -> None:
     x, weight = leaves()
     held = []
     for tape in (False, True):
-        with LiveBytes().track(x, weight) as live:
+        with StorageBytes().track(x, weight) as live:
             before = live.current
             out = through_tape(gated, x, weight) if tape else gated(x, weight)
             held.append(live.current - before)
             out.sum().backward()
             del out
             x.grad = weight.grad = None
-            assert live.current == before  # nor is anything left behind
+            assert live.current == before  # no leak
     assert held[0] - held[1] == 2 * x.numel() * 4
 
 
-def test_an_input_that_changes_after_the_block_is_an_error() -> None:
+def test_in_place_change_of_an_input_after_the_block_is_an_error() -> None:
     x, weight = leaves()
     y = x * 1
     out = through_tape(lambda y, weight: torch.sin(y) @ weight, y, weight)
     with torch.no_grad():
         y.add_(1)
-    with pytest.raises(RuntimeError, match="an input was changed in place since; leave this role out"):
+    with pytest.raises(RuntimeError, match="an input was changed in place after forward; remove this role"):
         out.sum().backward()
 
 
-def test_random_numbers_are_kept() -> None:
+def test_random_ops_are_not_recomputed() -> None:
     def dropped(x: Tensor, weight: Tensor) -> Tensor:
         return F.dropout(F.relu(x @ weight), 0.5) @ weight
 

@@ -1,4 +1,4 @@
-"""Every pair of techniques on a small model of experts: parity, or the plan refuses it (docs/compatibility.md)."""
+"""Every pair of techniques on a small MoE model: parity, or the plan refuses the pair (docs/compatibility.md)."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from weft.plan import Plan
 
 CONFIG = family("qwen3_moe")
 WIDE = {**CONFIG, "hidden_size": 128, "moe_intermediate_size": 64}
-"""With states that are large enough to be packed."""
+"""Config whose optimizer states are large enough to be quantized."""
 BF16 = {"param_dtype": "bf16"}
 FP32 = {"param_dtype": "fp32"}
 
@@ -23,12 +23,12 @@ FP32 = {"param_dtype": "fp32"}
 def plan_of(tables: dict[str, Any], precision: dict[str, str], folder: Path | None = None) -> Plan:
     tables = {**tables, "precision": {**precision, **tables.get("precision", {})}}
     if folder is not None:
-        tables["memory"] = {**tables.get("memory", {}), "folder": str(folder)}
+        tables["memory"] = {**tables.get("memory", {}), "offload_dir": str(folder)}
     return Plan.model_validate(tables)
 
 
 def possible() -> list[tuple[str, str]]:
-    """Pairs that are no alternatives, and that no rule refuses."""
+    """Pairs that can be combined and that the plan accepts."""
     found = []
     for pair in PAIRS:
         tables = join(*pair)
@@ -43,9 +43,13 @@ def possible() -> list[tuple[str, str]]:
 
 @pytest.mark.thin(60)
 @pytest.mark.parametrize(("one", "other"), possible())
-def test_pair(one: str, other: str, tmp_path: Path) -> None:
-    """Two splits of the work: the untouched model. What rounds, with a split or not: near the plan that does not. Else: the
-    bits of the plan without what is neutral."""
+def test_pair_matches_its_reference(one: str, other: str, tmp_path: Path) -> None:
+    """Compare a plan with both techniques with its reference.
+
+    - Two ways of sharding: the plain model.
+    - A technique that rounds, sharded or not: close to the plan without it.
+    - Otherwise: bit-equal to the plan without the neutral techniques.
+    """
     tables = join(one, other)
     assert tables is not None
     ranks = ranks_of(tables)

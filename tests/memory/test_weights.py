@@ -1,4 +1,4 @@
-"""Split weights: two planes of 16 bits are a float32 number, exactly, and the bfloat16 that forward uses."""
+"""Split weights: two 16-bit planes hold exactly a float32 value, and the bfloat16 value for forward."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.faults.test_runs import job_of, losses_of, stop_after_5
 from tests.lab.bits import assert_same_bits
 from tests.lab.checkpoints import tensors_of
 from tests.lab.families import FAMILIES, family
-from tests.lab.live import LiveBytes
+from tests.lab.live import StorageBytes
 from tests.lab.pool import close_pools
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.folders import list_checkpoints
@@ -25,8 +25,8 @@ EDGES = (0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF)
 BOTH = pytest.mark.parametrize("even", [False, True], ids=["away", "even"])
 
 
-def numbers(bits: Tensor) -> Tensor:
-    """float32 numbers of bit patterns, [...] int64 from 0 to 2^32 - 1."""
+def from_bits(bits: Tensor) -> Tensor:
+    """float32 values with the given bit patterns, [...] int64 from 0 to 2^32 - 1."""
     return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
 
 
@@ -36,67 +36,67 @@ def bits_of(values: Tensor) -> Tensor:
 
 def planes_of(values: Tensor, even: bool) -> SplitWeight:
     weight = SplitWeight.empty(values.shape, values.device, even=even)
-    weight.write(values)
+    weight.pack_(values)
     return weight
 
 
 def assert_exact(values: Tensor, even: bool) -> None:
-    """Joined, every number is what it was, a NaN a NaN; and the upper plane is the number rounded as it should be."""
+    """Unpacking restores every value (a NaN as a NaN), and the upper plane is the correctly rounded value."""
     weight = planes_of(values, even)
-    joined, nan = weight.joined(), values.isnan()
-    assert torch.equal(bits_of(joined)[~nan], bits_of(values)[~nan])
-    assert torch.equal(joined.isnan(), nan)
+    unpacked, nan = weight.unpack(), values.isnan()
+    assert torch.equal(bits_of(unpacked)[~nan], bits_of(values)[~nan])
+    assert torch.equal(unpacked.isnan(), nan)
     assert torch.equal(weight.high.isnan(), nan)
     assert torch.equal(weight.high.isinf(), values.to(torch.bfloat16).isinf())
     high = weight.high.view(torch.int16)[~nan]
     if even:
         assert torch.equal(high, values.to(torch.bfloat16).view(torch.int16)[~nan])
-    else:  # of the magnitude, in integers: half of the last place is added, and what is below it cut off
-        wide = bits_of(values)[~nan].long() & 0xFFFFFFFF
-        away = (((wide & 0x7FFFFFFF) + 0x8000) >> 16) | (wide >> 31 << 15)
-        assert torch.equal(high.long() & 0xFFFF, away)
+    else:  # on the magnitude as an integer: add half of the last place, then truncate
+        bits = bits_of(values)[~nan].long() & 0xFFFFFFFF
+        rounded = (((bits & 0x7FFFFFFF) + 0x8000) >> 16) | (bits >> 31 << 15)
+        assert torch.equal(high.long() & 0xFFFF, rounded)
 
 
 @BOTH
-def test_every_upper_half_with_the_edges_of_lower_halves(even: bool) -> None:
-    """Ties, largest and smallest numbers, infinities, zeros, subnormals and NaNs of all kinds."""
-    assert_exact(numbers((torch.arange(2**16)[:, None] << 16) | torch.tensor(EDGES)), even)
+def test_split_is_exact_for_edge_cases(even: bool) -> None:
+    """Ties, largest and smallest values, infinities, zeros, subnormals and NaNs of all kinds."""
+    assert_exact(from_bits((torch.arange(2**16)[:, None] << 16) | torch.tensor(EDGES)), even)
 
 
 @BOTH
-def test_random_patterns(even: bool) -> None:
-    assert_exact(numbers(torch.randint(2**32, (2**22,), generator=torch.Generator().manual_seed(0))), even)
+def test_split_is_exact_for_random_bit_patterns(even: bool) -> None:
+    assert_exact(from_bits(torch.randint(2**32, (2**22,), generator=torch.Generator().manual_seed(0))), even)
 
 
 @pytest.mark.sweep
 @BOTH
-def test_many_random_patterns(even: bool) -> None:
+def test_split_is_exact_for_many_random_bit_patterns(even: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(2**28 // 2**22):
-        assert_exact(numbers(torch.randint(2**32, (2**22,), generator=generator)), even)
+        assert_exact(from_bits(torch.randint(2**32, (2**22,), generator=generator)), even)
 
 
 @BOTH
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (0, 4), (3, 5, 2)])
-def test_every_shape(shape: tuple[int, ...], even: bool) -> None:
+def test_split_is_exact_for_every_shape(shape: tuple[int, ...], even: bool) -> None:
     values = torch.full(shape, 1.00390625)  # a tie
-    assert torch.equal(planes_of(values, even).joined(), values)
+    assert torch.equal(planes_of(values, even).unpack(), values)
 
 
 @BOTH
 def test_views_are_views_of_the_planes(even: bool) -> None:
-    """What is written through one is there through the other, ties too, and nothing else changes."""
-    ties = numbers(torch.arange(0x3F80, 0x3F80 + 512).repeat(64, 1) << 16 | 0x8000)
+    """Writes through a view change the base, including ties, and nothing else."""
+    ties = from_bits(torch.arange(0x3F80, 0x3F80 + 512).repeat(64, 1) << 16 | 0x8000)
     weight = planes_of(ties, even)
     view: Any = weight[5:60, 3:411:2].t()
     assert isinstance(view, SplitWeight)
     assert view.high.untyped_storage()._cdata == weight.high.untyped_storage()._cdata
-    assert torch.equal(view.joined(), ties[5:60, 3:411:2].t())
+    assert torch.equal(view.unpack(), ties[5:60, 3:411:2].t())
     expected = ties.clone()
     for changed in (ties.flip(1), torch.randn(ties.shape)):
         view.copy_(changed[5:60, 3:411:2].t())
         expected[5:60, 3:411:2] = changed[5:60, 3:411:2]
-        assert torch.equal(weight.joined(), expected)
+        assert torch.equal(weight.unpack(), expected)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -114,45 +114,45 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @BOTH
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_optimizer(name: str, even: bool) -> None:
-    """The weights of ten steps, bit by bit, all at once and in parts."""
+def test_updates_of_split_weights_are_bit_equal_for_any_optimizer(name: str, even: bool) -> None:
+    """Weights of ten steps are bit-equal, with plain and with chunked steps."""
     generator = torch.Generator().manual_seed(0)
-    whole = [nn.Parameter(torch.randn(33, 17, generator=generator)) for _ in range(4)]
-    split = [nn.Parameter(planes_of(parameter.detach(), even)) for parameter in whole]
-    parts = [nn.Parameter(planes_of(parameter.detach(), even)) for parameter in whole]
-    optimizers = [OPTIMIZERS[name](parameters) for parameters in (whole, split, parts)]
+    plain = [nn.Parameter(torch.randn(33, 17, generator=generator)) for _ in range(4)]
+    split = [nn.Parameter(planes_of(parameter.detach(), even)) for parameter in plain]
+    parts = [nn.Parameter(planes_of(parameter.detach(), even)) for parameter in plain]
+    optimizers = [OPTIMIZERS[name](parameters) for parameters in (plain, split, parts)]
     for step in range(10):
-        for trio in zip(whole, split, parts, strict=True):
+        for trio in zip(plain, split, parts, strict=True):
             gradient = torch.randn(33, 17, generator=generator)
             for parameter in trio:
                 parameter.grad = gradient.clone()
-        if step == 3:  # a parameter that gets none
-            for parameters in (whole, split, parts):
+        if step == 3:  # a parameter without a gradient
+            for parameters in (plain, split, parts):
                 parameters[2].grad = None
         optimizers[0].step()
         optimizers[1].step()
-        chunked_step(optimizers[2], part_bytes=2 * 33 * 17 * 4)
-    for parameter, one, other in zip(whole, split, parts, strict=True):
+        chunked_step(optimizers[2], chunk_bytes=2 * 33 * 17 * 4)
+    for parameter, one, other in zip(plain, split, parts, strict=True):
         assert torch.equal(parameter.detach(), one.detach() + 0)
         assert torch.equal(parameter.detach(), other.detach() + 0)
         assert all(type(value) is Tensor for value in optimizers[1].state[one].values())
 
 
 @BOTH
-def test_an_update_joins_a_part_at_a_time(even: bool) -> None:
+def test_chunked_step_unpacks_one_chunk_at_a_time(even: bool) -> None:
     parameters = [nn.Parameter(planes_of(torch.randn(64, 1024), even)) for _ in range(16)]
     optimizer = torch.optim.AdamW(parameters, fused=True)
 
     def peak_of_a_step() -> int:
         for parameter in parameters:
             parameter.grad = torch.randn(64, 1024)
-        with LiveBytes().track(parameters, optimizer.state) as live:
+        with StorageBytes().track(parameters, optimizer.state) as live:
             before = live.current
-            chunked_step(optimizer, part_bytes=2**18)
+            chunked_step(optimizer, chunk_bytes=2**18)
         return live.peak - before
 
     peak_of_a_step()
-    # The joined part, and the blocks that are worked on.
+    # The unpacked chunk, and the blocks of the conversion.
     assert 2**18 <= peak_of_a_step() < 2 * 2**18 + 4 * 2**17 * 4
 
 
@@ -184,47 +184,47 @@ def plan_of(weights: str, memory: Memory | None = None, pipeline: Pipeline | Non
 
 
 def assert_split_is_whole(config: dict[str, Any], ranks: int, **settings: Any) -> None:
-    """Losses, norms, gradients and weights of three steps are those of whole weights."""
+    """Losses, norms, gradients and weights of three steps are bit-equal to plain float32 weights."""
     assert_same_bits(config, ranks, 1, plan_of("whole", **settings), plan_of("split_even", **settings))
 
 
 @pytest.mark.thin(6)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_bit_changes(name: str) -> None:
+def test_split_even_is_bit_equal(name: str) -> None:
     assert_split_is_whole(family(name), 1, zero=0)
 
 
 @pytest.mark.thin(20)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])  # tied embeddings; biases and packed matrices
-def test_no_bit_changes_in_any_layout(name: str, layout: str) -> None:
+def test_split_even_is_bit_equal_in_any_layout(name: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
     assert_split_is_whole({**family(name), "vocab_size": 97}, ranks, **parallel)
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-def test_no_bit_changes_of_experts(layout: str) -> None:
+def test_split_even_is_bit_equal_with_experts(layout: str) -> None:
     ranks, parallel = EXPERT_LAYOUTS[layout]
     assert_split_is_whole(family("qwen3_moe"), ranks, **parallel)
 
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"tp": 2, "zero": 0}, {"pp": 2, "zero": 1}])
-def test_with_recompute(parallel: dict[str, int]) -> None:
+def test_split_even_is_bit_equal_with_recompute(parallel: dict[str, int]) -> None:
     memory = Memory(recompute=("attention", "activation", "norm"))
     assert_split_is_whole(family("llama"), 2, memory=memory, **parallel)
 
 
 def train(folder: Path, layout: str, out: str, steps: int, tables: dict[str, Any], **settings: Any) -> Path:
-    """A run on fresh ranks; its folder.
+    """Train on fresh ranks; returns the run's folder.
 
     Args:
-        folder: of the text.
-        layout: of `tests.faults.test_runs`.
+        folder: folder of the training text.
+        layout: key of `RUNS` in `tests.faults.test_runs`.
         out: name of the run.
-        steps: to train.
-        tables: of the plan, beside bf16 over fp32.
-        settings: of `train_in_the_pool`.
+        steps: number of training steps.
+        tables: tables of the plan, besides bf16 forward.
+        settings: arguments of `train_in_the_pool`.
     """
     precision = {"param_dtype": "bf16", **tables.get("precision", {})}
     plan = {"parallel": RUNS[layout][1], **tables, "precision": precision}
@@ -234,26 +234,26 @@ def train(folder: Path, layout: str, out: str, steps: int, tables: dict[str, Any
 
 
 @pytest.mark.sweep
-def test_200_steps(tmp_path: Path) -> None:
-    """Every loss of a run, and at its end every weight and moment, as checkpoints hold them: joined."""
-    whole = train(tmp_path, "one rank", "whole", 200, {})
+def test_200_steps_are_bit_equal(tmp_path: Path) -> None:
+    """Every loss, and every weight and moment of the last checkpoint, is bit-equal."""
+    plain = train(tmp_path, "one rank", "whole", 200, {})
     split = train(tmp_path, "one rank", "split", 200, {"precision": {"weights": "split_even"}})
-    assert losses_of(split) == losses_of(whole)
-    expected, found = (tensors_of(list_checkpoints(run)[0]) for run in (whole, split))
+    assert losses_of(split) == losses_of(plain)
+    expected, found = (tensors_of(list_checkpoints(run)[0]) for run in (plain, split))
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("first", "then"), [("zero 3 on 4", "tp2 x dp2"), ("pp2 x dp2", "zero 0 on 3")])
-def test_resume_under_another_layout(tmp_path: Path, first: str, then: str) -> None:
-    """With whole weights, with split ones, and from whole to split, with moments on a disk."""
-    whole: dict[str, Any] = {}
+def test_resume_under_another_layout_has_equal_losses(tmp_path: Path, first: str, then: str) -> None:
+    """With plain weights, with split weights, and between the two, with moments on a disk."""
+    plain: dict[str, Any] = {}
     split: dict[str, Any] = {"precision": {"weights": "split_even"}}
     disk: dict[str, Any] = {**split, "memory": {"optimizer_device": "disk", "offload_dir": str(tmp_path / "states")}}
     curves = []
-    for number, (one, other) in enumerate([(whole, whole), (split, split), (whole, disk), (disk, whole)]):
-        train(tmp_path, first, str(number), 12, one, trouble=stop_after_5)
-        curves.append(losses_of(train(tmp_path, then, str(number), 12, other, resume="auto")))
+    for index, (one, other) in enumerate([(plain, plain), (split, split), (plain, disk), (disk, plain)]):
+        train(tmp_path, first, str(index), 12, one, fault=stop_after_5)
+        curves.append(losses_of(train(tmp_path, then, str(index), 12, other, resume="auto")))
     assert len(curves[0]) == 12
     assert curves == [curves[0]] * 4

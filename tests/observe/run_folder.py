@@ -1,4 +1,4 @@
-"""A run folder as a training run would leave it, written through `MetricsWriter`."""
+"""Synthetic run folder, written with `MetricsWriter` like that of a training run."""
 
 import json
 import math
@@ -47,7 +47,7 @@ JOB = Job.parse({"model": {"config": {"model_type": "qwen3_moe", "num_hidden_lay
 
 
 def write_run(folder: Path, *, steps: int = 400, facts: dict[str, Any] | None = None, job: Job = JOB) -> Path:
-    """Write a run of some steps, with step 37 skipped, an evaluation every 50 steps, job.toml and run.json."""
+    """Write a run of `steps` steps: step 37 is skipped, with an evaluation every 50 steps, job.toml and run.json."""
     draw = np.random.default_rng(0)
     with MetricsWriter(folder) as writer:
         for step in range(1, steps + 1):

@@ -1,4 +1,4 @@
-"""Axes with round ticks, lines that break where nothing is known and keep their spikes, bars from zero, escaped texts."""
+"""Charts: round ticks, gaps in lines, downsampling that keeps spikes, bars from zero, escaped texts."""
 
 import math
 import re
@@ -9,15 +9,15 @@ import pytest
 from weft.observe.chart import (
     MOST_POINTS,
     BarRow,
+    GanttBar,
     Series,
-    Span,
     bar_chart,
     gantt_chart,
     line_chart,
     linear_axis,
     log_axis,
 )
-from weft.observe.chart import number as text_of
+from weft.observe.chart import format_value as text_of
 
 
 def line(y: list[float]) -> str:
@@ -31,7 +31,7 @@ def line(y: list[float]) -> str:
     ("value", "text"),
     [(0, "0"), (0.25, "0.25"), (3e-4, "0.0003"), (5e-5, "5e-5"), (12000, "12,000"), (1234567, "1.23e6"), (-2, "-2")],
 )
-def test_numbers_are_short(value: float, text: str) -> None:
+def test_format_value(value: float, text: str) -> None:
     assert text_of(value) == text
 
 
@@ -51,14 +51,14 @@ def test_ticks_are_round_and_cover_the_values() -> None:
     assert list(log_axis([1e-6, 1e6]).ticks) == pytest.approx([10.0**power for power in range(-6, 7)])
 
 
-def test_a_line_breaks_where_a_value_is_not_finite() -> None:
+def test_line_has_gaps_at_non_finite_values() -> None:
     assert line([1, 2, 3, 4]).count("M") == 1
     assert line([1, 2, math.nan, 4, 5]).count("M") == 2
     assert line([math.inf, 2, 3, math.nan]).count("M") == 1
     assert "nan" not in line([1, math.nan, 3])
 
 
-def test_a_long_line_keeps_its_spikes() -> None:
+def test_downsampled_line_keeps_its_spikes() -> None:
     values = [1.0] * 100_000
     values[31_415] = 100.0
     values[92_653] = -100.0
@@ -79,7 +79,9 @@ def test_bars_begin_at_zero_and_texts_are_escaped() -> None:
     assert "bar" in bar_chart([BarRow("nothing", [[("x", 0.0)]])], "s")
 
 
-def test_lanes_have_their_blocks_in_place() -> None:
-    html = gantt_chart({"rank 0": [Span(0, 1, "0F0", "forward"), Span(3, 4, "0B0", "backward")], "rank 1": []}, "ms")
+def test_gantt_bars_are_positioned() -> None:
+    html = gantt_chart(
+        {"rank 0": [GanttBar(0, 1, "0F0", "forward"), GanttBar(3, 4, "0B0", "backward")], "rank 1": []}, "ms"
+    )
     assert re.findall(r"left:(\S+?)%;width:(\S+?)%", html) == [("0", "25"), ("75", "25")]
     assert html.count('class="lane"') == 2

@@ -1,4 +1,4 @@
-"""A prediction beside what a run measured: only of the same micro-batch, and marked where it is off."""
+"""Comparison of prediction and measurement: only for the same micro-batch size, with marked errors."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.observe.run_folder import JOB, write_run
 from weft.job import Job
-from weft.observe.prediction import Compared, compare, in_words
+from weft.observe.prediction import Comparison, compare, table_rows
 from weft.observe.record import read_run
 from weft.observe.report import write_report
 from weft.observe.summary import print_summary
@@ -27,18 +27,18 @@ def job_with(seconds: float, micro_batch: int) -> Job:
     return JOB.model_copy(update={"plan": JOB.plan.model_copy(update={"prediction": prediction})})
 
 
-def test_what_is_measured_stands_beside_it(tmp_path: Path) -> None:
+def test_prediction_is_compared_with_the_measurement(tmp_path: Path) -> None:
     run = write_run(tmp_path, job=job_with(1.03, JOB.train.micro_batch_size))
     lines = {line.name: line for line in compare(read_run(run))}
     assert not lines["step"].is_off  # steps take 1 to 1.1 s
     assert lines["sent over tp"].off == 0
-    assert lines["sent over dp_shard"].off == pytest.approx(-0.5)  # and half of it went between hosts
+    assert lines["sent over dp_shard"].off == pytest.approx(-0.5)  # half of the predicted bytes
     assert lines["sent over dp_shard"].is_off
     assert lines["memory"].is_off
     assert "Predicted and measured" in write_report(run).read_text(encoding="utf-8")
 
 
-def test_another_micro_batch_is_another_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prediction_for_another_micro_batch_size_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = write_run(tmp_path / "other", job=job_with(1.0, JOB.train.micro_batch_size + 1))
     assert compare(read_run(other)) == []
     print_summary(other, tmp_path / "report.html")
@@ -46,6 +46,6 @@ def test_another_micro_batch_is_another_prediction(tmp_path: Path, capsys: pytes
     assert compare(read_run(write_run(tmp_path / "none"))) == []
 
 
-def test_words() -> None:
-    rows = in_words([Compared("step", "time", 2.0, 2.5), Compared("sent over tp", "bytes", 0.0, 1e6)])
+def test_table_rows() -> None:
+    rows = table_rows([Comparison("step", "time", 2.0, 2.5), Comparison("sent over tp", "bytes", 0.0, 1e6)])
     assert rows == [("step", "2 s", "2.5 s", "+25.0% (off)"), ("sent over tp", "0 MB", "1 MB", "+inf% (off)")]

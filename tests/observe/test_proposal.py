@@ -1,4 +1,4 @@
-"""The page of `weft plan`: titles of small models, units on axes, equal layouts called equal, small, without scripts."""
+"""Output of `weft plan`: titles, units, equal layouts, page size, no scripts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,10 @@ from weft.planner.search.propose import Proposal, propose
 def found() -> Proposal:
     data = {"source": "tokens", "path": "none.npy", "seq_len": 32}
     job = Job.parse({"model": {"config": family("llama")}, "data": data, "train": {"global_batch_size": 16}})
-    return propose(job, ClusterSpec(find_device("CPU"), 1, 2), confirm=False, say=lambda _: None)
+    return propose(job, ClusterSpec(find_device("CPU"), 1, 2), confirm=False, log=lambda _: None)
 
 
-def test_the_page_names_units_and_equal_layouts(found: Proposal, tmp_path: Path) -> None:
+def test_page_shows_units_and_equal_layouts(found: Proposal, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     write_page(found, path)
     html = path.read_text(encoding="utf-8")
@@ -34,8 +34,10 @@ def test_the_page_names_units_and_equal_layouts(found: Proposal, tmp_path: Path)
     assert len(html) < 100_000
 
 
-def test_the_pipeline_of_the_chosen_layout_is_drawn_in_seconds(found: Proposal, tmp_path: Path) -> None:
-    piped = next(there.choice for there in found.directions if there.setting == "pp" and there.choice)
+def test_pipeline_of_the_chosen_layout_is_drawn(found: Proposal, tmp_path: Path) -> None:
+    piped = next(
+        alternative.choice for alternative in found.alternatives if alternative.setting == "pp" and alternative.choice
+    )
     write_page(replace(found, best=[piped], costs=found.costs[:1]), tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
     drawn = html[html.index("plot-pipeline") :]
@@ -43,7 +45,7 @@ def test_the_pipeline_of_the_chosen_layout_is_drawn_in_seconds(found: Proposal, 
     assert '<p class="foot">ms</p>' in drawn or '<p class="foot">μs</p>' in drawn
 
 
-def test_an_unknown_mfu_is_left_out(found: Proposal, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_mfu_is_omitted(found: Proposal, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unknown = replace(found, costs=[replace(cost, mfu=None) for cost in found.costs])  # type: ignore[arg-type]
     write_page(unknown, tmp_path / "page.html")
     assert "MFU" not in (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -51,7 +53,7 @@ def test_an_unknown_mfu_is_left_out(found: Proposal, tmp_path: Path, capsys: pyt
     assert "chosen" in capsys.readouterr().out
 
 
-def test_each_smaller_memory_is_printed_once(found: Proposal, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_low_memory_layouts_are_printed_once(found: Proposal, capsys: pytest.CaptureFixture[str]) -> None:
     print_proposal(found)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("within")]
     assert len(lines) == len(set(lines))

@@ -1,4 +1,4 @@
-"""The report: complete from a run folder, frank about an aborted one, escaped, offline, small, laid out by a real browser."""
+"""Training report: complete, escaped, offline, small, valid for aborted runs, and laid out without overflow in a browser."""
 
 import contextlib
 import io
@@ -28,11 +28,11 @@ from weft.observe.report import best_baseline_beaten, write_report
 from weft.train.metrics import read_metrics
 
 PLOTS = ["loss", "grad-norm", "learning-rate", "loss-scale", "throughput", "step-time", "memory", "peak"]
-MOST_BYTES = 1_500_000  # of a page
+MOST_BYTES = 1_500_000  # maximum size of a page
 
 
 class Page(HTMLParser):
-    """Texts, attributes and tags of a page; what stands inside scripts and styles is no text."""
+    """Texts, attributes and tags of a page, without the contents of scripts and styles."""
 
     def __init__(self, html: str):
         super().__init__()
@@ -53,7 +53,7 @@ class Page(HTMLParser):
 
 
 def plots_of(page: Page) -> list[str]:
-    """Charts of a page, by id, in order."""
+    """Ids of the charts of a page, in order."""
     ids = [attributes.get("id") or "" for tag, attributes in page.tags if tag == "div"]
     return [name.removeprefix("plot-") for name in ids if name.startswith("plot-")]
 
@@ -67,17 +67,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(write_run(tmp_path_factory.mktemp("run")))
 
 
-def test_page_holds_figures_plan_job_environment_and_sample(report: Path) -> None:
+def test_page_contains_figures_plan_job_environment_and_sample(report: Path) -> None:
     page = parse(report)
     assert "qwen3_moe · 30.5B parameters · 3.35B active" in page.texts
     figures = dict(pairwise(page.texts))
     assert figures["Baseline beaten"] == "bigram"
     assert figures["Peak memory"] == "10.99 GiB"
     assert figures["Skipped steps"] == "1"
-    overflows = "Steps whose gradients were not finite: 1 on rank 1 of pp."
-    pools = (
-        "The activations that wait elsewhere take 1 GiB at most, of 1 GiB held; 75% of what was asked for was there."
-    )
+    overflows = "Steps with non-finite gradients: 1 on pp rank 1."
+    pools = "Offloaded activations: peak 1 GiB of 1 GiB reserved; 75% of the requested bytes reused free blocks."
     settings = ("parallel.dp_shard", 'model_type = "qwen3_moe"', "2.13.0+cpu", FACTS["sample"], "(24)")
     for expected in (overflows, pools, "aten.mm in mlp", *settings):
         assert expected in page.text
@@ -113,7 +111,7 @@ def test_headings_go_down_by_one_and_plots_are_described(report: Path) -> None:
     assert labels[0].startswith("Loss: From 8.")
 
 
-def test_values_are_escaped_wherever_they_stand(tmp_path: Path) -> None:
+def test_all_values_are_escaped(tmp_path: Path) -> None:
     evil = '</script><script>alert(1)</script><b title="x">&\''
     facts = FACTS | {
         "model_type": evil,
@@ -131,20 +129,21 @@ def test_values_are_escaped_wherever_they_stand(tmp_path: Path) -> None:
     assert page.text.count("alert(1)") >= 8
 
 
-def test_sample_and_usage_are_directly_below_the_loss(report: Path) -> None:
+def test_sample_and_usage_follow_the_loss(report: Path) -> None:
     page = parse(report)
     headings = [text for text in page.texts if text in ("Loss", "Sample", "Use this model", "Optimization", "Plan")]
     assert headings == ["Loss", "Sample", "Use this model", "Optimization", "Plan"]
 
 
-def test_the_program_of_the_report_loads_the_export_and_generates(tmp_path: Path) -> None:
+def test_code_example_of_the_report_runs(tmp_path: Path) -> None:
     folder, text = write_run(tmp_path, steps=3), ['The quick brown fox jumps. It\'s "so" \\ quick.']
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(text, vocab_size=300, special_tokens=["</s>"])
-    config = LlamaConfig(**{**family("llama"), "vocab_size": 300, "eos_token_id": None})  # no token ends a text early
-    torch.manual_seed(0)  # of the weights and of what is drawn below
+    # Without an end-of-text token, generation does not stop early.
+    config = LlamaConfig(**{**family("llama"), "vocab_size": 300, "eos_token_id": None})
+    torch.manual_seed(0)  # for the weights and for sampling
     LlamaForCausalLM(config).save_pretrained(folder / "export")
-    without = program_of(write_report(folder))  # the data were token ids: no tokenizer was exported
+    without = program_of(write_report(folder))  # a run on token ids exports no tokenizer
     PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer).save_pretrained(folder / "export")
     (folder / "run.json").write_text(json.dumps(FACTS | {"sample": text[0]}), encoding="utf-8")
     program = program_of(write_report(folder))
@@ -161,13 +160,13 @@ def program_of(report: Path) -> str:
     return next(text for text in parse(report).texts if "from_pretrained" in text)
 
 
-def test_only_many_steps_are_smoothed(tmp_path: Path) -> None:
+def test_only_long_runs_are_smoothed(tmp_path: Path) -> None:
     for steps, smoothed in ((49, False), (50, True)):
         page = parse(write_report(write_run(tmp_path / str(steps), steps=steps)))
         assert ("smoothed" in page.texts) == smoothed
 
 
-def test_what_has_no_meaning_is_left_out(tmp_path: Path) -> None:
+def test_unknown_mfu_and_constant_loss_scale_are_omitted(tmp_path: Path) -> None:
     folder = write_run(tmp_path, steps=10)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     plain = [json.dumps(line | {"mfu": None, "loss_scale": 1.0}) + "\n" for line in lines]
@@ -178,7 +177,7 @@ def test_what_has_no_meaning_is_left_out(tmp_path: Path) -> None:
     assert ("loss-scale" in plots_of(before), "loss-scale" in plots_of(after)) == (True, False)
 
 
-def test_settings_at_their_defaults_are_folded(tmp_path: Path) -> None:
+def test_default_settings_are_collapsed(tmp_path: Path) -> None:
     job = Job.parse({**JOB.model_dump(), "plan": {"parallel": {"zero": 2}, "memory": {"recompute": ["block"]}}})
     html = write_report(write_run(tmp_path, steps=3, job=job)).read_text(encoding="utf-8")
     shown, folded, _ = html[html.index("<h2>Plan") :].split("<details>")
@@ -189,18 +188,18 @@ def test_settings_at_their_defaults_are_folded(tmp_path: Path) -> None:
 SETTINGS = ("parallel.tp", "parallel.zero", "precision.update", "memory.recompute")
 
 
-def test_a_page_stays_small_however_long_the_run(tmp_path: Path) -> None:
+def test_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     rows = read_metrics(write_run(tmp_path, steps=400) / "metrics.jsonl")
     long = [replace(rows[step % 400], step=step + 1) for step in range(20_000)]
     long[12_000] = replace(long[12_000], loss=99.0)
     loss = loss_figure(long, [], {})
     assert len(loss) < 100_000
-    assert ">100<" in loss  # a tick: no spike is lost
+    assert ">100<" in loss  # a tick of the axis: the spike is kept
     for name in ("learning_rate", "step_seconds"):
         assert len(step_figure(long, name, name)) < 100_000
 
 
-def test_a_page_with_a_long_pipeline_stays_small(tmp_path: Path) -> None:
+def test_page_with_a_long_pipeline_stays_small(tmp_path: Path) -> None:
     for micro_batches, drawn in ((120, True), (2000, False)):
         plan = {"parallel": {"pp": 8, "dp_shard": 1}, "pipeline": {"schedule": "1f1b"}}
         job = Job.parse(
@@ -212,7 +211,7 @@ def test_a_page_with_a_long_pipeline_stays_small(tmp_path: Path) -> None:
         assert ("too many to draw" in parse(path).text) != drawn
 
 
-def test_a_pipeline_is_drawn(tmp_path: Path) -> None:
+def test_pipeline_is_drawn(tmp_path: Path) -> None:
     plan = {"parallel": {"pp": 2, "dp_shard": 1}, "pipeline": {"schedule": "zbv", "virtual_stages": 2}}
     job = Job.parse({**JOB.model_dump(), "plan": plan, "train": {"global_batch_size": 8, "micro_batch_size": 2}})
     text = parse(write_report(write_run(tmp_path, steps=3, job=job))).text
@@ -220,24 +219,24 @@ def test_a_pipeline_is_drawn(tmp_path: Path) -> None:
     assert "plot-pipeline" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_pipeline_whose_schedule_is_gone_is_named(tmp_path: Path) -> None:
+def test_missing_schedule_file_is_reported(tmp_path: Path) -> None:
     plan = {"parallel": {"pp": 2, "dp_shard": 1}, "pipeline": {"schedule": "gone.csv"}}
     job = Job.parse({**JOB.model_dump(), "plan": plan})
     assert "the schedule gone.csv cannot be read" in parse(write_report(write_run(tmp_path, steps=3, job=job))).text
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_an_aborted_run_gives_a_page_that_says_what_is_missing(tmp_path: Path, steps: int) -> None:
+def test_page_of_an_aborted_run_lists_missing_data(tmp_path: Path, steps: int) -> None:
     folder = write_run(tmp_path, steps=steps)
     (folder / "run.json").unlink()
     text = parse(write_report(folder)).text
     assert "This run is not complete" in text
     assert "run.json is missing" in text
-    assert ("holds no step" if steps == 0 else f"The last step on record is {steps} of 400.") in text
+    assert ("contains no steps" if steps == 0 else f"The last recorded step is {steps} of 400.") in text
     assert ("No step was recorded." in text) == (steps == 0)
 
 
-def test_an_empty_folder_gives_a_page_too(tmp_path: Path) -> None:
+def test_page_of_an_empty_folder(tmp_path: Path) -> None:
     text = parse(write_report(tmp_path)).text
     assert all(name in text for name in ("metrics.jsonl", "evaluations.jsonl", "job.toml", "run.json"))
 
@@ -266,13 +265,13 @@ def test_a_missing_folder_and_a_damaged_file_are_refused(tmp_path: Path) -> None
         "\udcff",
     ],
 )
-def test_an_odd_run_json_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_invalid_run_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text, errors="surrogateescape")
     with pytest.raises(DataError, match=r"run\.json is damaged"):
         write_report(tmp_path)
 
 
-def test_a_run_json_that_is_no_file_or_too_large_is_refused(tmp_path: Path) -> None:
+def test_run_json_that_is_not_a_regular_file_or_too_large_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.json")
     with pytest.raises(DataError, match="no regular file"):
         write_report(tmp_path)
@@ -291,7 +290,7 @@ def test_baseline_beaten_is_the_lowest_above_the_loss(loss: float, expected: tup
     assert best_baseline_beaten(loss, {"unigram": 6.0, "bigram": 4.0}) == expected
 
 
-def test_smoothing_keeps_a_line_and_bridges_what_is_not_finite() -> None:
+def test_smoothing_keeps_straight_lines_and_bridges_gaps() -> None:
     line = np.linspace(9, 3, 400)
     line[100] = math.nan
     smoothed = smooth(line)
@@ -309,8 +308,8 @@ def browser() -> str:
 
 
 @pytest.mark.parametrize("width", [1400, 400])
-def test_nothing_reaches_beyond_the_page_at_any_width(browser: str, report: Path, tmp_path: Path, width: int) -> None:
-    """The page in a frame of that width, measured by a script around it: a chart, a label or a table that is too wide."""
+def test_no_element_overflows_the_page(browser: str, report: Path, tmp_path: Path, width: int) -> None:
+    """Load the page in a frame of this width; a script finds charts, labels and tables that are too wide."""
     around = tmp_path / "around.html"
     script = """
         onload = () => {
@@ -332,7 +331,7 @@ def test_nothing_reaches_beyond_the_page_at_any_width(browser: str, report: Path
 
 
 def dump_dom(browser: str, path: Path, scratch: Path) -> Page:
-    """The page as it stands after its scripts have run in a headless browser without a network."""
+    """DOM of a page after its scripts have run in a headless browser without network."""
     flags = (
         "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
         "--disable-component-update --disable-sync --hide-scrollbars --virtual-time-budget=2000 --dump-dom"

@@ -1,4 +1,4 @@
-"""Every way to split a model, and every pair of them, equals the untouched model in one process, family by family."""
+"""Parity with the unmodified model on one process, for every parallel axis and every pair of axes, by model family."""
 
 import pytest
 
@@ -34,16 +34,17 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "cp2 x ep2": (4, {"cp": 2, "ep": 2, "zero": 3}),
 }
 EXPERT_FAMILIES = [name for name, config in FAMILIES.items() if any("experts_per_tok" in key for key in config)]
-# What a family cannot take; the refusal itself is tested in test_refusals.py.
-CANNOT = {("olmo2", "tp4, 2 kv heads"), ("olmoe", "tp4, 2 kv heads"), ("phi3", "tp4, 2 kv heads")}
-# Variants of a pair that is there already: on some families, and not in float64.
+# Layouts that a family does not support; the refusals are tested in test_families.py.
+UNSUPPORTED = {("olmo2", "tp4, 2 kv heads"), ("olmoe", "tp4, 2 kv heads"), ("phi3", "tp4, 2 kv heads")}
+# Variants of a pair of axes that another layout covers: only on some families, and not in float64.
 VARIANTS = ("tp2 x dp2, replicated", "tp2 without sp x cp2 ulysses", "cp2 x dp2, two copies", "ep2 x dp2, two copies")
-SOME = ("llama", "qwen3_moe", "gpt_oss", "gpt2")
-CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS if (name, layout) not in CANNOT]
+VARIANT_FAMILIES = ("llama", "qwen3_moe", "gpt_oss", "gpt2")
+CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS if (name, layout) not in UNSUPPORTED]
 CASES += [(name, layout) for name in EXPERT_FAMILIES for layout in EXPERT_LAYOUTS]
-CASES = [(name, layout) for name, layout in CASES if layout not in VARIANTS or name in SOME]
-# Norms of all but GPT-2 compute in float32 even in a float64 model. That is exact where a norm sees what it sees on one
-# rank; where its gradient comes in parts (OLMo-2's norm over all heads, a key that two tp ranks share), parts round apart.
+CASES = [(name, layout) for name, layout in CASES if layout not in VARIANTS or name in VARIANT_FAMILIES]
+# Norms of all families except GPT-2 compute in float32 even in a float64 model. The result is exact if a norm has the same
+# input as on one rank. If its gradient is a sum of parts (the norm over all heads in OLMo-2, a key that two tp ranks share),
+# the parts are rounded separately.
 EXACT = [
     (name, layout)
     for name, layout in CASES

@@ -1,4 +1,4 @@
-"""Whole models whose gradients are compressed on their way: every stage of ZeRO and every axis, beside the same without."""
+"""Training with compressed gradients at every ZeRO stage and on every axis, compared with uncompressed training."""
 
 from functools import cache
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.lab.families import family
-from tests.lab.parity import share, whole
+from tests.lab.parity import full_tensor, share
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize
@@ -40,24 +40,24 @@ def settings_for(compression: str) -> Optimizer:
 
 
 def plan_for(compression: str, precision: dict[str, Any] | None = None, comm: Any = None, **parallel: Any) -> Plan:
-    formats = {"param_dtype": "fp32", **(precision or {})}
+    dtypes = {"param_dtype": "fp32", **(precision or {})}
     return Plan(
         parallel=Parallel(**parallel),
-        precision=Precision(**formats),  # type: ignore[arg-type]
+        precision=Precision(**dtypes),  # type: ignore[arg-type]
         comm=Comm(compression=compression, **(comm or {})),  # type: ignore[arg-type]
     )
 
 
 def global_batch(vocab_size: int, step: int, rows: int = 4, seq_len: int = 16) -> MicroBatch:
-    """Counting up from any token: something to learn."""
+    """Rows that count up from a random token, which the model can learn."""
     generator = torch.Generator().manual_seed(step)
     first = torch.randint(3, 40, (rows, 1), generator=generator)
     tokens = (first + torch.arange(seq_len + 1)) % (vocab_size // 2)
     return MicroBatch(tokens[:, :-1].contiguous(), torch.arange(seq_len).repeat(rows, 1), tokens[:, 1:].contiguous())
 
 
-class Rig:
-    """One rank's share of a training run."""
+class TrainingRank:
+    """Model, optimizer and mesh of one rank of a training run."""
 
     def __init__(self, world_size: int, source: Model, plan: Plan, **settings: Any):
         self.plan = plan.resolve(world_size)
@@ -71,10 +71,10 @@ class Rig:
         self.scale = LossScale.from_plan(plan.precision.loss_scale)
         self.vocab_size = self.model.config.vocab_size
 
-    def step(self, number: int, judge: Any = lambda loss, norm: None) -> Any:
-        batch = global_batch(self.vocab_size, number)
+    def step(self, index: int, check: Any = lambda loss, norm: None) -> Any:
+        batch = global_batch(self.vocab_size, index)
         mine = share(batch, data_rank(self.mesh), self.plan.parallel.data_ranks, 1)
-        result = train_step(self.model, self.optimizer, mine, self.plan, self.mesh, self.scale, 1.0, judge)
+        result = train_step(self.model, self.optimizer, mine, self.plan, self.mesh, self.scale, 1.0, check)
         self.scale = result.loss_scale
         return result
 
@@ -82,14 +82,14 @@ class Rig:
 def train(
     rank: int, world_size: int, source: Model, plan: Plan, steps: int = STEPS
 ) -> tuple[list[float], Any, str | None]:
-    """Losses, weights, and how replicas differ."""
-    rig = Rig(world_size, source, plan)
-    results = [rig.step(number) for number in range(steps)]
+    """Losses, weights, and the report of differences between replicas."""
+    trainer = TrainingRank(world_size, source, plan)
+    results = [trainer.step(index) for index in range(steps)]
     assert all(result.problem is None for result in results), results
     return (
         [r.loss for r in results],
-        gather_weights(rig.model),
-        check_replicas(rig.model, rig.optimizer, rig.mesh),
+        gather_weights(trainer.model),
+        check_replicas(trainer.model, trainer.optimizer, trainer.mesh),
     )
 
 
@@ -98,14 +98,14 @@ def uncompressed(world_size: int, plan: str, source: str) -> list[float]:
     return run_ranks(world_size, train, MODELS[source], Plan.model_validate_json(plan), timeout=120)[0][0]
 
 
-def close_to_uncompressed(world_size: int, source: str, plan: Plan) -> None:
-    """The same bits on all ranks, and most of what training without compression gains: some steps come later."""
+def assert_converges_like_uncompressed(world_size: int, source: str, plan: Plan) -> None:
+    """Weights are bit-equal on all ranks, and the loss falls nearly as much as without compression."""
     traces = run_ranks(world_size, train, MODELS[source], plan, timeout=120)
     expected = uncompressed(world_size, plan.model_copy(update={"comm": Comm()}).model_dump_json(), source)
     losses = traces[0][0]
-    for others, weights, differing in traces:
+    for rank_losses, weights, differing in traces:
         assert differing is None
-        assert others == losses
+        assert rank_losses == losses
         assert all(torch.equal(weight, traces[0][1][name]) for name, weight in weights.items())
     assert losses[0] == pytest.approx(expected[0], rel=1e-6)  # nothing is compressed before the first backward
     assert losses != expected
@@ -117,8 +117,8 @@ def close_to_uncompressed(world_size: int, source: str, plan: Plan) -> None:
 @pytest.mark.thin(7)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_training_comes_to_the_same(compression: str, zero: int) -> None:
-    close_to_uncompressed(2, "llama", plan_for(compression, zero=zero))
+def test_compressed_training_converges_like_uncompressed(compression: str, zero: int) -> None:
+    assert_converges_like_uncompressed(2, "llama", plan_for(compression, zero=zero))
 
 
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -142,9 +142,9 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.thin(30)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("compression", ["int8", "2:4", "1-bit"])
-def test_every_axis(compression: str, layout: str) -> None:
+def test_compression_on_every_axis(compression: str, layout: str) -> None:
     world_size, source, parallel = LAYOUTS[layout]
-    close_to_uncompressed(world_size, source, plan_for(compression, **parallel))
+    assert_converges_like_uncompressed(world_size, source, plan_for(compression, **parallel))
 
 
 @pytest.mark.parametrize(
@@ -156,18 +156,18 @@ def test_every_axis(compression: str, layout: str) -> None:
         ("1-bit", 2, {"param_dtype": "bf16", "weights": "split", "optimizer_state_dtype": "int8"}),
     ],
 )
-def test_formats(compression: str, zero: int, precision: dict[str, Any]) -> None:
-    close_to_uncompressed(2, "llama", plan_for(compression, precision, zero=zero))
+def test_compression_with_low_precision(compression: str, zero: int, precision: dict[str, Any]) -> None:
+    assert_converges_like_uncompressed(2, "llama", plan_for(compression, precision, zero=zero))
 
 
-def test_nothing_is_compressed_where_nothing_is_slow() -> None:
+def test_inter_node_scope_does_not_compress_on_one_host() -> None:
     plan = plan_for("2:4", comm={"compress_scope": "inter_node"}, zero=2)
     plain = uncompressed(2, plan_for("none", zero=2).model_dump_json(), "llama")
     assert run_ranks(2, train, MODELS["llama"], plan, timeout=120)[0][0] == plain
 
 
-def test_frozen_adam_without_compression() -> None:
-    """Momenta are made where no message is compressed too, and training comes to the same."""
+def test_onebit_adam_without_compressed_messages() -> None:
+    """Momentum is reduced even if no message is compressed, and the losses are nearly the same."""
     for layout in ({"zero": 0}, {"zero": 3}, {"zero": 2, "dp_replicate": 2}):
         world_size = 2 * layout.get("dp_replicate", 1)
         plan = plan_for("1-bit", comm={"compress_scope": "inter_node"}, **layout)
@@ -179,59 +179,59 @@ def test_frozen_adam_without_compression() -> None:
 
 
 def with_a_skipped_step(
-    rank: int, world_size: int, plan: Plan, why: str | None
+    rank: int, world_size: int, plan: Plan, reason: str | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str | None]:
-    """Weights, and what is carried on, after some steps, of which one may not count; and why that one did not."""
-    rig, problem = Rig(world_size, MODELS["llama"], plan), None
-    for number in range(6):
-        rig.step(number)
-    if why == "spike":
-        problem = rig.step(100, judge=lambda loss, norm: "it is a spike").problem
-    elif why == "overflow":
-        rig.scale = LossScale(2.0**120, dynamic=True)
-        problem = rig.step(101).problem
-        rig.scale = LossScale()
-    rig.step(6)
-    rig.step(7)
-    return gather_weights(rig.model), rig.model.feedback.tensors(), problem
+    """Weights and error feedback after some steps, of which one may be skipped, and the reason of the skip."""
+    trainer, problem = TrainingRank(world_size, MODELS["llama"], plan), None
+    for index in range(6):
+        trainer.step(index)
+    if reason == "spike":
+        problem = trainer.step(100, check=lambda loss, norm: "loss spike").problem
+    elif reason == "overflow":
+        trainer.scale = LossScale(2.0**120, dynamic=True)
+        problem = trainer.step(101).problem
+        trainer.scale = LossScale()
+    trainer.step(6)
+    trainer.step(7)
+    return gather_weights(trainer.model), trainer.model.feedback.tensors(), problem
 
 
 @pytest.mark.parametrize(
     ("compression", "layout"), [("2:4", {"zero": 0}), ("1-bit", {"zero": 0}), ("1-bit", {"zero": 3})]
 )
-def test_a_skipped_step_leaves_no_trace(compression: str, layout: dict[str, Any]) -> None:
+def test_skipped_step_leaves_weights_and_error_feedback_unchanged(compression: str, layout: dict[str, Any]) -> None:
     plan = plan_for(compression, **layout)
     expected = run_ranks(2, with_a_skipped_step, plan, None)
-    for why, words in (("spike", "it is a spike"), ("overflow", "overflow")):
-        for (weights, carried, problem), (others, kept, _) in zip(
-            run_ranks(2, with_a_skipped_step, plan, why), expected, strict=True
+    for reason, text in (("spike", "loss spike"), ("overflow", "overflow")):
+        for (weights, feedback, problem), (expected_weights, expected_feedback, _) in zip(
+            run_ranks(2, with_a_skipped_step, plan, reason), expected, strict=True
         ):
-            assert words in problem
-            assert all(torch.equal(weights[name], weight) for name, weight in others.items())
-            assert carried.keys() == kept.keys()
-            assert all(torch.equal(carried[name], tensor) for name, tensor in kept.items())
+            assert text in problem
+            assert all(torch.equal(weights[name], weight) for name, weight in expected_weights.items())
+            assert feedback.keys() == expected_feedback.keys()
+            assert all(torch.equal(feedback[name], tensor) for name, tensor in expected_feedback.items())
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    return {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
 
 
 def with_unused_parameters(rank: int, world_size: int, source: Model, plan: Plan) -> dict[str, float]:
-    """How far rows that nothing uses have moved: of the embedding, and experts that no token goes to."""
-    rig = Rig(world_size, source, plan, weight_decay=0.0)
-    routers = [p for name, p in rig.model.named_parameters() if name.endswith("mlp.gate.weight")]
-    before = weights_of(rig.model)
-    for number in range(STEPS):
+    """Largest change of unused embedding rows and of experts without tokens, by parameter."""
+    trainer = TrainingRank(world_size, source, plan, weight_decay=0.0)
+    routers = [p for name, p in trainer.model.named_parameters() if name.endswith("mlp.gate.weight")]
+    before = weights_of(trainer.model)
+    for index in range(STEPS):
         for router in routers:
-            router.data.zero_()  # of equal chances, the same experts are always taken
-        rig.step(number)
-    after = weights_of(rig.model)
+            router.data.zero_()  # with equal router logits, the same experts are always chosen
+        trainer.step(index)
+    after = weights_of(trainer.model)
     moved = {"embedding": float((after[EMBEDDING] - before[EMBEDDING])[60:].abs().max())}
     assert (after[EMBEDDING] - before[EMBEDDING])[:40].abs().max() > 0
     for name in (name for name in before if "experts" in name):
-        apart = (after[name] - before[name]).abs().flatten(1).amax(1).sort().values
-        assert apart[-1] > 0
-        moved[name] = float(apart[1])  # two of four are taken
+        change = (after[name] - before[name]).abs().flatten(1).amax(1).sort().values
+        assert change[-1] > 0
+        moved[name] = float(change[1])  # two of four experts are used
     return moved
 
 
@@ -240,17 +240,17 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize(("source", "zero"), [("mixture", 0), ("untied", 3)])
-def test_what_is_not_used_does_not_move(source: str, zero: int, compression: str) -> None:
+def test_unused_parameters_are_not_updated(source: str, zero: int, compression: str) -> None:
     for moved in run_ranks(2, with_unused_parameters, MODELS[source], plan_for(compression, zero=zero), timeout=120):
         assert not any(moved.values()), moved
 
 
 def with_plain_adam(rank: int, world_size: int, plan: Plan) -> None:
-    rig = Rig(world_size, MODELS["llama"], plan)
-    rig.optimizer = torch.optim.AdamW(rig.model.parameters())
+    trainer = TrainingRank(world_size, MODELS["llama"], plan)
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
     with pytest.raises(JobError, match="an optimizer AdamW with"):
-        rig.step(0)
+        trainer.step(0)
 
 
-def test_signs_are_refused_to_other_optimizers() -> None:
+def test_onebit_compression_refuses_other_optimizers() -> None:
     run_ranks(2, with_plain_adam, plan_for("1-bit", zero=0))

@@ -1,4 +1,4 @@
-"""Attention over a split sequence against masked attention over the whole one in one process: outputs and all gradients."""
+"""Context-parallel attention compared with masked attention over the full sequence: outputs and all gradients."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ ROWS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """One attention, and the shapes it is done in."""
+    """Shapes and options of one attention."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -54,7 +54,7 @@ class Case:
     ulysses_chunks: int = 1
 
     def tensors(self) -> tuple[list[Tensor], Tensor]:
-        """q, k, v and sinks for the whole sequence, and the gradient of the output."""
+        """q, k, v and sinks of the full sequence, and the gradient of the output."""
         generator = torch.Generator().manual_seed(11)
         shapes = [(ROWS, self.heads, self.seq_len, self.head_dim), (ROWS, self.kv_heads, self.seq_len, self.head_dim)]
         shapes += [(ROWS, self.kv_heads, self.seq_len, self.value_dim), (self.heads,)]
@@ -64,15 +64,15 @@ class Case:
         grad = torch.randn((*q.shape[:-1], self.value_dim), generator=generator, dtype=torch.float64).to(self.dtype)
         return [q, k, v, sinks], grad
 
-    def document_numbers(self) -> Tensor | None:
+    def document_ids(self) -> Tensor | None:
         if self.documents is None:
             return None
-        rows = [[number for number, length in enumerate(row) for _ in range(length)] for row in self.documents]
+        rows = [[index for index, length in enumerate(row) for _ in range(length)] for row in self.documents]
         return torch.tensor(rows)
 
 
-def whole_attention(case: Case) -> list[Tensor]:
-    """Output and gradients by definition, in float64."""
+def full_attention(case: Case) -> list[Tensor]:
+    """Output and gradients from the definition of attention, in float64."""
     tensors, grad = case.tensors()
     leaves = [x.double().requires_grad_() for x in tensors]
     q, k, v, sinks = leaves
@@ -81,7 +81,7 @@ def whole_attention(case: Case) -> list[Tensor]:
     visible = (distance >= 0)[None]
     if case.window is not None:
         visible = visible & (distance < case.window)
-    documents = case.document_numbers()
+    documents = case.document_ids()
     if documents is not None:
         visible = visible & (documents[:, :, None] == documents[:, None])
     groups = case.heads // case.kv_heads
@@ -97,7 +97,7 @@ def whole_attention(case: Case) -> list[Tensor]:
 
 
 def make_context(rank: int, ulysses: int, ring: int, tile: int, ulysses_chunks: int = 1) -> ContextParallel:
-    """Groups of the grid, with the Ulysses ranks as neighbours."""
+    """Process groups of the grid, with consecutive Ulysses ranks."""
     ranks = torch.arange(ulysses * ring).view(ring, ulysses)
 
     def group(rows: Tensor, size: int) -> dist.ProcessGroup | None:
@@ -108,7 +108,7 @@ def make_context(rank: int, ulysses: int, ring: int, tile: int, ulysses_chunks: 
 
 
 class CountCalls(TorchDispatchMode):
-    """Pairs of queries and keys that go through the flash operators, by operator."""
+    """Counter of query-key pairs computed by the flash operators, by direction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,18 +126,18 @@ class CountCalls(TorchDispatchMode):
 def run_case(
     rank: int, world_size: int, case: Case, ulysses: int, ring: int
 ) -> tuple[list[Tensor], Tensor, Counter[str]]:
-    """Output and gradients of one rank's tokens, and their positions."""
+    """Output and gradients for the tokens of one rank, positions of the tokens, and counted pairs."""
     context = make_context(rank, ulysses, ring, case.tile, case.ulysses_chunks)
     positions = natural_positions(case.seq_len, ulysses, ring, rank)
     tensors, grad = case.tensors()
     *local, sinks = tensors
-    # as models make them: heads behind tokens in memory
+    # with the memory layout of models: tokens before heads
     leaves = [x[:, :, positions].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in local]
     sinks.requires_grad_()
     with CountCalls() as count:
         out = attend(
             *leaves,
-            case.document_numbers(),
+            case.document_ids(),
             context,
             scale=SCALE,
             window=case.window,
@@ -153,13 +153,13 @@ def run_case(
 
 
 def gather_results(case: Case, ulysses: int, ring: int) -> tuple[list[Tensor], list[Counter[str]]]:
-    """Output and gradients of the whole sequence, put together from the ranks; gradients of sinks are summed."""
+    """Output and gradients of the full sequence, gathered from all ranks; gradients of sinks are summed."""
     results = run_ranks(ulysses * ring, run_case, case, ulysses, ring)
     positions = torch.cat([positions for _, positions, _ in results])
     assert torch.equal(positions.sort().values, torch.arange(case.seq_len))
     parts = list(zip(*(tensors for tensors, _, _ in results), strict=True))
-    whole = [torch.cat(part, 2)[:, :, positions.argsort()] for part in parts[:4]]
-    return whole + [torch.stack(part).sum(0) for part in parts[4:]], [pairs for _, _, pairs in results]
+    full = [torch.cat(part, 2)[:, :, positions.argsort()] for part in parts[:4]]
+    return full + [torch.stack(part).sum(0) for part in parts[4:]], [pairs for _, _, pairs in results]
 
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -167,7 +167,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 def assert_parity(case: Case, ulysses: int, ring: int) -> list[Counter[str]]:
     found, pairs = gather_results(case, ulysses, ring)
-    expected = whole_attention(case)
+    expected = full_attention(case)
     for name, x, reference in zip(("out", "dq", "dk", "dv", "dsinks"), found, expected, strict=False):
         assert x.dtype == case.dtype
         error = (x.double() - reference).abs().max() / reference.abs().max()
@@ -210,7 +210,7 @@ def test_parity(name: str, ulysses: int, ring: int) -> None:
         (8, 2, 2, 2, 2),
     ],
 )
-def test_heads_in_groups(heads: int, kv_heads: int, ulysses_chunks: int, ulysses: int, ring: int) -> None:
+def test_ulysses_chunks(heads: int, kv_heads: int, ulysses_chunks: int, ulysses: int, ring: int) -> None:
     case = Case(heads=heads, kv_heads=kv_heads, ulysses_chunks=ulysses_chunks, sinks=True, documents=PACKED)
     assert_parity(case, ulysses, ring)
 
@@ -218,20 +218,20 @@ def test_heads_in_groups(heads: int, kv_heads: int, ulysses_chunks: int, ulysses
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "ulysses", "ring"), [(6, 2, 2, 1), (6, 3, 2, 2), (12, 3, 4, 1), (8, 2, 4, 1)]
 )
-def test_heads_that_ulysses_does_not_divide(heads: int, kv_heads: int, ulysses: int, ring: int) -> None:
+def test_kv_heads_that_ulysses_does_not_divide(heads: int, kv_heads: int, ulysses: int, ring: int) -> None:
     assert_parity(Case(heads=heads, kv_heads=kv_heads), ulysses, ring)
 
 
 def test_one_rank() -> None:
-    """The same function serves without context parallelism: documents, windows and sinks, without one large mask."""
+    """On one rank, documents, windows and sinks are computed without one large mask."""
     case = Case(documents=PACKED, window=9, sinks=True)
     found, _, _ = run_case(0, 1, case, 1, 1)
-    for x, reference in zip(found, whole_attention(case), strict=True):
+    for x, reference in zip(found, full_attention(case), strict=True):
         torch.testing.assert_close(x, reference, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), (2, 1), (2, 2)])
-def test_every_grid_drops_the_same(ulysses: int, ring: int) -> None:
+def test_dropout_is_equal_on_every_grid(ulysses: int, ring: int) -> None:
     case = Case(dropout=0.3, documents=PACKED, window=9)
     expected, _, _ = run_case(0, 1, case, 1, 1)
     found, _ = gather_results(case, ulysses, ring)
@@ -240,22 +240,22 @@ def test_every_grid_drops_the_same(ulysses: int, ring: int) -> None:
     assert not torch.allclose(kept[0], expected[0])
 
 
-# What is computed
+# Computed pairs
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), (2, 2), (1, 4)])
 def test_work_is_balanced_and_hidden_blocks_are_skipped(ulysses: int, ring: int) -> None:
-    """Pairs that go through the operators: those of chunks that causality hides do not, and every rank has as many."""
+    """Chunks hidden by causality are skipped, and every rank computes the same number of pairs."""
     seq_len = 64
     pairs = assert_parity(Case(seq_len=seq_len, tile=512), ulysses, ring)
     chunk = seq_len // (2 * ring)
-    visible_chunks = 2 * ring + 1  # of each rank, out of 4 x ring
+    visible_chunks = 2 * ring + 1  # per rank, of 4 x ring pairs of chunks
     assert [count["forward"] for count in pairs] == [ROWS * visible_chunks * chunk**2] * (ulysses * ring)
     assert [count["backward"] for count in pairs] == [count["forward"] for count in pairs]
 
 
-def test_documents_and_windows_save_work() -> None:
-    """Documents of equal lengths cost their own squares alone, and a window costs a band."""
+def test_documents_and_windows_reduce_the_computed_pairs() -> None:
+    """Documents cost only their own squares of pairs, and a window costs a band."""
     documents = ((16, 16, 16, 16),) * ROWS
     for pairs in assert_parity(Case(seq_len=64, documents=documents), 2, 1):
         assert pairs["forward"] == pairs["backward"] == ROWS * 4 * 16**2
@@ -271,12 +271,12 @@ def test_parts_are_a_permutation_with_balanced_work(ring: int, ulysses: int, siz
     assert sorted(torch.cat(parts).tolist()) == list(range(seq_len))
     assert {len(part) for part in parts} == {seq_len // (ring * ulysses)}
     rings = [torch.cat(parts[start : start + ulysses]) for start in range(0, len(parts), ulysses)]
-    for rank, part in enumerate(rings):  # Ulysses ranks are neighbours, and together hold a zigzag part
+    for rank, part in enumerate(rings):  # Ulysses ranks are consecutive, and hold a zigzag part together
         assert torch.equal(part, zigzag_indices(seq_len, ring, rank))
-    assert len({int((part + 1).sum()) for part in rings}) == 1  # a token at i has i + 1 keys
+    assert len({int((part + 1).sum()) for part in rings}) == 1  # the token at i attends to i + 1 keys
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(("seq_len", "ulysses", "ring"), [(12, 1, 4), (30, 4, 1), (24, 2, 4)])
@@ -292,14 +292,14 @@ def test_heads_that_do_not_fit() -> None:
     assert error.value.fix == "set plan.parallel.cp_ulysses to 2, for a longer ring"
 
 
-def test_documents_of_a_part_are_refused() -> None:
+def test_documents_of_partial_rows_are_refused() -> None:
     q = torch.zeros(1, 2, 8, 4)
     context = ContextParallel(None, None, 1, 2, 0)
     with pytest.raises(PlanError, match=r"documents of shape \(1, 8\)"):
         attend(q, q, q, torch.zeros(1, 8, dtype=torch.int64), context, scale=1.0)
 
 
-# The door of Transformers
+# Attention function of Transformers
 
 
 def attention_module(**config: Any) -> Any:
@@ -307,19 +307,19 @@ def attention_module(**config: Any) -> Any:
     return SimpleNamespace(context=ContextParallel(None, None, 1, 1, 0), config=settings, layer_idx=0, is_causal=True)
 
 
-def test_the_door_passes_everything_on() -> None:
+def test_context_attention_supports_all_its_arguments() -> None:
     case = Case(documents=PACKED, window=9, sinks=True, softcap=0.7)
     (q, k, v, sinks), _ = case.tensors()
-    documents = case.document_numbers()
+    documents = case.document_ids()
     assert documents is not None
     out, probabilities = context_attention(
         attention_module(), q, k, v, documents[:, None, None], SCALE, sliding_window=9, softcap=0.7, s_aux=sinks
     )
     assert probabilities is None
-    torch.testing.assert_close(out.transpose(1, 2), whole_attention(case)[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(out.transpose(1, 2), full_attention(case)[0], rtol=1e-10, atol=1e-10)
 
 
-def test_dropout_of_the_door_follows_the_generator() -> None:
+def test_context_attention_dropout_uses_the_generator_of_torch() -> None:
     (q, k, v, _), _ = Case().tensors()
     outs = []
     for seed in (1, 1, 2):
@@ -339,13 +339,13 @@ def test_dropout_of_the_door_follows_the_generator() -> None:
         ({"sliding_window": 8}, {}, "sliding window"),
     ],
 )
-def test_attention_that_would_be_lost_is_refused(config: Any, arguments: Any, named: str) -> None:
+def test_unsupported_attention_features_are_refused(config: Any, arguments: Any, named: str) -> None:
     q = torch.zeros(1, 2, 8, 4)
     with pytest.raises(ModelError, match=named):
         context_attention(attention_module(**config), q, q, q, None, **arguments)
 
 
-def test_settings_that_are_off_are_not_refused() -> None:
+def test_disabled_attention_features_are_accepted() -> None:
     q = torch.zeros(1, 2, 8, 4)
     for config in ({"sliding_window": 8, "use_sliding_window": False}, {"layer_types": ["full_attention"]}):
         context_attention(attention_module(**config), q, q, q, None, sliding_window=None, is_causal=None)
@@ -388,7 +388,7 @@ def run_model(rank: int, world_size: int, name: str) -> tuple[Tensor, Tensor, di
         if hasattr(module, "layer_idx"):
             module.context = context
     mine = natural_positions(32, 1, 2, rank)
-    documents = Case(documents=PACKED).document_numbers()
+    documents = Case(documents=PACKED).document_ids()
     assert documents is not None
     logits = model(
         input_ids=tokens[:, mine],

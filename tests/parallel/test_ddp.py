@@ -1,10 +1,10 @@
-"""Gradient buckets on their own: unused parameters, several backwards, and buckets that stay."""
+"""Gradient buckets of DDP: unused parameters, several backwards, and persistent buffers."""
 
 import pytest
 import torch
 from torch import nn
 
-from tests.lab.parity import assert_parity, compare, packed_batches, plan_for, share, whole
+from tests.lab.parity import assert_parity, compare, full_tensor, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
 from weft.checkpoint.huggingface import build_plain
@@ -35,18 +35,18 @@ def inputs(rank: int, step: int) -> torch.Tensor:
 
 
 def train(rank: int, world_size: int, rank_that_skips: int) -> dict[str, torch.Tensor]:
-    """Gradients after two steps, the second of two micro-batches; one rank never uses the second block."""
+    """Gradients after two steps, of which the second has two micro-batches; one rank never uses the second block."""
     model = TwoBlocks()
     reducer = GradientReducer([Unit(name, torch.distributed.group.WORLD) for name in ("second", "first", "")])
     model.register_forward_pre_hook(reducer.prepare)
     both = rank != rank_that_skips
     model(inputs(rank, 0), both).backward()
-    places = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+    addresses = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
     for micro_batch in (1, 2):
         reducer.last_micro_batch = micro_batch == 2
         model(inputs(rank, micro_batch), both).backward()
-    assert [p.grad.data_ptr() for p in model.parameters() if p.grad is not None] == places
+    assert [p.grad.data_ptr() for p in model.parameters() if p.grad is not None] == addresses
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -64,7 +64,7 @@ def test_averages_with_a_parameter_that_one_rank_does_not_use() -> None:
 
 
 class Branches(nn.Module):
-    """A weight that the second step does not use, and one that no step uses."""
+    """Model with a weight that only the first step uses, and a weight that no step uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def replicated_steps(rank: int, world_size: int, compression: str) -> dict[str, 
 
 
 @pytest.mark.parametrize("compression", ["none", "bf16"])
-def test_weights_without_gradient_are_left_alone_by_weight_decay(compression: str) -> None:
+def test_weight_decay_skips_weights_without_gradient(compression: str) -> None:
     expected = three_steps(Branches(), range(2))
     torch.testing.assert_close(expected["never.weight"], Branches().never.weight.detach(), rtol=0, atol=0)
     for weights in run_ranks(2, replicated_steps, compression):
@@ -108,7 +108,7 @@ def test_weights_without_gradient_are_left_alone_by_weight_decay(compression: st
             torch.testing.assert_close(weights[name], weight, **close, msg=name)
 
 
-def test_a_vision_tower_that_text_does_not_use_stays_as_it_is() -> None:
+def test_unused_vision_tower_is_not_updated() -> None:
     assert_parity(Model(config=shrunk("gemma3")), plan_for("fp32", zero=0), world_size=2, micro_batch=2)
 
 
@@ -117,7 +117,9 @@ def step_in_bfloat16(rank: int, world_size: int, name: str, zero: int) -> tuple[
     source, mesh = Model(config=shrunk(name)), build_mesh(plan, "cpu", world_size)
     model = parallelize(build_plain(source, read_config(source), torch.float32), plan, mesh).train()
     loss = forward_backward(model, share(packed_batches(96)[0], rank, world_size, 2), plan, mesh, 1.0)
-    return loss.item(), {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", ["xglm", "mvp", "trocr"])
@@ -127,5 +129,5 @@ def test_families_whose_buffers_or_masks_have_another_dtype_than_forward(name: s
     value, found = run_ranks(2, step_in_bfloat16, name, 0)[0]
     assert value == pytest.approx(loss, rel=1e-6)
     for key, gradient in expected.items():
-        if not key.endswith("k_proj.bias"):  # zero but for rounding
-            compare(key, found[key], gradient, 0.02)  # sums of bfloat16 gradients, in another order
+        if not key.endswith("k_proj.bias"):  # zero except for rounding
+            compare(key, found[key], gradient, 0.02)  # bfloat16 gradients, summed in another order

@@ -1,4 +1,4 @@
-"""Rows of one document are computed by the model's own masks; what a plan would lose is refused at start."""
+"""Rows of one document use the masks of the model; packing and splitting that would change its masks are refused."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ def one_document_batches(steps: int = 3, seq_len: int = 16) -> list[MicroBatch]:
     return [MicroBatch(row[:, :-1].contiguous(), positions, row[:, 1:].contiguous()) for row in tokens]
 
 
-def alone(source: Model, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits and gradients of the mean loss of the untouched eager model, without masks and positions, row by row."""
+def untouched(source: Model, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits and gradients of the mean loss of the unmodified eager model, row by row, without masks and positions."""
     model = build_plain(source, read_config(source), torch.float32).train()
     model.set_attn_implementation("eager")
     logits = torch.cat([model(input_ids=row[None], use_cache=False).logits for row in batch.input_ids])
@@ -57,11 +57,11 @@ def alone(source: Model, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, tor
 )
 def test_rows_of_one_document_equal_the_untouched_model(config: dict[str, Any], axes: dict[str, int]) -> None:
     source, batches = Model(config=config), one_document_batches()
-    logits, gradients = alone(source, batches[0])
+    logits, gradients = untouched(source, batches[0])
     traces = run_ranks(2, run_plan, source, plan_for("fp32", **axes), batches, 2, timeout=120)
     shares = {trace.data_rank: trace.logits for trace in traces if len(trace.logits)}
     compare("logits", torch.cat([shares[rank] for rank in sorted(shares)]), logits, 1e-5)
-    tied = next(iter(gradients.values()))  # of the embedding: a pipeline has a copy of it in the head
+    tied = next(iter(gradients.values()))  # gradient of the embedding, which a pipeline replicates in the head
     for trace in traces:
         for name, gradient in trace.gradients.items():
             compare(f"gradient of {name}", gradient, gradients.get(name, tied), 2e-5)
@@ -69,10 +69,10 @@ def test_rows_of_one_document_equal_the_untouched_model(config: dict[str, Any], 
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_attention_that_an_axis_would_lose_is_refused(axis: str) -> None:
+def test_masks_that_an_axis_would_lose_are_refused(axis: str) -> None:
     model = build_on_meta(read_config(Model(config=BIDIRECTIONAL)), torch.float32)
     plan = plan_for("fp32", **{axis: 2}).resolve(2)
-    with pytest.raises(PlanError, match=f"is lost under {axis}") as refusal:
+    with pytest.raises(PlanError, match=f"are lost under {axis}") as refusal:
         check_axes(model, read_anatomy(model), plan)
     assert f"set plan.parallel.{axis} = 1" in str(refusal.value)
 
@@ -81,18 +81,18 @@ def test_attention_that_an_axis_would_lose_is_refused(axis: str) -> None:
     "name", ["minimax", "kimi_linear", "bailing_hybrid", "zaya", "deepseek_v4", "inkling_text", "inkling2_text"]
 )
 def test_packed_documents_that_leak_are_refused(name: str) -> None:
-    refusal = packing_refused(shrunk(name))
-    assert "another first document moves the logits" in refusal
+    refusal = assert_packing_refused(shrunk(name))
+    assert "replacing the first document changes the logits" in refusal
     assert "set data.packing = false" in refusal
 
 
 @pytest.mark.parametrize("config", [BIDIRECTIONAL, shrunk("moshi"), shrunk("bart")], ids=lambda c: c["model_type"])
 def test_packed_documents_that_differ_from_each_alone_are_refused(config: dict[str, Any]) -> None:
-    assert "from those of the document alone" in packing_refused(config)
+    assert "from its logits without packing" in assert_packing_refused(config)
 
 
 def test_packed_documents_of_a_model_that_cannot_be_tried_are_refused() -> None:
-    assert "no small copy of blt can be built" in packing_refused(shrunk("blt"))
+    assert "no small copy of blt can be built" in assert_packing_refused(shrunk("blt"))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "afmoe", "mpt", "opt"])
@@ -107,8 +107,8 @@ def test_models_that_return_router_logits_are_accepted(axis: str) -> None:
     check_axes(model, read_anatomy(model), plan_for("fp32", **{axis: 2}).resolve(2))
 
 
-def test_what_is_longer_than_the_rows_does_not_count() -> None:
-    """A window, the keys that sparse attention selects, and the length at which rotary embeddings change."""
+def test_limits_above_the_row_length_have_no_effect() -> None:
+    """Sliding window, top-k of sparse attention, and the length at which rotary embeddings change."""
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     phi = {**family("phi3"), "rope_parameters": longrope, "original_max_position_embeddings": 16}
     for config in (
@@ -117,13 +117,13 @@ def test_what_is_longer_than_the_rows_does_not_count() -> None:
         phi,
     ):
         check_model(job_of(config, seq_len=16))
-        packing_refused(config, seq_len=32)
+        assert_packing_refused(config, seq_len=32)
 
 
-def packing_refused(config: dict[str, Any], seq_len: int = 32) -> str:
+def assert_packing_refused(config: dict[str, Any], seq_len: int = 32) -> str:
     with pytest.raises(JobError, match="cannot keep packed documents apart") as refusal:
         check_model(job_of(config, seq_len))
-    check_model(job_of(config, seq_len, packing=False))  # the fix leads to a job that is accepted
+    check_model(job_of(config, seq_len, packing=False))  # the suggested fix is accepted
     return str(refusal.value)
 
 

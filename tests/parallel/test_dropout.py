@@ -1,4 +1,4 @@
-"""With dropout on, every layout has the loss and the gradients of one rank; and dropout does drop."""
+"""With dropout, every layout has the same loss and gradients as one rank."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.lab.families import family
-from tests.lab.parity import TOLERANCE, Trace, compare, packed_batches, plan_for, run_plan
+from tests.lab.parity import TOLERANCE, ParityRecord, compare, packed_batches, plan_for, run_plan
 from tests.lab.pool import RankError, run_ranks
 from weft.job import Model
 from weft.plan import Pipeline
@@ -29,11 +29,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {  # ranks, plan.parallel,
 }
 
 
-ONE: tuple[int, dict[str, Any], int] = (1, {"zero": 1}, 4)
+ONE_RANK: tuple[int, dict[str, Any], int] = (1, {"zero": 1}, 4)
 
 
-def trace(name: str, ranks: int, parallel: dict[str, Any], micro_batch: int, blocks: int = 2) -> Trace:
-    """That of rank 0, with the gradients of all stages."""
+def trace(name: str, ranks: int, parallel: dict[str, Any], micro_batch: int, blocks: int = 2) -> ParityRecord:
+    """ParityRecord of rank 0, with the gradients of all pipeline stages."""
     depth = {"n_layer" if name == "gpt2" else "num_hidden_layers": blocks}
     model, plan = Model(config={**MODELS[name], **depth}), plan_for("fp32", **parallel)
     traces = run_ranks(ranks, run_plan, model, plan, packed_batches(96), micro_batch)
@@ -42,14 +42,14 @@ def trace(name: str, ranks: int, parallel: dict[str, Any], micro_batch: int, blo
 
 
 @cache
-def trace_of_one_rank(name: str, blocks: int) -> Trace:
-    return trace(name, *ONE, blocks)
+def trace_of_one_rank(name: str, blocks: int) -> ParityRecord:
+    return trace(name, *ONE_RANK, blocks)
 
 
 @pytest.mark.thin(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layout_drops_the_same(name: str, layout: str) -> None:
+def test_dropout_is_equal_in_every_layout(name: str, layout: str) -> None:
     blocks = 4 if "virtual" in layout else 2
     expected, found = trace_of_one_rank(name, blocks), trace(name, *LAYOUTS[layout], blocks)
     compare("losses", torch.tensor(found.losses), torch.tensor(expected.losses), TOLERANCE["fp32"])
@@ -57,9 +57,16 @@ def test_every_layout_drops_the_same(name: str, layout: str) -> None:
         compare(key, found.gradients[key], gradient, TOLERANCE["fp32"])
 
 
-# Attention without a door to Transformers' AttentionInterface, with the dropout of its default configuration.
-NO_DOOR = {"model_type": "xglm", "vocab_size": 96, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
-OWN_DROPOUT = {
+# Attention that does not use Transformers' AttentionInterface, with the dropout of its default configuration.
+WITHOUT_INTERFACE = {
+    "model_type": "xglm",
+    "vocab_size": 96,
+    "d_model": 32,
+    "ffn_dim": 48,
+    "num_layers": 2,
+    "attention_heads": 4,
+}
+WITH_OWN_DROPOUT = {
     "model_type": "gpt_neo",
     "vocab_size": 96,
     "hidden_size": 32,
@@ -70,20 +77,20 @@ OWN_DROPOUT = {
 }
 
 
-@pytest.mark.parametrize("config", [NO_DOOR, OWN_DROPOUT], ids=["xglm", "gpt_neo"])
-def test_data_parallelism_takes_any_dropout(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("config", [WITHOUT_INTERFACE, WITH_OWN_DROPOUT], ids=["xglm", "gpt_neo"])
+def test_data_parallelism_supports_any_dropout(config: dict[str, Any]) -> None:
     for zero in (0, 3):
         found = run_ranks(2, run_plan, Model(config=config), plan_for("fp32", zero=zero), packed_batches(96), 2)[0]
         assert all(abs(loss - 4.6) < 0.5 for loss in found.losses)
 
 
-def test_tensor_parallelism_needs_a_door_for_dropout_of_attention() -> None:
+def test_tp_refuses_attention_dropout_without_attention_interface() -> None:
     with pytest.raises(RankError, match="tp = 1, or the model's attention dropout to 0"):
-        run_ranks(2, run_plan, Model(config=OWN_DROPOUT), plan_for("fp32", tp=2), packed_batches(96), 2)
+        run_ranks(2, run_plan, Model(config=WITH_OWN_DROPOUT), plan_for("fp32", tp=2), packed_batches(96), 2)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_dropout_drops(name: str) -> None:
+def test_dropout_changes_the_loss(name: str) -> None:
     config = {key: 0.0 if "drop" in key else value for key, value in MODELS[name].items()}
     without = run_ranks(1, run_plan, Model(config=config), plan_for("fp32", zero=1), packed_batches(96), 4)[0]
     assert abs(without.losses[0] - trace_of_one_rank(name, 2).losses[0]) > 1e-4

@@ -1,4 +1,4 @@
-"""Split experts against the untouched module that computes all tokens in one process: outputs, and every gradient."""
+"""Expert parallelism compared with the unmodified module in one process: outputs and all gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ HOSTS = (0, 0, 1, 1)
 
 @dataclass(frozen=True)
 class Case:
-    """Tokens of each rank, and where the router sends them."""
+    """Numbers of tokens of each rank, and options of the routing."""
 
     sizes: tuple[int, ...]
     top_k: int = 2
@@ -63,25 +63,25 @@ class Case:
     dtype: torch.dtype = torch.float64
     implementation: str = "eager"
     hosts: tuple[int, ...] = (0, 0, 0, 0)
-    """Of each rank; empty: gloo, which knows of none."""
+    """Host of each rank; empty for a gloo group, which has no hosts."""
 
     def tokens(self, seed: int = 5) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Hidden states, experts, weights and the outputs' gradient of each rank."""
+        """Hidden states, expert indices, router weights and output gradient of each rank."""
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.dtype)
 
-        found = []
+        tokens = []
         for size in self.sizes:
             chosen = torch.rand(size, len(self.allowed), generator=generator).topk(self.top_k).indices
             index, weights = torch.tensor(self.allowed)[chosen], draw(size, self.top_k).requires_grad_()
-            found.append((draw(size, HIDDEN).requires_grad_(), index, weights, draw(size, HIDDEN)))
-        return found
+            tokens.append((draw(size, HIDDEN).requires_grad_(), index, weights, draw(size, HIDDEN)))
+        return tokens
 
 
 def build_model(name: str, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
-    """A tiny model whose parameters are all random, biases and norms too."""
+    """Tiny model with random parameters, including biases and norms."""
     config = AutoConfig.for_model(**TABLES[name])
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=implementation)
     generator = torch.Generator().manual_seed(1)
@@ -94,35 +94,35 @@ def experts_of(model: PreTrainedModel) -> list[Any]:
     return [model.get_submodule(name) for block in read_anatomy(model).blocks for name in block.experts]
 
 
-def take_share(experts: Any, group: dist.ProcessGroup) -> None:
-    """Split a module, and leave this rank its part of each parameter."""
+def split_module(experts: Any, group: dist.ProcessGroup) -> None:
+    """Apply expert parallelism to a module, and keep the part of each parameter of this rank."""
     for name, parameter in list(experts.named_parameters()):
         setattr(experts, name, nn.Parameter(parameter.detach().chunk(group.size())[group.rank()].clone()))
     split_experts(experts, group)
 
 
 def gradients(experts: Any, tokens: tuple[Tensor, Tensor, Tensor, Tensor], recompute: bool = False) -> dict[str, Any]:
-    """Outputs of an experts module and all its gradients."""
+    """Outputs and all gradients of an experts module."""
     hidden, index, weights, gradient = tokens
-    for _ in range(2):  # the second pass must not depend on the first
+    for _ in range(2):  # the second pass must not depend on the first pass
         hidden.grad, weights.grad = None, None
         experts.zero_grad()
         run = partial(checkpoint, experts, use_reentrant=False) if recompute else experts
         out = run(hidden, index, weights)
         out.backward(gradient)
-    of_parameters = {name: parameter.grad for name, parameter in experts.named_parameters()}
-    return {"outputs": out.detach(), "hidden": hidden.grad, "weights": weights.grad, **of_parameters}
+    parameter_gradients = {name: parameter.grad for name, parameter in experts.named_parameters()}
+    return {"outputs": out.detach(), "hidden": hidden.grad, "weights": weights.grad, **parameter_gradients}
 
 
 def on_rank(rank: int, ranks: int, name: str, case: Case, recompute: bool) -> dict[str, Any]:
     group = make_group(rank, case.hosts) if case.hosts else dist.new_group(backend="gloo")
     experts = experts_of(build_model(name, case.dtype, case.implementation))[-1]
-    take_share(experts, group)
+    split_module(experts, group)
     return gradients(experts, case.tokens()[rank], recompute)
 
 
 def assert_parity(name: str, case: Case, recompute: bool = False) -> None:
-    """Parts of all ranks, side by side, are what the untouched module has for all tokens."""
+    """Check that the concatenated results of all ranks equal the unmodified module on all tokens."""
     untouched = experts_of(build_model(name, case.dtype, case.implementation))[-1]
     hidden, index, weights, gradient = (torch.cat(parts).detach() for parts in zip(*case.tokens(), strict=True))
     expected = gradients(untouched, (hidden.requires_grad_(), index, weights.requires_grad_(), gradient))
@@ -140,7 +140,7 @@ def test_families(name: str, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", TABLES)
 def test_fast_implementations(name: str, implementation: str) -> None:
-    """What Transformers chooses by itself, in float32."""
+    """Implementations that Transformers chooses by default, in float32."""
     assert_parity(name, Case((7, 4), dtype=torch.float32, implementation=implementation))
 
 
@@ -148,24 +148,26 @@ def test_fast_implementations(name: str, implementation: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "allowed", "top_k"),
     [
-        ((5, 9), (2,), 1),  # all to one expert: rank 0 computes nothing
+        ((5, 9), (2,), 1),  # all tokens to one expert: rank 0 computes nothing
         ((5, 9, 2, 4), (1,), 1),  # three ranks compute nothing
-        ((0, 6), (0, 1), 2),  # the rank with tokens holds none of their experts
+        ((0, 6), (0, 1), 2),  # the rank with tokens holds no expert of its tokens
         ((6, 0), (0, 3), 2),  # experts without tokens on both ranks
         ((4, 3), (0, 1, 2, 3), 1),
         ((4, 3), (0, 1, 2, 3), 3),
         ((4, 3), (0, 1, 2, 3), 4),  # every token to every expert
     ],
 )
-def test_any_counts(sizes: tuple[int, ...], allowed: tuple[int, ...], top_k: int, implementation: str) -> None:
+def test_any_token_distribution(
+    sizes: tuple[int, ...], allowed: tuple[int, ...], top_k: int, implementation: str
+) -> None:
     dtype = torch.float64 if implementation == "eager" else torch.float32
     for name in ("gpt_oss", "qwen3_moe"):
         assert_parity(name, Case(sizes, top_k, allowed, dtype, implementation))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_no_token_anywhere(implementation: str) -> None:
-    """Backward runs on every rank, and parameters have gradients; the untouched module has no graph then."""
+def test_no_tokens_on_any_rank(implementation: str) -> None:
+    """Backward runs on every rank and parameters get zero gradients; the unmodified module would have no graph."""
     case = Case((0, 0), dtype=torch.float32, implementation=implementation)
     for found in run_ranks(2, on_rank, "gpt_oss", case, False):
         assert {key: int(value.count_nonzero()) for key, value in found.items()} == dict.fromkeys(found, 0)
@@ -190,14 +192,14 @@ def test_two_hosts(name: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "allowed", "top_k"),
     [
-        ((5, 9, 2, 4), (1,), 1),  # one host has no work
+        ((5, 9, 2, 4), (1,), 1),  # one host has no tokens
         ((0, 6, 0, 0), (0, 1), 2),
-        ((3, 0, 0, 0), (2, 3), 2),  # all goes to the other host, once
+        ((3, 0, 0, 0), (2, 3), 2),  # all tokens go to the other host, once
         ((4, 3, 1, 2), (0, 1, 2, 3), 4),
         ((0, 0, 0, 0), (0, 1, 2, 3), 2),
     ],
 )
-def test_any_counts_on_two_hosts(
+def test_any_token_distribution_on_two_hosts(
     sizes: tuple[int, ...], allowed: tuple[int, ...], top_k: int, implementation: str
 ) -> None:
     dtype = torch.float64 if implementation == "eager" else torch.float32
@@ -213,7 +215,7 @@ def test_recompute_on_two_hosts() -> None:
 
 
 def between_hosts(rank: int, ranks: int, top_k: int) -> tuple[int, int]:
-    """Bytes of rows that leave the host, and copies for experts of the other one."""
+    """Tokens sent to the other host, and copies of tokens for experts of the other host."""
     group = make_group(rank, HOSTS)
     hidden = torch.ones(64, HIDDEN)
     index = torch.stack([torch.randperm(NUM_EXPERTS)[:top_k] for _ in range(64)])
@@ -228,16 +230,16 @@ def between_hosts(rank: int, ranks: int, top_k: int) -> tuple[int, int]:
     return tokens, copies
 
 
-def test_a_token_goes_to_a_host_once() -> None:
+def test_token_is_sent_once_per_host() -> None:
     for tokens, copies in run_ranks(4, between_hosts, NUM_EXPERTS):
         assert (tokens, copies) == (64, 64 * NUM_EXPERTS // 2)
 
 
-# A space of routings against the plain reference
+# Random routings compared with the reference
 
 
-def mix(rank: int, ranks: int, case: Case, matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Dispatch, one matrix for each expert, combine."""
+def dispatch_and_combine(rank: int, ranks: int, case: Case, matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and gradients of dispatch, one matrix per expert, and combine."""
     group, tokens = dist.group.WORLD, case.tokens()[rank]
     assert group is not None
     hidden, index, weights, gradient = tokens
@@ -253,7 +255,7 @@ def mix(rank: int, ranks: int, case: Case, matrices: Tensor) -> tuple[Tensor, Te
 
 @st.composite
 def cases(draw: Any) -> tuple[Case, int]:
-    """Two ranks, any number of tokens, experts and choices; expert `num_experts` stands for a copy that goes nowhere."""
+    """Random tokens, experts and routings of two ranks; expert `num_experts` means that a copy is not sent."""
     num_experts = 2 * draw(st.integers(1, 4))
     allowed = draw(st.lists(st.integers(0, num_experts), min_size=1, unique=True))
     sizes = draw(st.tuples(st.integers(0, 6), st.integers(0, 6)))
@@ -271,27 +273,27 @@ def test_routings(drawn: tuple[Case, int]) -> None:
     functions: list[Callable[[Tensor], Tensor]] = [matrix.__rmatmul__ for matrix in matrices]
     out = mixture_of_experts(hidden, index, weights, functions)
     out.backward(gradient)
-    parts = [torch.cat(part) for part in zip(*run_ranks(2, mix, case, matrices), strict=True)]
+    parts = [torch.cat(part) for part in zip(*run_ranks(2, dispatch_and_combine, case, matrices), strict=True)]
     for found, expected in zip(parts, (out.detach(), hidden.grad, weights.grad), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-def test_the_reference_is_the_untouched_module() -> None:
+def test_reference_equals_untouched_module() -> None:
     experts = experts_of(build_model("mixtral", torch.float64, "eager"))[0]
     ((hidden, index, weights, _),) = Case((9,)).tokens()
 
-    def expert(number: int) -> Callable[[Tensor], Tensor]:
+    def expert(expert_id: int) -> Callable[[Tensor], Tensor]:
         def compute(x: Tensor) -> Tensor:
-            gate, up = (x @ experts.gate_up_proj[number].T).chunk(2, -1)
-            return (nn.functional.silu(gate) * up) @ experts.down_proj[number].T
+            gate, up = (x @ experts.gate_up_proj[expert_id].T).chunk(2, -1)
+            return (nn.functional.silu(gate) * up) @ experts.down_proj[expert_id].T
 
         return compute
 
-    plain = mixture_of_experts(hidden, index, weights, [expert(number) for number in range(NUM_EXPERTS)])
+    plain = mixture_of_experts(hidden, index, weights, [expert(expert_id) for expert_id in range(NUM_EXPERTS)])
     torch.testing.assert_close(plain, experts(hidden, index, weights), rtol=0, atol=1e-10)
 
 
-def formats(rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch_dtypes(rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     group = dist.new_group(backend=register_backend())
     index = (
         torch.tensor([[3, 0], [1, 2]], dtype=torch.int32) if rank == 0 else torch.tensor([[3, 2]], dtype=torch.int32)
@@ -301,35 +303,35 @@ def formats(rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     return rows[:, 0], local_index[:, 0], weights[:, 0]
 
 
-def test_rows_come_by_rank_and_expert_in_their_own_formats() -> None:
-    first, second = run_ranks(2, formats)
+def test_received_rows_are_sorted_and_keep_their_dtypes() -> None:
+    first, second = run_ranks(2, dispatch_dtypes)
     assert first[0].dtype == torch.bfloat16
     assert (first[1].tolist(), second[1].tolist()) == ([0, 1], [0, 1, 0, 1])
     assert second[0].tolist() == [1, 1, 2, 2]
     torch.testing.assert_close(second[2], torch.tensor([2.1, 3.1, 2.2, 3.2]))
 
 
-def kept_rows(rank: int, ranks: int) -> int:
-    """Numbers that dispatch and combine keep for backward."""
+def saved_elements(rank: int, ranks: int) -> int:
+    """Number of floating-point elements that dispatch and combine save for backward."""
     group, (hidden, index, weights, _) = dist.group.WORLD, Case((64, 64)).tokens()[rank]
     assert group is not None
-    kept: list[int] = []
+    saved: list[int] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.numel() * tensor.is_floating_point())
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel() * tensor.is_floating_point())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         rows, _, _, route = dispatch(hidden, index, weights, NUM_EXPERTS, group)
         combine(rows, route)
-    return sum(kept)
+    return sum(saved)
 
 
-def test_rows_that_travel_are_not_kept() -> None:
-    assert run_ranks(2, kept_rows) == [0, 0]
+def test_dispatch_and_combine_save_no_rows_for_backward() -> None:
+    assert run_ranks(2, saved_elements) == [0, 0]
 
 
-# A whole model
+# Full model
 
 
 def model_gradients(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
@@ -344,7 +346,7 @@ def train_on_rank(rank: int, ranks: int, name: str, rows: Tensor, recompute: boo
     model = build_model(name, torch.float64, "eager").train()
     before = type(experts_of(model)[0]), set(model.state_dict())
     for experts in experts_of(model):
-        take_share(experts, group)
+        split_module(experts, group)
     assert before == (type(experts_of(model)[0]), set(model.state_dict()))
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -353,8 +355,8 @@ def train_on_rank(rank: int, ranks: int, name: str, rows: Tensor, recompute: boo
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_whole_model(name: str, recompute: bool) -> None:
-    """Experts have the gradient of all rows on their rank; what is replicated has it in the sum over ranks."""
+def test_full_model(name: str, recompute: bool) -> None:
+    """Gradients of experts cover all rows; gradients of replicated parameters are summed over ranks."""
     rows = torch.randint(3, 96, (4, 13), generator=torch.Generator().manual_seed(3))
     model = build_model(name, torch.float64, "eager").train()
     expected = model_gradients(model, rows)
@@ -367,10 +369,10 @@ def test_whole_model(name: str, recompute: bool) -> None:
 
 
 def order_of_events(rank: int, ranks: int, name: str) -> list[str]:
-    """What a layer with shared experts does, in forward and backward."""
+    """Order of all-to-alls and shared experts of a layer, in forward and backward."""
     events: list[str] = []
     model, _ = build_split(rank, ranks, name)
-    land, start = collectives.AsyncAllToAll.wait, collectives.AsyncAllToAll.start
+    wait, start = collectives.AsyncAllToAll.wait, collectives.AsyncAllToAll.start
     shared = next(module for key, module in model.named_modules() if key.endswith("shared_experts"))
     shared.down_proj.register_forward_hook(lambda *_: events.append("shared"))
     shared.down_proj.register_full_backward_hook(lambda *_: events.append("shared"))
@@ -379,11 +381,11 @@ def order_of_events(rank: int, ranks: int, name: str) -> list[str]:
         events.append("start")
         return start(self, *args)
 
-    def landed(self: Any) -> None:
-        events.append("land")
-        land(self)
+    def waited(self: Any) -> None:
+        events.append("wait")
+        wait(self)
 
-    with mock.patch.multiple(collectives.AsyncAllToAll, start=started, wait=landed):
+    with mock.patch.multiple(collectives.AsyncAllToAll, start=started, wait=waited):
         model_gradients(model, torch.randint(3, 96, (2, 13), generator=torch.Generator().manual_seed(3)))
     return events
 
@@ -399,9 +401,9 @@ def build_split(rank: int, ranks: int, name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-def test_shared_experts_compute_while_tokens_travel(name: str) -> None:
+def test_shared_experts_overlap_with_dispatch(name: str) -> None:
     for events in run_ranks(2, order_of_events, name):
-        once = ["start", "start", "shared", "land", "land"]  # rows and weights
+        once = ["start", "start", "shared", "wait", "wait"]  # rows and weights
         assert events == once * 2
 
 
@@ -411,7 +413,7 @@ def test_shared_experts_compute_while_tokens_travel(name: str) -> None:
 def traffic(rank: int, ranks: int, index: Tensor) -> list[Message]:
     mesh = build_mesh(Plan(parallel=Parallel(zero=1)), "cpu", ranks)
     experts = experts_of(build_model("mixtral", torch.float32, "eager"))[0]
-    take_share(experts, mesh.get_group("dp_shard"))
+    split_module(experts, mesh.get_group("dp_shard"))
     hidden = torch.ones(len(index), HIDDEN, requires_grad=True)
     with Recorder() as recorder:
         experts(hidden, index, torch.ones(index.shape, requires_grad=True)).sum().backward()
@@ -431,13 +433,16 @@ def test_bytes_are_the_textbook_volume() -> None:
 
 
 def test_bytes_of_any_routing() -> None:
-    """A rank sends the copies whose expert is elsewhere, and sends back those that came from elsewhere."""
+    """A rank sends the copies for experts of other ranks, and sends back the copies received from other ranks."""
     index = torch.tensor([[0, 1], [0, 2], [0, 3]])  # 4 copies for rank 0, 2 for rank 1, on both ranks
-    leaving = [2, 4]
+    sent = [2, 4]
     for rank, messages in enumerate(run_ranks(2, traffic, index)):
-        out, back = leaving[rank], leaving[1 - rank]
+        sent_copies, received_copies = sent[rank], sent[1 - rank]
         rows = 4 * HIDDEN
-        forward, backward = [2 * 8, rows * out, 4 * out, rows * back], [rows * out, 4 * back, rows * back]
+        forward, backward = (
+            [2 * 8, rows * sent_copies, 4 * sent_copies, rows * received_copies],
+            [rows * sent_copies, 4 * received_copies, rows * received_copies],
+        )
         assert [message.bytes for message in messages] == forward + backward
 
 
@@ -448,7 +453,7 @@ def test_load_imbalance() -> None:
     assert load_imbalance(torch.tensor([0, 0])) == 1
 
 
-# What is refused
+# Refusals
 
 
 def check(table: dict[str, Any], ep: int) -> None:
@@ -480,7 +485,7 @@ LONGCAT = {
 @pytest.mark.parametrize(
     ("table", "ep", "what"),
     [
-        (family("llama"), 2, "no block of this llama has a module of experts"),
+        (family("llama"), 2, "no block of this llama has an experts module"),
         (family("mixtral"), 3, "ep = 3 does not divide 4 experts"),
         (LLAMA4, 2, r"Llama4TextExperts is called with \(hidden_states\)"),
         (LONGCAT, 2, "LongcatFlashExperts has no num_experts"),
@@ -495,7 +500,7 @@ def test_refused(table: dict[str, Any], ep: int, what: str) -> None:
 
 
 def test_a_parameter_that_is_not_stacked_by_expert_is_refused() -> None:
-    """As the norm that Muse Spark's experts share, and the flattened matrices of DBRX."""
+    """Examples are the shared norm of the experts of Muse Spark, and the flattened matrices of DBRX."""
     model = build_on_meta(AutoConfig.for_model(**TABLES["mixtral"]), torch.float32)
     experts_of(model)[0].post_expert_norm = nn.RMSNorm(NUM_EXPERTS, device="meta")
     with pytest.raises(PlanError, match=r"not stacked by expert: post_expert_norm\.weight"):

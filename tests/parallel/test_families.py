@@ -1,4 +1,4 @@
-"""Every family that a plan accepts on an axis equals the untouched model there; what cannot be right is refused at start."""
+"""Parity of every supported family on every axis, and refusals of unsupported families at start."""
 
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,15 @@ from weft.parallel.parallelize import check_axes, parallelize
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh
 
-ROUNDING = (
-    "gemma4_unified",
-    "gemma4_unified_text",
-)  # by 2e-5, where a pipeline runs other rows at once than the reference
+# Rounding differs by 2e-5 if a pipeline runs other numbers of rows at once than the reference.
+ROUNDING = ("gemma4_unified", "gemma4_unified_text")
 AXES: dict[str, dict[str, int]] = {
     "tp": {"tp": 2, "zero": 1},
     "cp": {"cp": 2, "zero": 1},
     "ep": {"ep": 2, "zero": 1},
     "pp": {"pp": 2, "zero": 1},
 }
-# Family, what is unusual, axis, a word of the refusal.
+# Family, changes of the configuration, axis, text of the refusal.
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("bart", {}, "tp", "attends to an encoder"),
     ("whisper", {}, "cp", "attends to an encoder"),
@@ -39,24 +37,24 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("gemma3", {}, "cp", "outside of the decoder's blocks"),
     ("gemma4_text", {}, "tp", "per_layer_model_projection"),
     ("xglm", {}, "tp", "embed_positions"),
-    # The halves of its heads are subtracted from each other: without the refusal, wrong numbers from 4 KV heads on.
+    # Subtracts the halves of its heads from each other: without the refusal, results are wrong from 4 KV heads on.
     ("diffllama", {"num_key_value_heads": 4}, "tp", "lambda_q1"),
     ("bitnet", {}, "tp", "attn_sub_norm"),
     ("cohere", {"use_qk_norm": True}, "tp", "q_norm"),
     ("mimo_v2_flash", {}, "tp", "another number of KV heads"),
-    ("dots3_note_text", {}, "tp", "differs from layer to layer"),
+    ("dots3_note_text", {}, "tp", "differs between layers"),
     ("doge", {}, "cp", "masks from values"),
     ("moshi", {}, "cp", "sliding window"),
-    ("gemma3n_text", {}, "pp", "layers.0 uses numbers of the part before"),  # inputs of each layer
-    # Which tokens a later block attends to, in whole numbers: no gradient tells.
-    ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "pp", "layers.1 uses numbers of model.layers.0"),
-    ("hy_v4", {}, "pp", "layers.1 uses numbers of model.layers.0"),
-    ("inkling2_text", {}, "pp", "the part before model.layers.1 uses numbers"),
-    ("zaya", {}, "pp", "weights of its own around the blocks"),
+    ("gemma3n_text", {}, "pp", "layers.0 uses values of the part before"),  # per-layer inputs
+    # Token indices for a later block, which are integers, so that no gradient shows the dependency.
+    ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "pp", "layers.1 uses values of model.layers.0"),
+    ("hy_v4", {}, "pp", "layers.1 uses values of model.layers.0"),
+    ("inkling2_text", {}, "pp", "the part before model.layers.1 uses values"),
+    ("zaya", {}, "pp", "has weights outside its submodules"),
     ("git", {}, "pp", "each once"),
-    ("rwkv", {}, "pp", "no attribute 'attention'"),  # in evaluation, it divides weights of all its blocks
-    ("jetmoe", {}, "pp", "without numbers"),
-    ("emu3", {}, "pp", "no copy"),
+    ("rwkv", {}, "pp", "no attribute 'attention'"),  # in evaluation, it rescales the weights of all its blocks
+    ("jetmoe", {}, "pp", "fails on the meta device"),
+    ("emu3", {}, "pp", "cannot be built from its configuration alone"),
     ("opt", {"layerdrop": 0.1}, "pp", "at random"),
 ]
 
@@ -72,24 +70,22 @@ def test_parity(axis: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["glm", "glm4"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_packed_matrices_of_an_mlp(name: str, ranks: int) -> None:
-    """They hold two projections, one below the other, as those of Phi-3 do."""
+    """Packed weights hold one projection after the other, as in Phi-3."""
     assert_parity(Model(config=shrunk(name)), plan_for("fp32", tp=ranks, zero=1), world_size=ranks, micro_batch=4)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", BIASED)
 def test_parity_from_random_biases(name: str, tmp_path: Path) -> None:
-    fresh, dtype = (
-        Model(config=shrunk(name)),
-        "fp64" if name == "ctrl" else "fp32",
-    )  # it rounds more; XGLM has no float64
+    dtype = "fp64" if name == "ctrl" else "fp32"  # CTRL rounds more; XGLM has no float64
+    fresh = Model(config=shrunk(name))
     model = build_plain(fresh, read_config(fresh), DTYPES[dtype])
     with torch.no_grad():
         for vector in (parameter for parameter in model.parameters() if parameter.ndim == 1):
             vector += 0.1 * torch.randn_like(vector)
     model.save_pretrained(tmp_path)
     plan = plan_for(dtype, **AXES["pp"])
-    assert_parity(Model(path=str(tmp_path)), plan, 2, 2, rows_at_once=2)  # gradients that are zero but for rounding
+    assert_parity(Model(path=str(tmp_path)), plan, 2, 2, rows_at_once=2)  # some gradients are zero except for rounding
 
 
 @pytest.mark.parametrize(("name", "settings", "axis", "word"), REFUSED)
@@ -110,6 +106,6 @@ def call_with(rank: int, world_size: int, arguments: dict[str, Any]) -> str:
     return str(refusal.value)
 
 
-def test_what_a_split_row_cannot_have_is_refused() -> None:
+def test_generation_arguments_are_refused_for_split_rows() -> None:
     for name, value in {"logits_to_keep": 1, "past_key_values": DynamicCache()}.items():
         assert all(name in text for text in run_ranks(2, call_with, {name: value}))

@@ -1,4 +1,4 @@
-"""A fix that names a value leads to a plan that holds, or that another rule about another key refuses."""
+"""Every suggested fix leads to a valid plan, or to a refusal about another key."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from weft.checkpoint.model_config import read_config
 from weft.errors import JobError, PlanError
 from weft.job import Job, Model
 from weft.parallel.parallelize import check_axes
-from weft.parallel.pipeline.plan_schedule import read_order
+from weft.parallel.pipeline.plan_schedule import load_schedule
 from weft.plan import Plan
 from weft.train.run import check_model
 
@@ -30,7 +30,7 @@ SUGGESTION = re.compile(
 
 
 def suggestions(error: JobError) -> list[tuple[str, Any]]:
-    """Keys and values that a fix names."""
+    """Keys and values that a fix suggests."""
     found = SUGGESTION.findall(error.fix or "")
     return [(key, json.loads(value)) for key, values in found for value in re.findall(VALUE, values)]
 
@@ -41,27 +41,27 @@ def with_value(tables: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 
 def check_fixes(tables: dict[str, Any], refusal: Any, rounds: int = 6) -> None:
-    """Every value that a fix names is taken, or another key is refused; going on with the first of them comes to an end."""
+    """Check that each suggested value is accepted or another key is refused, and that following the first fix ends."""
     for _ in range(rounds):
         error = refusal(tables)
         if error is None:
             return
         assert error.fix, error
-        named = suggestions(error)
-        if not named:
+        suggested = suggestions(error)
+        if not suggested:
             return
-        for key, value in named:
+        for key, value in suggested:
             again = refusal(with_value(tables, key, value))
             refused = again is not None and (key in (again.where or "") or key in dict(suggestions(again)))
-            # Which ep the experts of a model take, a plan alone does not know.
+            # A plan without its model does not know which ep the experts support.
             assert not refused or "that divides the number of experts" in error.fix, (
                 f"{error}\n\n{key} = {value}:\n{again}"
             )
-        tables = with_value(tables, *named[0])
-    pytest.fail(f"{rounds} fixes, and still: {refusal(tables)}")
+        tables = with_value(tables, *suggested[0])
+    pytest.fail(f"still refused after {rounds} fixes: {refusal(tables)}")
 
 
-# The table of settings that exclude each other
+# Incompatible settings of a plan
 
 
 def rule_refusal(tables: dict[str, Any]) -> PlanError | None:
@@ -87,27 +87,27 @@ PRECISIONS = {
 ZEROS, COMPRESSIONS = range(4), ["none", "int8"]
 
 
-def formats_of(precision: tuple[str, ...], zero: int, compression: str) -> dict[str, Any]:
-    formats = dict(zip(PRECISIONS, precision, strict=True))
-    return {"plan": {"precision": formats, "parallel": {"zero": zero}, "comm": {"compression": compression}}}
+def precision_tables(precision: tuple[str, ...], zero: int, compression: str) -> dict[str, Any]:
+    settings = dict(zip(PRECISIONS, precision, strict=True))
+    return {"plan": {"precision": settings, "parallel": {"zero": zero}, "comm": {"compression": compression}}}
 
 
 @settings(max_examples=400)
 @given(st.tuples(*map(st.sampled_from, PRECISIONS.values())), st.sampled_from(ZEROS), st.sampled_from(COMPRESSIONS))
-def test_fixes_of_formats(precision: tuple[str, ...], zero: int, compression: str) -> None:
-    check_fixes(formats_of(precision, zero, compression), rule_refusal, rounds=9)
+def test_fixes_of_precision(precision: tuple[str, ...], zero: int, compression: str) -> None:
+    check_fixes(precision_tables(precision, zero, compression), rule_refusal, rounds=9)
 
 
 @pytest.mark.sweep
-def test_fixes_of_all_formats() -> None:
+def test_fixes_of_all_precisions() -> None:
     for precision, zero, compression in product(product(*PRECISIONS.values()), ZEROS, COMPRESSIONS):
-        check_fixes(formats_of(precision, zero, compression), rule_refusal, rounds=9)
+        check_fixes(precision_tables(precision, zero, compression), rule_refusal, rounds=9)
 
 
 def test_a_fix_that_leads_to_another_rule() -> None:
-    """A value of the format asked for breaks a rule about another format either way; fp16 was named wrongly there once."""
+    """Every dtype suggested for the requested precision breaks a rule about another dtype; regression: fp16 was suggested."""
     precision = ("fp64", "fp16", "fp16", "update", "whole", "none", "forward")
-    check_fixes(formats_of(precision, 0, "none"), rule_refusal, rounds=9)
+    check_fixes(precision_tables(precision, 0, "none"), rule_refusal, rounds=9)
 
 
 @settings(max_examples=300, deadline=None)
@@ -154,7 +154,7 @@ def axes_refusal(config: str, world: int, micro_batches: int = 8) -> Any:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """A model with some heads, units and experts, and degrees that may fit."""
+    """Model with random numbers of heads, hidden units and experts, and parallel degrees that may fit."""
     name = draw(st.sampled_from(["llama", "phi3", "olmo2", "qwen3_moe"]))
     groups, kv_heads = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 3, 4]))
     config = {
@@ -254,12 +254,12 @@ def test_the_fix_of_a_row_that_is_too_long_can_be_split() -> None:
 
 @pytest.mark.parametrize(("stages", "named"), [(4, [("plan.pipeline.virtual_stages", 2)]), (3, [])])
 def test_the_fix_of_a_table_of_other_stages(stages: int, named: list[tuple[str, int]], tmp_path: Path) -> None:
-    """Three stages cannot be shared by two ranks as two times some number: the table is what is wrong."""
+    """Three stages cannot be divided among two ranks by any virtual_stages: the fix is to change the table."""
     file = tmp_path / "own.csv"
     rows = [",".join(f"{stage}{kind}0" for kind in "FB" for stage in range(rank, stages, 2)) for rank in range(2)]
     file.write_text("\n".join(rows), encoding="utf-8")
     plan = Plan.model_validate({"parallel": {"pp": 2}, "pipeline": {"schedule": str(file)}}).resolve(2)
     with pytest.raises(PlanError, match=f"has {stages} stages") as error:
-        read_order(plan, 1)
+        load_schedule(plan, 1)
     assert suggestions(error.value) == named
     assert "write the table for 2 stages" in (error.value.fix or "")

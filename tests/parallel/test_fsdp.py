@@ -1,4 +1,4 @@
-"""Data parallelism at every ZeRO stage equals the untouched model, for ten families."""
+"""Parity of data parallelism with the unmodified model at every ZeRO stage, for ten families."""
 
 import pytest
 
@@ -6,9 +6,8 @@ from tests.lab.families import FAMILIES, family
 from tests.lab.parity import assert_parity, plan_for
 from weft.job import Model
 
-# Gemma's norms and the routers of DeepSeek and GLM compute in float32 whatever the format of the model, and the gradients of
-# their weights are sums over tokens in float32: in float64 rows are documents and are compared one by one, so that only Weft's
-# own sums differ.
+# The norms of Gemma and the routers of DeepSeek and GLM always compute in float32, and the gradients of their weights are
+# float32 sums over tokens. In float64 the reference therefore runs row by row, so that only the sums of Weft differ.
 ROWS_AT_ONCE = {("gemma3_text", "fp64"): 1, ("deepseek_v3", "fp64"): 1, ("glm4_moe", "fp64"): 1}
 
 

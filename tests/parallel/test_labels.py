@@ -1,4 +1,4 @@
-"""The loss of an own loop is the mean over the targets of all ranks, however unequally they have them."""
+"""The loss of a custom training loop is the mean over the targets of all ranks, for any distribution of targets."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 import weft
 from tests.lab.families import family
-from tests.lab.parity import compare, plan_for, whole
+from tests.lab.parity import compare, full_tensor, plan_for
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import shrunk
-from weft.checkpoint.huggingface import arrange_packed, build_on_meta, build_plain, materialize
+from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize, reorder_packed
 from weft.checkpoint.model_config import read_config
 from weft.job import Model
 from weft.parallel.fsdp import begin_micro_batch
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def labelled_rows() -> tuple[Tensor, Tensor]:
-    """Four rows, with 15, 3, 11 and 0 targets."""
+    """Four rows with 15, 3, 11 and 0 targets."""
     rows = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(1))
     labels = rows.clone()
     for row, length in enumerate((16, 4, 12, 1)):
@@ -46,48 +46,50 @@ def build(source: Model, plan: Plan, ranks: int) -> tuple[Any, Any, int, int]:
     return model, mesh, data_rank(mesh), plan.parallel.data_ranks
 
 
-def own_step(
+def custom_step(
     rank: int, ranks: int, source: Model, plan: Plan, micro_batches: int
 ) -> tuple[float, dict[str, Tensor], float]:
-    """Loss and gradients of a step, and the loss that this rank finds without gradients."""
+    """Loss and gradients of a step, and the evaluation loss of this rank."""
     model, mesh, part, parts = build(source, plan, ranks)
     rows, labels = (tensor.chunk(parts)[part] for tensor in labelled_rows())
     items = weft.count_targets(labels.chunk(micro_batches), mesh) if micro_batches > 1 else None
     total = 0.0
-    for number in range(micro_batches):
-        begin_micro_batch(model, plan.resolve(ranks), last=number == micro_batches - 1)
-        own = {"input_ids": rows.chunk(micro_batches)[number], "labels": labels.chunk(micro_batches)[number]}
+    for index in range(micro_batches):
+        begin_micro_batch(model, plan.resolve(ranks), last=index == micro_batches - 1)
+        own = {"input_ids": rows.chunk(micro_batches)[index], "labels": labels.chunk(micro_batches)[index]}
         loss = model(**own, num_items_in_batch=items).loss
         loss.backward()
         total += loss.item()
-    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters()}
     with torch.no_grad():
-        alone = model(input_ids=rows, labels=labels).loss.item()
-    return total, arrange_packed(model, gradients, to_rest=False), alone
+        evaluated = model(input_ids=rows, labels=labels).loss.item()
+    return total, reorder_packed(model, gradients, by_rank=False), evaluated
 
 
 @pytest.mark.parametrize(
     ("layout", "micro_batches"),
-    [(name, count) for name in LAYOUTS for count in (1, 2) if (name, count) != ("two copies", 2)],  # of one row each
+    [
+        (name, count) for name in LAYOUTS for count in (1, 2) if (name, count) != ("two copies", 2)
+    ],  # micro-batches of one row
 )
-def test_uneven_targets_are_one_mean(layout: str, micro_batches: int) -> None:
+def test_loss_is_the_mean_over_unevenly_distributed_targets(layout: str, micro_batches: int) -> None:
     ranks, parallel = LAYOUTS[layout]
     model = build_plain(LLAMA, read_config(LLAMA), torch.float64)
     rows, labels = labelled_rows()
     loss = model(input_ids=rows, labels=labels).loss
     loss.backward()
-    for value, gradients, _ in run_ranks(ranks, own_step, LLAMA, plan_for("fp64", **parallel), micro_batches):
+    for value, gradients, _ in run_ranks(ranks, custom_step, LLAMA, plan_for("fp64", **parallel), micro_batches):
         assert value == pytest.approx(loss.item(), rel=3e-7)  # float32
         for name, parameter in model.named_parameters():
-            compare(name, gradients[name], parameter.grad, 1e-6)  # the library's own loss is in float32
+            compare(name, gradients[name], parameter.grad, 1e-6)  # Transformers computes the loss in float32
 
 
-def test_without_gradients_a_rank_looks_at_its_own_rows() -> None:
+def test_evaluation_loss_is_the_mean_over_local_rows() -> None:
     model = build_plain(LLAMA, read_config(LLAMA), torch.float64)
     rows, labels = labelled_rows()
     expected = [model(input_ids=rows[part], labels=labels[part]).loss.item() for part in (slice(2), slice(2, 4))]
-    found = run_ranks(2, own_step, LLAMA, plan_for("fp64", zero=0), 1)
-    assert [alone for *_, alone in found] == pytest.approx(expected, rel=3e-7)
+    found = run_ranks(2, custom_step, LLAMA, plan_for("fp64", zero=0), 1)
+    assert [evaluated for *_, evaluated in found] == pytest.approx(expected, rel=3e-7)
 
 
 def step_with_items(rank: int, ranks: int, items: tuple[int, ...]) -> None:
@@ -108,8 +110,8 @@ def step_of_other_loss(rank: int, ranks: int, even: bool) -> float:
     return model(input_ids=rows, labels=rows if even else labels).loss.item()
 
 
-def test_a_loss_that_cannot_be_made_exact_is_refused_where_targets_are_uneven() -> None:
-    """MVP computes it inside its forward."""
+def test_inexact_loss_is_refused_for_uneven_targets() -> None:
+    """MVP computes the loss inside its forward."""
     assert all(loss > 0 for loss in run_ranks(2, step_of_other_loss, True))
     with pytest.raises(RankError, match=r"between 13 and 20 targets"):
         run_ranks(2, step_of_other_loss, False)

@@ -1,4 +1,4 @@
-"""The routers' auxiliary loss and load: those of Transformers, row by row, for every layout."""
+"""Auxiliary loss and load of routers equal Transformers, row by row, in every layout."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.lab.families import family
-from tests.lab.parity import compare, packed_batches, plan_for, share, whole
+from tests.lab.parity import compare, full_tensor, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
 from weft.checkpoint.model_config import read_config
@@ -32,12 +32,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {  # ranks, plan.parallel,
 
 
 def source(name: str, **changes: Any) -> Model:
-    asked = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
-    return Model(config={**family(name), **asked, **changes})
+    settings = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+    return Model(config={**family(name), **settings, **changes})
 
 
 def rows() -> MicroBatch:
-    """One document a row: Transformers takes no prepared mask together with router logits."""
+    """Rows of one document: Transformers accepts no precomputed mask together with router logits."""
     batch = packed_batches(96)[0]
     positions = torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids).contiguous()
     return MicroBatch(batch.input_ids, positions, batch.targets)
@@ -55,7 +55,7 @@ def split(
     tokens, p = int((batch.targets != -100).sum()), plan.parallel
     mine = share(batch, data_rank(mesh), p.data_ranks, micro_batch)
     forward_backward(model, mine, plan, mesh, p.gradient_ranks / tokens, p.gradient_ranks / len(batch.input_ids))
-    gradients = {name: whole(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    gradients = {name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()}
     return gradients, model.router_watch.take_load()
 
 
@@ -70,12 +70,12 @@ def test_gradients_and_load(name: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["pp2", "pp2 virtual x tp2"])
 @pytest.mark.parametrize("dense", [[0], [0, 1], [2, 3]], ids=str)
 def test_stages_without_experts(dense: list[int], layout: str) -> None:
-    """A stage passes on the sums of those before it, or none; which says so of its load."""
+    """A stage without experts passes on the sums of earlier stages, and reports a load of 0."""
     check(source("qwen3_moe", num_hidden_layers=4, mlp_only_layers=dense), *LAYOUTS[layout])
 
 
 def check(model_source: Model, ranks: int, parallel: dict[str, Any], micro_batch: int) -> None:
-    """Compare with Transformers, row by row."""
+    """Compare gradients and load with Transformers, row by row."""
     model, batch = build_plain(model_source, read_config(model_source), torch.float64), rows()
     model.train()
     loads: dict[str, torch.Tensor] = {}
@@ -97,18 +97,18 @@ def check(model_source: Model, ranks: int, parallel: dict[str, Any], micro_batch
     assert max(load for _, load in results) == pytest.approx(expected_load, rel=1e-12)
     for gradients, _ in results:
         for key, gradient in gradients.items():
-            compare(key, gradient, expected[key], 1e-6)  # Transformers adds its counts up in float32
+            compare(key, gradient, expected[key], 1e-6)  # Transformers sums its counts in float32
     assert {key for gradients, _ in results for key in gradients} == expected.keys()
 
 
-def test_the_loss_matters() -> None:
+def test_auxiliary_loss_changes_router_gradients() -> None:
     without = Model(config=family("mixtral"))
     gradients, _ = run_ranks(1, split, source("mixtral"), plan_for("fp64", zero=1), 2)[0]
-    others, _ = run_ranks(1, split, without, plan_for("fp64", zero=1), 2)[0]
-    assert any((gradients[key] - others[key]).abs().max() > 1e-4 for key in gradients if "gate" in key)
+    expected, _ = run_ranks(1, split, without, plan_for("fp64", zero=1), 2)[0]
+    assert any((gradients[key] - expected[key]).abs().max() > 1e-4 for key in gradients if "gate" in key)
 
 
-def own_loop(rank: int, ranks: int, model_source: Model) -> list[int]:
+def custom_loop(rank: int, ranks: int, model_source: Model) -> list[int]:
     mesh = build_mesh(plan_for("fp32"), "cpu", ranks)
     model = parallelize(build_plain(model_source, read_config(model_source), torch.float32), plan_for("fp32"), mesh)
     model.train()
@@ -119,13 +119,13 @@ def own_loop(rank: int, ranks: int, model_source: Model) -> list[int]:
     return kept
 
 
-def test_logits_of_routers_do_not_pile_up_in_an_own_loop() -> None:
-    (kept,) = run_ranks(1, own_loop, source("mixtral"))
+def test_router_logits_do_not_accumulate_in_a_custom_loop() -> None:
+    (kept,) = run_ranks(1, custom_loop, source("mixtral"))
     assert kept == [2, 2, 2]
 
 
-def test_experts_that_are_not_told_the_choice_are_left_alone() -> None:
-    """Llama 4 gives its experts tokens only."""
+def test_experts_without_indices_have_no_load_metric() -> None:
+    """Llama 4 calls its experts with tokens only."""
     config = {**family("llama"), "model_type": "llama4_text", "num_local_experts": 4, "intermediate_size_mlp": 48}
     gradients, load = run_ranks(1, split, Model(config=config), plan_for("fp64", zero=1), 4)[0]
     assert load is None

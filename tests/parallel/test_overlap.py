@@ -1,4 +1,4 @@
-"""Models whose tensor-parallel products run in chunks beside their messages equal the untouched model."""
+"""Parity and traffic of async tensor parallelism: chunked matmuls overlapped with collectives."""
 
 from collections import Counter
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.lab.families import family
-from tests.lab.live import LiveBytes
+from tests.lab.live import StorageBytes
 from tests.lab.parity import assert_parity, packed_batches, share
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import LEAKING, PROVED, shrunk
@@ -41,9 +41,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp4 without sp": (4, {"tp": 4, "sp": False, "zero": 1}),
 }
 FAMILIES = ("llama", "gpt2", "phi3", "qwen3_moe", "gpt_oss", "olmo2", "gemma3_text", "deepseek_v3")
-CANNOT = {("olmo2", "tp4"), ("phi3", "tp4"), ("olmo2", "tp4 without sp"), ("phi3", "tp4 without sp")}
-CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS if (name, layout) not in CANNOT]
-COMPOSED: dict[str, tuple[int, dict[str, Any]]] = {
+UNSUPPORTED = {("olmo2", "tp4"), ("phi3", "tp4"), ("olmo2", "tp4 without sp"), ("phi3", "tp4 without sp")}
+CASES = [(name, layout) for name in FAMILIES for layout in LAYOUTS if (name, layout) not in UNSUPPORTED]
+COMBINATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 3": (4, {"parallel": {"tp": 2, "zero": 3}}),
     "without sp, Ulysses": (4, {"parallel": {"tp": 2, "sp": False, "cp": 2, "cp_ulysses": 2, "zero": 1}}),
     "a split backward": (4, {"parallel": {"tp": 2, "pp": 2, "zero": 1}, "pipeline": {"schedule": "zb-h1"}}),
@@ -85,19 +85,18 @@ def test_float64(name: str, layout: str) -> None:
 
 @pytest.mark.thin(9)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("composition", COMPOSED)
-def test_with_other_techniques(composition: str, name: str) -> None:
-    ranks, tables = COMPOSED[composition]
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_with_other_techniques(combination: str, name: str) -> None:
+    ranks, tables = COMBINATIONS[combination]
     micro_batch = 1 if "pipeline" in tables else 2
     assert_parity(Model(config=family(name)), plan_of(2, tables), ranks, micro_batch)
 
 
-# What is sent, and kept
+# Traffic and saved activations
 
 
-def messages(rank: int, ranks: int, name: str, plan: Plan) -> tuple[dict[str, int], int, int]:
-    """Collectives of the tp axis in one micro-batch, by operation; the bytes that forward leaves for backward; matrices that
-    multiply in chunks."""
+def traffic(rank: int, ranks: int, name: str, plan: Plan) -> tuple[dict[str, int], int, int]:
+    """Collectives of the tp axis in one micro-batch by operation, bytes saved for backward, and number of chunked layers."""
     plan = plan.resolve(ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     source = Model(config=family(name))
@@ -105,42 +104,42 @@ def messages(rank: int, ranks: int, name: str, plan: Plan) -> tuple[dict[str, in
     materialize(model, source, torch.device("cpu"))
     model.train()
     [batch] = share(packed_batches(96, rows=2)[0], 0, 1, 2)
-    with LiveBytes().track(model) as live:
+    with StorageBytes().track(model) as live:
         before = live.current
         logits = model(input_ids=batch.input_ids, use_cache=False).logits
-        held = live.current - before
+        saved = live.current - before
     logits.sum().backward()
     with Recorder() as recorder:
         forward_backward(model, [batch], plan, mesh, 1.0)
     sent = Counter(message.operation for message in recorder.messages if message.axis == "tp")
-    in_chunks = sum(getattr(module, "multiplies_in_chunks", False) for module in model.modules())
-    return dict(sent), held, in_chunks
+    chunked_layers = sum(getattr(module, "multiplies_in_chunks", False) for module in model.modules())
+    return dict(sent), saved, chunked_layers
 
 
-def test_messages_of_a_llama_and_what_it_keeps() -> None:
-    """Two blocks of two regions: their gathers and reductions in chunks, and each input gathered once more in backward."""
+def test_collectives_and_saved_bytes_of_llama() -> None:
+    """Two blocks with two regions each: chunked gathers and reductions, and one more gather of each input in backward."""
     tables = {"parallel": {"tp": 2}}
-    (plain, held, none), *_ = run_ranks(2, messages, "llama", plan_of(1, tables))
-    (chunked, held_in_chunks, matrices), *_ = run_ranks(2, messages, "llama", plan_of(4, tables))
-    (automatic, held_in_auto, no_matrices), *_ = run_ranks(2, messages, "llama", plan_of("auto", tables))
+    (plain, saved, no_layers), *_ = run_ranks(2, traffic, "llama", plan_of(1, tables))
+    (chunked, saved_chunked, layers), *_ = run_ranks(2, traffic, "llama", plan_of(4, tables))
+    (automatic, saved_auto, no_auto_layers), *_ = run_ranks(2, traffic, "llama", plan_of("auto", tables))
     regions = 4
     assert chunked["all_gather"] - plain["all_gather"] == regions * (2 * 3 + 1)
-    # Backward reduce-scatters in chunks; forward sends other ranks theirs, in the place of a reduce-scatter.
+    # Backward reduce-scatters in chunks; forward replaces the reduce-scatter by all-to-alls of chunks.
     assert chunked["reduce_scatter"] - plain["reduce_scatter"] == regions * (3 - 1)
     assert chunked["all_to_all"] - plain.get("all_to_all", 0) == regions * 4
-    assert (none, matrices) == (0, 2 * 7)
-    whole = 2 * 16 * 32 * 4  # the gathered input of a region: rows x tokens x hidden x bytes
-    assert held - held_in_chunks == regions * whole // 2
-    assert (automatic, held_in_auto, no_matrices) == (plain, held, 0)  # nothing can be hidden in shared memory
+    assert (no_layers, layers) == (0, 2 * 7)
+    region_bytes = 2 * 16 * 32 * 4  # the gathered input of a region: rows x tokens x hidden x bytes
+    assert saved - saved_chunked == regions * region_bytes // 2
+    assert (automatic, saved_auto, no_auto_layers) == (plain, saved, 0)  # in shared memory there is nothing to hide
 
 
-def test_a_latent_attention_is_entered_at_once_and_left_in_chunks() -> None:
-    (_, _, matrices), *_ = run_ranks(2, messages, "deepseek_v3", plan_of(2, {"parallel": {"tp": 2}}))
-    assert matrices == 2 + 3  # the last matrix of each attention; the dense MLP of the first block
+def test_latent_attention_overlaps_only_its_output() -> None:
+    (_, _, layers), *_ = run_ranks(2, traffic, "deepseek_v3", plan_of(2, {"parallel": {"tp": 2}}))
+    assert layers == 2 + 3  # the output projection of each attention; the dense MLP of the first block
 
 
-def spent(rank: int, ranks: int, plan: Plan) -> tuple[float, float, float]:
-    """Seconds of a micro-batch on an emulated wire, of its products, and of its messages."""
+def emulated_seconds(rank: int, ranks: int, plan: Plan) -> tuple[float, float, float]:
+    """Emulated seconds of a micro-batch in total, of its matmuls, and of its transfers."""
     plan = plan.resolve(ranks)
     backends = {
         name: "fake" if size == 1 else register_backend() for name, size in zip(AXES, mesh_shape(plan), strict=True)
@@ -154,14 +153,16 @@ def spent(rank: int, ranks: int, plan: Plan) -> tuple[float, float, float]:
     [batch] = share(packed_batches(96, 2, 64)[0], 0, 1, 2)
     with virtual_seconds(wire, 1.0, 0.0, 40.0) as clock:
         forward_backward(model, [batch], plan, mesh, 1.0)
-        return clock.time, clock.computed, sum(one.ended - one.began for one in wire.transfers)
+        return clock.time, clock.computed, sum(transfer.ended - transfer.began for transfer in wire.transfers)
 
 
-def test_a_model_on_an_emulated_wire() -> None:
-    """Most of what its regions send is hidden, although they send more: embedding, head and loss are as before."""
+def test_overlap_hides_most_communication_on_an_emulated_wire() -> None:
+    """Most traffic of the regions is hidden, although it is larger; embedding, head and loss do not change."""
     tables = {"parallel": {"tp": 2, "zero": 0}}
     for plain, chunked in zip(
-        run_ranks(2, spent, plan_of(1, tables)), run_ranks(2, spent, plan_of(8, tables)), strict=True
+        run_ranks(2, emulated_seconds, plan_of(1, tables)),
+        run_ranks(2, emulated_seconds, plan_of(8, tables)),
+        strict=True,
     ):
         assert plain[0] == pytest.approx(plain[1] + plain[2])
         assert chunked[1] == pytest.approx(plain[1])
@@ -170,11 +171,11 @@ def test_a_model_on_an_emulated_wire() -> None:
         assert visible < 0.4 * plain[2]
 
 
-# Regions that do something else with their input
+# Regions with other operations on their input
 
 
 class Region(nn.Module):
-    """An MLP that also looks at its input by itself."""
+    """MLP with another operation on its input."""
 
     def __init__(self, use: str) -> None:
         super().__init__()
@@ -197,34 +198,34 @@ class Region(nn.Module):
 
 
 def use_region(rank: int, ranks: int, use: str) -> tuple[list[Any], list[str]]:
-    """Output and gradients of a region behind an `LazyGather` on each rank, and what was sent."""
+    """Output and gradients of a region after a `LazyGather` on each rank, and its collectives."""
     group = dist.new_group(backend="gloo")
     torch.manual_seed(0)
     region, parts = Region(use).double(), torch.randn(2, 4, 3, 4, dtype=torch.float64)
     assert share_gather(region, "mlp", FIRST_OF_MLP, DOWN)
     x = parts[rank].clone().requires_grad_()
-    awaited = RegionBoundary(Overlap(group, 2), sp=True, dim=0, queue=None).enter(x)
-    assert isinstance(awaited, LazyGather)
+    gathered = RegionBoundary(Overlap(group, 2), sp=True, dim=0, queue=None).enter(x)
+    assert isinstance(gathered, LazyGather)
     with Recorder() as recorder:
-        out = region(awaited)
+        out = region(gathered)
     out.square().sum().backward()
     weights = [parameter.grad for parameter in region.parameters() if parameter.grad is not None]
     return [out.detach(), x.grad, *weights], [message.operation for message in recorder.messages]
 
 
 @pytest.mark.parametrize(("use", "gathers"), [("shape", 2), ("mean", 1), ("view", 1), ("both", 3)])
-def test_whatever_a_region_does_with_its_input_is_right(use: str, gathers: int) -> None:
+def test_any_operation_on_the_input_of_a_region_is_correct(use: str, gathers: int) -> None:
     torch.manual_seed(0)
     region, parts = Region(use).double(), torch.randn(2, 4, 3, 4, dtype=torch.float64)
-    whole = parts.flatten(0, 1).requires_grad_()
-    out = region(whole)
-    (2 * out.square().sum()).backward()  # each of two ranks has the whole output
+    full = parts.flatten(0, 1).requires_grad_()
+    out = region(full)
+    (2 * out.square().sum()).backward()  # both ranks have the full output
     for rank, (found, sent) in enumerate(run_ranks(2, use_region, use)):
         assert sent == ["all_gather"] * gathers
-        assert whole.grad is not None
+        assert full.grad is not None
         weights = [parameter.grad / 2 for parameter in region.parameters() if parameter.grad is not None]
-        for mine, theirs in zip(found, [out, whole.grad.chunk(2)[rank], *weights], strict=True):
-            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-12, atol=1e-12)
+        for value, expected in zip(found, [out, full.grad.chunk(2)[rank], *weights], strict=True):
+            torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
 
 
 def write_into_input(rank: int, ranks: int) -> None:
@@ -236,7 +237,7 @@ def test_a_region_that_writes_into_its_input_is_refused() -> None:
     run_ranks(2, write_into_input)
 
 
-def test_matrices_that_somebody_has_wrapped_are_left_alone() -> None:
+def test_wrapped_layers_are_not_changed() -> None:
     region = Region("shape")
     forward = region.up_proj.forward
     region.up_proj.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Copies that must be equal: any flipped bit is found, in whichever layout, and the rank that has it is named."""
+"""SDC check: any flipped bit is detected in every layout, and the faulty rank is reported."""
 
 import math
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from weft.train.step import evaluate, train_step
 
 CPU = torch.device("cpu")
 
-# The digest
+# Digests
 
 FORMATS = [
     torch.float64,
@@ -53,7 +53,7 @@ SHAPES = [(), (1,), (2,), (3,), (7, 1), (5, 13), (64,), (33, 17), (3, 5, 67)]
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """A tensor whose bits are all random: NaN, infinities and subnormal numbers are among them."""
+    """Tensor with random bits, including NaN, infinities and subnormal numbers."""
     size = math.prod(shape) * dtype.itemsize
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8, generator=generator)
     return bits.view(dtype).view(shape)
@@ -66,7 +66,7 @@ def flip(tensor: Tensor, bit: int) -> None:
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_every_single_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
-    """Each bit of small tensors of many sizes, alone: in rows of 512 bytes, so that there are several."""
+    """Single bits of small tensors of many sizes; rows of 512 bytes, so that larger tensors have several rows."""
     digest, generator = Digester(CPU, row_bytes=512), torch.Generator().manual_seed(1)
     for shape in SHAPES:
         tensor = random_bits(shape, dtype, generator)
@@ -83,21 +83,21 @@ def test_every_single_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None
 
 
 def test_flips_in_a_tensor_of_many_full_rows() -> None:
-    """With the rows that models are read in; first and last bit, borders of rows, and random ones."""
+    """Default row size; first and last bits, bits at row boundaries, and random bits."""
     digest, generator = Digester(CPU), torch.Generator().manual_seed(2)
     tensor = torch.randn(1_200_007, generator=generator)
     before, bits = int(digest(tensor)), 8 * tensor.nbytes
     row = 8 * digest.words.nbytes
     assert bits > 9 * row
-    places = [0, 31, bits - 1, bits - 32, row - 1, row, 2 * row - 1, 9 * row]
-    for bit in places + torch.randint(bits, (200,), generator=generator).tolist():
+    flips = [0, 31, bits - 1, bits - 32, row - 1, row, 2 * row - 1, 9 * row]
+    for bit in flips + torch.randint(bits, (200,), generator=generator).tolist():
         flip(tensor, bit)
         assert int(digest(tensor)) != before
         flip(tensor, bit)
 
 
 def other_changes(tensor: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
-    """Two elements swapped, two signs flipped, neighbours, elements of one column, rows and halves: all distinct."""
+    """Copies with two swapped elements, two flipped signs, or another order; pairs are random, adjacent, or in one column."""
     size, row = len(tensor), 512 // tensor.element_size()
     for _ in range(500):
         i, j = torch.randperm(size, generator=generator)[:2].tolist()
@@ -120,7 +120,7 @@ def other_changes(tensor: Tensor, generator: torch.Generator) -> Iterator[Tensor
 def test_order_and_pairs_of_flips_change_the_digest(kind: str, dtype: torch.dtype) -> None:
     digest, generator = Digester(CPU, row_bytes=512), torch.Generator().manual_seed(3)
     tensor = torch.randn(1024, generator=generator).to(dtype)
-    if kind == "powers of two":  # what differs between two elements is a single bit, or few
+    if kind == "powers of two":  # two elements differ in one or a few bits
         tensor = torch.exp2(torch.randint(-8, 8, (1024,), generator=generator)).to(dtype)
     elif kind == "x and -x":
         tensor = torch.randint(0, 2, (1024,), generator=generator).to(dtype) * 2 - 1
@@ -132,7 +132,7 @@ def test_order_and_pairs_of_flips_change_the_digest(kind: str, dtype: torch.dtyp
     assert seen > 2000
 
 
-def test_the_digest_is_of_the_elements_in_their_order_wherever_they_are() -> None:
+def test_digest_depends_only_on_elements_and_their_order() -> None:
     digest = Digester(CPU, row_bytes=512)
     tensor = torch.randn(31, 45)
     expected = int(digest(tensor))
@@ -149,18 +149,18 @@ def test_the_digest_is_of_the_elements_in_their_order_wherever_they_are() -> Non
 
 
 class Flip(NamedTuple):
-    """One bit that one rank gets wrong."""
+    """Bit flip on one rank."""
 
     rank: int
     name: str
     kind: str = ""
-    """A state of the optimizer; "" is the parameter."""
-    place: str = "random"
+    """Name of an optimizer state; "" for the parameter."""
+    element: str = "random"
     bit: int = 20
 
 
-class Rig(NamedTuple):
-    """One rank's share of a model after a step."""
+class TrainedRank(NamedTuple):
+    """Model, optimizer and mesh of one rank after a training step."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -168,40 +168,42 @@ class Rig(NamedTuple):
     plan: Plan
 
 
-def build(ranks: int, name: str, plan: Plan) -> Rig:
-    source = Model(config={**family(name), "vocab_size": 97})  # a prime: shards are of unequal sizes, one may be empty
+def build(ranks: int, name: str, plan: Plan) -> TrainedRank:
+    source = Model(
+        config={**family(name), "vocab_size": 97}
+    )  # a prime: shards have unequal sizes, and one may be empty
     plan = plan.resolve(ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(source), DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, source, CPU)
     model.train()
     optimizer = build_optimizer(model, SETTINGS)
-    rig = Rig(model, optimizer, mesh, plan)
-    step(rig)
-    return rig
+    trained = TrainedRank(model, optimizer, mesh, plan)
+    step(trained)
+    return trained
 
 
-def step(rig: Rig) -> None:
-    batches = share(packed_batches(96)[0], data_rank(rig.mesh), rig.plan.parallel.data_ranks, 1)
-    result = train_step(rig.model, rig.optimizer, batches, rig.plan, rig.mesh, LossScale(), 0.5)
+def step(trained: TrainedRank) -> None:
+    batches = share(packed_batches(96)[0], data_rank(trained.mesh), trained.plan.parallel.data_ranks, 1)
+    result = train_step(trained.model, trained.optimizer, batches, trained.plan, trained.mesh, LossScale(), 0.5)
     assert result.problem is None
 
 
-def held_tensor(rig: Rig, name: str, kind: str) -> Tensor:
-    parameter = dict(rig.model.named_parameters())[name]
-    return to_local((rig.optimizer.state[parameter][kind] if kind else parameter).detach())
+def held_tensor(trained: TrainedRank, name: str, kind: str) -> Tensor:
+    parameter = dict(trained.model.named_parameters())[name]
+    return to_local((trained.optimizer.state[parameter][kind] if kind else parameter).detach())
 
 
-def flip_at(rig: Rig, wrong: Flip) -> None:
-    tensor = held_tensor(rig, wrong.name, wrong.kind)
-    places = {"first": 0, "last": tensor.numel() - 1, "random": 7919 % tensor.numel()}
-    flip(tensor, 8 * tensor.element_size() * places[wrong.place] + wrong.bit)
+def flip_at(trained: TrainedRank, fault: Flip) -> None:
+    tensor = held_tensor(trained, fault.name, fault.kind)
+    indices = {"first": 0, "last": tensor.numel() - 1, "random": 7919 % tensor.numel()}
+    flip(tensor, 8 * tensor.element_size() * indices[fault.element] + fault.bit)
 
 
-def holders(rig: Rig) -> dict[str, list[int]]:
-    """By parameter of this rank: the ranks that hold the same part of it, from where the part lies in the whole."""
+def holders(trained: TrainedRank) -> dict[str, list[int]]:
+    """Ranks that hold the same part of each parameter of this rank, computed from shape and offset of the part."""
     mine = {}
-    for name, parameter in rig.model.named_parameters():
+    for name, parameter in trained.model.named_parameters():
         shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
         if isinstance(parameter, DTensor):
             shape, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
@@ -213,31 +215,31 @@ def holders(rig: Rig) -> dict[str, list[int]]:
 def after_flips(
     rank: int, ranks: int, family_name: str, plan: Plan, flips: list[Flip]
 ) -> tuple[str | None, list[str | None], str | None, dict[str, list[int]]]:
-    """What is said before any flip, of each one (which is undone), after all and another step; and who holds what."""
-    rig = build(ranks, family_name, plan)
+    """Report before any flip, of each flip (which is undone), and after another step; and the holders of each parameter."""
+    trained = build(ranks, family_name, plan)
 
-    def look() -> str | None:
-        return check_replicas(rig.model, rig.optimizer, rig.mesh)
+    def check() -> str | None:
+        return check_replicas(trained.model, trained.optimizer, trained.mesh)
 
-    clean, said = look(), []
-    for wrong in flips:
-        if wrong.rank == rank:
-            flip_at(rig, wrong)
-        said.append(look())
-        if wrong.rank == rank:
-            flip_at(rig, wrong)
-    step(rig)
-    return clean, said, look(), holders(rig)
+    clean, reports = check(), []
+    for fault in flips:
+        if fault.rank == rank:
+            flip_at(trained, fault)
+        reports.append(check())
+        if fault.rank == rank:
+            flip_at(trained, fault)
+    step(trained)
+    return clean, reports, check(), holders(trained)
 
 
 def run(family_name: str, ranks: int, flips: list[Flip], **parallel: Any) -> tuple[list[str | None], list[dict]]:
-    """What all ranks agree is said of each flip, and who holds what, by rank."""
-    answers = run_ranks(ranks, after_flips, family_name, plan_for("fp32", **parallel), flips)
-    for clean, said, later, _ in answers:
+    """Report of each flip, checked to be the same on all ranks, and the holders by rank."""
+    results = run_ranks(ranks, after_flips, family_name, plan_for("fp32", **parallel), flips)
+    for clean, reports, later, _ in results:
         assert clean is None
         assert later is None
-        assert said == answers[0][1]
-    return answers[0][1], [held for _, _, _, held in answers]
+        assert reports == results[0][1]
+    return results[0][1], [held for _, _, _, held in results]
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -245,7 +247,7 @@ NORM = "model.layers.0.input_layernorm.weight"
 SIGN, EXPONENT, MANTISSA = [31], [30, 26, 23], [22, 11, 0]
 
 
-def test_four_replicas_name_the_odd_one_out() -> None:
+def test_four_replicas_identify_the_faulty_rank() -> None:
     bits = [
         Flip(2, UP, kind, place, bit)
         for kind in ("", "exp_avg", "exp_avg_sq")
@@ -253,11 +255,11 @@ def test_four_replicas_name_the_odd_one_out() -> None:
         for bit in SIGN + EXPONENT + MANTISSA
     ]
     others = [Flip(rank, name) for rank in range(4) for name in ("model.embed_tokens.weight", NORM, "lm_head.weight")]
-    said, _ = run("llama", 4, [*bits, *others], zero=0)
-    for wrong, text in zip(bits + others, said, strict=True):
-        right = ", ".join(str(rank) for rank in range(4) if rank != wrong.rank)
-        what = f"{wrong.kind} of {wrong.name}" if wrong.kind else wrong.name
-        assert text == f"rank {wrong.rank}: {what}; ranks {right} agree"
+    reports, _ = run("llama", 4, [*bits, *others], zero=0)
+    for fault, text in zip(bits + others, reports, strict=True):
+        right = ", ".join(str(rank) for rank in range(4) if rank != fault.rank)
+        what = f"{fault.kind} of {fault.name}" if fault.kind else fault.name
+        assert text == f"rank {fault.rank}: {what}; ranks {right} agree"
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {  # family, ranks, plan
@@ -280,27 +282,27 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {  # family, ranks, plan
 
 
 def flip_every_parameter(rank: int, ranks: int, family_name: str, plan: Plan, victim: int) -> list[tuple[Any, ...]]:
-    """The victim gets a bit of each of its parameters wrong, one after the other: (name, holders, what is said)."""
-    rig = build(ranks, family_name, plan)
-    held = all_gather_json(holders(rig))[victim]
+    """Flip one bit of each parameter of the victim in turn: (name, optimizer state, holders, report)."""
+    trained = build(ranks, family_name, plan)
+    held = all_gather_json(holders(trained))[victim]
     found = []
-    for number, (name, same) in enumerate(held.items()):
-        wrong = Flip(victim, name, ("", "exp_avg", "exp_avg_sq", "step")[number % 4])
-        empty = all_gather_json(rank == victim and held_tensor(rig, name, "").numel() == 0)[victim]
+    for index, (name, same) in enumerate(held.items()):
+        fault = Flip(victim, name, ("", "exp_avg", "exp_avg_sq", "step")[index % 4])
+        empty = all_gather_json(rank == victim and held_tensor(trained, name, "").numel() == 0)[victim]
         if empty:
             continue
         if rank == victim:
-            flip_at(rig, wrong)
-        found.append((name, wrong.kind, same, check_replicas(rig.model, rig.optimizer, rig.mesh)))
+            flip_at(trained, fault)
+        found.append((name, fault.kind, same, check_replicas(trained.model, trained.optimizer, trained.mesh)))
         if rank == victim:
-            flip_at(rig, wrong)
-    assert check_replicas(rig.model, rig.optimizer, rig.mesh) is None
+            flip_at(trained, fault)
+    assert check_replicas(trained.model, trained.optimizer, trained.mesh) is None
     return found
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_parameter_is_compared_between_all_who_hold_it(layout: str) -> None:
+def test_every_parameter_is_compared_between_all_holders(layout: str) -> None:
     family_name, ranks, parallel = LAYOUTS[layout]
     victim = 1
     answers = run_ranks(ranks, flip_every_parameter, family_name, plan_for("fp32", **parallel), victim)
@@ -312,7 +314,7 @@ def test_every_parameter_is_compared_between_all_who_hold_it(layout: str) -> Non
             assert text is None, what
         elif len(same) == 2:
             everyone = ", ".join(map(str, same))
-            assert text == f"ranks {everyone}: {what}; they differ, and no majority says which is right"
+            assert text == f"ranks {everyone}: {what}; they differ, and there is no majority"
         else:
             right = ", ".join(str(rank) for rank in same if rank != victim)
             assert text == f"rank {victim}: {what}; ranks {right} agree"
@@ -322,34 +324,34 @@ def test_every_parameter_is_compared_between_all_who_hold_it(layout: str) -> Non
     assert max(numbers) > 1
 
 
-def test_tied_weights_of_two_stages_are_copies() -> None:
+def test_tied_weights_of_two_stages_are_replicas() -> None:
     flips = [Flip(3, "lm_head.weight"), Flip(0, "model.embed_tokens.weight", "exp_avg"), Flip(2, "model.norm.weight")]
-    said, held = run("qwen3", 4, flips, zero=0, pp=2)
+    reports, held = run("qwen3", 4, flips, zero=0, pp=2)
     assert "lm_head.weight" in held[3]
     assert "lm_head.weight" not in held[0]
-    assert said == [
+    assert reports == [
         "rank 3: model.embed_tokens.weight; ranks 0, 1, 2 agree",
         "rank 0: exp_avg of model.embed_tokens.weight; ranks 1, 2, 3 agree",
-        "ranks 2, 3: model.norm.weight; they differ, and no majority says which is right",
+        "ranks 2, 3: model.norm.weight; they differ, and there is no majority",
     ]
 
 
 def two_faults(rank: int, ranks: int) -> list[str | None]:
-    """Faults of several ranks, of a parameter with its states, and of every parameter of a rank."""
-    rig = build(ranks, "llama", plan_for("fp32", zero=0))
-    said = []
-    for wrongs in (
+    """Reports of faults on several ranks, of a parameter with its states, and of every parameter of a rank."""
+    trained = build(ranks, "llama", plan_for("fp32", zero=0))
+    reports = []
+    for faults in (
         [Flip(2, UP), Flip(2, UP, "exp_avg")],
         [Flip(0, UP), Flip(3, NORM)],
         [Flip(0, UP), Flip(1, UP, "", "first")],
-        [Flip(1, name) for name, _ in rig.model.named_parameters()],
+        [Flip(1, name) for name, _ in trained.model.named_parameters()],
     ):
         for _ in range(2):
-            for wrong in wrongs:
-                if wrong.rank == rank:
-                    flip_at(rig, wrong)
-            said.append(check_replicas(rig.model, rig.optimizer, rig.mesh))
-    return said
+            for fault in faults:
+                if fault.rank == rank:
+                    flip_at(trained, fault)
+            reports.append(check_replicas(trained.model, trained.optimizer, trained.mesh))
+    return reports
 
 
 def test_several_faults_at_once() -> None:
@@ -362,81 +364,79 @@ def test_several_faults_at_once() -> None:
         f"rank 0: {UP}; ranks 1, 2, 3 agree",
         f"rank 3: {NORM}; ranks 0, 1, 2 agree",
     ]
-    assert split == f"ranks 0, 1, 2, 3: {UP}; they differ, and no majority says which is right"
+    assert split == f"ranks 0, 1, 2, 3: {UP}; they differ, and there is no majority"
     assert str(many).startswith("rank 1: model.embed_tokens.weight; ")
     assert str(many).endswith("; and 13 more parameters; ranks 0, 2, 3 agree")
 
 
 def without_a_state(rank: int, ranks: int) -> str | None:
-    rig = build(ranks, "llama", plan_for("fp32", zero=0))
+    trained = build(ranks, "llama", plan_for("fp32", zero=0))
     if rank == 2:
-        del rig.optimizer.state[rig.model.get_parameter(UP)]["exp_avg"]
-    return check_replicas(rig.model, rig.optimizer, rig.mesh)
+        del trained.optimizer.state[trained.model.get_parameter(UP)]["exp_avg"]
+    return check_replicas(trained.model, trained.optimizer, trained.mesh)
 
 
-def test_a_state_that_one_rank_lacks_is_a_difference() -> None:
+def test_missing_optimizer_state_is_a_difference() -> None:
     assert run_ranks(4, without_a_state) == [f"rank 2: exp_avg of {UP}; ranks 0, 1, 3 agree"] * 4
 
 
 def after_evaluation(rank: int, ranks: int) -> tuple[str | None, str | None, int]:
-    """A look while weights are still gathered from an evaluation, with and without a fault; and bytes that were sent."""
-    rig = build(ranks, "llama", plan_for("fp32", zero=2, dp_replicate=2))
-    batches = share(packed_batches(96)[0], data_rank(rig.mesh), rig.plan.parallel.data_ranks, 1)
-    evaluate(rig.model, batches, rig.mesh)
+    """Reports while weights are still gathered after an evaluation, without and with a fault, and bytes sent."""
+    trained = build(ranks, "llama", plan_for("fp32", zero=2, dp_replicate=2))
+    batches = share(packed_batches(96)[0], data_rank(trained.mesh), trained.plan.parallel.data_ranks, 1)
+    evaluate(trained.model, batches, trained.mesh)
     with Recorder() as recorder:
-        clean = check_replicas(rig.model, rig.optimizer, rig.mesh)
+        clean = check_replicas(trained.model, trained.optimizer, trained.mesh)
     if rank == 0:
-        flip_at(rig, Flip(0, UP))
-    evaluate(rig.model, batches, rig.mesh)
-    return clean, check_replicas(rig.model, rig.optimizer, rig.mesh), recorder.total_bytes
+        flip_at(trained, Flip(0, UP))
+    evaluate(trained.model, batches, trained.mesh)
+    return clean, check_replicas(trained.model, trained.optimizer, trained.mesh), recorder.total_bytes
 
 
-def test_weights_at_rest_are_compared_and_little_is_sent() -> None:
-    for clean, said, sent in run_ranks(4, after_evaluation):
+def test_sharded_weights_are_compared_with_little_traffic() -> None:
+    for clean, report, sent in run_ranks(4, after_evaluation):
         assert clean is None
-        assert said == f"ranks 0, 2: {UP}; they differ, and no majority says which is right"
+        assert report == f"ranks 0, 2: {UP}; they differ, and there is no majority"
         assert 0 < sent < 2000
 
 
 class AcceleratorMesh(NamedTuple):
-    """What `check_replicas` asks of a mesh, of ranks that would not be on CPU."""
+    """Mesh of accelerators, as far as `check_replicas` uses it."""
 
     device_type: str
-    places: dict[str, int]
+    coordinates: dict[str, int]
 
     def get_local_rank(self, axis: str) -> int:
-        return self.places[axis]
+        return self.coordinates[axis]
 
 
-def as_on_accelerators(rank: int, ranks: int, axis: str, wrong: Flip) -> str | None:
-    rig = build(ranks, "qwen3", plan_for("fp32", zero=0, **{axis: 2}))
-    mesh = AcceleratorMesh("cuda", {name: rig.mesh.get_local_rank(name) for name in ("pp", "tp")})
-    if rank == wrong.rank:
-        flip_at(rig, wrong)
-    return check_replicas(rig.model, rig.optimizer, mesh)  # type: ignore[arg-type]
+def as_on_accelerators(rank: int, ranks: int, axis: str, fault: Flip) -> str | None:
+    trained = build(ranks, "qwen3", plan_for("fp32", zero=0, **{axis: 2}))
+    mesh = AcceleratorMesh("cuda", {name: trained.mesh.get_local_rank(name) for name in ("pp", "tp")})
+    if rank == fault.rank:
+        flip_at(trained, fault)
+    return check_replicas(trained.model, trained.optimizer, mesh)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("axis", "wrong", "pair"),
+    ("axis", "fault", "pair"),
     [("tp", Flip(3, NORM), "1, 3"), ("pp", Flip(3, "lm_head.weight"), "2, 3")],
     ids=["norm", "tied weight"],
 )
-def test_on_accelerators_copies_made_equal_by_separate_groups_are_not_compared(
-    axis: str, wrong: Flip, pair: str
-) -> None:
-    name = "model.embed_tokens.weight" if axis == "pp" else wrong.name
-    expected = f"ranks {pair}: {name}; they differ, and no majority says which is right"
-    assert run_ranks(4, as_on_accelerators, axis, wrong) == [expected] * 4
+def test_on_accelerators_replicas_of_separate_groups_are_not_compared(axis: str, fault: Flip, pair: str) -> None:
+    name = "model.embed_tokens.weight" if axis == "pp" else fault.name
+    expected = f"ranks {pair}: {name}; they differ, and there is no majority"
+    assert run_ranks(4, as_on_accelerators, axis, fault) == [expected] * 4
 
 
 def sharded(rank: int, ranks: int) -> str | None:
-    rig = build(ranks, "llama", plan_for("fp32", zero=3))
+    trained = build(ranks, "llama", plan_for("fp32", zero=3))
     if rank == 1:
-        flip_at(rig, Flip(1, UP))
-    return check_replicas(rig.model, rig.optimizer, rig.mesh)
+        flip_at(trained, Flip(1, UP))
+    return check_replicas(trained.model, trained.optimizer, trained.mesh)
 
 
-def test_without_copies_nothing_can_be_said_and_a_plan_is_refused() -> None:
+def test_plans_without_replicas_are_refused() -> None:
     assert run_ranks(2, sharded) == [None, None]
     with pytest.raises(PlanError, match="there are no replicas to compare"):
         check_sdc_plan(Plan(parallel=Parallel(zero=3, tp=2)).resolve(8))
@@ -455,7 +455,7 @@ def test_without_copies_nothing_can_be_said_and_a_plan_is_refused() -> None:
     ],
     ids=str,
 )
-def test_which_plans_have_copies(parallel: Parallel, refused: bool) -> None:
+def test_plans_with_and_without_replicas(parallel: Parallel, refused: bool) -> None:
     plan = Plan(parallel=parallel).resolve(8)
     if refused:
         with pytest.raises(PlanError):
@@ -465,10 +465,10 @@ def test_which_plans_have_copies(parallel: Parallel, refused: bool) -> None:
 
 
 def of_one_rank(rank: int, ranks: int) -> str | None:
-    rig = build(ranks, "llama", plan_for("fp32", zero=0))
+    trained = build(ranks, "llama", plan_for("fp32", zero=0))
     assert dist.get_world_size() == 1
-    return check_replicas(rig.model, rig.optimizer, rig.mesh)
+    return check_replicas(trained.model, trained.optimizer, trained.mesh)
 
 
-def test_one_rank_has_nobody_to_differ_from() -> None:
+def test_one_rank_has_no_replicas() -> None:
     assert run_ranks(1, of_one_rank) == [None]

@@ -1,4 +1,4 @@
-"""A split model is called as before: whole rows in, with labels or without positions; loss and gradients are the same."""
+"""A split model is called with full rows, with or without labels, masks and positions; loss and gradients are the same."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.lab.families import family
-from tests.lab.parity import compare, packed_batches, plan_for, whole
+from tests.lab.parity import compare, full_tensor, packed_batches, plan_for
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import PROVED, shrunk
-from weft.checkpoint.huggingface import arrange_packed, build_on_meta, build_plain, materialize
+from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize, reorder_packed
 from weft.checkpoint.model_config import read_config
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
@@ -35,11 +35,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def arguments(rows: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
     if mask is None:
         return {"input_ids": rows, "labels": rows}
-    seen = mask * torch.cat([mask[:, :1], mask[:, :-1]], 1)  # what padding predicts is not defined
+    seen = mask * torch.cat([mask[:, :1], mask[:, :-1]], 1)  # predictions of padding tokens are not defined
     return {"input_ids": rows, "labels": rows.masked_fill(seen == 0, -100), "attention_mask": mask}
 
 
-def own_loop(
+def custom_loop(
     rank: int, ranks: int, source: Model, plan: Plan, mask: Tensor | None, length: int = 16
 ) -> tuple[float, dict[str, Tensor]]:
     plan = plan.resolve(ranks)
@@ -49,8 +49,8 @@ def own_loop(
     rows, parts, part = packed_batches(96)[0].input_ids[:, :length], plan.parallel.data_ranks, data_rank(mesh)
     loss = model(**arguments(rows.chunk(parts)[part], None if mask is None else mask.chunk(parts)[part])).loss
     loss.backward()
-    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
-    return loss.item(), arrange_packed(model, gradients, to_rest=False)
+    gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters()}
+    return loss.item(), reorder_packed(model, gradients, by_rank=False)
 
 
 def untouched(source: Model, mask: Tensor | None, length: int = 16) -> tuple[float, dict[str, Tensor]]:
@@ -63,13 +63,13 @@ def untouched(source: Model, mask: Tensor | None, length: int = 16) -> tuple[flo
 def assert_same(
     source: Model, ranks: int, parallel: dict[str, Any], mask: Tensor | None, length: int = 16, biases: bool = True
 ) -> None:
-    """Loss and all gradients, on every rank, are those of the untouched model with all rows."""
+    """Check that loss and gradients of every rank equal the unmodified model on all rows."""
     loss, gradients = untouched(source, mask, length)
-    for value, found in run_ranks(ranks, own_loop, source, plan_for("fp64", **parallel), mask, length):
+    for value, found in run_ranks(ranks, custom_loop, source, plan_for("fp64", **parallel), mask, length):
         assert value == pytest.approx(loss, rel=1e-7)
         for key, gradient in gradients.items():
             if biases or not key.endswith("k_proj.bias"):
-                compare(key, found[key], gradient, 1e-6)  # the library's own loss is in float32
+                compare(key, found[key], gradient, 1e-6)  # Transformers computes the loss in float32
 
 
 @pytest.mark.thin(2)
@@ -87,7 +87,7 @@ def padded_source(name: str) -> Model:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["opt", "gpt2", "gpt_oss"])
 def test_padding_on_the_left_and_on_the_right(name: str, layout: str) -> None:
-    # Biases of keys have a gradient that is zero but for rounding.
+    # The gradient of key biases is zero except for rounding.
     assert_same(padded_source(name), *LAYOUTS[layout], PADDED_LEFT, biases=name != "opt")
 
 
@@ -99,11 +99,11 @@ def test_rows_whose_length_the_ranks_do_not_divide(layout: str, masked: bool) ->
 
 
 def test_rows_up_to_the_last_position_of_the_model() -> None:
-    """Padding of 13 tokens to 16 would go beyond the positions that there are."""
+    """13 tokens are padded to 16, more than the model has positions."""
     assert_same(Model(config={**family("gpt2"), "n_positions": 13}), *LAYOUTS["tp2 x cp2"], None, 13)
 
 
-def test_tokens_that_experts_share_without_sequence_parallelism() -> None:
+def test_experts_split_tokens_without_sequence_parallelism() -> None:
     assert_same(Model(config=family("qwen3_moe")), 2, {"tp": 2, "sp": False, "zero": 0}, PADDED[:, :13], 13)
 
 
@@ -125,32 +125,32 @@ def test_logits_have_the_length_of_the_rows() -> None:
 @pytest.mark.parametrize("layout", [{"zero": 0}, {"zero": 3}, {"tp": 2, "zero": 0}], ids=str)
 @pytest.mark.parametrize("length", [16, 13])
 def test_a_padding_mask_with_dropout_of_attention(layout: dict[str, int], length: int) -> None:
-    """Dropout of probabilities, even of none in practice, goes another way than the library's."""
+    """Attention dropout, even at a negligible rate, replaces the attention of Transformers."""
     source = Model(config={**family("gpt2"), "attn_pdrop": 1e-12})
     assert_same(source, 2, layout, PADDED_LEFT[:, :length], length)
 
 
 @pytest.mark.parametrize("parallel", [{"zero": 1}, {"cp": 2}], ids=str)
-def test_a_mask_with_holes_is_refused_where_documents_stand_for_it(parallel: dict[str, int]) -> None:
+def test_mask_with_holes_is_refused(parallel: dict[str, int]) -> None:
     source, mask = Model(config={**family("gpt2"), "attn_pdrop": 0.1}), PADDED.clone()
     mask[:, 4] = 0
     with pytest.raises(RankError, match="one run of ones in each row"):
-        run_ranks(2, own_loop, source, plan_for("fp64", **parallel), mask)
+        run_ranks(2, custom_loop, source, plan_for("fp64", **parallel), mask)
 
 
-def counts_places_by_the_mask(name: str) -> bool:
-    """Whether a family, told a mask and no positions, gives tokens behind padding other positions than their places."""
+def derives_positions_from_mask(name: str) -> bool:
+    """True if a family, called with a mask and no positions, gives tokens after padding other positions than their index."""
     source = Model(config=shrunk(name))
     model = build_plain(source, read_config(source), torch.float32).eval()
     rows, mask = packed_batches(96)[0].input_ids, PADDED_LEFT
-    places = torch.arange(rows.shape[1]).expand_as(rows)
+    indices = torch.arange(rows.shape[1]).expand_as(rows)
     with torch.no_grad():
-        left = model(input_ids=rows, attention_mask=mask).logits
-        told = model(input_ids=rows, attention_mask=mask, position_ids=places).logits
-    return not torch.allclose(left[mask > 0], told[mask > 0], atol=1e-4)
+        default = model(input_ids=rows, attention_mask=mask).logits
+        explicit = model(input_ids=rows, attention_mask=mask, position_ids=indices).logits
+    return not torch.allclose(default[mask > 0], explicit[mask > 0], atol=1e-4)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted({*PROVED["tp"], *PROVED["cp"], "biogpt"}))
-def test_families_that_count_positions_by_the_mask_are_known(name: str) -> None:
-    assert counts_places_by_the_mask(name) == (name in POSITIONS_FROM_MASK)
+def test_families_that_derive_positions_from_the_mask_are_known(name: str) -> None:
+    assert derives_positions_from_mask(name) == (name in POSITIONS_FROM_MASK)

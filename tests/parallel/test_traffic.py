@@ -1,4 +1,4 @@
-"""Bytes on the wire of each ZeRO stage, counted in a real step, equal the textbook volume."""
+"""Bytes sent by each ZeRO stage in a training step equal the textbook volume."""
 
 import pytest
 import torch
@@ -41,12 +41,12 @@ def test_two_ranks(zero: int, micro_batch: int) -> None:
     plan = Plan(parallel=Parallel(zero=zero), precision=Precision(param_dtype="bf16"))  # type: ignore[arg-type]
     traffic, parameters = run_ranks(2, step_traffic, plan, micro_batch)[0]
     micro_batches = 2 // micro_batch
-    half = parameters // 2  # of n = 2 ranks, (n - 1) / n
+    half = parameters // 2  # (n - 1) / n for n = 2 ranks
     if zero == 0:
         expected = {"all_reduce": 2 * 4 * half}
     elif zero < 3:
         expected = {"all_gather": 2 * half, "reduce_scatter": 4 * half * (micro_batches if zero == 2 else 1)}
-    else:  # gathered in forward and again in backward, but for the embedding and head, which stay in between
+    else:  # gathered in forward and again in backward, except embedding and head, which stay gathered in between
         expected = {"all_gather": 2 * half * 2 * micro_batches, "reduce_scatter": 4 * half * micro_batches}
     for operation, size in expected.items():
         slack = 0.35 if zero == 3 and operation == "all_gather" else 0.02  # this tiny model is mostly embedding

@@ -1,4 +1,4 @@
-"""Training on ranks that believe they are on two hosts ends where training on one does."""
+"""Training on two emulated hosts equals training on one host."""
 
 from typing import Any
 from unittest import mock
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.lab.families import family
-from tests.lab.parity import compare, packed_batches, plan_for, share, whole
+from tests.lab.parity import compare, full_tensor, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
-from weft.backends import hierarchical as hierarchy
+from weft.backends import hierarchical
 from weft.backends.hierarchical import TwoLevelGroup
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
@@ -41,8 +41,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def built(rank: int, ranks: int, model: Model, plan: Plan, hosts: int) -> tuple[Any, Any]:
-    """A model split over ranks of which equal parts are on each host, and the mesh."""
-    with mock.patch.object(hierarchy, "own_place", return_value=[f"host {rank * hosts // ranks}"]):
+    """Parallelized model and mesh, with the ranks divided equally among the hosts."""
+    with mock.patch.object(hierarchical, "host_id", return_value=[f"host {rank * hosts // ranks}"]):
         mesh = build_mesh(plan, "cpu", ranks)
         split = parallelize(build_on_meta(read_config(model), DTYPES[plan.precision.update]), plan, mesh)
         group_of_all(mesh)
@@ -53,7 +53,7 @@ def built(rank: int, ranks: int, model: Model, plan: Plan, hosts: int) -> tuple[
 def trained(
     rank: int, ranks: int, model: Model, plan: Plan, hosts: int, micro_batch: int = 2
 ) -> tuple[list[float], dict[str, Any], dict[str, int]]:
-    """Losses of three steps, the weights they end in, and the bytes on each kind of link."""
+    """Losses of three steps, final weights, and bytes by kind of link."""
     plan = plan.resolve(ranks)
     split, mesh = built(rank, ranks, model, plan, hosts)
     optimizer = build_optimizer(split, Optimizer())
@@ -62,7 +62,7 @@ def trained(
         for batch in packed_batches(96, rows=8)[:3]:
             mine = share(batch, data_rank(mesh), plan.parallel.data_ranks, micro_batch)
             losses.append(train_step(split, optimizer, mine, plan, mesh, LossScale(), 1.0).loss)
-    weights = {name: whole(p).detach().clone() for name, p in split.named_parameters()}
+    weights = {name: full_tensor(p).detach().clone() for name, p in split.named_parameters()}
     return losses, weights, recorder.bytes_by("link")
 
 
@@ -73,31 +73,31 @@ def test_two_hosts(layout: str) -> None:
     model = Model(config={**family("qwen3_moe" if moe else "qwen3"), "tie_word_embeddings": False})
     plan = plan_for("fp64", **LAYOUTS[layout])
     expected = run_ranks(4, trained, model, plan, 1)
-    for (losses, weights, kinds), (theirs, their_weights, _) in zip(
+    for (losses, weights, bytes_by_link), (expected_losses, expected_weights, _) in zip(
         run_ranks(4, trained, model, plan, 2), expected, strict=True
     ):
-        assert losses == pytest.approx(theirs, rel=1e-12)
-        assert "between" in kinds
+        assert losses == pytest.approx(expected_losses, rel=1e-12)
+        assert "between" in bytes_by_link
         for name, weight in weights.items():
-            compare(name, weight, their_weights[name], 1e-9)
+            compare(name, weight, expected_weights[name], 1e-9)
 
 
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize("parallel", [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "pp": 2, "tp": 1}], ids=str)
-def test_scattered_behind_backward(parallel: dict[str, Any], micro_batch: int) -> None:
+def test_overlapped_reduce_scatter_equals_one_host(parallel: dict[str, Any], micro_batch: int) -> None:
     model = Model(config={**family("qwen3"), "tie_word_embeddings": False})
     plan = plan_for("fp32", **parallel)
     expected = run_ranks(4, trained, model, plan, 1, micro_batch)
     found = run_ranks(4, trained, model, plan, 2, micro_batch)
-    for (losses, weights, _), (theirs, their_weights, _) in zip(found, expected, strict=True):
-        assert losses == pytest.approx(theirs, rel=1e-5)
+    for (losses, weights, _), (expected_losses, expected_weights, _) in zip(found, expected, strict=True):
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
         for name, weight in weights.items():
-            compare(name, weight, their_weights[name], 1e-4, at_least=3e-4)
+            compare(name, weight, expected_weights[name], 1e-4, at_least=3e-4)
 
 
 def in_flight(rank: int, ranks: int, model: Model, zero: int) -> list[int]:
-    """Reduce-scatters that are under way when the backward of each block ends."""
+    """Number of reduce-scatters in flight at the end of the backward of each block."""
     plan = plan_for("fp32", zero=zero).resolve(ranks)
     split, mesh = built(rank, ranks, model, plan, 2)
     found: list[int] = []
@@ -110,8 +110,8 @@ def in_flight(rank: int, ranks: int, model: Model, zero: int) -> list[int]:
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_gradients_travel_behind_backward(zero: int) -> None:
-    """As a block ends, those after it have sent their gradients; two are under way at most, and the oldest is awaited first."""
+def test_reduce_scatter_overlaps_backward(zero: int) -> None:
+    """When the backward of a block ends, the gradients of later blocks are in flight, at most two at once, oldest first."""
     blocks = 4
     model = Model(config={**family("qwen3"), "num_hidden_layers": blocks})
     for found in run_ranks(4, in_flight, model, zero):
@@ -122,24 +122,25 @@ def test_gradients_travel_behind_backward(zero: int) -> None:
 @pytest.mark.parametrize(
     "parallel", [{"zero": 0}, {"zero": 2}, {"zero": 3}, {"dp_replicate": 2, "dp_shard": 2}], ids=str
 )
-@pytest.mark.parametrize("level", ["slow", "all"])
-def test_compressed_between_hosts(level: str, parallel: dict[str, Any]) -> None:
-    """Losses stay near the plain ones, and what passes between hosts is less."""
+@pytest.mark.parametrize("compress_scope", ["inter_node", "all"])
+def test_compressed_between_hosts(compress_scope: str, parallel: dict[str, Any]) -> None:
+    """Losses stay close to uncompressed training, and fewer bytes are sent between hosts."""
     model = Model(config={**family("qwen3"), "tie_word_embeddings": False})
     plain = plan_for("fp32", **parallel)
-    plan = plain.model_copy(update={"comm": Comm(compression="int8", compress_scope=level)})
+    plan = plain.model_copy(update={"comm": Comm(compression="int8", compress_scope=compress_scope)})
     expected = run_ranks(4, trained, model, plain, 2)[0]
     found = run_ranks(4, trained, model, plan, 2)
     for losses, weights, _ in found:
         assert losses == pytest.approx(expected[0], rel=1e-3)
         for name, weight in weights.items():
             assert torch.equal(weight, found[0][1][name])
-    gathers = {2: 1, 3: 2}.get(parallel.get("zero", 0), 0)  # of weights, in full, each as many bytes as the gradients
+    # All-gathers of uncompressed weights, each with as many bytes as the gradients.
+    gathers = {2: 1, 3: 2}.get(parallel.get("zero", 0), 0)
     assert found[0][2].get("between", 0) < (gathers + 0.35) / (gathers + 1) * expected[2]["between"]
 
 
-def under_way(rank: int, ranks: int, model: Model, ahead: int) -> list[int]:
-    """Gathers that are under way when each block ends its forward."""
+def gathers_in_flight(rank: int, ranks: int, model: Model, ahead: int) -> list[int]:
+    """Number of all-gathers in flight at the end of the forward of each block."""
     plan = plan_for("fp64", zero=3).resolve(ranks)
     plan = plan.model_copy(update={"comm": Comm(prefetch=ahead)})
     split, mesh = built(rank, ranks, model, plan, 2)
@@ -165,7 +166,7 @@ def under_way(rank: int, ranks: int, model: Model, ahead: int) -> list[int]:
     return found
 
 
-def test_weights_are_gathered_ahead() -> None:
+def test_forward_prefetches_weights() -> None:
     model = Model(config={**family("qwen3"), "num_hidden_layers": 4})
     for ahead, expected in ((0, [0, 0, 0, 0]), (1, [1, 1, 1, 0]), (2, [2, 2, 1, 0])):
-        assert run_ranks(4, under_way, model, ahead) == [expected] * 4
+        assert run_ranks(4, gathers_in_flight, model, ahead) == [expected] * 4

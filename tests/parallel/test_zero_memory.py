@@ -1,4 +1,4 @@
-"""What stays resident per ZeRO stage is counted, and equals the formulas."""
+"""Resident bytes of each ZeRO stage equal the formulas."""
 
 import time
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.lab.families import family
-from tests.lab.live import LiveBytes
+from tests.lab.live import StorageBytes
 from tests.lab.parity import SETTINGS, packed_batches, share
 from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_on_meta, materialize
 from weft.checkpoint.model_config import read_config
 from weft.job import Model
-from weft.parallel.fsdp import begin_micro_batch, count_split, model_state_bytes
+from weft.parallel.fsdp import begin_micro_batch, count_local_parameters, model_state_bytes
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
@@ -23,16 +23,16 @@ from weft.train.optimizer import build_optimizer
 from weft.train.state_bytes import measure_model_state
 from weft.train.step import forward, token_loss, train_step
 
-# Wide enough that weights dwarf activations, norms and shards that do not divide.
+# Wide enough for activations, norms and uneven shards to be negligible beside weights.
 SOURCE = Model(config={**family("llama"), "hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
 MOE = Model(config={**family("qwen3_moe"), "hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32})
-UNIT_BYTES = 4 * 2 * 96 * 128  # embedding and head, the last unit to be reduced
+UNIT_BYTES = 4 * 2 * 96 * 128  # embedding and head, the last unit whose gradients are reduced
 
 
 def count(
     rank: int, world_size: int, plan: Plan, source: Model = SOURCE
 ) -> tuple[float, dict[str, int], dict[str, float]]:
-    """Live bytes between two micro-batches, the same by kind, and the prediction by kind."""
+    """Measured bytes between two micro-batches, in total and by kind, and predicted bytes by kind."""
     plan = plan.resolve(world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = build_on_meta(read_config(source), DTYPES[plan.precision.update])
@@ -46,16 +46,16 @@ def count(
     assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None
     by_kind = measure_model_state(model, optimizer, batches, plan, mesh)
     states = [value for state in optimizer.state.values() for value in state.values()]
-    with LiveBytes() as live:
+    with StorageBytes() as live:
         live.track(model)
         live.track(states)
         begin_micro_batch(model, plan, last=False)
         token_loss(model, forward(model, batches[0]), batches[0], mesh).backward()
-        time.sleep(0.2)  # gloo's thread lets go of its buffers a moment later
+        time.sleep(0.2)  # the thread of gloo frees its buffers a moment later
         total = live.current
         begin_micro_batch(model, plan, last=True)
         token_loss(model, forward(model, batches[0]), batches[0], mesh).backward()
-    dense, experts = count_split(model)
+    dense, experts = count_local_parameters(model)
     assert plan.parallel.tp > 1 or dense + experts == parameters or plan.parallel.ep > 1
     return total, by_kind, model_state_bytes(dense, plan, experts)
 
@@ -68,12 +68,12 @@ def test_resident_bytes_equal_the_formula(zero: int, forward: str) -> None:
         for kind, expected in predicted.items():
             unit = UNIT_BYTES if kind == "gradients" and zero >= 2 else 0
             assert expected - 4096 <= by_kind[kind] <= 1.01 * expected + unit + 4096, kind
-        slack = 2 * UNIT_BYTES + 8192  # a unit on its way, and small things
+        slack = 2 * UNIT_BYTES + 8192  # one unit in flight, and small tensors
         assert total == pytest.approx(sum(predicted.values()), rel=0.02, abs=slack)
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_what_messages_leave_out_is_counted(zero: int) -> None:
+def test_error_feedback_is_counted(zero: int) -> None:
     plan = Plan(parallel=Parallel(zero=zero), precision=Precision(param_dtype="fp32"), comm=Comm(compression="2:4"))
     for _, by_kind, predicted in run_ranks(2, count, plan):
         assert by_kind["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.01, abs=4096)

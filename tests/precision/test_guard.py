@@ -1,4 +1,4 @@
-"""The guard in a pipeline: whichever stage has the NaN, all ranks say the same of it, and no weight moves."""
+"""Non-finite guard in a pipeline: all ranks name the same origin, whichever stage has the NaN, and no weight changes."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ SOURCE = Model(config={**family("qwen3_moe"), "num_hidden_layers": 4})
 
 
 def nan_weight(model: nn.Module, name: str) -> None:
-    """One number of a weight, where it is."""
+    """Set one element of a weight to NaN, on the ranks that hold it."""
     parameters = dict(model.named_parameters())
     if name in parameters:
         with torch.no_grad():
@@ -35,19 +35,19 @@ def nan_weight(model: nn.Module, name: str) -> None:
 
 
 def nan_gradient(model: nn.Module, name: str) -> None:
-    """The gradient of what a weight's module puts out, in every backward."""
+    """Set the output gradient of a weight's module to NaN, in every backward."""
 
-    def spoil(_: nn.Module, __: object, output: torch.Tensor) -> None:
+    def make_nan(_: nn.Module, __: object, output: torch.Tensor) -> None:
         output.register_hook(lambda gradient: gradient * math.nan)
 
     if name in dict(model.named_parameters()):
-        model.get_submodule(name.removesuffix(".weight")).register_forward_hook(spoil)
+        model.get_submodule(name.removesuffix(".weight")).register_forward_hook(make_nan)
 
 
 def bad_step(
     rank: int, ranks: int, plan: Plan, plant: Callable[[nn.Module, str], None], name: str
 ) -> tuple[StepResult, bool]:
-    """A step, and whether this rank's weights are what they were."""
+    """Result of a step, and True if the weights of this rank did not change."""
     plan = plan.resolve(ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(SOURCE), DTYPES[plan.precision.update]), plan, mesh)
@@ -72,7 +72,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {  # ranks, plan, rank of 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("plant", "name", "said"),
+    ("plant", "name", "expected"),
     [
         (nan_weight, "model.layers.3.input_layernorm.weight", "the loss and the gradient of lm_head.weight"),
         (nan_gradient, "model.layers.3.self_attn.o_proj.weight", None),
@@ -80,15 +80,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {  # ranks, plan, rank of 
     ],
     ids=["weight", "last stage", "other stage"],
 )
-def test_all_ranks_name_the_parameter_of_its_stage(
-    plant: Callable[[nn.Module, str], None], name: str, said: str | None, layout: str
+def test_all_ranks_name_the_nonfinite_parameter(
+    plant: Callable[[nn.Module, str], None], name: str, expected: str | None, layout: str
 ) -> None:
     ranks, settings, last = LAYOUTS[layout]
     results = run_ranks(ranks, bad_step, plan_for("fp32", pp=2, **settings), plant, name)
     assert len({result.problem for result, _ in results}) == 1
-    for result, untouched in results:
+    for result, unchanged in results:
         assert result.problem is not None
-        assert f"{said or f'the gradient of {name}'} not finite" in result.problem
-        assert untouched
+        assert f"{expected or f'the gradient of {name}'} not finite" in result.problem
+        assert unchanged
     if "layers.3" in name:
         assert str(results[0][0].problem).startswith(f"rank {last}: ")

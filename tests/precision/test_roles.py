@@ -1,11 +1,11 @@
-"""Parts that compute in float32 inside a forward in bfloat16."""
+"""Modules that compute in float32 inside a bfloat16 forward."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from tests.lab.bits import traces_of
+from tests.lab.bits import records_of
 from tests.lab.families import family
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_plain
@@ -26,9 +26,8 @@ ROLES = ("router", "norm", "head")
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_computed_in_float32(name: str, role: str) -> None:
-    """Inside, numbers and weights are float32; outside, nothing has changed its format; and the result is a float32 module's,
-    rounded once."""
+def test_module_computes_in_float32(name: str, role: str) -> None:
+    """The output is the rounded output of a float32 module; outside the module, no dtype changes."""
     source = Model(config=family(name))
     model = build_plain(source, read_config(source), torch.bfloat16)
     anatomy = read_anatomy(model)
@@ -40,14 +39,16 @@ def test_computed_in_float32(name: str, role: str) -> None:
     module.bfloat16()
     compute_in_float32(model, anatomy, [role])
     found = module(x)
-    outputs, wide, short = (value if isinstance(value, tuple) else (value,) for value in (found, exact, plain))
-    for one, other, before in zip(outputs, wide, short, strict=True):
+    outputs, exact_outputs, plain_outputs = (
+        value if isinstance(value, tuple) else (value,) for value in (found, exact, plain)
+    )
+    for one, other, before in zip(outputs, exact_outputs, plain_outputs, strict=True):
         if one.is_floating_point():
             assert one.dtype == torch.bfloat16
             assert torch.equal(one, other.bfloat16())
         else:
             assert (one.dtype, one.shape) == (before.dtype, before.shape)
-            assert torch.equal(one, other)  # which experts
+            assert torch.equal(one, other)  # chosen experts
     assert {weight.dtype for weight in module.parameters()} == {torch.bfloat16}
     sum(one.float().sum() for one in outputs if one.requires_grad).backward()  # type: ignore[union-attr]
     assert x.grad is not None
@@ -56,8 +57,8 @@ def test_computed_in_float32(name: str, role: str) -> None:
 
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_any_layout(layout: str) -> None:
-    """Nearer to float32 than without, in each; with the rest of what a plan can say of precision and memory."""
+def test_losses_are_closer_to_float32_in_any_layout(layout: str) -> None:
+    """Closer to float32 than without, together with other precision and memory settings."""
     ranks, parallel = LAYOUTS[layout]
     config = {**family("qwen3_moe"), "output_router_logits": True}
     memory = Memory(recompute=("activation", "norm"))
@@ -65,10 +66,10 @@ def test_in_any_layout(layout: str) -> None:
 
     def run(**precision: Any) -> list[float]:
         plan = Plan(parallel=Parallel(**parallel), precision=Precision(**precision), memory=memory)
-        return traces_of(config, plan, ranks, 1)[0].losses
+        return records_of(config, plan, ranks, 1)[0].losses
 
     exact = run(param_dtype="fp32")
-    plain, found = run(**settings), run(**settings, float32=ROLES)
+    plain, found = run(**settings), run(**settings, fp32_modules=ROLES)
     assert found != plain
     assert found == pytest.approx(exact, rel=2e-3)
     assert abs(found[0] - exact[0]) < abs(plain[0] - exact[0]) + 1e-4

@@ -1,4 +1,4 @@
-"""`weft.clip_grad_norm_` is `torch.nn.utils.clip_grad_norm_` of one process, however a plan splits the parameters."""
+"""`weft.clip_grad_norm_` under any plan equals `torch.nn.utils.clip_grad_norm_` on one process."""
 
 import math
 from typing import Any
@@ -9,9 +9,9 @@ from torch import Tensor
 
 import weft
 from tests.lab.families import family
-from tests.lab.parity import compare, packed_batches, plan_for, whole
+from tests.lab.parity import compare, full_tensor, packed_batches, plan_for
 from tests.lab.pool import RankError, run_ranks
-from weft.checkpoint.huggingface import arrange_packed, build_on_meta, build_plain, materialize
+from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize, reorder_packed
 from weft.checkpoint.model_config import read_config
 from weft.errors import WeftError
 from weft.job import Model
@@ -40,8 +40,8 @@ def clip(rank: int, ranks: int, plan: Plan, max_norm: float, norm_type: float) -
     rows = packed_batches(96)[0].input_ids.chunk(plan.parallel.data_ranks)[data_rank(mesh)]
     model(input_ids=rows, labels=rows).loss.backward()
     norm = weft.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
-    return norm.item(), arrange_packed(model, gradients, to_rest=False)
+    gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters()}
+    return norm.item(), reorder_packed(model, gradients, by_rank=False)
 
 
 @pytest.mark.thin(3)
@@ -59,7 +59,7 @@ def test_equals_torch_on_one_process(layout: str, max_norm: float, norm_type: fl
             compare(name, gradients[name], parameter.grad, 2e-6)
 
 
-def test_without_a_process_group_it_is_torch_s() -> None:
+def test_equals_torch_without_a_process_group() -> None:
     vectors = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
     vectors[0].grad, vectors[2].grad = torch.tensor([3.0, 0.0, 0.0]), torch.tensor([0.0, 4.0, 0.0])
     assert weft.clip_grad_norm_(vectors, 1.0).item() == pytest.approx(5.0)
@@ -67,12 +67,12 @@ def test_without_a_process_group_it_is_torch_s() -> None:
     assert vectors[2].grad.tolist() == pytest.approx([0, 0.8, 0])
 
 
-def test_no_parameters_and_no_gradients_have_a_norm_of_zero() -> None:
+def test_norm_is_zero_without_parameters_or_gradients() -> None:
     assert weft.clip_grad_norm_([], 1.0).item() == 0
     assert weft.clip_grad_norm_(torch.nn.Parameter(torch.ones(2)), 1.0).item() == 0
 
 
-def test_a_norm_that_is_not_finite_leaves_gradients_as_they_are() -> None:
+def test_nonfinite_norm_leaves_gradients_unchanged() -> None:
     vector = torch.nn.Parameter(torch.zeros(2))
     vector.grad = torch.tensor([1.0, math.nan])
     with pytest.raises(WeftError, match="norm of the gradient is nan"):
@@ -86,6 +86,6 @@ def clip_stages(rank: int, ranks: int) -> None:
     weft.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def test_the_stages_of_a_pipeline_are_refused() -> None:
+def test_pipeline_stages_are_refused() -> None:
     with pytest.raises(RankError, match="train_step, which clips over all stages"):
         run_ranks(2, clip_stages)

@@ -1,4 +1,4 @@
-"""Two plans side by side: equal plans agree, and planted bugs are named by the first tensor they touch."""
+"""`weft compare`: equal plans agree, and injected bugs are located by the first tensor that differs."""
 
 import math
 import shutil
@@ -24,18 +24,18 @@ from weft.job import Job, Optimizer
 from weft.parallel.expert import dispatch
 from weft.parallel.pipeline.runtime import PipelineRuntime as PipelineOfModel
 from weft.parallel.pipeline.stage import Stage
-from weft.parallel.pipeline.weight_gradients import Product
+from weft.parallel.pipeline.weight_gradients import DeferredMatmul
 from weft.parallel.weights import LocalWeights
 from weft.plan import Parallel, Pipeline, Plan
 from weft.train import compare as compare_module
 from weft.train import compare_rank
 from weft.train.compare import (
     Comparison,
-    Seen,
-    SeenStep,
+    RecordedStep,
+    RecordedTensor,
     Side,
     compare_folders,
-    least_ranks,
+    min_ranks,
     relative,
     tensor_file,
 )
@@ -48,7 +48,7 @@ FP64 = {"param_dtype": "fp64", "update": "fp64", "reduce_dtype": "fp64"}
 
 
 def job_for(folder: Path, name: str = "llama", rows: int = 5, blocks: int = 2, **tables: dict[str, Any]) -> Job:
-    """A tiny model on rows of random tokens."""
+    """Job with a tiny model and rows of random tokens."""
     depth = {"n_layer" if name == "gpt2" else "num_hidden_layers": blocks}
     generator = np.random.default_rng(3)
     np.save(folder / "rows.npy", generator.integers(3, 96, (40, SEQ_LEN + 1), dtype=np.int32))
@@ -64,7 +64,7 @@ def job_for(folder: Path, name: str = "llama", rows: int = 5, blocks: int = 2, *
     return Job.parse(job)
 
 
-# Bugs, planted inside a rank
+# Injected bugs
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def no_bug(rank: int) -> Iterator[None]:
 
 @contextmanager
 def norm_gradient_not_reduced(rank: int) -> Iterator[None]:
-    """The gradient of the first norm of each block stays a rank's own share."""
+    """The gradient of the first norm of each block is not reduced over ranks."""
 
     def without_norm(unit: nn.Module, layouts: dict[str, Any], *others: Any) -> LocalWeights:
         return LocalWeights(unit, {k: v for k, v in layouts.items() if k != "input_layernorm.weight"}, *others)
@@ -85,7 +85,7 @@ def norm_gradient_not_reduced(rank: int) -> Iterator[None]:
 
 @contextmanager
 def expert_ranks_swapped(rank: int) -> Iterator[None]:
-    """Tokens for the experts of one rank go to the other one."""
+    """Tokens for the experts of one rank are sent to the other rank."""
 
     def swapped(hidden: Any, index: Any, weights: Any, num_experts: int, *others: Any) -> Any:
         return dispatch(hidden, (index + num_experts // 2) % num_experts, weights, num_experts, *others)
@@ -96,7 +96,7 @@ def expert_ranks_swapped(rank: int) -> Iterator[None]:
 
 @contextmanager
 def micro_batches_not_divided_by(rank: int) -> Iterator[None]:
-    """Gradients add up over micro-batches as if each were the whole step."""
+    """The loss of each micro-batch is scaled as if it were the full step."""
 
     def too_large(model: Any, batches: Any, plan: Plan, mesh: Any, factor: float, *others: Any) -> torch.Tensor:
         return forward_backward(model, batches, plan, mesh, factor * len(batches), *others)
@@ -107,7 +107,7 @@ def micro_batches_not_divided_by(rank: int) -> Iterator[None]:
 
 @contextmanager
 def parameter_forgotten(rank: int) -> Iterator[None]:
-    """The optimizer does not know the last norm."""
+    """The optimizer lacks the final norm."""
 
     def without_norm(model: Any, settings: Any) -> torch.optim.Optimizer:
         model.model.norm.requires_grad_(False)
@@ -121,7 +121,7 @@ def parameter_forgotten(rank: int) -> Iterator[None]:
 
 @contextmanager
 def one_rank_off(rank: int) -> Iterator[None]:
-    """Rank 1 alone has a wrong gradient of a weight that all ranks hold; what rank 0 writes is right."""
+    """Only rank 1 has a wrong gradient of a replicated weight; the gradient written by rank 0 is correct."""
 
     opened = open_session
 
@@ -137,7 +137,7 @@ def one_rank_off(rank: int) -> Iterator[None]:
 
 @contextmanager
 def received_for_another_micro_batch(rank: int) -> Iterator[None]:
-    """A stage runs its second micro-batch on the hidden states that it received for the first."""
+    """A stage runs its second micro-batch on the hidden states of the first micro-batch."""
     run = Stage.forward_one_chunk
     first: list[torch.Tensor] = []
 
@@ -154,14 +154,14 @@ def received_for_another_micro_batch(rank: int) -> Iterator[None]:
 
 @contextmanager
 def tied_gradient_not_shared(rank: int) -> Iterator[None]:
-    """Embedding and head each keep their own share of the gradient."""
+    """The gradients of tied embedding and head are not summed."""
     with mock.patch.object(PipelineOfModel, "_share_tied_gradient", return_value=None):
         yield
 
 
 @contextmanager
 def tied_copy_off(rank: int) -> Iterator[None]:
-    """The head's copy alone has a wrong gradient; that of the embedding is right."""
+    """Only the head's copy of a tied weight has a wrong gradient."""
     share = PipelineOfModel._share_tied_gradient
 
     def spoil(self: PipelineOfModel) -> None:
@@ -175,14 +175,14 @@ def tied_copy_off(rank: int) -> Iterator[None]:
 
 @contextmanager
 def late_gradients_computed_twice(rank: int) -> Iterator[None]:
-    """The second part of a split backward runs twice for the first stage."""
-    compute = Product.compute
-    with mock.patch.object(Product, "compute", lambda self: compute(self) * (2 if rank == 0 else 1)):
+    """The weight gradients of the first stage are doubled."""
+    compute = DeferredMatmul.compute
+    with mock.patch.object(DeferredMatmul, "compute", lambda self: compute(self) * (2 if rank == 0 else 1)):
         yield
 
 
 def spoiling(spoil: Callable[[Session, list[int]], None]) -> Any:
-    """Lets a session be spoilt when it has been opened: given the session, and how many updates it has made, in a list."""
+    """Patch `open_session` so that `spoil` modifies the session; its second argument holds the number of updates so far."""
     opened = open_session
 
     def open_spoilt(*arguments: Any) -> Session:
@@ -195,7 +195,7 @@ def spoiling(spoil: Callable[[Session, list[int]], None]) -> Any:
 
 
 def forward_wrong_from_step_3(rank: int) -> Any:
-    """The second block gives a little more than it should, after two updates."""
+    """The output of the second block is 5 % too large after two updates."""
 
     def spoil(session: Session, updates: list[int]) -> None:
         block: Any = session.model.model.layers[1]  # type: ignore[attr-defined]
@@ -205,7 +205,7 @@ def forward_wrong_from_step_3(rank: int) -> Any:
 
 
 def update_2_wrong(rank: int) -> Any:
-    """The second update leaves the last norm as it is; losses differ from the third step on."""
+    """The second update skips the final norm, so that losses differ from the third step on."""
 
     def spoil(session: Session, updates: list[int]) -> None:
         weight: Any = session.model.model.norm.weight  # type: ignore[attr-defined]
@@ -229,7 +229,7 @@ def run_side(
     bug: Callable[[int], Any],
     recorded: int = 1,
 ) -> None:
-    """What `weft.train.compare_rank` does, in a group that exists already."""
+    """`weft.train.compare_rank` in an existing process group."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch("weft.train.session.connect", return_value=(rank, world_size, rank)))
         stack.enter_context(bug(rank))
@@ -238,14 +238,14 @@ def run_side(
 
 def side(job: Job, folder: Path, bug: Callable[[int], Any] = no_bug) -> Path:
     folder.mkdir()
-    prepared = prepare(job.data, model_folder=None, say=lambda text: None)
-    run_ranks(least_ranks(job.plan), run_side, job, prepared, folder, 2, bug)
+    prepared = prepare(job.data, model_folder=None, log=lambda text: None)
+    run_ranks(min_ranks(job.plan), run_side, job, prepared, folder, 2, bug)
     return folder
 
 
 def with_plan(job: Job, micro_batch: int = 8, pipeline: Pipeline = Pipeline(), **parallel: Any) -> Job:  # noqa: B008
     plan = Plan(parallel=Parallel(**parallel), pipeline=pipeline, precision=job.plan.precision)
-    return job.model_copy(update={"plan": plan, "train": job.train.model_copy(update={"micro_batch": micro_batch})})
+    return job.model_copy(update={"plan": plan, "train": job.train.model_copy(update={"micro_batch_size": micro_batch})})
 
 
 def compare_sides(
@@ -282,15 +282,15 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_plans_agree(layout: str, tmp_path: Path) -> None:
-    """In float64, where rounding is far below anything else; all tensors are there, in natural order."""
+    """In float64, with negligible rounding; all tensors are recorded in order of comparison."""
     name, plan = LAYOUTS[layout]
-    blocks = plan.get("pp", 2) * plan.get("pipeline", Pipeline()).stages_a_rank
+    blocks = plan.get("pp", 2) * plan.get("pipeline", Pipeline()).stages_per_rank
     job = job_for(tmp_path, name, blocks=blocks, plan={"precision": FP64})
     found = compare_sides(job, tmp_path, ONE, plan, tolerance=1e-9)
     assert found.agrees, (found.first, found.steps)
     kinds = found.by_kind()
     names = [tensor.name for tensor in kinds["output"]]
-    assert (len(names), names[-1]) == (blocks + 3, "lm_head")  # embedding, blocks, last norm, head
+    assert (len(names), names[-1]) == (blocks + 3, "lm_head")  # embedding, blocks, final norm, head
     assert len(kinds["gradient"]) == len(kinds["weight"]) >= 15
     assert [seen.name for seen in Side.read(tmp_path / "a").tensors] == [
         seen.name for seen in Side.read(tmp_path / "b").tensors
@@ -300,7 +300,7 @@ def test_equal_plans_agree(layout: str, tmp_path: Path) -> None:
 
 
 def test_pipelines_agree_with_each_other(tmp_path: Path) -> None:
-    """Other schedules, other cuts, and the ends of a tied model on one rank and on two."""
+    """Different schedules and partitions; both ends of a tied model on one rank or on two."""
     job = job_for(tmp_path, "qwen3", rows=4, blocks=4, plan={"precision": FP64})
     plans = [
         {"pp": 2, "pipeline": ZBV, "zero": 0},
@@ -329,10 +329,10 @@ def test_pipelines_agree_with_each_other(tmp_path: Path) -> None:
     ],
     ids=["norm", "dispatch", "accumulation", "forgotten", "one_rank", "stale", "tied", "tied_copy", "twice"],
 )
-def test_a_planted_bug_is_named(
+def test_injected_bug_is_located(
     bug: Callable[[int], Any], plan: dict[str, Any], first: str, wrong: int | None, tmp_path: Path
 ) -> None:
-    """In float32 with the default tolerance. `wrong`: tensors of the first one's kind that differ; None is all of them."""
+    """In float32 with the default tolerance. `wrong`: number of differing tensors of the first tensor's kind; None: all."""
     name = "qwen3_moe" if "ep" in plan else "qwen3" if "pp" in plan else "llama"
     found = compare_sides(job_for(tmp_path, name), tmp_path, ONE, plan, bug)
     assert not found.agrees
@@ -340,22 +340,22 @@ def test_a_planted_bug_is_named(
     assert str(found.first).startswith(f"{first}: ")
     kind = found.by_kind()[found.first.kind]
     assert sum(tensor.exceeds for tensor in kind) == (len(kind) if wrong is None else wrong)
-    if bug in (one_rank_off, tied_copy_off):  # what rank 0 wrote is right
-        assert found.first.note == "the ranks of B do not have the same values"
+    if bug in (one_rank_off, tied_copy_off):  # the tensor written by rank 0 is correct
+        assert found.first.note == "the ranks of B hold different values"
 
 
-# Two folders
+# Compare two folders
 
 
 def write_side(folder: Path, tensors: dict[tuple[Any, str], list[torch.Tensor]], loss: float = 1.0) -> Path:
-    """A side of given pieces, as rank 0 would leave it; the learning rate is 0.01."""
+    """Write the folder of a side with given pieces and a learning rate of 0.01."""
     folder.mkdir(parents=True)
-    seen = []
+    recorded = []
     for (kind, name), pieces in tensors.items():
-        seen.append(Seen(kind, name, max(compare_rank._largest(piece) for piece in pieces)))
+        recorded.append(RecordedTensor(kind, name, max(compare_rank._largest(piece) for piece in pieces)))
         for number, piece in enumerate(pieces):
             compare_rank._save(piece, tensor_file(folder, kind, name, number))
-    Side([SeenStep(loss, 1.0)], 0.01, seen).write(folder)
+    Side([RecordedStep(loss, 1.0)], 0.01, recorded).write(folder)
     return folder
 
 
@@ -363,18 +363,18 @@ def pair(folder: Path, a: dict[Any, list[torch.Tensor]], b: dict[Any, list[torch
     return compare_folders(write_side(folder / "a", a), write_side(folder / "b", b, **loss), 1e-4)
 
 
-def test_the_place_of_the_largest_difference(tmp_path: Path) -> None:
+def test_index_of_the_largest_difference(tmp_path: Path) -> None:
     rows = [torch.ones(4, 3), torch.ones(4, 3)]
     other = [row.clone() for row in rows]
     other[1][2, 1] = 1.5
     first = pair(tmp_path, {("output", "m"): rows}, {("output", "m"): other}).first
     assert first is not None
-    assert (first.place, first.size) == ((1, 2, 1), pytest.approx(0.5 / 1.5))
+    assert (first.index, first.size) == ((1, 2, 1), pytest.approx(0.5 / 1.5))
     assert str(first) == "output of m: off by 3.3e-01 of its largest value, tolerance 1.0e-04, at [1, 2, 1]"
 
 
-def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
-    """They differ where one side has one; not where both have the same."""
+def test_nonfinite_values(tmp_path: Path) -> None:
+    """They differ if only one side has them, and are equal if both sides have the same."""
     plain, spoilt = torch.ones(3), torch.tensor([1.0, math.nan, math.inf])
     assert pair(tmp_path / "1", {("output", "m"): [spoilt]}, {("output", "m"): [spoilt]}).agrees
     first = pair(tmp_path / "2", {("output", "m"): [plain]}, {("output", "m"): [spoilt]}).first
@@ -382,18 +382,18 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     assert not pair(tmp_path / "3", {}, {}, loss=math.nan).agrees
 
 
-def test_tensors_that_do_not_match(tmp_path: Path) -> None:
+def test_missing_tensors_and_different_shapes(tmp_path: Path) -> None:
     one, two = {("gradient", "w"): [torch.ones(3)]}, {("gradient", "w"): [torch.ones(2)]}
     assert str(pair(tmp_path / "1", one, two).first) == "gradient of w: shape (3,) in A, (2,) in B"
-    assert str(pair(tmp_path / "2", one, {}).first) == "gradient of w: only A has it"
+    assert str(pair(tmp_path / "2", one, {}).first) == "gradient of w: present in A only"
     rows = {("output", "m"): [torch.ones(3)] * 2}
     assert (
         str(pair(tmp_path / "3", rows, {("output", "m"): [torch.ones(3)]}).first) == "output of m: 2 rows in A, 1 in B"
     )
 
 
-def test_gradients_that_are_rounding(tmp_path: Path) -> None:
-    """The bias of a key changes no softmax: its gradient is noise, and Adam makes whole steps of it."""
+def test_gradients_of_rounding_errors_are_ignored(tmp_path: Path) -> None:
+    """The bias of a key does not change the softmax: its gradient is noise, from which Adam makes full updates."""
     large, noise = torch.full((3,), 1.0), torch.full((3,), 3e-8)
     a = {("gradient", "w"): [large], ("gradient", "b"): [noise], ("weight", "b"): [torch.full((3,), 0.01)]}
     b = {("gradient", "w"): [large], ("gradient", "b"): [-noise], ("weight", "b"): [torch.full((3,), -0.01)]}
@@ -402,8 +402,8 @@ def test_gradients_that_are_rounding(tmp_path: Path) -> None:
     assert str(pair(tmp_path / "2", a, b).first).startswith("gradient of b: ")
 
 
-def test_a_weight_that_was_not_updated(tmp_path: Path) -> None:
-    """Its share of the learning rate decides: a hundredth of a step is far below a hundredth of the weight."""
+def test_missing_update_of_a_weight(tmp_path: Path) -> None:
+    """The difference is relative to the learning rate: 1 % of an update is far below 1 % of the weight."""
     gradient, weight = torch.full((3,), 1e-3), torch.full((3,), 2.0)
     a = {("gradient", "w"): [gradient], ("weight", "w"): [weight]}
     b = {("gradient", "w"): [gradient], ("weight", "w"): [weight - 1e-4]}
@@ -413,7 +413,7 @@ def test_a_weight_that_was_not_updated(tmp_path: Path) -> None:
     assert first.size == pytest.approx(1e-2, rel=1e-2)
 
 
-def test_steps_alone_may_differ(tmp_path: Path) -> None:
+def test_losses_differ_with_equal_tensors(tmp_path: Path) -> None:
     found = pair(tmp_path, {}, {}, loss=1.001)
     assert (found.first, found.first_step, found.agrees) == (None, 1, False)
     assert relative(math.inf, math.nan) == 0
@@ -421,7 +421,7 @@ def test_steps_alone_may_differ(tmp_path: Path) -> None:
     assert relative(0.0, 0.0) == 0
 
 
-# From outside
+# Command and launch
 
 
 @pytest.mark.parametrize(
@@ -437,9 +437,9 @@ def test_steps_alone_may_differ(tmp_path: Path) -> None:
         ({"pp": 3, "ep": 4, "tp": 2}, 12),
     ],
 )
-def test_least_ranks(parallel: dict[str, Any], ranks: int) -> None:
+def test_min_ranks(parallel: dict[str, Any], ranks: int) -> None:
     plan = Plan(parallel=Parallel(**parallel))
-    assert least_ranks(plan) == ranks
+    assert min_ranks(plan) == ranks
     plan.resolve(ranks)
 
 
@@ -458,9 +458,9 @@ def command(
 
 
 def in_the_pool(bug: Callable[[int], Any]) -> Callable[..., None]:
-    """Takes the place of `launch`: the ranks of the pool; side B has the bug."""
+    """Replacement of `launch` that runs ranks of the pool; side B has the bug."""
 
-    def launch(argv: list[str], *, ranks: int, log_dir: Path, warm: bool) -> None:
+    def launch(argv: list[str], *, ranks: int, log_dir: Path, use_forkserver: bool) -> None:
         folder, steps, recorded = Path(argv[-3]), int(argv[-2]), int(argv[-1])
         job, prepared = Job.load(folder / "job.toml"), Prepared.from_json((folder / "prepared.json").read_text())
         run_ranks(ranks, run_side, job, prepared, folder, steps, bug if folder.name == "b" else no_bug, recorded)
@@ -471,7 +471,7 @@ def in_the_pool(bug: Callable[[int], Any]) -> Callable[..., None]:
 PLANS = ("--set-a=plan.parallel.zero=0", "--set-b=plan.parallel.tp=2")
 
 
-def test_the_command_says_where_plans_differ(
+def test_command_locates_the_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_for(tmp_path)
@@ -496,7 +496,7 @@ def test_the_command_says_where_plans_differ(
         (update_2_wrong, 2, 4, "weight of model.norm.weight: ", 2),
     ],
 )
-def test_a_fault_that_begins_later_is_named(
+def test_fault_in_a_later_step_is_located(
     bug: Callable[[int], Any],
     step: int,
     steps: int,
@@ -506,8 +506,8 @@ def test_a_fault_that_begins_later_is_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By itself: the step before the first that differs is looked at, then that step. With --step at once."""
-    optimizer = Optimizer(lr=0.02, warmup_steps=0)  # as large as it must be for losses to show one update of one norm
+    """By default the step before the first difference is compared, then the step of the difference; with --step that step."""
+    optimizer = Optimizer(lr=0.02, warmup_steps=0)  # large enough for one update of one norm to change the loss
     job = job_for(tmp_path, train={"steps": 5}).model_copy(update={"optimizer": optimizer})
     launches: list[list[str]] = []
 
@@ -530,11 +530,11 @@ def test_a_fault_that_begins_later_is_named(
 @pytest.mark.parametrize(("name", "plan"), [("gpt2", {"tp": 2, "zero": 1}), ("qwen3", STAGES)], ids=["tp", "pp"])
 def test_equal_plans_agree_at_a_later_step(name: str, plan: dict[str, Any], tmp_path: Path) -> None:
     job = job_for(tmp_path, name, train={"steps": 3})
-    prepared = prepare(job.data, model_folder=None, say=lambda text: None)
+    prepared = prepare(job.data, model_folder=None, log=lambda text: None)
     for folder, layout in (("a", ONE), ("b", plan)):
         (tmp_path / folder).mkdir()
         one = with_plan(job, **layout)
-        run_ranks(least_ranks(one.plan), run_side, one, prepared, tmp_path / folder, 3, no_bug, 3)
+        run_ranks(min_ranks(one.plan), run_side, one, prepared, tmp_path / folder, 3, no_bug, 3)
     found = compare_folders(tmp_path / "a", tmp_path / "b", 1e-4)
     assert found.agrees, (found.first, found.steps)
     assert found.step == 3
@@ -554,8 +554,8 @@ def test_bad_input_is_refused(
         ("--set-a", "plan.parallel.pp=3"): "2 blocks cannot fill 3 stages",
         ("--set-b", "plan.parallel.pp=3"): "2 blocks cannot fill 3 stages",
         ("--rows", "0"): "train.global_batch_size = 0",
-        ("--step", "9"): "step 9 of a job of 2 steps",
-        ("--out", str(tmp_path)): "holds something else than a comparison",
+        ("--step", "9"): "step 9 of a job with 2 steps",
+        ("--out", str(tmp_path)): "has content other than a comparison",
     }
     for arguments, words in refusals.items():
         code, text = command(capsys, monkeypatch, job, *arguments)
@@ -574,11 +574,11 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         compare_module.compare(job, job, tmp_path)
 
 
-def test_ranks_of_their_own(tmp_path: Path) -> None:
-    """Launched as the command launches them, in bf16; one side is a pipeline."""
+def test_launched_ranks(tmp_path: Path) -> None:
+    """In bf16; one side is a pipeline."""
     job = job_for(tmp_path, plan={"precision": {}})
     jobs = with_plan(job, zero=0), with_plan(job, micro_batch=2, pp=2)
-    found = compare_module.compare(*jobs, tmp_path / "out", steps=2, say=lambda text: None)
+    found = compare_module.compare(*jobs, tmp_path / "out", steps=2, log=lambda text: None)
     assert found.agrees
     assert found.tolerance == 5e-2
     assert 0 < max(tensor.size for tensor in found.tensors if tensor.kind == "gradient") < 5e-2

@@ -1,4 +1,4 @@
-"""Whole runs whose gradients are compressed: resumed under the same layout and another one, and bytes in the metrics."""
+"""Runs with compressed gradients: resuming under the same and under another layout, and bytes in the metrics."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def losses_of(out: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("compression", "layout"), [("2:4", "zero 0"), ("int8", "zero 3"), ("1-bit", "zero 3"), ("1-bit", "hsdp")]
 )
-def test_a_resumed_run_has_the_same_bits(compression: str, layout: str, tmp_path: Path) -> None:
+def test_resumed_run_is_bit_equal(compression: str, layout: str, tmp_path: Path) -> None:
     job, ranks = job_of(tmp_path, compression, layout)
     whole, _ = train_in_the_pool(job, ranks)
     manifest = read_manifest(folder_of(whole, 6))
@@ -71,20 +71,20 @@ def test_a_resumed_run_has_the_same_bits(compression: str, layout: str, tmp_path
     ("compression", "before", "after"),
     [("2:4", "zero 0", "zero 3"), ("1-bit", "zero 3", "zero 0"), ("1-bit", "hsdp", "tp")],
 )
-def test_another_layout_begins_without_what_was_left_out(
+def test_error_feedback_is_reset_under_another_layout(
     compression: str, before: str, after: str, tmp_path: Path
 ) -> None:
     job, ranks = job_of(tmp_path, compression, before)
     whole, _ = train_in_the_pool(job, ranks)
     job, ranks = job_of(tmp_path, compression, after, "again")
     again, printed = train_in_the_pool(job, ranks, resume=str(folder_of(whole, 6)))
-    assert "".join(printed).count("what compressed messages had left out begins at zero") == 1
+    assert "".join(printed).count("error feedback is reset") == 1
     found, expected = losses_of(again), losses_of(whole)[6:]
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)  # of the same weights
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)  # the loss of equal weights
     assert found[-1] == pytest.approx(expected[-1], rel=0.03)
 
 
-def test_momentum_goes_on_under_another_layout(tmp_path: Path) -> None:
+def test_momentum_is_carried_over_to_another_layout(tmp_path: Path) -> None:
     job, ranks = job_of(tmp_path, "1-bit", "zero 3")
     whole, _ = train_in_the_pool(job, ranks)
     before = tensors_of(folder_of(whole, 6))
@@ -93,7 +93,7 @@ def test_momentum_goes_on_under_another_layout(tmp_path: Path) -> None:
     after = tensors_of(folder_of(again, 7))
     names = [name for name in before if name.startswith("exp_avg/")]
     assert any(not torch.equal(before[name], before[name.replace("exp_avg", "carried")]) for name in names)
-    for name in names:  # what it was, one decay later
+    for name in names:  # the earlier value after one decay
         carried = after[name.replace("exp_avg", "carried")]
         torch.testing.assert_close(carried, 0.9 * before[name], rtol=1e-6, atol=0)
 

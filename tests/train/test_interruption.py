@@ -1,4 +1,4 @@
-"""Runs that a signal ends: the step in hand is finished and saved, a second signal stops now, and the run can be resumed."""
+"""Runs ended by a signal: the current step is finished and saved, a second signal stops at once, and the run resumes."""
 
 import os
 import re
@@ -19,19 +19,19 @@ from weft.cli import main
 from weft.train.metrics import read_evaluations, read_metrics
 
 LAYOUT = "zero3 on 2"
-LONG = {"steps": 100_000, "global_batch": 4, "micro_batch": 1}
+LONG = {"steps": 100_000, "global_batch_size": 4, "micro_batch_size": 1}
 NO_INTERVAL = {"every": 0}
 
 
 def press(command: Command, number: signal.Signals = signal.SIGINT) -> str:
-    """Send a signal to the launcher; the line with which it answers."""
+    """Send a signal to the launcher and return its reply."""
     before = len(command.errors())
     command.process.send_signal(number)
     return command.until(lambda: command.errors()[before:], "an answer to the signal")[0]
 
 
 def line_with(command: Command, words: str) -> str:
-    """The one line of output that contains some words."""
+    """The only line of output that contains the given words."""
     (found,) = [line.text for line in command.lines if words in line.text]
     return found
 
@@ -40,7 +40,7 @@ def line_with(command: Command, words: str) -> str:
 def test_an_interrupted_run_without_a_checkpoint_interval_resumes_bit_equal(tmp_path: Path) -> None:
     whole, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "whole"))
     job, ranks = job_of(tmp_path, "zero 3 on 2", "parts", checkpoint=NO_INTERVAL)
-    parts, _ = train_in_the_pool(job, ranks, trouble=stop_after_5)
+    parts, _ = train_in_the_pool(job, ranks, fault=stop_after_5)
     assert [step_of(path) for path in list_checkpoints(parts)] == [5]
     train_in_the_pool(job, ranks, resume="auto")
     one, other = (read_metrics(run / "metrics.jsonl") for run in (whole, parts))
@@ -50,7 +50,7 @@ def test_an_interrupted_run_without_a_checkpoint_interval_resumes_bit_equal(tmp_
     assert (whole / "export/model.safetensors").read_bytes() == (parts / "export/model.safetensors").read_bytes()
 
 
-def test_a_run_that_ends_by_itself_leaves_no_checkpoint_without_an_interval(tmp_path: Path) -> None:
+def test_completed_run_without_an_interval_has_no_checkpoint(tmp_path: Path) -> None:
     job, ranks = job_of(tmp_path, "zero 3 on 2", "run", checkpoint=NO_INTERVAL, train={"steps": 2})
     run, _ = train_in_the_pool(job, ranks)
     assert list_checkpoints(run) == []
@@ -79,15 +79,15 @@ def test_ctrl_c_finishes_the_step_saves_and_prints_the_command_that_resumes(
         main()
     assert left.value.code == 0
     printed = capfd.readouterr().out
-    assert f"going on after step {last}, from {out / f'step-{last:08d}'}" in printed
+    assert f"resuming after step {last}, from {out / f'step-{last:08d}'}" in printed
     assert "resume with" not in printed
     rows = read_metrics(out / "metrics.jsonl")
     assert [row.step for row in rows] == list(range(1, last + 3))
     assert "lr = 0.005" in (out / "job.toml").read_text()
 
 
-def test_a_second_ctrl_c_stops_now(tmp_path: Path) -> None:
-    """Rank 1 is stopped, so that no step can be finished."""
+def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    """Rank 1 is suspended, so that no step can finish."""
     job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint=NO_INTERVAL), tmp_path / "run"
     with weft_train(job, LAYOUT, out) as command:
         os.kill(command.rank_at(1, 4).pid, signal.SIGSTOP)
@@ -99,7 +99,10 @@ def test_a_second_ctrl_c_stops_now(tmp_path: Path) -> None:
         assert command.wait() == 128 + signal.SIGINT, command.printed()
     assert not set(ranks) & {pid for pid, _, _ in processes()}
     assert not any(word in line.text for line in command.lines for word in ("error", "Traceback"))
-    assert line_with(command, "checkpoint was saved") == "no checkpoint was saved: the same command begins again"
+    assert (
+        line_with(command, "checkpoint was saved")
+        == "no checkpoint was saved: the same command starts the run again from the first step"
+    )
     assert (out / "report.html").exists()
 
 
@@ -112,18 +115,18 @@ def test_ctrl_c_while_the_ranks_start_leaves_no_process(tmp_path: Path, monkeypa
         assert command.wait() == 128 + signal.SIGINT, command.printed()
     assert command.errors() == ["weft: stopped by SIGINT"]
     deadline = time.monotonic() + 2
-    while time.monotonic() < deadline:  # what was asked for at the last moment would appear now
+    while time.monotonic() < deadline:  # a process started at the last moment would appear now
         assert not _marked(str(tmp_path))
         time.sleep(0.1)
 
 
 def _marked(value: str) -> list[int]:
-    """Processes that were started with a mark in their environment."""
+    """Processes with a marker in their environment."""
     found = []
     for pid, _, _ in processes():
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:  # it has ended, or is somebody else's
+        except OSError:  # the process has exited or belongs to another user
             continue
         if f"WEFT_MARK_OF_A_TEST={value}".encode() in environment and pid != os.getpid():
             found.append(pid)

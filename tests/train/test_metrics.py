@@ -1,4 +1,4 @@
-"""Metrics: what is written is read back to the bit; torn and damaged files; terminal output."""
+"""Metrics: bit-equal round trip, torn and damaged files, and terminal output."""
 
 import errno
 import io
@@ -56,7 +56,7 @@ def write(folder: Path, *steps: StepMetrics, evaluations: tuple[Evaluation, ...]
     return folder / "metrics.jsonl"
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_metrics_round_trip(tmp_path: Path) -> None:
     steps = [STEP, replace(STEP, step=2, loss=math.pi, mfu=0.4, skipped=True)]
     path = write(tmp_path, *steps, evaluations=(Evaluation(2, 1 / 3),))
     assert read_metrics(path) == steps
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(loss=st.floats(), grad_norm=st.floats(), mfu=st.none() | st.floats())
-def test_every_float_is_valid_json_and_comes_back(folder: Path, loss: float, grad_norm: float, mfu: float | None):
+def test_every_float_round_trips_through_valid_json(folder: Path, loss: float, grad_norm: float, mfu: float | None):
     step = replace(STEP, loss=loss, grad_norm=grad_norm, mfu=mfu)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     path = write(folder, step)
@@ -92,7 +92,7 @@ def test_a_line_is_on_disk_before_the_writer_is_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 40, -1])
-def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_writer(tmp_path: Path, kept: int) -> None:
+def test_torn_last_line_is_ignored_and_removed_by_the_next_writer(tmp_path: Path, kept: int) -> None:
     path = write(tmp_path, STEP, replace(STEP, step=2))
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + second[:kept])
@@ -125,7 +125,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def show(console: Console, total: int) -> str:
-    """What a run of some steps prints, with a message and an evaluation half-way."""
+    """Output of a run with a message and an evaluation in the middle."""
     with TerminalProgress(total, console) as progress:
         for step in range(1, total + 1):
             progress.step(replace(STEP, step=step))
@@ -150,15 +150,15 @@ def test_plain_lines_are_few_and_hold_the_first_and_the_last_step(total: int) ->
     assert "8.19k tokens/s  8.00 GiB  0s left" in lines[-1]
 
 
-def test_on_a_terminal_a_bar_ends_full_and_messages_stand_above_it() -> None:
+def test_terminal_has_a_full_bar_below_the_messages() -> None:
     text = show(Console(file=io.StringIO(), force_terminal=True, color_system=None, width=120), 30)
     assert "step skipped: [red] loss is nan\n" in text
     assert "step 30/30" in text.splitlines()[-1] or "step 30/30" in text.splitlines()[-2]
     assert text.count("\n") <= 4
 
 
-def test_time_left_follows_the_recent_steps() -> None:
-    """The first two steps of a process are slow, and do not count."""
+def test_remaining_time_follows_recent_steps() -> None:
+    """The first two steps of a process are slow and therefore ignored."""
     console = Console(file=io.StringIO(), width=200)
     with TerminalProgress(20, console) as progress:
         for step, seconds in enumerate((600.0, 300.0, 60.0, 0.0), 1):
@@ -190,28 +190,28 @@ def test_a_rate_above_the_peak_has_no_utilization() -> None:
     assert utilization(40e9, None) is None
 
 
-def test_a_damaged_line_is_cut_off_when_a_run_goes_on_and_kept_aside(tmp_path: Path) -> None:
+def test_writer_moves_damaged_lines_to_a_separate_file(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         for step in range(1, 4):
             writer.step(replace(STEP, step=step))
     lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_bytes(lines[0] + b'{"step": "odd"}\n' + lines[2] + b'{"torn')
-    said: list[str] = []
-    with MetricsWriter(tmp_path, said.append) as writer:
+    messages: list[str] = []
+    with MetricsWriter(tmp_path, messages.append) as writer:
         writer.step(replace(STEP, step=2))
     assert [row.step for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-    (aside,) = tmp_path.glob("metrics.jsonl.damaged-*")
-    assert aside.read_bytes() == b'{"step": "odd"}\n' + lines[2] + b'{"torn'
-    assert said == [
-        f"{tmp_path / 'metrics.jsonl'} is damaged from line 2 on: it is cut there, and the rest kept in {aside}"
+    (backup,) = tmp_path.glob("metrics.jsonl.damaged-*")
+    assert backup.read_bytes() == b'{"step": "odd"}\n' + lines[2] + b'{"torn'
+    assert messages == [
+        f"{tmp_path / 'metrics.jsonl'} is damaged from line 2 on: it is cut there, and the rest is saved in {backup}"
     ]
 
 
-def test_lines_wait_for_room_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that takes no more than so many bytes: what is on it is whole lines at every moment."""
-    said: list[str] = []
+def test_lines_are_buffered_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with a size limit contains only complete lines at any time."""
+    messages: list[str] = []
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(tmp_path, said.append) as writer:
+    with MetricsWriter(tmp_path, messages.append) as writer:
         writer.step(replace(STEP, step=1))
         size = path.stat().st_size
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -226,7 +226,7 @@ def test_lines_wait_for_room_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             signal.signal(signal.SIGXFSZ, ignored)
         writer.step(replace(STEP, step=4))
     assert [row.step for row in read_metrics(path)] == [1, 2, 3, 4]
-    assert [text for text in said if "metrics.jsonl" in text] == [
-        f"{path} cannot be written: {os.strerror(errno.ENOSPC)}; training goes on, lines wait in memory",
-        f"{path} is written again",
+    assert [text for text in messages if "metrics.jsonl" in text] == [
+        f"{path} cannot be written: {os.strerror(errno.ENOSPC)}; training continues, lines are buffered in memory",
+        f"{path} can be written again",
     ]

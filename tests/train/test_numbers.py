@@ -1,4 +1,4 @@
-"""Numbers that are not finite: weights that have them are refused by name, and steps are not skipped without end."""
+"""Non-finite values: weights are refused by name, and the number of consecutive skipped steps is limited."""
 
 import math
 from pathlib import Path
@@ -26,7 +26,7 @@ def spoil_gradients(session: Session) -> None:
     session.model.get_output_embeddings().register_forward_hook(lambda module, arguments, logits: logits * math.nan)
 
 
-def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+def test_nonfinite_weights_are_named(tmp_path: Path) -> None:
     settings = {**family("llama"), "vocab_size": 300}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
     with torch.no_grad():
@@ -38,11 +38,11 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     assert CheckpointError.__name__ in repr(caught.value) or isinstance(caught.value, CheckpointError)
 
 
-def test_skipping_without_end_ends_with_a_checkpoint(tmp_path: Path) -> None:
+def test_too_many_skipped_steps_end_with_a_checkpoint(tmp_path: Path) -> None:
     job = job_of(tmp_path, guard={"max_skipped": 3}, checkpoint={"every": 0})
     with pytest.raises(
-        Exception, match="the updates of 3 steps in a row were left out, the last of them step 3"
+        Exception, match="the updates of 3 consecutive steps were skipped, the last at step 3"
     ) as caught:
-        train_in_the_pool(job, 2, trouble=spoil_gradients)
+        train_in_the_pool(job, 2, fault=spoil_gradients)
     assert NumericError.__name__ in repr(caught.value) or isinstance(caught.value, NumericError)
     assert [step_of(folder) for folder in list_checkpoints(tmp_path / "run")] == [3]

@@ -1,4 +1,4 @@
-"""Learning rates and the loss scale, step by step."""
+"""Learning-rate schedules and loss scale."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_warm_up_is_linear_and_reaches_the_peak(schedule: str) -> None:
     assert [learning_rate(step, 100, settings) for step in (1, 5, 10)] == pytest.approx([0.1, 0.5, 1.0])
 
 
-def test_the_course_after_warm_up() -> None:
+def test_schedules_after_warm_up() -> None:
     def rates(schedule: str) -> list[float]:
         settings = Optimizer(lr=1.0, schedule=schedule, warmup_steps=0)  # type: ignore[arg-type]
         return [learning_rate(step, 100, settings) for step in range(1, 101)]
@@ -43,11 +43,11 @@ def test_dynamic_scale_grows_after_a_window_and_never_falls_below_one() -> None:
     assert scale.value == 1.0
 
 
-def test_a_bad_step_restarts_the_window() -> None:
+def test_overflow_restarts_the_window() -> None:
     scale = LossScale(8.0, dynamic=True, good_steps=WINDOW - 1).after(finite=False).after(finite=True)
     assert scale == LossScale(4.0, dynamic=True, good_steps=1)
 
 
-def test_fixed_scale_stays() -> None:
+def test_fixed_scale_is_constant() -> None:
     assert LossScale.from_plan(128).after(finite=False) == LossScale(128.0)
     assert LossScale.from_plan("none") == LossScale(1.0)

@@ -1,4 +1,4 @@
-"""Whole runs: two ranks as their own processes, from a job to a folder that Transformers loads."""
+"""End-to-end runs with two launched ranks, from a job to an export that Transformers loads."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from tests.lab.jobs import write_job
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.folders import folder_of
-from weft.checkpoint.manifest import FORMAT_BYTES, read_manifest
+from weft.checkpoint.manifest import DTYPE_BYTES, read_manifest
 from weft.data import Prepared, Rows, evaluation_batches
 from weft.device.device import detect
 from weft.job import Job
@@ -30,11 +30,11 @@ from weft.train.step import forward, token_loss
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of 12 steps on two ranks."""
+    """Folder of a run with 12 steps on two ranks."""
     folder = tmp_path_factory.mktemp("finished")
-    steps = {"steps": 12, "global_batch": 4, "micro_batch": 1, "evaluate_every": 4}
+    steps = {"steps": 12, "global_batch_size": 4, "micro_batch_size": 1, "evaluate_every": 4}
     job = write_job(folder, train=steps, optimizer={"lr": 1e-2}, checkpoint={"every": 6})
-    return train(Job.load(job), ranks=2, say=lambda text: None)
+    return train(Job.load(job), ranks=2, log=lambda text: None)
 
 
 def test_metrics_have_every_step(finished: Path) -> None:
@@ -64,7 +64,7 @@ def test_metrics_have_every_step(finished: Path) -> None:
 
 
 def held_out_loss_of_the_export(out: Path) -> float:
-    """By plain Transformers."""
+    """Held-out loss of the export, computed by plain Transformers."""
     model = AutoModelForCausalLM.from_pretrained(out / "export")
     prepared = Prepared.from_json((out / "prepared.json").read_text())
     rows = Rows(prepared.held_out, seq_len=32, packing=True, shuffle=False, seed=0)
@@ -97,7 +97,7 @@ def test_the_export_is_as_readable_as_other_files(finished: Path, tmp_path: Path
     assert [path for path in files if path.stat().st_mode != usual] == []
 
 
-def test_the_startup_screen_names_what_the_run_does(finished: Path) -> None:
+def test_startup_screen_describes_the_run(finished: Path) -> None:
     job = Job.load(finished / "job.toml")
     prepared = Prepared.from_json((finished / "prepared.json").read_text())
     anatomy = check_model(job)[1]
@@ -119,17 +119,17 @@ def test_the_startup_screen_names_what_the_run_does(finished: Path) -> None:
     assert "only when a signal ends the run" in startup_screen(unset, prepared, detect(), 2, anatomy, finished, "")[5]
 
 
-def test_the_announced_size_is_that_of_a_checkpoint(finished: Path) -> None:
+def test_announced_checkpoint_size_is_correct(finished: Path) -> None:
     parameters = json.loads((finished / "run.json").read_text())["parameters"]
     announced = checkpoint_bytes(Job.load(finished / "job.toml").plan, parameters)
     tensors = [
         entry for entry in read_manifest(folder_of(finished, 6)).tensors.items() if not entry[0].startswith("rng/")
     ]
-    written = sum(math.prod(entry.shape) * FORMAT_BYTES[entry.format] for _, entry in tensors)
+    written = sum(math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] for _, entry in tensors)
     assert announced <= written <= 1.01 * announced
 
 
-def test_checkpoints_export_and_differ_from_the_end(finished: Path, tmp_path: Path) -> None:
+def test_exported_checkpoint_differs_from_the_final_weights(finished: Path, tmp_path: Path) -> None:
     for step in (6, 12):
         to_huggingface(folder_of(finished, step), tmp_path / str(step), dtype="fp32", run=finished)
     middle = AutoModelForCausalLM.from_pretrained(tmp_path / "6").state_dict()
@@ -151,10 +151,10 @@ def test_the_summary_and_the_report(finished: Path) -> None:
     page = write_report(finished).read_text()
     assert "bigram" in page
     assert summary["device"] in page
-    assert "Where the memory of a step goes" in page
+    assert "Peak memory of a step" in page
 
 
-def test_the_same_job_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:
+def test_same_job_is_bit_equal(finished: Path, tmp_path: Path) -> None:
     job = Job.load(finished / "job.toml", [f"out={tmp_path / 'again'}"])
     again, _ = train_in_the_pool(job, ranks=2)  # in other processes, which have run other jobs before
     for first, second in zip(
@@ -174,7 +174,7 @@ def test_an_earlier_run_is_moved_aside(finished: Path, tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_a_pipeline_cleanly(tmp_path: Path) -> None:
-    """SIGINT has its tests in test_interruption.py."""
+    """Tests of SIGINT are in test_interruption.py."""
     number, plan = signal.SIGTERM, {"parallel": {"pp": 2}, "precision": {"param_dtype": "fp32"}}
     job = write_job(tmp_path, train={"steps": 100_000, "global_batch_size": 4, "micro_batch_size": 1}, plan=plan)
     out = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""The folder of a run: refused at once if it cannot be written, held, moved aside; only runs are removed."""
+"""Run folder: write check, locks, moving earlier runs aside, and removal of runs."""
 
 import io
 import json
@@ -30,7 +30,7 @@ from weft.train.run_folder import (
 
 
 def run_in(folder: Path, text: str = "contents") -> Path:
-    """A folder as a run leaves it."""
+    """Folder with the files of a run."""
     (folder / "export").mkdir(parents=True)
     (folder / "job.toml").write_text("")
     keys = ("train", "held_out", "tokenizer", "vocab_size", "end_of_text")
@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_written_is_refused(out: str, tmp_path: Path) ->
         check_writable(job, new=True)
     assert refused.value.where == f"out = {str(tmp_path / out)!r}"
     assert "--out FOLDER" in (refused.value.fix or "")
-    with pytest.raises(JobError, match=r"cannot be (made|written)"):
+    with pytest.raises(JobError, match=r"cannot be (created|written)"):
         check_writable(
             job.model_copy(update={"out": str(tmp_path / "run"), "checkpoint": checkpoints_in(job)}), new=True
         )
@@ -68,7 +68,7 @@ def checkpoints_in(job: Job) -> object:
 
 
 @pytest.mark.parametrize("out", ["run", "a/b/run", "folder"])
-def test_a_folder_that_can_be_written_is_left_as_it_is(out: str, tmp_path: Path) -> None:
+def test_check_of_a_writable_folder_changes_nothing(out: str, tmp_path: Path) -> None:
     job = Job.load(write_job(tmp_path), [f"out={tmp_path / out}"])
     (tmp_path / "folder").mkdir()
     before = tree(tmp_path)
@@ -90,7 +90,7 @@ def job_in(folder: Path, out: str = "run", checkpoints: str = "") -> Job:
 
 
 def in_a_fork(hold: Callable[[], object]) -> int:
-    """A process that holds something until it is killed."""
+    """Process id of a fork that holds a lock until it is killed."""
     reading, writing = os.pipe()
     if not (fork := os.fork()):
         hold()
@@ -124,7 +124,7 @@ def test_earlier_runs_are_numbered(tmp_path: Path) -> None:
     assert not list((tmp_path / "run.1").glob(".*"))
 
 
-def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
+def test_existing_folder_is_kept(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with HeldFolders(job_in(tmp_path, checkpoints=str(tmp_path / "a/b"))):
         pass
@@ -146,8 +146,10 @@ def test_two_jobs_share_no_checkpoint_folder(tmp_path: Path) -> None:
         check_writable(job_in(tmp_path, "one", shared), new=True, leads=False)  # another host of the run
 
 
-def test_ranks_keep_the_folder_of_a_launcher_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "DYING_SECONDS", 0.1)
+def test_ranks_keep_the_folder_locked_after_their_launcher_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "RANK_EXIT_SECONDS", 0.1)
     job = job_in(tmp_path)
     (tmp_path / "run").mkdir()
     launcher = in_a_fork(lambda: HeldFolders(job).__enter__())
@@ -171,11 +173,11 @@ def test_a_run_keeps_its_identity(tmp_path: Path) -> None:
     check_run_id(tmp_path, first)
     with pytest.raises(JobError, match=f"belongs to run {first} by now, this is run abc"):
         check_run_id(tmp_path, "abc")
-    check_run_id(tmp_path / "missing", "abc")  # the folder was renamed: writing will fail, and say so
+    check_run_id(tmp_path / "missing", "abc")  # a missing folder is accepted here, because writing to it will fail
 
 
 def aside_folders(tmp_path: Path) -> Path:
-    """A run, two that were moved aside, and things that only look so; the first run."""
+    """Path of a run, next to two runs that were moved aside and to other folders with similar names."""
     out = run_in(tmp_path / "run")
     run_in(tmp_path / "run.2")
     links = run_in(tmp_path / "run.10", "x" * 1000) / "export"
@@ -191,7 +193,7 @@ def aside_folders(tmp_path: Path) -> Path:
     return out
 
 
-def test_runs_moved_aside_are_listed_and_others_are_told_apart(tmp_path: Path) -> None:
+def test_only_runs_moved_aside_are_removable(tmp_path: Path) -> None:
     found = {folder.path.name: folder for folder in list_aside(aside_folders(tmp_path))}
     assert list(found) == ["run.2", "run.3", "run.4", "run.5", "run.6", "run.10"]
     assert [name for name, folder in found.items() if not folder.refusal] == ["run.2", "run.10"]
@@ -203,8 +205,8 @@ def test_runs_moved_aside_are_listed_and_others_are_told_apart(tmp_path: Path) -
             remove_aside(found[name])
 
 
-def test_a_run_moved_aside_that_is_held_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "DYING_SECONDS", 0.1)
+def test_locked_run_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "RANK_EXIT_SECONDS", 0.1)
     run_in(tmp_path / "run.1")
     (folder,) = list_aside(tmp_path / "run")
     rank = in_a_fork(lambda: join_folders(job_in(tmp_path, "run.1"), tmp_path / "run.1"))
@@ -217,16 +219,16 @@ def test_a_run_moved_aside_that_is_held_is_not_removed(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("text", ["7", "[" * 100_000, "9" * 5000, "[[]]", '{"train": 1}'])
-def test_a_folder_with_odd_tables_is_no_run(tmp_path: Path, text: str) -> None:
+def test_folder_with_other_tables_is_not_a_run(tmp_path: Path, text: str) -> None:
     (run_in(tmp_path / "run.1") / "prepared.json").write_text(text)
     (folder,) = list_aside(tmp_path / "run")
-    assert folder.refusal == "not a run of Weft: its prepared.json is of something else"
+    assert folder.refusal == "not a run of Weft: its prepared.json has other content"
 
 
 @pytest.mark.parametrize(
     ("answer", "options", "removed"), [("y\n", [], True), ("n\n", [], False), ("", ["--yes"], True)]
 )
-def test_weft_clean_asks_and_removes_runs_only(
+def test_weft_clean_asks_and_removes_only_runs(
     answer: str,
     options: list[str],
     removed: bool,
@@ -247,20 +249,20 @@ def test_weft_clean_asks_and_removes_runs_only(
     assert out.is_dir()
     printed = capsys.readouterr().out
     assert ("Removed 2 runs" in printed) == removed
-    assert "stays: a link" in " ".join(printed.split())
+    assert "kept: a link" in " ".join(printed.split())
 
 
-def test_weft_clean_has_nothing_to_do(
+def test_weft_clean_without_earlier_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["weft", "clean", str(tmp_path / "run")])
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 0
-    assert "There are no runs beside" in capsys.readouterr().out
+    assert "There are no earlier runs of" in capsys.readouterr().out
 
 
-def test_the_command_refuses_a_folder_before_it_reads_data(
+def test_command_refuses_a_folder_before_it_reads_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = write_job(tmp_path, data={"path": "/nowhere/*.txt"})

@@ -1,4 +1,4 @@
-"""Whole runs of pipelines, of ranks of the pool: they leave what a run of one rank leaves."""
+"""End-to-end pipeline runs in the rank pool, compared with a run on one rank."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from weft.observe.report import write_report
 from weft.train.metrics import read_evaluations, read_metrics
 
 MODEL = {**family("llama"), "vocab_size": 300, "num_hidden_layers": 4, "tie_word_embeddings": True}
-STEPS = {"steps": 3, "global_batch": 4, "micro_batch": 1, "evaluate_every": 2}
+STEPS = {"steps": 3, "global_batch_size": 4, "micro_batch_size": 1, "evaluate_every": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, plan
     "one rank": (1, {"parallel": {"zero": 0}}),
     "pp2": (2, {"parallel": {"pp": 2, "zero": 1}, "pipeline": {"schedule": "zb-h1"}}),
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, plan
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Layout -> folder of its run; each runs once."""
+    """Function that returns the run folder of a layout; each layout runs once."""
     folder, found = tmp_path_factory.mktemp("pipelines"), dict[str, Path]()
 
     def run(layout: str) -> Path:
@@ -43,7 +43,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one rank"])
-def test_a_pipeline_leaves_what_one_rank_leaves(layout: str, run_of: Callable[[str], Path]) -> None:
+def test_pipeline_run_equals_a_run_on_one_rank(layout: str, run_of: Callable[[str], Path]) -> None:
     one, out = run_of("one rank"), run_of(layout)
     expected, rows = read_metrics(one / "metrics.jsonl"), read_metrics(out / "metrics.jsonl")
     assert [row.loss for row in rows] == pytest.approx([row.loss for row in expected], rel=1e-5)
@@ -68,7 +68,7 @@ def test_the_summary_and_the_report(layout: str, run_of: Callable[[str], Path]) 
     assert summary["world_size"] == LAYOUTS[layout][0]
     assert summary["sample"]
     measured, predicted = summary["memory"]["measured"], summary["memory"]["predicted"]
-    # With zero 3 the ends are gathered until the last backward, and a block may be on its way.
+    # With zero 3, embedding and head stay gathered until the last backward, and a block may be prefetched.
     unit = 4 * 300 * 32 if LAYOUTS[layout][1]["parallel"].get("zero", 3) == 3 else 0
     for kind, size in predicted.items():
         spare = unit if kind.startswith("g") else 0

@@ -1,4 +1,4 @@
-"""A resumed run goes on with the updates that it began with: what differs is named, what only lengthens a run is not."""
+"""Check of optimizer settings on resume: changes are named, a longer run with the same learning rates is allowed."""
 
 from typing import Any
 
@@ -41,18 +41,18 @@ def test_every_change_is_named_with_both_values() -> None:
     ("schedule", "step", "named"),
     [("constant", 100, False), ("wsd", 50, False), ("wsd", 90, True), ("cosine", 50, True), ("cosine", 5, False)],
 )
-def test_more_steps_are_a_change_where_learning_rates_depended_on_them(schedule: str, step: int, named: bool) -> None:
+def test_more_steps_are_refused_if_past_learning_rates_depend_on_them(schedule: str, step: int, named: bool) -> None:
     found = refusal(job_of(200, schedule=schedule), job_of(100, schedule=schedule), step)
     assert found == (f"train.steps = 200, it was 100: the {schedule} schedule depends on it" if named else "")
 
 
-def test_what_may_change() -> None:
+def test_allowed_changes() -> None:
     assert refusal(job_of(), job_of()) == ""
     assert refusal(job_of(plan={"parallel": {"tp": 2}, "precision": {"param_dtype": "fp32"}}), job_of()) == ""
-    assert refusal(job_of(lr=0.01), job_of(lr=0.02), step=0) == ""  # nothing has been trained
+    assert refusal(job_of(lr=0.01), job_of(lr=0.02), step=0) == ""  # no step has been trained
 
 
-def test_a_checkpoint_of_a_version_with_fewer_keys() -> None:
+def test_checkpoint_without_newer_keys() -> None:
     before = job_of().model_dump(mode="json")
     del before["optimizer"]["freeze_steps"]
     check_same_update(job_of(freeze_steps=7), before, 50, "step-00000050")

@@ -1,4 +1,4 @@
-"""Floating-point operations of training, from the anatomy: the numerator of MFU."""
+"""Training FLOPs per token from the anatomy of a model: the numerator of MFU."""
 
 from transformers import PretrainedConfig
 
@@ -6,12 +6,11 @@ from weft.anatomy.roles import Anatomy
 
 
 def training_flops_per_token(anatomy: Anatomy, config: PretrainedConfig, seq_len: int) -> float:
-    """Operations of forward and backward for one token: 6 N + 6 layers seq_len width (Chowdhery et al., PaLM, 2022, causal).
+    """FLOPs of forward and backward per token: 6 N + 6 layers seq_len width (Chowdhery et al., PaLM, 2022, causal).
 
-    N counts the active parameters that multiply: all but the input embedding (a tied head multiplies and counts). The
-    second term is causal attention over the whole row, `width` = heads x mean of query and value head sizes; attention
-    that stays inside shorter documents does less. Recomputation is not counted. A model without attention heads (Mamba,
-    RWKV) has no second term.
+    N is the number of active parameters in matmuls: all except the input embedding (a tied head counts). The second term is
+    causal attention over the full row, where `width` = heads x mean of query and value head dims; attention inside shorter
+    documents does less work. Recomputation is not counted. A model without attention heads (Mamba, RWKV) has no second term.
     """
     text = config.get_text_config()
     embedding = anatomy.vocab_size * text.hidden_size

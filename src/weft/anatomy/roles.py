@@ -1,19 +1,19 @@
-"""Anatomy: a table of roles -> module names for one model. Techniques ask the anatomy, never a model's class."""
+"""Anatomy: module names of a model by role. All techniques use the anatomy and never the class of a model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder block: full module names by role; an empty tuple where the block has no such part."""
+    """Decoder block: full module names by role; a role without modules is an empty tuple."""
 
     name: str
     attention: tuple[str, ...]
     """Softmax attention."""
     recurrence: tuple[str, ...]
-    """State-space, linear-attention or convolution mixers, which carry a state along the sequence."""
+    """Recurrent mixers (state-space, linear-attention or convolution), which carry a state along the sequence."""
     mlp: tuple[str, ...]
-    """Feed-forward part, dense or Mixture-of-Experts (router and experts inside)."""
+    """Feed-forward part, dense or Mixture-of-Experts (contains router and experts)."""
     router: tuple[str, ...]
     experts: tuple[str, ...]
     shared_experts: tuple[str, ...]
@@ -26,7 +26,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What one causal language model is made of."""
+    """Anatomy of a causal language model."""
 
     family: str
     """model_type of its configuration."""
@@ -38,17 +38,17 @@ class Anatomy:
     """The head shares the embedding's weight."""
     parameters: int
     active_parameters: int
-    """Parameters that take part in one token: all but the experts that are not chosen."""
+    """Parameters used per token: all except those of experts that are not chosen."""
     vocab_size: int
     max_positions: int | None
-    """Longest sequence the configuration allows; None where it sets no limit."""
+    """Longest sequence that the configuration allows; None if it has no limit."""
 
     @property
     def has_experts(self) -> bool:
         return any(block.is_moe for block in self.blocks)
 
     def table(self) -> list[tuple[str, str, int]]:
-        """Rows (role, module names with * for the number of the block, how often), in forward order."""
+        """Rows (role, module name with * for the block index, number of blocks), in forward order."""
         rows: dict[tuple[str, str], int] = {}
         for block in self.blocks:
             for role in ("attention", "recurrence", "router", "experts", "shared_experts", "mlp", "norms"):

@@ -1,4 +1,4 @@
-"""Small copies of a model, for experiments at start: the blocks and the code of the original, in a few megabytes."""
+"""Small copies of a model for checks at startup: the same code and kinds of blocks in a few megabytes."""
 
 import copy
 import re
@@ -15,18 +15,18 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.errors import ModelError
 
-LARGEST_COPY = 2**25  # parameters
+MAX_COPY_PARAMETERS = 2**25  # parameters
 VOCABULARY = 96
 POSITIONS = 64
-NEAR = 8  # a distance in tokens that is shorter than the documents of an experiment
-BETWEEN = 16  # one that is longer than the first document, and shorter than the second
-NOISE = 0.1  # added to all weights: no gate is closed, and attention is uneven
-# Sizes by the names of their keys, and what they become in any copy.
-ENDS: tuple[tuple[str, int], ...] = (
+NEAR = 8  # distance in tokens, shorter than the documents of a check
+BETWEEN = 16  # distance in tokens, longer than the first document of a row and shorter than the second
+NOISE = 0.1  # standard deviation of noise added to all weights, so that no gate is closed and attention is not uniform
+# Sizes in every copy, by patterns of their keys.
+FIXED_SIZES: tuple[tuple[str, int], ...] = (
     (r"(padded_)?vocab_size(_per_layer_input)?", VOCABULARY),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions", POSITIONS),
 )
-# The same for small widths. Numbers that are smaller are rounded down to a power of two, and 0 stays.
+# Sizes in a copy with small widths. A value that is already smaller is rounded down to a power of two; 0 is kept.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"hidden_size|n_embd|d_model|embedding_(size|dim)|word_embed_proj_dim|lru_width", 32),
     (r"adapter_(input_size|in_dim|out_dim)", 32),
@@ -45,58 +45,64 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"n_shared_experts|num_shared_experts|moe_num_shared_experts", 1),
     (r"(q|kv)_lora_rank|hidden_size_per_layer_input|laurel_rank", 16),
     (r"linear_num_((key|value)_)?heads", 4),
-    (r"index_n_heads", 32),  # with few, scores are zero in all of them, and ties decide which keys are attended to
+    (r"index_n_heads", 32),  # with few heads, all scores may be zero, and ties decide which keys are attended to
     (r"index_head_dim|linear_((key|value)_)?head_dim", 8),
     (r"mamba_(n|num)_heads|mamba_d_head|mamba_head_dim|mamba_d_state|ssm_state_size", 8),
     (r"mamba_d_ssm", 64),
 )
-# Distances in tokens: a copy keeps whether rows of the job are longer.
+# Distances in tokens: shrunk so that they are shorter than rows of a check exactly if they are shorter than rows of the job.
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 DISTANCES = re.compile(
     rf"(attention_)?window_size|\w*sliding_window(_size)?|attention_chunk_size|index_topk|{ORIGINAL_LENGTH}"
 )
 DEPTH = re.compile(r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers")
-NOISES = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
+RANDOMNESS = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
 TOKENS = re.compile(r".*_token_id")
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def small_copy(model: PreTrainedModel, anatomy: Anatomy, seq_len: int | None) -> PreTrainedModel:
-    """Build a model of the same class in float32 on the host, in evaluation mode, with eager attention and new weights.
+    """Build a small model of the same class: float32, in host memory, evaluation mode, eager attention, new random weights.
 
-    Tried in this order, until one can be built and runs: small widths and as many of the first blocks as have all kinds
-    of blocks; small widths and all blocks; the same two with the widths of the model. No copy has more than 2^25
-    parameters. The weights are the same each time, and torch's default generator is left as it was.
+    The first of these copies that can be built and run is returned:
+
+    1. small widths, and the first blocks up to the one that completes all kinds of blocks;
+    2. small widths, and all blocks;
+    3. the model's widths, with the blocks of 1;
+    4. the model's widths, with the blocks of 2.
+
+    No copy has more than 2^25 parameters. The weights are deterministic, and torch's default generator is not changed.
 
     Args:
-        model: on any device, the meta device too; it is not touched.
-        anatomy: its roles.
-        seq_len: tokens of the longest row, None for any; windows that are no shorter have no effect in the copy.
+        model: full model on any device, including meta; it is not modified.
+        anatomy: anatomy of the model.
+        seq_len: tokens of the longest row; attention windows of at least this length have no effect in the copy. None: any
+            length.
 
     Raises:
-        ModelError: there is no such copy; the message has the first reason.
+        ModelError: no small copy can be built; the message has the first reason.
     """
     kinds, reasons = block_kinds(model, anatomy), []
     for widths, depth in product((True, False), sorted({_first_with_all(kinds), len(kinds)})):
         try:
             table = _shrink(model.config.to_dict(), seq_len, depth, widths=widths)
-            found = _build(type(model), type(model.config)(**table))
-            if depth < len(kinds) and not set(kinds) <= set(block_kinds(found, read_anatomy(found))):
+            small = _build(type(model), type(model.config)(**table))
+            if depth < len(kinds) and not set(kinds) <= set(block_kinds(small, read_anatomy(small))):
                 continue
             with torch.no_grad(), torch.device("cpu"):
-                found(input_ids=torch.full((1, 4), 3), use_cache=False)
-            return found
-        except Exception as error:  # each family refuses sizes in its own way
+                small(input_ids=torch.full((1, 4), 3), use_cache=False)
+            return small
+        except Exception as error:  # families raise many types of exceptions for sizes that they do not support
             reasons.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
     raise ModelError(
         f"no small copy of {anatomy.family} can be built: {reasons[0]}",
         where=f"model_type {anatomy.family}",
-        rule=f"a copy has blocks of all kinds and at most {LARGEST_COPY:,} parameters",
+        rule=f"a small copy has all kinds of blocks and at most {MAX_COPY_PARAMETERS:,} parameters",
     )
 
 
 def block_kinds(model: PreTrainedModel, anatomy: Anatomy) -> list[tuple[Any, ...]]:
-    """The kind of each block: classes of its modules, and flags and words set on them, without sizes and numbers."""
+    """Kind of each block: the classes of its modules and their boolean and string attributes, without any sizes."""
     return [tuple(dict.fromkeys(_flags(model.get_submodule(block.name)))) for block in anatomy.blocks]
 
 
@@ -111,16 +117,16 @@ def _flags(block: nn.Module) -> Iterator[tuple[Any, ...]]:
 
 
 def _first_with_all(kinds: list[tuple[Any, ...]]) -> int:
-    """How many of the first blocks there are of all kinds, at least two."""
+    """Number of leading blocks that include all kinds of blocks, at least two."""
     return min(max(2, *(kinds.index(kind) + 1 for kind in kinds)), len(kinds))
 
 
 def _build(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model with weights that are always the same."""
+    """Build a model with deterministic random weights."""
     config._attn_implementation = "eager"
     with torch.device("meta"):
         size = sum(prod(parameter.shape) for parameter in kind(copy.deepcopy(config)).parameters())
-    if size > LARGEST_COPY:
+    if size > MAX_COPY_PARAMETERS:
         raise ValueError(f"{size:,} parameters")
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(0)
@@ -135,11 +141,13 @@ def _build(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedM
 
 
 def _shrink(table: dict[str, Any], seq_len: int | None, depth: int, *, widths: bool) -> dict[str, Any]:
-    """The table of a configuration with few blocks and small sizes, by the names of its keys.
+    """Table of a small configuration: each key is shrunk by the pattern that its name matches.
 
     Args:
-        depth: blocks to keep, the first ones.
-        widths: shrink SIZES, not ENDS alone.
+        table: table of the original configuration.
+        seq_len: tokens of the longest row; None: any length.
+        depth: number of leading blocks to keep.
+        widths: shrink the keys of SIZES; otherwise only those of FIXED_SIZES.
     """
     blocks = next((value for key, value in table.items() if DEPTH.fullmatch(key) and value), 0)
     small: dict[str, Any] = {}
@@ -150,18 +158,20 @@ def _shrink(table: dict[str, Any], seq_len: int | None, depth: int, *, widths: b
             small[key] = _shrink_rope(value, seq_len)
         elif isinstance(value, dict) and "model_type" in value:
             small[key] = _shrink(value, seq_len, depth, widths=widths)
-        elif isinstance(value, dict) and key.startswith("per_layer"):  # by number of a block
+        elif isinstance(value, dict) and key.startswith("per_layer"):  # by block index
             own = {index: settings for index, settings in value.items() if int(index) < depth}
             small[key] = {index: _shrink(settings, seq_len, depth, widths=widths) for index, settings in own.items()}
         elif DEPTH.fullmatch(key) and value:
             small[key] = min(value, depth)
         elif DISTANCES.fullmatch(key) and isinstance(value, int) and value > 0:
             small[key] = _distance(key, value, seq_len)
-        elif NOISES.fullmatch(key) and isinstance(value, int | float):
+        elif RANDOMNESS.fullmatch(key) and isinstance(value, int | float):
             small[key] = type(value)(0)
         elif TOKENS.fullmatch(key):
             small[key] = _token(key, value)
-        elif key == "output_router_logits":  # the library's auxiliary loss takes no prepared masks; ours needs none
+        elif (
+            key == "output_router_logits"
+        ):  # the library's auxiliary loss does not support prebuilt masks; Weft computes it itself
             small[key] = False
         else:
             small[key] = _size(key, value, widths=widths)
@@ -171,10 +181,10 @@ def _shrink(table: dict[str, Any], seq_len: int | None, depth: int, *, widths: b
 
 
 def _size(key: str, value: Any, *, widths: bool) -> Any:
-    """The size that a key has in a copy; other values as they are."""
+    """Size of a key in a copy; a value that is not a size is returned unchanged."""
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         return value
-    for pattern, size in ENDS:
+    for pattern, size in FIXED_SIZES:
         if re.fullmatch(pattern, key):
             return size
     for pattern, size in SIZES if widths else ():
@@ -184,7 +194,7 @@ def _size(key: str, value: Any, *, widths: bool) -> Any:
 
 
 def _match_sizes(table: dict[str, Any], small: dict[str, Any]) -> None:
-    """Set sizes in the small table that follow from others."""
+    """Set sizes in the small table that depend on other sizes."""
     heads, kv_heads = "num_attention_heads", "num_key_value_heads"
     if kv_heads in small and (small.get("kv_lora_rank") or table[kv_heads] == table[heads]):
         small[kv_heads] = small[heads]  # a key and a value for every query head
@@ -202,14 +212,14 @@ def _match_sizes(table: dict[str, Any], small: dict[str, Any]) -> None:
 
 
 def _rotary_dim(table: dict[str, Any]) -> int:
-    """Features of a head that are rotated, but for a share that is the same in the copy."""
+    """Rotary dims per head, up to a factor (partial_rotary_factor) that is the same in the copy."""
     heads = table.get("num_attention_heads") or table.get("n_head") or 1
     width = table.get("hidden_size") or table.get("n_embd") or heads
     return table.get("qk_rope_head_dim") or table.get("head_dim") or width // heads
 
 
 def _cut_factors(rope: dict[str, Any], share: float) -> None:
-    """Leave the first factors of LongRoPE, for heads that are smaller by a share."""
+    """Truncate the factors of LongRoPE for heads that are smaller by the factor `share`, in place."""
     for key, value in rope.items():
         if isinstance(value, dict):
             _cut_factors(value, share)
@@ -218,7 +228,7 @@ def _cut_factors(rope: dict[str, Any], share: float) -> None:
 
 
 def _shrink_rope(rope: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
-    """A copy of rotary parameters, with the length at which some of them change."""
+    """Copy of rotary parameters with shrunk original lengths."""
     small = {}
     for key, value in rope.items():
         small[key] = _shrink_rope(value, seq_len) if isinstance(value, dict) else value
@@ -228,7 +238,7 @@ def _shrink_rope(rope: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
 
 
 def _token(key: str, value: Any) -> Any:
-    """The number of a special token: one that no experiment uses, or none at all."""
+    """Id of a special token in a copy: an id that no check uses, or the unchanged id if it is out of range."""
     if isinstance(value, list):
         return [_token(key, item) for item in value]
     if value is None or (value >= VOCABULARY and key not in SPECIAL):
@@ -237,6 +247,6 @@ def _token(key: str, value: Any) -> Any:
 
 
 def _distance(key: str, value: int, seq_len: int | None) -> int:
-    """Longer than rows of an experiment if it is no shorter than those of the job, else shorter."""
+    """Distance in a copy: longer than rows of a check if it is at least seq_len, else shorter."""
     near = BETWEEN if key == ORIGINAL_LENGTH else NEAR
     return max(value, POSITIONS) if seq_len is not None and value >= seq_len else min(value, near)

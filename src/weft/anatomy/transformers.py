@@ -1,4 +1,4 @@
-"""Reads the anatomy of any Hugging Face causal language model from what the library publishes and from its module tree."""
+"""Anatomy of any Hugging Face causal language model, read from the library's metadata and the module tree."""
 
 import re
 from math import prod
@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 from weft.anatomy.roles import Anatomy, Block
 from weft.errors import ModelError
 
-# Names (last part of a module's name) by role, as found in the families of Transformers 5.17 to 5.23.
+# Last part of module names by role, in the families of Transformers 5.17 to 5.23.
 ATTENTION = re.compile(r"(self_)?(attn|attention|att)|multi_head_attention")
 RECURRENCE = re.compile(r"linear_attn|mamba|mixer|conv|temporal_block|mlstm_layer")
 MLP = re.compile(r"mlps?|ffn|feed_forward|moe|block_sparse_moe|shared_mlp|fc1|fc2")
@@ -27,10 +27,10 @@ TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_t
 
 
 def read_anatomy(model: PreTrainedModel) -> Anatomy:
-    """The anatomy of a causal language model; the meta device is enough.
+    """Read the anatomy of a causal language model; the model may be on the meta device.
 
     Raises:
-        ModelError: a role is missing; the message says what was looked for.
+        ModelError: a role is missing; the message has the names that were searched.
     """
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -51,26 +51,26 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         head=names[id(head)],
         tied=head.weight is embedding.weight,
         parameters=parameters,
-        active_parameters=parameters - _idle_parameters(model, blocks),
+        active_parameters=parameters - _inactive_parameters(model, blocks),
         vocab_size=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
     )
 
 
 def row_arguments(model: PreTrainedModel, position_ids: torch.Tensor, masks: bool = True) -> dict[str, Any]:
-    """Keyword arguments, besides `input_ids`, with which a model runs rows of documents in training.
+    """Keyword arguments, besides `input_ids`, for running rows of documents in training.
 
-    Rows of one document each get no mask: the model's own code makes it, with all that a family adds. Other rows get the
-    masks of `document_masks`; `weft.anatomy.documents` tries at start whether these are right for a model.
+    Rows with a single document get no mask; the model builds its own mask, including family-specific parts. Packed rows get
+    the masks of `document_masks`; `weft.anatomy.documents` checks at startup that these masks are correct for the model.
 
     Args:
-        model: a causal language model, parallelized or not.
-        position_ids: [rows, seq_len]; a document starts wherever they do not grow by one.
-        masks: make them, where rows need them; False for a model that makes its own from whole rows.
+        model: causal language model, parallelized or not.
+        position_ids: [rows, seq_len]; a document starts where they do not increase by one.
+        masks: build masks for packed rows; False for a model that builds masks from full rows itself.
     """
     made = document_masks(model, position_ids) if masks and not bool((position_ids.diff() == 1).all()) else None
     arguments: dict[str, Any] = {"position_ids": position_ids, "attention_mask": made, "use_cache": False}
-    if getattr(model.config, "output_router_logits", False):  # the auxiliary loss is ours: `weft.parallel.moe_aux_loss`
+    if getattr(model.config, "output_router_logits", False):  # `weft.parallel.moe_aux_loss` computes the auxiliary loss
         arguments["output_router_logits"] = False
     return arguments
 
@@ -78,18 +78,18 @@ def row_arguments(model: PreTrainedModel, position_ids: torch.Tensor, masks: boo
 def document_masks(
     model: PreTrainedModel, position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> Any:
-    """The attention masks of packed rows, for the model's `attention_mask`, made by the library itself.
+    """Attention masks of packed rows for the argument `attention_mask`, built by Transformers.
 
-    Most families build these masks from position ids on their own; some (GPT-OSS in 5.17 to 5.23) forget to, and attend
-    across documents without a word. Masks made ahead of the forward, as `generate` makes them, are honoured by all.
+    Most families build these masks from position ids themselves; some (GPT-OSS in 5.17 to 5.23) do not, and silently attend
+    across documents. All families use masks that are built before the forward pass, as `generate` does.
 
     Args:
-        model: a causal language model, parallelized or not.
-        position_ids: [rows, seq_len]; a document starts wherever they do not grow by one.
-        attention_mask: [rows, seq_len], 0 for padding, or None.
+        model: causal language model, parallelized or not.
+        position_ids: [rows, seq_len]; a document starts where they do not increase by one.
+        attention_mask: [rows, seq_len], 0 in padding; or None.
 
     Returns:
-        One mask, a mask for each kind of layer, or None where plain causal attention is all that is needed.
+        One mask, a dictionary with a mask per kind of layer, or None where plain causal attention is sufficient.
     """
     make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     shape_only = torch.empty((*position_ids.shape, 0), dtype=model.dtype, device=position_ids.device)
@@ -103,7 +103,7 @@ def document_masks(
 
 
 def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The list of decoder blocks: the one of the library's pipeline plan, else the largest list of blocks."""
+    """Find the list of decoder blocks: the list in the library's pipeline plan, else the largest list of blocks."""
 
     def is_block(module: nn.Module) -> bool:
         children = [name for name, _ in module.named_children()]
@@ -121,21 +121,23 @@ def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         raise refuse_kind(model.config)
     if not found:
         wanted = f"a list of blocks whose children match {ATTENTION.pattern} and {MLP.pattern}, or {RECURRENCE.pattern}"
-        raise _unreadable(model, "blocks", f"{wanted}; module lists there are: {', '.join(lists) or 'none'}")
+        raise _unreadable(model, "blocks", f"{wanted}; the module lists are: {', '.join(lists) or 'none'}")
     largest = max(found, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
     return largest, lists[largest]
 
 
 def _read_block(name: str, block: nn.Module) -> Block:
     def find(pattern: re.Pattern[str], inside: tuple[str, ...] | None = None) -> tuple[str, ...]:
-        """Modules whose last name matches: children of the block, or anything below the given parts of it."""
+        """Modules whose last name matches: children of the block, or any module inside the parts `inside`."""
         if inside is None:
             return tuple(f"{name}.{child}" for child, _ in block.named_children() if pattern.fullmatch(child))
         found: list[str] = []
         for child, _ in block.named_modules():
             full = f"{name}.{child}"
             below = full in inside or full.startswith(tuple(f"{part}." for part in inside))
-            nested = full.startswith(tuple(f"{outer}." for outer in found))  # the outermost module plays the role
+            nested = full.startswith(
+                tuple(f"{outer}." for outer in found)
+            )  # only the outermost matching module has the role
             if below and not nested and pattern.fullmatch(child.rsplit(".", 1)[-1]):
                 found.append(full)
         return tuple(found)
@@ -155,7 +157,7 @@ def _read_block(name: str, block: nn.Module) -> Block:
 
 
 def _find_final_norm(model: PreTrainedModel, stack_name: str) -> str | None:
-    """The last part of the library's pipeline plan, else the last norm beside the blocks."""
+    """Find the final norm: the last module of the library's pipeline plan, else the last norm next to the blocks."""
     parent_name = stack_name.rpartition(".")[0]
     plan = list(getattr(model.config, "base_model_pp_plan", None) or ())
     if plan and hasattr(model.get_submodule(parent_name), plan[-1]):
@@ -167,27 +169,27 @@ def _find_final_norm(model: PreTrainedModel, stack_name: str) -> str | None:
 
 
 def experts_per_token(config: Any) -> int | None:
-    """Experts that each token visits, by the configuration of a language model; None where it does not say."""
+    """Number of experts per token in the configuration of a language model; None if the configuration has no such key."""
     return next((getattr(config, key) for key in TOP_K if isinstance(getattr(config, key, None), int)), None)
 
 
-def _idle_parameters(model: PreTrainedModel, blocks: tuple[Block, ...]) -> int:
-    """Parameters of experts that one token does not visit (fused experts: the first dim counts the experts)."""
+def _inactive_parameters(model: PreTrainedModel, blocks: tuple[Block, ...]) -> int:
+    """Number of expert parameters that a token does not use (fused experts are stacked along the first dim)."""
     config = model.config.get_text_config()
     top_k = experts_per_token(config)
-    idle = 0
+    inactive = 0
     for name in (name for block in blocks for name in block.experts):
         experts = model.get_submodule(name)
         separate = len(list(experts.children())) if isinstance(experts, nn.ModuleList) else 0
         for parameter in experts.parameters():
             num_experts = separate or parameter.shape[0]
             share = 1 - min(top_k or num_experts, num_experts) / num_experts
-            idle += round(prod(parameter.shape) * share)
-    return idle
+            inactive += round(prod(parameter.shape) * share)
+    return inactive
 
 
 def kind_of_model(config: PretrainedConfig) -> str | None:
-    """The kind of a model that is not decoder-only, by the library's lists of models; None where these say nothing."""
+    """Kind of a model that is not decoder-only, from the model lists of Transformers; None if it is in none of them."""
     if config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return "an encoder-decoder model"
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
@@ -196,12 +198,12 @@ def kind_of_model(config: PretrainedConfig) -> str | None:
 
 
 def refuse_kind(config: PretrainedConfig) -> ModelError:
-    """The error about a model that is not a decoder-only language model."""
+    """Error for a model that is not a decoder-only language model."""
     kind = kind_of_model(config)
     return ModelError(
         f"{config.model_type} is {kind}"
         if kind
-        else f"Transformers cannot build a causal language model of {config.model_type}: it has none of this family",
+        else f"Transformers cannot build a causal language model of {config.model_type}: the family has none",
         where=f"model_type {config.model_type}",
         rule="Weft trains decoder-only (causal) language models of Transformers",
         fix="name a causal model, such as llama, qwen3 or gpt2; docs/families.md lists all families",
@@ -213,5 +215,5 @@ def _unreadable(model: PreTrainedModel, role: str, looked_for: str) -> ModelErro
         f"cannot read the anatomy of {type(model).__name__}: no {role} found",
         where=f"model_type {model.config.model_type}",
         rule=f"looked for {looked_for}",
-        fix="use a decoder-only model of Transformers, or teach src/weft/anatomy/transformers.py this family's names",
+        fix="use a decoder-only model of Transformers, or add this family's names to src/weft/anatomy/transformers.py",
     )

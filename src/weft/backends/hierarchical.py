@@ -1,20 +1,23 @@
-"""Collectives of CPU ranks on one or several hosts: inside a host through memory, and between hosts as little as can be.
+"""Hierarchical collectives of CPU ranks: through shared memory inside a host, with little traffic between hosts.
 
-The groups of a mesh come from here. Ranks of one host get shared memory. Where a group has as many ranks on each of several
-hosts, host after host, its collectives go in two levels (as in the hierarchical all-reduce of Jia et al., Highly Scalable Deep
-Learning, 2018): `inner` are the ranks of a host, `outer` those of the same place on each host.
+This module creates the process groups of a mesh. Ranks of one host communicate through shared memory. A group with the same
+number of ranks on each of several hosts, numbered host after host, uses hierarchical collectives (as in the hierarchical
+all-reduce of Jia et al., Highly Scalable Deep Learning, 2018). `inner` is the group of the ranks of this host; `outer` is the
+group of the ranks with this local rank on all hosts.
 
+    collective        step 1                     step 2                    step 3
     all-reduce        reduce-scatter inside      all-reduce between        all-gather inside
     reduce-scatter    reduce-scatter inside      reduce-scatter between
     all-gather                                   all-gather between        all-gather inside
-    all-to-all        to the right place inside  to the right host
-    broadcast                                    from the root's host      from the root's place
+    all-to-all        to the local rank inside   to the host
+    broadcast                                    from the root's host      from the root's local rank
 
-The ranks of a host then share what passes its link: each sends 1 / ranks-per-host of what one ring of all ranks would carry
-over it. Sums are made inside first, so that they may differ from a flat group's in their last bits; all ranks have the same.
+The ranks of a host share its traffic to other hosts: each rank sends 1 / ranks-per-host of the bytes that a ring of all ranks
+sends over the link of the host. Sums inside a host come first, so that results may differ from those of a flat group in the
+last bits; all ranks have the same bits.
 """
 # mypy: disable-error-code="call-arg,override,assignment,attr-defined,arg-type"
-# The stubs of ProcessGroup list what may be called from Python; torch.distributed itself calls one form of each.
+# The stubs of ProcessGroup list every overload; torch.distributed itself calls one form of each method.
 
 import json
 import os
@@ -35,22 +38,24 @@ from weft.backends.instrumented import GlooGroup, InstrumentedGroup
 from weft.backends.shared_memory import reduce_parts, share_memory
 
 BACKENDS = {"auto": "weft", "two_level": "weft_two_level", "flat": "weft_flat"}
-"""Name of the backend by `plan.comm.hierarchy`. In two levels an all-to-all sends larger messages, not fewer bytes: auto lets
-it go flat."""
+"""Backend name by `plan.comm.hierarchy`. A hierarchical all-to-all sends larger messages but not fewer bytes, so that "auto"
+uses the flat one."""
 INSIDE, BETWEEN = "@host", "@between"
-"""Behind the description of a group: its part inside a host, and that between hosts."""
-# torch 2.13 gave these two their new names.
+"""Suffixes of a group's description: the group inside a host, and the group between hosts."""
+# New names of torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-SMALL = 4096  # numbers that are sooner added up in full by each place than in parts
-PIECE = 2**20  # numbers that are reduced inside a host while those before them travel between hosts
+SMALL = 4096  # elements below which an all-reduce between hosts is faster without a reduce-scatter inside the host
+PIECE = (
+    2**20
+)  # elements per pipelined chunk: one is reduced inside a host while the previous one is reduced between hosts
 
 
 def register_backend(hierarchy: str = "auto") -> str:
-    """Make a backend known to torch, once; its name for `init_device_mesh` and `new_group`.
+    """Register a backend with torch, once, and return its name for `init_device_mesh` and `new_group`.
 
     Args:
-        hierarchy: as in `plan.comm.hierarchy`.
+        hierarchy: value of `plan.comm.hierarchy`.
     """
     name = BACKENDS[hierarchy]
     if name.upper() not in dist.Backend._plugins:
@@ -60,31 +65,34 @@ def register_backend(hierarchy: str = "auto") -> str:
 
 
 def _create_group(store: dist.Store, rank: int, size: int, timeout: timedelta, *, hierarchy: str) -> Any:
-    """The group of some ranks, as torch asks for it; all of them come to the same decision."""
+    """Create the process group that torch requests; all ranks of the group reach the same decision."""
     gloo = partial(_gloo, store, "gloo", rank, size, timeout)
 
-    def share(own: dist.Store, place: int, ranks: int) -> Any:
-        # What shared memory passes on has been noted: it goes past torch's operators, and whoever watches them.
-        plain = partial(ProcessGroupGloo, dist.PrefixStore("gloo", own), place, ranks, timeout=timeout)
-        return share_memory(own, place, ranks, timeout, plain)
+    def share(own: dist.Store, group_rank: int, ranks: int) -> Any:
+        # The shared-memory group reports collectives itself: its gloo fallback bypasses torch's operators, so that
+        # dispatch modes do not count a collective twice.
+        plain = partial(ProcessGroupGloo, dist.PrefixStore("gloo", own), group_rank, ranks, timeout=timeout)
+        return share_memory(own, group_rank, ranks, timeout, plain)
 
-    store.set(f"place/{rank}", json.dumps(host_id()))
-    places = [store.get(f"place/{peer}") for peer in range(size)]
-    hosts = len(set(places))
+    store.set(f"host_id/{rank}", json.dumps(host_id()))
+    host_ids = [store.get(f"host_id/{peer}") for peer in range(size)]
+    hosts = len(set(host_ids))
     if hosts == 1:
         return share(dist.PrefixStore("host", store), rank, size) or gloo()
     per_host = size // hosts
-    regular = size == hosts * per_host and all(places[peer] == places[peer - peer % per_host] for peer in range(size))
+    regular = size == hosts * per_host and all(
+        host_ids[peer] == host_ids[peer - peer % per_host] for peer in range(size)
+    )
     if hosts == size:
         return gloo(link=BETWEEN)
     if hierarchy == "flat" or not regular:
         return gloo()
-    host, place = divmod(rank, per_host)
-    inner = share(dist.PrefixStore(f"host-{host}", store), place, per_host)
+    host, local_rank = divmod(rank, per_host)
+    inner = share(dist.PrefixStore(f"host-{host}", store), local_rank, per_host)
     store.set(f"shares/{rank}", str(inner is not None))
     if any(store.get(f"shares/{peer}") != b"True" for peer in range(size)):
         return gloo()
-    outer = _gloo(store, f"between-{place}", host, hosts, timeout, BETWEEN)
+    outer = _gloo(store, f"between-{local_rank}", host, hosts, timeout, BETWEEN)
     return TwoLevelGroup(inner, outer, gloo, hierarchy == "two_level")
 
 
@@ -93,7 +101,7 @@ def _gloo(store: dist.Store, prefix: str, rank: int, size: int, timeout: timedel
 
 
 def host_id() -> list[str]:
-    """What ranks of one host have in common. A network of its own makes an emulated host, or a container."""
+    """Identity of this host, equal on all of its ranks. A container or emulated host with its own namespaces is one host."""
     if sys.platform != "linux":
         return [platform.node()]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -101,15 +109,15 @@ def host_id() -> list[str]:
 
 
 def leaves_host(group: dist.ProcessGroup) -> bool:
-    """Whether collectives of a group of CPU ranks go between hosts, and so can be under way while ranks compute."""
+    """True if collectives of a CPU group go between hosts, and can therefore overlap with computation."""
     return isinstance(group, TwoLevelGroup | GlooGroup)
 
 
 class TwoLevelGroup(InstrumentedGroup):
-    """Ranks on several hosts, as many on each: rank r has place r % inner.size() on host r // inner.size().
+    """Hierarchical group: rank r has local rank r % inner.size() on host r // inner.size().
 
-    The methods are those that torch.distributed calls; see its functions for their meaning. What is issued with async_op ends
-    in `wait`: all ranks wait in one order. Operations that are not written here go flat, through gloo.
+    The methods are those that torch.distributed calls; see its functions for their meaning. A collective that is issued with
+    async_op finishes in `wait`, so that all ranks must wait in the same order. All other operations use a flat gloo group.
     """
 
     def __init__(
@@ -117,17 +125,17 @@ class TwoLevelGroup(InstrumentedGroup):
         inner: dist.ProcessGroup,
         outer: dist.ProcessGroup,
         make_flat: Callable[[], Any],
-        exchanges_in_levels: bool,
+        hierarchical_all_to_all: bool,
     ):
         """
         Args:
-            inner: ranks of this host.
-            outer: ranks of this place on all hosts.
-            make_flat: makes a group of all ranks, when it is first wanted.
-            exchanges_in_levels: all-to-all too; else it goes flat.
+            inner: group of the ranks of this host.
+            outer: group of the ranks with this local rank on all hosts.
+            make_flat: factory of a group of all ranks; called at its first use.
+            hierarchical_all_to_all: True for a hierarchical all-to-all, False for a flat one.
         """
         self.inner, self.outer, self.make_flat = inner, outer, make_flat
-        self.exchanges_in_levels = exchanges_in_levels
+        self.hierarchical_all_to_all = hierarchical_all_to_all
         self.per_host, self.hosts = inner.size(), outer.size()
         super().__init__(outer.rank() * self.per_host + inner.rank(), self.per_host * self.hosts)
         self._description = ""
@@ -142,7 +150,7 @@ class TwoLevelGroup(InstrumentedGroup):
         return _all(works, tensors, lambda: _write_back(flat, tensor))
 
     def _all_reduce(self, flat: Tensor, op: Any) -> dist.Work:
-        """Of a contiguous piece: what one does inside a host, another does between hosts."""
+        """All-reduce a contiguous chunk; the steps of several chunks are pipelined."""
         if flat.numel() < SMALL:
             dist.all_reduce(flat, op, self.inner)
             return dist.all_reduce(flat, op, self.outer, async_op=True)
@@ -161,13 +169,13 @@ class TwoLevelGroup(InstrumentedGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         own = input.new_empty(self.hosts * input.numel())
         between = all_gather_single(own, input.reshape(-1), self.outer, async_op=True)
-        places = list(zip(output.view(self.hosts, -1), own.view(self.hosts, -1), strict=True))
-        here, _ = places.pop(self.outer.rank())
-        all_gather_single(here, input.reshape(-1), self.inner)
+        blocks = list(zip(output.view(self.hosts, -1), own.view(self.hosts, -1), strict=True))
+        own_block, _ = blocks.pop(self.outer.rank())
+        all_gather_single(own_block, input.reshape(-1), self.inner)
 
         def finish() -> None:
-            for host, piece in places:
-                all_gather_single(host, piece, self.inner)
+            for block, piece in blocks:
+                all_gather_single(block, piece, self.inner)
 
         return _Finish(between, finish, [output])
 
@@ -189,13 +197,13 @@ class TwoLevelGroup(InstrumentedGroup):
         own = input.new_empty(self.hosts * output.numel())
         for part, host in zip(own.view(self.hosts, -1), input.reshape(self.hosts, -1), strict=True):
             reduce_scatter_single(part, host, op, self.inner)
-        # Gloo would all-reduce everything and throw the rest away.
-        theirs = torch.empty_like(own)
-        between = dist.all_to_all_single(theirs, own, group=self.outer, async_op=True)
+        # An all-to-all, since the reduce-scatter of gloo is an all-reduce of the full tensor.
+        received = torch.empty_like(own)
+        between = dist.all_to_all_single(received, own, group=self.outer, async_op=True)
 
         def finish() -> None:
             result = output.new_empty(output.numel())
-            reduce_parts(list(theirs.view(self.hosts, -1).unbind()), op, result)
+            reduce_parts(list(received.view(self.hosts, -1).unbind()), op, result)
             output.copy_(result.view_as(output))
 
         return _Finish(between, finish, [output])
@@ -209,36 +217,38 @@ class TwoLevelGroup(InstrumentedGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
-        if not self.exchanges_in_levels:
+        if not self.hierarchical_all_to_all:
             return self.flat.alltoall_base(output, input, output_splits, input_splits)
         width = input[:1].numel() if len(input) else output[:1].numel()
-        sends = torch.tensor(input_splits or [len(input) // self.ranks] * self.ranks).view(self.hosts, -1) * width
-        takes = torch.tensor(output_splits or [len(output) // self.ranks] * self.ranks).view(self.hosts, -1) * width
-        counts = torch.empty(self.per_host, self.hosts, dtype=torch.int64)  # from each place here, to each host
-        dist.all_to_all_single(counts, sends.T.contiguous(), group=self.inner)
-        pieces = input.reshape(-1).split(sends.flatten().tolist())
-        by_place = [
-            pieces[host * self.per_host + place] for place in range(self.per_host) for host in range(self.hosts)
+        sizes_in = torch.tensor(input_splits or [len(input) // self.ranks] * self.ranks)
+        sizes_in = sizes_in.view(self.hosts, -1) * width
+        sizes_out = torch.tensor(output_splits or [len(output) // self.ranks] * self.ranks)
+        sizes_out = sizes_out.view(self.hosts, -1) * width
+        counts = torch.empty(self.per_host, self.hosts, dtype=torch.int64)  # from each local rank, to each host
+        dist.all_to_all_single(counts, sizes_in.T.contiguous(), group=self.inner)
+        pieces = input.reshape(-1).split(sizes_in.flatten().tolist())
+        by_local_rank = [
+            pieces[host * self.per_host + local] for local in range(self.per_host) for host in range(self.hosts)
         ]
-        here = input.new_empty(int(counts.sum()))
+        inside = input.new_empty(int(counts.sum()))
         dist.all_to_all_single(
-            here, torch.cat(by_place), counts.sum(1).tolist(), sends.sum(0).tolist(), group=self.inner
+            inside, torch.cat(by_local_rank), counts.sum(1).tolist(), sizes_in.sum(0).tolist(), group=self.inner
         )
-        pieces = here.split(counts.flatten().tolist())
-        by_host = [pieces[place * self.hosts + host] for host in range(self.hosts) for place in range(self.per_host)]
+        pieces = inside.split(counts.flatten().tolist())
+        by_host = [pieces[local * self.hosts + host] for host in range(self.hosts) for local in range(self.per_host)]
         message, result = torch.cat(by_host), output.view(-1)
         between = dist.all_to_all_single(
-            result, message, takes.sum(1).tolist(), counts.sum(0).tolist(), self.outer, async_op=True
+            result, message, sizes_out.sum(1).tolist(), counts.sum(0).tolist(), self.outer, async_op=True
         )
         return _Finish(between, lambda: None, [output])
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
-        host, place = divmod(opts.rootRank, self.per_host)
+        host, local_rank = divmod(opts.rootRank, self.per_host)
         flat = tensor.contiguous()
-        if place == self.inner.rank():
+        if local_rank == self.inner.rank():
             self.outer.broadcast(flat, host).wait()
-        self.inner.broadcast([flat], _broadcast_options(place)).wait()
+        self.inner.broadcast([flat], _broadcast_options(local_rank)).wait()
         _write_back(flat, tensor)
         return _Finish(None, lambda: None, tensors)
 
@@ -258,13 +268,13 @@ class TwoLevelGroup(InstrumentedGroup):
         pairs = zip(outputs, inputs, strict=True)
         return _all([self.reduce_scatter_single(output, input, opts) for output, input in pairs], outputs)
 
-    # As torch 2.11 and 2.12 name them
+    # Names of torch 2.11 and 2.12
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # One level, whose threads and connections are made when it is first wanted, by all ranks
+    # Flat group; its threads and connections are created at its first use, by all ranks
 
     @cached_property
     def flat(self) -> Any:
@@ -297,7 +307,7 @@ class TwoLevelGroup(InstrumentedGroup):
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
         self.inner._set_group_name(f"{name} inside host {self.outer.rank()}")
-        self.outer._set_group_name(f"{name} between places {self.inner.rank()}")
+        self.outer._set_group_name(f"{name} between local ranks {self.inner.rank()}")
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
@@ -307,7 +317,7 @@ class TwoLevelGroup(InstrumentedGroup):
 
 
 class _Finish(dist.Work):
-    """A collective whose last part is done by who waits for it."""
+    """Work whose last step runs in `wait`."""
 
     def __init__(self, work: dist.Work | None, finish: Callable[[], None], result: Any):
         super().__init__()
@@ -343,10 +353,10 @@ def _all(works: list[dist.Work], result: Any, afterwards: Callable[[], None] = l
     return _Finish(None, finish, result)
 
 
-def _write_back(found: Tensor, tensor: Tensor) -> None:
-    """Into the caller's tensor, where a reshape had to copy it."""
-    if found.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-        tensor.copy_(found.view_as(tensor))
+def _write_back(result: Tensor, tensor: Tensor) -> None:
+    """Copy a result into the caller's tensor if the reshape of that tensor was a copy."""
+    if result.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.copy_(result.view_as(tensor))
 
 
 def _broadcast_options(root: int) -> Any:

@@ -1,7 +1,7 @@
-"""Process groups that tell who listens what they carry, and for how long ranks wait for them."""
+"""Process groups that report each collective and its wait time."""
 
 # mypy: disable-error-code="arg-type,call-arg,override,attr-defined,no-untyped-call"
-# The stubs of ProcessGroup list what may be called from Python; torch.distributed itself calls one form of each.
+# The stubs of ProcessGroup list every overload; torch.distributed itself calls one form of each method.
 
 import time
 from collections.abc import Callable
@@ -15,42 +15,48 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 
 class CollectiveTiming(NamedTuple):
-    """One collective of this rank, in seconds of one clock."""
+    """Times of one collective on this rank, in seconds of one clock."""
 
     group: dist.ProcessGroup
     issued: float
+    """Start of the call."""
     returned: float
-    """The call came back: all is done, or under way."""
+    """Return of the call; the collective is complete or in flight."""
     done: float
-    """All is done, as far as can be seen."""
+    """Completion of the collective, as far as it is observable."""
     waited: float
-    """Somebody began to wait for it."""
+    """Start of the wait."""
     ended: float
-    """Nobody waits any more."""
+    """End of the wait."""
 
     @property
     def exposed(self) -> float:
-        """Seconds in which this rank did nothing else."""
+        """Seconds in which this rank was blocked by the collective."""
         return self.returned - self.issued + self.ended - self.waited
 
     @property
     def hidden(self) -> float:
-        """Seconds in which it was under way while this rank did something else."""
+        """Seconds in which the collective was in flight while this rank did other work."""
         return max(min(self.done, self.waited) - self.returned, 0.0)
 
 
 class InstrumentedGroup(dist.ProcessGroup):
-    """What all groups on CPU have in common: what torch asks of a group that is written in Python, and who is told of it."""
+    """Base class of the CPU process groups: the interface that torch requires of a Python group, and timing callbacks.
 
-    def __init__(self, place: int, ranks: int):
-        super().__init__(place, ranks)
-        self.place, self.ranks, self._name = place, ranks, ""
+    Args:
+        group_rank: this rank within the group.
+        ranks: number of ranks of the group.
+    """
+
+    def __init__(self, group_rank: int, ranks: int):
+        super().__init__(group_rank, ranks)
+        self.group_rank, self.ranks, self._name = group_rank, ranks, ""
 
     def size(self) -> int:
         return self.ranks
 
     def rank(self) -> int:
-        return self.place
+        return self.group_rank
 
     def getBackendName(self) -> str:
         return "weft"
@@ -67,16 +73,16 @@ class InstrumentedGroup(dist.ProcessGroup):
         return self._name
 
     timers: ClassVar[list[Callable[[CollectiveTiming], None]]] = []
-    """Are called when a collective has ended on this rank."""
+    """Callbacks at the end of each collective of this rank."""
 
-    def tell(self, issued: float, returned: float, done: float, waited: float, ended: float) -> None:
-        """Tell the timers."""
+    def report(self, issued: float, returned: float, done: float, waited: float, ended: float) -> None:
+        """Call the timers with the times of a collective."""
         for timer in self.timers:
             timer(CollectiveTiming(self, issued, returned, done, waited, ended))
 
 
 def _timed(name: str) -> Any:
-    """A method that passes a call on, and gives a work that knows when it was issued."""
+    """Create a method that forwards a call to gloo and returns a timed work if there are timers."""
 
     def call(self: "GlooGroup", *args: Any) -> dist.Work:
         issued = time.perf_counter()
@@ -87,9 +93,14 @@ def _timed(name: str) -> Any:
 
 
 class GlooGroup(InstrumentedGroup):
-    """A gloo group that goes through torch's operators, so that modes see its collectives too.
+    """Gloo group that calls torch's operators, so that dispatch modes see its collectives.
 
-    Its description ends in `link`, if that is given.
+    Args:
+        store: store of these ranks alone.
+        rank: this rank within the group.
+        size: number of ranks of the group.
+        timeout: timeout of a collective.
+        link: suffix of the group's description.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, link: str = ""):
@@ -100,7 +111,7 @@ class GlooGroup(InstrumentedGroup):
         self.gloo._set_default_backend(kind)
         backend = ProcessGroupGloo(store, rank, size, timeout=timeout)
         self.gloo._register_backend(torch.device("cpu"), kind, backend)
-        # Seen as one of two levels: each rank is alone, and all of them are apart.
+        # Read as a hierarchical group: each rank is alone on its host, and all ranks are on different hosts.
         self.inner, self.outer = None, self
 
     allreduce, broadcast, reduce, gather, scatter = map(
@@ -108,7 +119,7 @@ class GlooGroup(InstrumentedGroup):
     )
     allgather, reduce_scatter, alltoall, barrier = map(_timed, ("allgather", "reduce_scatter", "alltoall", "barrier"))
     send, recv, recv_anysource = map(_timed, ("send", "recv", "recv_anysource"))
-    # Under the names of torch 2.13, and under those before.
+    # Names of torch 2.13, and the earlier names.
     all_gather_single = _allgather_base = _timed("_allgather_base")
     reduce_scatter_single = _reduce_scatter_base = _timed("_reduce_scatter_base")
     all_to_all_single = alltoall_base = _timed("alltoall_base")
@@ -136,20 +147,20 @@ class _TimedWork(dist.Work):
         super().__init__()
         self.group, self.work, self.issued, self.returned = group, work, issued, time.perf_counter()
         self.done: float | None = None
-        self.is_told = False
-        with suppress(RuntimeError):  # some works of gloo have no future: they are done when somebody has waited
-            work.get_future().add_done_callback(self._note)
+        self.is_reported = False
+        with suppress(RuntimeError):  # some works of gloo have no future: completion is then the end of the wait
+            work.get_future().add_done_callback(self._set_done)
 
-    def _note(self, _: Any) -> None:
+    def _set_done(self, _: Any) -> None:
         self.done = time.perf_counter()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         waited = time.perf_counter()
         result = self.work.wait()
-        if not self.is_told:
-            self.is_told, ended = True, time.perf_counter()
+        if not self.is_reported:
+            self.is_reported, ended = True, time.perf_counter()
             done = ended if self.done is None else self.done
-            self.group.tell(self.issued, self.returned, done, waited, ended)
+            self.group.report(self.issued, self.returned, done, waited, ended)
         return result
 
     def is_completed(self) -> bool:

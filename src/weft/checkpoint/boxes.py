@@ -1,43 +1,43 @@
-"""A check that boxes of a tensor make it up: each number lies in one of them, and in one only."""
+"""Check that boxes (axis-aligned blocks of a tensor) tile the tensor: each element lies in exactly one box."""
 
 import numpy as np
 
-DEEPEST = 64  # cuts inside of cuts: layouts make one for each axis of the mesh, at most
-LARGEST = 2048  # boxes that no straight cut parts, which no layout makes, and which are compared pair by pair
+MAX_DEPTH = 64  # nested cuts; a layout makes at most one for each axis of the mesh
+MAX_PAIRWISE = 2048  # boxes to compare pair by pair where no straight cut separates them; no layout makes such boxes
 
 
-def find_fault(lows: np.ndarray, highs: np.ndarray, shape: tuple[int, ...]) -> str | None:
-    """Find what is wrong with boxes that should make up a tensor; None if they do.
+def find_tiling_error(lows: np.ndarray, highs: np.ndarray, shape: tuple[int, ...]) -> str | None:
+    """Reason why boxes do not tile a tensor, as the end of a sentence; None if they do.
 
-    A line is swept along an axis: where no box reaches across it, it parts them into groups that have nothing in common, and
-    each group is swept again. Of n boxes that a mesh of devices holds that takes n log n steps, not n squared.
+    A sweep along one axis looks for positions that no box crosses. Each such position separates the boxes into two disjoint
+    groups, and the groups are swept again. For n boxes of a device mesh this takes O(n log n) instead of O(n^2) steps.
 
     Args:
-        lows: first index of each box along each axis, [boxes, axes].
-        highs: one after the last, [boxes, axes].
-        shape: of the tensor; all boxes lie inside.
+        lows: first index of each box along each axis, int64 [boxes, axes].
+        highs: index after the last along each axis, int64 [boxes, axes].
+        shape: shape of the tensor; all boxes lie inside.
     """
-    found, wanted = sum(_sizes(lows, highs)), int(np.prod(np.array(shape, dtype=object)))
-    if found != wanted:
-        return f"have {found} numbers of {wanted}"
-    full = np.flatnonzero((lows < highs).all(1))
-    groups = [(full, 0)]
+    held, expected = sum(_sizes(lows, highs)), int(np.prod(np.array(shape, dtype=object)))
+    if held != expected:
+        return f"have {held} elements, expected {expected}"
+    not_empty = np.flatnonzero((lows < highs).all(1))
+    groups = [(not_empty, 0)]
     while groups:
         group, depth = groups.pop()
         if len(group) < 2:
             continue
-        parts = _cut(group, lows, highs)
-        if parts is not None and depth < DEEPEST:
+        parts = _split(group, lows, highs)
+        if parts is not None and depth < MAX_DEPTH:
             groups += [(part, depth + 1) for part in parts]
-        elif len(group) > LARGEST:
-            return "do not lie in rows and columns"
-        elif _meet(lows[group], highs[group]):
+        elif len(group) > MAX_PAIRWISE:
+            return "are not separated by straight cuts"
+        elif _overlap(lows[group], highs[group]):
             return "overlap"
     return None
 
 
-def _meet(lows: np.ndarray, highs: np.ndarray) -> bool:
-    """Look at each box with each other: whether two have a number in common."""
+def _overlap(lows: np.ndarray, highs: np.ndarray) -> bool:
+    """True if two of the boxes share an element; compares all pairs."""
     common = (np.maximum(lows[:, None], lows) < np.minimum(highs[:, None], highs)).all(-1)
     return int(common.sum()) > len(lows)
 
@@ -46,8 +46,8 @@ def _sizes(lows: np.ndarray, highs: np.ndarray) -> list[int]:
     return [int(np.prod(sizes)) for sizes in (highs - lows).astype(object)]
 
 
-def _cut(group: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> list[np.ndarray] | None:
-    """Boxes parted by the straight cuts along the first axis that has any."""
+def _split(group: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> list[np.ndarray] | None:
+    """Groups of boxes between the straight cuts along the first axis that has a cut; None if no axis has one."""
     for axis in range(lows.shape[1]):
         order = group[np.argsort(lows[group, axis], kind="stable")]
         reach = np.maximum.accumulate(highs[order, axis])

@@ -1,7 +1,8 @@
-"""Checkpoints into Hugging Face folders, and those and folders of torch.distributed.checkpoint into checkpoints.
+"""Conversion between Weft checkpoints, Hugging Face folders and torch.distributed.checkpoint (DCP) folders.
 
-A `TensorSource` of tensors goes into files in a hidden folder beside the target: they are the files of a checkpoint, or they are
-mapped and handed to save_pretrained, which asks for the whole model at once. The target appears complete or not at all.
+The tensors of a `TensorSource` are written to files in a hidden folder next to the target. These files either become the files
+of a checkpoint, or are memory-mapped and passed to save_pretrained, which needs the full model at once. The target folder
+appears complete or not at all.
 """
 
 import json
@@ -34,10 +35,10 @@ from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader
 from weft.checkpoint.sources import (
     TensorSource,
+    from_checkpoint,
     from_dcp,
     from_huggingface,
-    of_checkpoint,
-    optimizer_of_dcp,
+    optimizer_from_dcp,
     state_names,
     write_files,
 )
@@ -47,20 +48,20 @@ from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 
-Kind = Literal["checkpoint", "huggingface", "dcp"]
+FolderFormat = Literal["checkpoint", "huggingface", "dcp"]
 
 
-def find_kind(source: Path) -> Kind:
-    """What a folder is: by its manifest.json, .metadata or config.json.
+def detect_format(source: Path) -> FolderFormat:
+    """Format of a folder, detected by its manifest.json, .metadata or config.json.
 
     Raises:
-        CheckpointError: it is none of them, or no folder.
+        CheckpointError: the path is no folder, or a folder in none of these formats.
     """
-    kinds: dict[str, Kind] = {NAME: "checkpoint", dcp.METADATA: "dcp", "config.json": "huggingface"}
-    for name, kind in kinds.items():
+    formats: dict[str, FolderFormat] = {NAME: "checkpoint", dcp.METADATA: "dcp", "config.json": "huggingface"}
+    for name, format in formats.items():
         if (source / name).is_file():
-            return kind
-    problem, fix = f"there is nothing to convert in {source}", "name a checkpoint, such as RUN/step-00000100"
+            return format
+    problem, fix = f"nothing to convert in {source}", "name a checkpoint, such as RUN/step-00000100"
     if not source.is_dir():
         problem = f"{source} is a file" if source.exists() else f"there is no folder {source}"
     elif runs := list_checkpoints(source):
@@ -82,129 +83,130 @@ def to_huggingface(
     job: Job | None = None,
     key: bytes | None = None,
 ) -> Path:
-    """Write a checkpoint or a DCP folder as a Hugging Face folder, which plain `from_pretrained` loads.
+    """Convert a checkpoint or a DCP folder to a Hugging Face folder, which plain `from_pretrained` loads.
 
     Args:
-        source: the folder. Of a checkpoint, every byte is verified first.
+        source: folder to convert. Every byte of a checkpoint is verified first.
         target: folder to write; it must not exist.
-        dtype: format of the weights, a name of `weft.precision.dtypes`; None: that in which they are.
-        run: run folder of a checkpoint, whose tokenizer goes along; None: the folder around it, if that is a run.
-        tokenizer: folder of a tokenizer, instead of the run's.
-        job: whose model it is; not needed for a checkpoint, which names its own.
-        key: that the manifest of a checkpoint was written with.
+        dtype: dtype of the written weights, a name of `weft.precision.dtypes`; None keeps the dtype of the source.
+        run: run folder whose tokenizer is copied; None: the parent folder of the checkpoint, if it is a run folder.
+        tokenizer: tokenizer folder to copy instead of the run's tokenizer.
+        job: job that names the model. Not needed for a checkpoint, whose manifest names the model.
+        key: key that signed the manifest of the checkpoint.
 
     Returns:
         The target.
 
     Raises:
-        CheckpointError: one of the folders is not what it should be, or a tensor is not one of the model's.
+        CheckpointError: source or target is refused, or the source has a tensor that is not part of the model.
         ModelError: the configuration of the model cannot be read.
     """
-    kind = find_kind(source)
-    if kind == "huggingface":
+    format = detect_format(source)
+    if format == "huggingface":
         rule = "--to hf converts a checkpoint or a DCP folder"
-        raise CheckpointError(f"{source} is a Hugging Face folder already", rule=rule, fix="use it as it is")
+        raise CheckpointError(f"{source} is already a Hugging Face folder", rule=rule, fix="use it as it is")
     if tokenizer and not any(tokenizer.glob("tokenizer*")):
         rule, fix = "--tokenizer is a folder with tokenizer files", "name a folder with a tokenizer.json"
         raise CheckpointError(f"there is no tokenizer in {tokenizer}", rule=rule, fix=fix)
     with _writing(source, target) as part, ExitStack() as stack:
-        if kind == "checkpoint":
+        if format == "checkpoint":
             reader = stack.enter_context(Reader(source, verify_folder(source, key)))
             model = _model_of(reader) if job is None else job.model
             config, meta = _build(model)
             of_run, end_of_text = _read_prepared(run or source.parent)
-            tokenizer = tokenizer or _present(of_run)
+            tokenizer = tokenizer or _existing_folder(of_run)
             if model.path is None and end_of_text is not None:  # as training does when it saves a fresh model
                 config.bos_token_id = config.eos_token_id = end_of_text
-            stock = of_checkpoint(reader)
+            tensors = from_checkpoint(reader)
         else:
             config, meta = _build(_need_job(source, job).model)
-            stock = from_dcp(dcp.Folder(source), meta)
-        _write_huggingface(stock, config, meta, tokenizer, part / "folder", DTYPES[dtype] if dtype else None)
+            tensors = from_dcp(dcp.DcpFolder(source), meta)
+        _write_huggingface(tensors, config, meta, tokenizer, part / "folder", DTYPES[dtype] if dtype else None)
         _commit(part / "folder", target)
     return target
 
 
 def to_checkpoint(source: Path, target: Path, *, job: Job | None = None) -> Path:
-    """Write a Hugging Face or DCP folder as a checkpoint from which training begins.
+    """Convert a Hugging Face or DCP folder to a checkpoint from which training starts.
 
-    Weights and moments take the format plan.precision.update of the job. Of a Hugging Face folder it is step 0; of a
-    DCP folder that has the optimizer's state it is the step that this counts, and otherwise 0. The batches are those of the
-    job, from the first on.
+    Weights and moments are converted to the dtype plan.precision.update of the job. The step of the checkpoint is the step
+    count in the optimizer state of a DCP folder, and 0 where there is no optimizer state. Training starts with the job's
+    first batch.
 
     Args:
-        source: the folder.
+        source: folder to convert.
         target: folder to write; it must not exist.
-        job: that will go on from the checkpoint: its data and batch size are written down, as resuming asks for them. Needed
-            for a DCP folder, which does not name its model; by default a job with nothing but the model.
+        job: job that will train from the checkpoint. Its data and batch size are stored in the manifest, because resuming
+            compares them. Required for a DCP folder, which does not name its model. By default a job with only the model.
 
     Returns:
         The target.
 
     Raises:
-        CheckpointError: one of the folders is not what it should be, or a tensor is not one of the model's.
+        CheckpointError: source or target is refused, or the source has a tensor that is not part of the model.
         ModelError: the configuration of the model cannot be read.
     """
-    kind = find_kind(source)
-    if kind == "checkpoint":
-        rule, fix = "--to weft converts a Hugging Face or DCP folder", "use it as it is: any plan reads it"
-        raise CheckpointError(f"{source} is a checkpoint already", rule=rule, fix=fix)
+    format = detect_format(source)
+    if format == "checkpoint":
+        rule, fix = "--to weft converts a Hugging Face or DCP folder", "use it as it is: any plan can load it"
+        raise CheckpointError(f"{source} is already a checkpoint", rule=rule, fix=fix)
     with _writing(source, target) as part:
         plain, optimizer = source, None
-        if kind == "huggingface":
+        if format == "huggingface":
             job = (job or Job()).model_copy(update={"model": Model(path=str(source.resolve()))})
         else:
             job, plain = _need_job(source, job), part / "plain"
             config, meta = _build(job.model)
-            folder = dcp.Folder(source)
-            optimizer = optimizer_of_dcp(folder, meta)
+            folder = dcp.DcpFolder(source)
+            optimizer = optimizer_from_dcp(folder, meta)
             _write_huggingface(from_dcp(folder, meta), config, meta, None, plain, DTYPES[job.plan.precision.update])
         job = job.model_copy(update={"plan": Plan(precision=job.plan.precision).resolve(1)})
-        stock = from_huggingface(plain, DTYPES[job.plan.precision.update])
-        _write_checkpoint(stock, optimizer, job, part / "folder")
+        weights = from_huggingface(plain, DTYPES[job.plan.precision.update])
+        _write_checkpoint(weights, optimizer, job, part / "folder")
         _commit(part / "folder", target)
     return target
 
 
-# What is written
+# Writers
 
 
 def _write_huggingface(
-    stock: TensorSource,
+    tensors: TensorSource,
     config: PretrainedConfig,
     meta: PreTrainedModel,
     tokenizer: Path | None,
     folder: Path,
     dtype: torch.dtype | None,
 ) -> None:
-    """Let Transformers save weights that lie in mapped files: at no time they are all in memory."""
+    """Save weights with save_pretrained from memory-mapped files, so that they are never all in memory at once."""
     names = state_names(meta)
     shapes = {names[key]: tuple(value.shape) for key, value in meta.state_dict().items()}
-    for name in sorted(shapes.keys() | {name for name in stock.forms if name.startswith("weights/")}):
-        if name not in shapes or name not in stock.forms or stock.forms[name][1] != shapes[name]:
+    specs = tensors.specs
+    for name in sorted(shapes.keys() | {name for name in specs if name.startswith("weights/")}):
+        if name not in shapes or name not in specs or specs[name][1] != shapes[name]:
             raise CheckpointError(
-                f"{name} has the shape {stock.forms[name][1]}" if name in stock.forms else f"{name} is missing",
-                where=str(stock.where),
-                rule=f"the model's has the shape {shapes[name]}" if name in shapes else "the model has no such weight",
-                fix="name a job with the model's own configuration: --job JOB.toml",
+                f"{name} has the shape {specs[name][1]}" if name in specs else f"{name} is missing",
+                where=str(tensors.where),
+                rule=f"in the model its shape is {shapes[name]}" if name in shapes else "the model has no such weight",
+                fix="name a job with the configuration of this model: --job JOB.toml",
             )
-    dtype = dtype or next(stock.forms[name][0] for name in shapes)
-    rest = folder.with_name("scratch")
-    rest.mkdir()
-    entries = write_files([stock._replace(forms={name: stock.forms[name] for name in shapes})], dtype, rest)[1]
+    dtype = dtype or next(specs[name][0] for name in shapes)
+    scratch = folder.with_name("scratch")
+    scratch.mkdir()
+    entries = write_files([tensors._replace(specs={name: specs[name] for name in shapes})], dtype, scratch)[1]
     with ExitStack() as stack:
         files = {part.file for entry in entries.values() for part in entry.parts}
-        opened = {name: stack.enter_context(safe_open(rest / name, "pt")) for name in files}
+        opened = {name: stack.enter_context(safe_open(scratch / name, "pt")) for name in files}
         mapped = {name: opened[entry.parts[0].file].get_tensor(name) for name, entry in entries.items()}
         save_folder(config, {key: mapped[name] for key, name in names.items()}, tokenizer, folder, dtype)
-    shutil.rmtree(rest)
+    shutil.rmtree(scratch)
 
 
 def _write_checkpoint(model: TensorSource, optimizer: TensorSource | None, job: Job, folder: Path) -> None:
     folder.mkdir()
-    stocks = [model, optimizer] if optimizer else [model]
-    counts = [optimizer.read(name) for name in optimizer.forms if name.startswith("step/")] if optimizer else []
-    files, tensors = write_files(stocks, DTYPES[job.plan.precision.update], folder)
+    sources = [model, optimizer] if optimizer else [model]
+    counts = [optimizer.read(name) for name in optimizer.specs if name.startswith("step/")] if optimizer else []
+    files, tensors = write_files(sources, DTYPES[job.plan.precision.update], folder)
     scale = LossScale.from_plan(job.plan.precision.loss_scale)
     manifest = Manifest(
         position=Position(step=max((int(count) for count in counts), default=0), next_batch=0, loss_scale=scale),
@@ -222,16 +224,16 @@ def _write_checkpoint(model: TensorSource, optimizer: TensorSource | None, job: 
 
 @contextmanager
 def _writing(source: Path, target: Path) -> Iterator[Path]:
-    """A hidden folder beside the target, that is gone afterwards.
+    """Context manager: a hidden scratch folder next to the target, removed at the end.
 
     Raises:
-        CheckpointError: the target is there already or inside of the source, or the disk does not take what is written.
+        CheckpointError: the target exists or is inside the source, or a file cannot be written.
     """
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists", rule="converting overwrites nothing", fix="name another folder")
+        raise CheckpointError(f"{target} exists", rule="a conversion never overwrites", fix="name another folder")
     if target.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(
-            f"{target} is inside of {source}", rule="a source stays what it is", fix="name another folder"
+            f"{target} is inside {source}", rule="a conversion does not change its source", fix="name another folder"
         )
     part = target.with_name(f".{target.name}.part")
     try:
@@ -240,16 +242,16 @@ def _writing(source: Path, target: Path) -> Iterator[Path]:
         yield part
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{target} could not be made: {error}",
+            f"{target} could not be written: {error}",
             rule="a conversion writes a new folder",
-            fix="name a folder that you may write to, on a disk with enough space",
+            fix="name a writable folder on a disk with enough space",
         ) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 def _commit(folder: Path, target: Path) -> None:
-    """Wait until a folder is on the disk, and give it its name."""
+    """Flush a folder to the disk and rename it to its final name."""
     for file in folder.iterdir():
         with file.open("rb") as content:
             os.fsync(content.fileno())
@@ -259,7 +261,7 @@ def _commit(folder: Path, target: Path) -> None:
 
 
 def _read_prepared(run: Path) -> tuple[str | None, int | None]:
-    """The tokenizer of a run, and its id that ends a text; nothing where a folder is no run."""
+    """Tokenizer folder and end-of-text id of a run; (None, None) if the folder is no run folder."""
     file = run / "prepared.json"
     if not file.is_file():
         return None, None
@@ -267,13 +269,15 @@ def _read_prepared(run: Path) -> tuple[str | None, int | None]:
         fields = json.loads(file.read_text(encoding="utf-8"))
         return fields["tokenizer"], fields["end_of_text"]
     except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{file} is damaged", fix="copy the checkpoint out of the run's folder") from None
+        raise CheckpointError(f"{file} is damaged", fix="copy the checkpoint to a folder outside the run") from None
 
 
-def _present(tokenizer: str | None) -> Path | None:
-    """The folder of a run's tokenizer."""
+def _existing_folder(tokenizer: str | None) -> Path | None:
+    """Path of a run's tokenizer folder, which must exist; None if the run has no tokenizer."""
     if tokenizer is not None and not Path(tokenizer).is_dir():
-        raise CheckpointError(f"the run's tokenizer is gone from {tokenizer}", fix="name one: --tokenizer FOLDER")
+        raise CheckpointError(
+            f"the tokenizer of the run is no longer in {tokenizer}", fix="name its folder: --tokenizer FOLDER"
+        )
     return None if tokenizer is None else Path(tokenizer)
 
 
@@ -283,8 +287,8 @@ def _present(tokenizer: str | None) -> Path | None:
 def _need_job(source: Path, job: Job | None) -> Job:
     if job is None:
         raise CheckpointError(
-            f"{source} does not say which model it holds",
-            rule="a DCP folder has tensors, and no configuration of a model",
+            f"{source} does not name its model",
+            rule="a DCP folder has tensors but no model configuration",
             fix="name a job with this model: --job JOB.toml",
         )
     return job
@@ -297,7 +301,7 @@ def _model_of(reader: Reader) -> Model:
         raise CheckpointError(
             f"the manifest does not name a model: {str(error).splitlines()[0]}",
             where=str(reader.folder),
-            fix="name a job with its model: --job JOB.toml",
+            fix="name a job with this model: --job JOB.toml",
         ) from None
 
 

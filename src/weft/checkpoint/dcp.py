@@ -1,10 +1,10 @@
-"""Folders of torch.distributed.checkpoint (DCP), read without running anything that stands in them.
+"""Reader for folders of torch.distributed.checkpoint (DCP) that executes none of their content.
 
-    .metadata          a pickle: names, shapes, formats, and where each chunk of a tensor lies
-    __0_0.distcp       of rank 0: one zip of torch.save after the other, each with a small pickle and raw numbers
+    .metadata          pickle with names, shapes, dtypes, and the file and offset of each chunk of a tensor
+    __0_0.distcp       file of rank 0: concatenated zip archives of torch.save, each with a small pickle and raw elements
 
-Both pickles are read by `weft.checkpoint.pickled`, which makes nothing and calls nothing, and may only name what such folders
-consist of. Objects that are no tensors (numbers and lists of an optimizer's settings) are pickles too, and stay unread.
+Both kinds of pickles are read by `weft.checkpoint.pickled`, which imports and calls nothing. They may only contain the names
+listed here. Objects other than tensors (optimizer settings, for example) are also pickled, and are not read.
 """
 
 import io
@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.checkpoint.pickled import Made, Name, Refused, read_pickle
-from weft.checkpoint.shard_file import FORMATS
+from weft.checkpoint.pickled import GlobalName, ObjectStub, RejectedError, read_pickle
+from weft.checkpoint.shard_file import SAFETENSORS_DTYPES
 from weft.errors import CheckpointError
 
 METADATA = ".metadata"
 FILE_NAME = re.compile(r"__\d+_\d+\.distcp")
-LARGEST_METADATA = 2**30  # bytes; a chunk takes some hundred
+MAX_METADATA_BYTES = 2**30  # a chunk takes a few hundred bytes
 
 _CHECKPOINT = "torch.distributed.checkpoint"
-_DTYPES = {str(dtype): dtype for dtype in FORMATS}
+_DTYPES = {str(dtype): dtype for dtype in SAFETENSORS_DTYPES}
 _STORAGES = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
@@ -54,205 +54,219 @@ METADATA_NAMES = frozenset(
         *_DTYPES,
     ]
 )
-"""All that `.metadata` may name. Of a path it is the name of the folder at the time of writing, which nobody looks at."""
+"""Names allowed in `.metadata`. Path classes are allowed because the folder's path is stored in it; the path is ignored."""
 TENSOR_NAMES = frozenset(["torch._utils._rebuild_tensor_v2", "collections.OrderedDict", *_STORAGES])
-"""All that the pickle beside a tensor's numbers may name."""
-DAMAGE = (Refused, KeyError, TypeError, ValueError, AttributeError)
-"""What goes wrong where a value is not what it should be."""
+"""Names allowed in the pickle of a tensor."""
+DAMAGE = (RejectedError, KeyError, TypeError, ValueError, AttributeError)
+"""Exceptions that a value of an unexpected type or shape raises."""
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, and where it lies."""
+    """Part of a tensor and its location in a file."""
 
     offset: tuple[int, ...]
+    """Index of its first element in the full tensor."""
     shape: tuple[int, ...]
     file: str
     start: int
+    """First byte in the file."""
     length: int
+    """Size in bytes."""
 
 
-class Stored(NamedTuple):
-    """A tensor of a folder."""
+class StoredTensor(NamedTuple):
+    """Tensor of a DCP folder."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: list[Chunk]
 
 
-class Folder:
-    """A DCP folder. Everything its metadata says is checked when it is opened; tensors are read one at a time.
+class DcpFolder:
+    """DCP folder, opened for reading. All metadata is checked on opening; tensors are read one at a time.
 
     Args:
-        path: the folder.
+        path: path of the folder.
 
     Raises:
-        CheckpointError: it is damaged, or holds what Weft does not read.
+        CheckpointError: the folder is damaged, or has content that Weft cannot read.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self.objects: list[str] = []
-        """Names of what are no tensors."""
+        """Names of entries that are not tensors."""
         try:
             file = path / METADATA
-            if file.stat().st_size > LARGEST_METADATA:
-                raise Refused(f"{file.stat().st_size} bytes are more than any metadata has")
+            if file.stat().st_size > MAX_METADATA_BYTES:
+                raise RejectedError(f"it has {file.stat().st_size} bytes, at most {MAX_METADATA_BYTES} are allowed")
             metadata = _state(read_pickle(file.read_bytes(), METADATA_NAMES), "metadata.Metadata")
-            places = {_index(key): _place(value) for key, value in metadata["storage_data"].items()}
+            locations = {_chunk_index(key): _location(value) for key, value in metadata["storage_data"].items()}
             for name, entry in metadata["state_dict_metadata"].items():
                 if type(name) is not str:
-                    raise Refused("a name that is no text")
-                if isinstance(entry, Made) and entry.name.endswith("metadata.BytesStorageMetadata"):
+                    raise RejectedError("a name is not a string")
+                if isinstance(entry, ObjectStub) and entry.name.endswith("metadata.BytesStorageMetadata"):
                     self.objects.append(name)
                 else:
-                    self.tensors[name] = _stored(name, _state(entry, "metadata.TensorStorageMetadata"), places)
+                    self.tensors[name] = _stored(name, _state(entry, "metadata.TensorStorageMetadata"), locations)
             for stored in self.tensors.values():
                 for chunk in stored.chunks:
                     self._check_file(chunk)
         except (*DAMAGE, OSError) as error:
-            raise self._refused(f"{METADATA} is refused: {_words(error)}") from None
+            raise self._error(f"{METADATA} is refused: {_message(error)}") from None
 
     def read(self, name: str) -> Tensor:
-        """A tensor, whole, on the host.
+        """Read a full tensor into host memory.
 
         Raises:
-            CheckpointError: a chunk of it is damaged, or is not what the metadata says.
+            CheckpointError: a chunk is damaged, or differs from the metadata in shape or dtype.
         """
         stored = self.tensors[name]
-        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        full = torch.empty(stored.shape, dtype=stored.dtype)
         for chunk in stored.chunks:
             box = tuple(slice(o, o + size) for o, size in zip(chunk.offset, chunk.shape, strict=True))
             try:
                 with (self.path / chunk.file).open("rb") as file:
                     file.seek(chunk.start)
-                    whole[box] = read_tensor(file.read(chunk.length), stored.dtype, chunk.shape)
+                    full[box] = read_tensor(file.read(chunk.length), stored.dtype, chunk.shape)
             except (*DAMAGE, OSError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
-                raise self._refused(f"{name} in {chunk.file} is refused: {_words(error)}") from None
-        return whole
+                raise self._error(f"{name} in {chunk.file} is refused: {_message(error)}") from None
+        return full
 
     def _check_file(self, chunk: Chunk) -> None:
         file = self.path / chunk.file
         if not FILE_NAME.fullmatch(chunk.file):
-            raise Refused(f"a file named {chunk.file!r}; files are named __N_N.distcp")
+            raise RejectedError(f"{chunk.file!r} is no valid file name; files are named __N_N.distcp")
         if file.is_symlink() or not file.is_file():
-            raise Refused(f"{chunk.file} is missing")
+            raise RejectedError(f"{chunk.file} is missing")
         if min(chunk.start, chunk.length) < 0 or chunk.start + chunk.length > file.stat().st_size:
-            raise Refused(f"{chunk.file} ends before byte {chunk.start + chunk.length}")
+            raise RejectedError(f"{chunk.file} ends before byte {chunk.start + chunk.length}")
 
-    def _refused(self, problem: str) -> CheckpointError:
+    def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(
             problem,
             where=str(self.path),
-            rule="a DCP folder is read as torch.distributed.checkpoint.save writes it, and nothing in it is executed",
-            fix="save it again with torch.distributed.checkpoint.save, on a disk with room",
+            rule="a DCP folder is one that torch.distributed.checkpoint.save wrote; nothing in it is executed",
+            fix="save it again with torch.distributed.checkpoint.save, on a disk with enough space",
         )
 
 
-def _words(error: Exception) -> str:
-    return f"there is no {error}" if isinstance(error, KeyError) else str(error)
+def _message(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def _what(value: Any) -> str:
-    """A short name of a value; never its contents, which may be endless."""
-    return value.name if isinstance(value, Made) else value.text if isinstance(value, Name) else type(value).__name__
+def _type_name(value: Any) -> str:
+    """Type of a value for messages, without its content, which may be very large."""
+    return (
+        value.name
+        if isinstance(value, ObjectStub)
+        else value.text
+        if isinstance(value, GlobalName)
+        else type(value).__name__
+    )
 
 
-def _state(made: Any, ending: str) -> Any:
-    """What an object was filled with, if it is of a class."""
-    if not (isinstance(made, Made) and made.name == f"{_CHECKPOINT}.{ending}"):
-        raise Refused(f"{_what(made)} stands where a {ending} should")
-    return made.state
+def _state(stub: Any, class_name: str) -> Any:
+    """State of a pickled object, which must be of the given class."""
+    if not (isinstance(stub, ObjectStub) and stub.name == f"{_CHECKPOINT}.{class_name}"):
+        raise RejectedError(f"found {_type_name(stub)}, expected a {class_name}")
+    return stub.state
 
 
-def _numbers(value: Any) -> tuple[int, ...]:
-    """Of a torch.Size or a tuple."""
-    if isinstance(value, Made) and value.name == "torch.Size":
+def _sizes(value: Any) -> tuple[int, ...]:
+    """Integers of a torch.Size or a tuple."""
+    if isinstance(value, ObjectStub) and value.name == "torch.Size":
         value = value.arguments[0] if value.arguments else ()
-    if not (isinstance(value, tuple) and all(type(number) is int and 0 <= number < 2**63 for number in value)):
-        raise Refused(f"{_what(value)} stands where a size should")
+    if not (isinstance(value, tuple) and all(type(size) is int and 0 <= size < 2**63 for size in value)):
+        raise RejectedError(f"found {_type_name(value)}, expected a tuple of sizes from 0 to 2^63 - 1")
     return value
 
 
-def _index(key: Any) -> tuple[str, tuple[int, ...] | None]:
+def _chunk_index(key: Any) -> tuple[str, tuple[int, ...] | None]:
     fields = _state(key, "metadata.MetadataIndex")
     offset = fields.get("offset")
     if type(fields["fqn"]) is not str:
-        raise Refused("a name that is no text")
-    return fields["fqn"], None if offset is None else _numbers(offset)
+        raise RejectedError("a name is not a string")
+    return fields["fqn"], None if offset is None else _sizes(offset)
 
 
-def _place(value: Any) -> tuple[str, int, int]:
+def _location(value: Any) -> tuple[str, int, int]:
+    """File, first byte and number of bytes of a chunk."""
     fields = _state(value, "filesystem._StorageInfo")
     if fields.get("transform_descriptors"):
-        raise Refused("chunks are compressed or otherwise transformed")
-    place = fields["relative_path"], fields["offset"], fields["length"]
-    if [type(part) for part in place] != [str, int, int]:
-        raise Refused("the place of a chunk is not a file and two numbers")
-    return place
+        raise RejectedError("chunks are compressed or otherwise transformed")
+    location = fields["relative_path"], fields["offset"], fields["length"]
+    if [type(part) for part in location] != [str, int, int]:
+        raise RejectedError("the location of a chunk is not a file name and two integers")
+    return location
 
 
-def _stored(name: str, fields: Any, places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]) -> Stored:
+def _stored(
+    name: str, fields: Any, locations: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
+) -> StoredTensor:
     properties = _state(fields["properties"], "metadata.TensorProperties")
-    dtype = _what(properties[0])
+    dtype = _type_name(properties[0])
     if dtype not in _DTYPES:
-        raise Refused(f"{name} has the format {dtype}")
-    shape, chunks = _numbers(fields["size"]), []
-    for made in fields["chunks"]:
-        chunk = _state(made, "metadata.ChunkStorageMetadata")
-        offset, size = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
+        raise RejectedError(f"{name} has the unsupported dtype {dtype}")
+    shape, chunks = _sizes(fields["size"]), []
+    for stub in fields["chunks"]:
+        chunk = _state(stub, "metadata.ChunkStorageMetadata")
+        offset, size = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
         if math.prod(size):
-            chunks.append(Chunk(offset, size, *places[name, offset]))
-    for chunk in chunks:  # before room is made for it
+            chunks.append(Chunk(offset, size, *locations[name, offset]))
+    for chunk in chunks:  # before memory is allocated for it
         if math.prod(chunk.shape) * _DTYPES[dtype].itemsize > chunk.length:
-            raise Refused(f"{chunk.length} bytes are too few for a chunk of {name} of shape {chunk.shape}")
+            raise RejectedError(f"{chunk.length} bytes are too few for a chunk of {name} of shape {chunk.shape}")
     _check_cover(name, shape, chunks)
-    return Stored(_DTYPES[dtype], shape, chunks)
+    return StoredTensor(_DTYPES[dtype], shape, chunks)
 
 
 def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-    """That chunks lie inside of a tensor, do not overlap, and together are the whole."""
+    """Refuse chunks that do not tile the tensor: outside of it, overlapping, or incomplete."""
     inside = all(
         len(chunk.offset) == len(chunk.shape) == len(shape)
-        and all(o + size <= whole for o, size, whole in zip(chunk.offset, chunk.shape, shape, strict=True))
+        and all(o + size <= full for o, size, full in zip(chunk.offset, chunk.shape, shape, strict=True))
         for chunk in chunks
     )
     if not inside or sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
-        raise Refused(f"the chunks of {name} do not make up a tensor of shape {shape}")
+        raise RejectedError(f"the chunks of {name} do not make up a tensor of shape {shape}")
     lows = np.array([chunk.offset for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(shape))
     highs = lows + np.array([chunk.shape for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(shape))
     overlaps = (np.maximum(lows[:, None], lows) < np.minimum(highs[:, None], highs)).all(-1)
     if int(overlaps.sum()) != len(chunks):
-        raise Refused(f"chunks of {name} overlap")
+        raise RejectedError(f"chunks of {name} overlap")
 
 
 def read_tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor out of what torch.save wrote of it; numbers are taken as they lie in the zip.
+    """Tensor from the zip archive that torch.save wrote, with its elements taken from the archive as raw bytes.
 
     Args:
-        raw: the whole zip, uncompressed inside: data.pkl says how the numbers of data/0 make up the tensor.
-        dtype, shape: what it must be.
+        raw: the zip archive, without compression. data.pkl describes the tensor (offset, sizes and strides), data/0 has the
+            elements of its storage.
+        dtype: expected dtype.
+        shape: expected shape.
 
     Raises:
-        Refused: it is something else.
-        zipfile.BadZipFile: its bytes are damaged.
+        RejectedError: the archive does not hold a tensor of this dtype and shape.
+        zipfile.BadZipFile: the archive is damaged.
     """
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         files = {file.filename.partition("/")[2]: file for file in archive.infolist()}
         if any(file.compress_type != zipfile.ZIP_STORED for file in files.values()):
-            raise Refused("it is compressed")
+            raise RejectedError("its zip archive is compressed")
         if "byteorder" in files and archive.read(files["byteorder"]) != b"little":
-            raise Refused("its bytes are in another order")
-        made = read_pickle(archive.read(files["data.pkl"]), TENSOR_NAMES)
-        if not (isinstance(made, Made) and made.name == "torch._utils._rebuild_tensor_v2"):
-            raise Refused(f"{_what(made)} stands where a tensor should")
-        storage, start, size, strides = made.arguments[:4]
-        _, kind, key, _, _ = storage.arguments
-        if (_STORAGES.get(kind.text), _numbers(size)) != (dtype, shape):
-            raise Refused(f"it is a {kind.text} of shape {_numbers(size)}, not {dtype} of shape {shape}")
-        numbers = torch.frombuffer(bytearray(archive.read(files[f"data/{key}"])), dtype=dtype)
-    (start,), strides = _numbers((start,)), _numbers(strides)
+            raise RejectedError("it is not little-endian")
+        stub = read_pickle(archive.read(files["data.pkl"]), TENSOR_NAMES)
+        if not (isinstance(stub, ObjectStub) and stub.name == "torch._utils._rebuild_tensor_v2"):
+            raise RejectedError(f"found {_type_name(stub)}, expected a tensor")
+        storage, start, size, strides = stub.arguments[:4]
+        _, storage_type, key, _, _ = storage.arguments
+        if (_STORAGES.get(storage_type.text), _sizes(size)) != (dtype, shape):
+            raise RejectedError(f"it is a {storage_type.text} of shape {_sizes(size)}, not {dtype} of shape {shape}")
+        elements = torch.frombuffer(bytearray(archive.read(files[f"data/{key}"])), dtype=dtype)
+    (start,), strides = _sizes((start,)), _sizes(strides)
     last = start + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
-    if last >= len(numbers):
-        raise Refused(f"it has {len(numbers)} numbers, number {last} is wanted")
-    return numbers.as_strided(shape, strides, start)
+    if last >= len(elements):
+        raise RejectedError(f"its storage has {len(elements)} elements, but its strides reach index {last}")
+    return elements.as_strided(shape, strides, start)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run folder: which there are, which may go, and what a killed run left behind."""
+"""Checkpoint folders of a run: naming, listing, atomic commit, retention, and cleanup after a killed run."""
 
 import os
 import shutil
@@ -10,32 +10,32 @@ from weft.checkpoint.manifest import FOLDER_NAME, sync_folder
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Folder of the checkpoint of a step."""
     return run / f"step-{step:08d}"
 
 
 def part_of(run: Path, step: int) -> Path:
-    """Where it is written, until it is whole."""
+    """Temporary folder of the checkpoint of a step while it is being written."""
     return run / f".step-{step:08d}.part"
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """The folders of a run that are named like checkpoints, newest first; whether they are good is not looked at."""
-    found = (
+    """Folders of a run that are named like checkpoints, newest first. Their content is not verified."""
+    folders = (
         [path for path in run.iterdir() if FOLDER_NAME.fullmatch(path.name) and path.is_dir()] if run.is_dir() else []
     )
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def step_of(folder: Path) -> int:
-    """The step in the name of a checkpoint."""
+    """Step in the name of a checkpoint folder."""
     name = FOLDER_NAME.fullmatch(folder.name)
     assert name is not None
     return int(name[1])
 
 
 def begin_folder(run: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint into; what an unfinished attempt left there goes."""
+    """Create an empty temporary folder for a checkpoint, and remove the remains of an unfinished attempt."""
     part = part_of(run, step)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -43,10 +43,10 @@ def begin_folder(run: Path, step: int) -> Path:
 
 
 def commit_folder(run: Path, step: int) -> Path:
-    """Give a folder whose files are all on the disk its name: from now on the checkpoint exists.
+    """Rename the temporary folder, whose files are all on the disk, to its final name. The checkpoint then exists.
 
     Raises:
-        FileExistsError: there is one of that name; it stays.
+        FileExistsError: a checkpoint of this step exists; it is not changed.
     """
     target = folder_of(run, step)
     if target.exists():  # rename would replace an empty folder
@@ -57,44 +57,44 @@ def commit_folder(run: Path, step: int) -> Path:
 
 
 def clean(run: Path) -> None:
-    """Remove what was never finished, and what was about to be removed."""
+    """Remove checkpoints that were never finished, and checkpoints whose removal was interrupted."""
     for path in [*run.glob(".step-*.part"), *run.glob(".step-*.gone")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint that training goes back before, so that a later one may have its name; nothing is lost."""
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.aside-{number}")).exists():
-        number += 1
+    """Rename a checkpoint whose step will be trained again, so that the new checkpoint can take its name."""
+    count = 1
+    while (aside := folder.with_name(f"{folder.name}.aside-{count}")).exists():
+        count += 1
     folder.rename(aside)
     return aside
 
 
 def retire(run: Path, keep: int, keep_hours: float, now: float | None = None) -> list[Path]:
-    """Remove checkpoints that are neither among the newest nor the first of their stretch of time.
+    """Remove checkpoints that are neither among the newest nor the first of their time interval.
 
     Args:
-        run: the run folder.
-        keep: how many of the newest stay; 0: all stay.
-        keep_hours: of the older ones the first of every so many hours stays; 0: none.
-        now: seconds of the clock.
+        run: run folder.
+        keep: number of newest checkpoints to keep; 0 keeps all.
+        keep_hours: interval in hours; the first checkpoint of each interval is also kept. 0: no older checkpoint is kept.
+        now: current time, in seconds since the epoch; by default the system clock.
 
     Returns:
-        Their former names.
+        Former paths of the removed checkpoints.
     """
     if keep == 0:
         return []
-    stretch, kept, gone = keep_hours * 3600, set(), []
+    interval, kept, removed = keep_hours * 3600, set(), []
     now = time.time() if now is None else now
     older: Sequence[Path] = list_checkpoints(run)[keep:]
     for folder in reversed(older):
         written = folder.stat().st_mtime
-        if stretch and written <= now and written // stretch not in kept:
-            kept.add(written // stretch)
+        if interval and written <= now and written // interval not in kept:
+            kept.add(written // interval)
             continue
         hidden = folder.with_name(f".{folder.name}.gone")
-        os.rename(folder, hidden)  # half removed, it must not look like a checkpoint
+        os.rename(folder, hidden)  # a half-removed folder must not look like a checkpoint
         shutil.rmtree(hidden, ignore_errors=True)
-        gone.append(folder)
-    return gone
+        removed.append(folder)
+    return removed

@@ -1,4 +1,4 @@
-"""Hugging Face in and out: configurations, weights into shards, and folders that `from_pretrained` reads."""
+"""Hugging Face models: build on meta, load weights into shards, and save folders that `from_pretrained` loads."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ from weft.checkpoint.weight_files import check_weight_files
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model
-from weft.memory.packed import join_packed
+from weft.memory.packed import unpack_tensor
 from weft.precision.dtypes import DTYPES
 
 EXPORTED = (
@@ -35,21 +35,21 @@ EXPORTED = (
     *("word_shape.json", "word_pronunciation.json", "prophetnet.tokenizer"),
     *("generation_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 )
-"""Files of tokenizers, chat templates, generation and processors: all that an export takes from beside a tokenizer."""
+"""Files copied by an export from the tokenizer folder: tokenizer, chat template, generation and processor files."""
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The untouched model without memory, for a causal language modelling configuration.
+    """Build the unmodified causal language model of a configuration on the meta device.
 
     Raises:
-        ModelError: Transformers has no causal language model of this kind, or cannot build it.
+        ModelError: Transformers has no causal language model for this configuration, or cannot build it.
     """
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise ModelError(
             f"num_hidden_layers = {layers}",
             where=f"model_type {config.model_type}",
-            rule="a model has at least one block",
+            rule="a model has at least one decoder block",
             fix="set model.config.num_hidden_layers to 1 or more",
         )
     try:
@@ -57,11 +57,11 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_implementations(dtype))
     except Exception as error:
         if type(error) is ValueError and str(error).startswith("Unrecognized configuration class"):
-            raise refuse_kind(config) from None  # its message lists all families that there are
+            raise refuse_kind(config) from None  # the library's message lists all families
         raise ModelError(
-            f"Transformers cannot build a causal language model of this configuration: {error}",
+            f"Transformers cannot build a causal language model from this configuration: {error}",
             where=f"model_type {config.model_type}",
-            rule="sizes are positive, and those that divide each other do",
+            rule="sizes are positive, and hidden sizes are divisible by head counts",
             fix="correct the sizes in model.config",
         ) from None
     model.config.use_cache = False
@@ -69,10 +69,10 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
 
 
 def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The untouched model with its weights, whole, on the host: from its folder, or fresh from `init_seed`.
+    """Build the unmodified model with full weights in host memory: loaded from its folder, or initialized from `init_seed`.
 
     Raises:
-        CheckpointError: weights are missing, damaged or of another shape than the configuration says.
+        CheckpointError: weights are missing or damaged, or their shapes do not match the configuration.
     """
     if source.path is None:
         torch.manual_seed(source.init_seed)
@@ -91,40 +91,40 @@ def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> 
         raise CheckpointError(
             f"the weights cannot be read: {error}",
             where=str(source.path),
-            rule="a folder has config.json and *.safetensors files written by save_pretrained",
-            fix="copy or download the folder again; weights in .bin files are written anew by save_pretrained",
+            rule="a model folder has config.json and *.safetensors files written by save_pretrained",
+            fix="copy or download the folder again; convert weights in .bin files with save_pretrained",
         ) from None
     model, report = loaded
-    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if absent:
+    bad_keys = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if bad_keys:
         raise CheckpointError(
-            f"{len(absent)} weights are missing or of another shape, the first is {absent[0]}",
+            f"{len(bad_keys)} weights are missing or have the wrong shape, the first is {bad_keys[0]}",
             where=str(source.path),
-            rule="every weight of the model must be in the folder",
-            fix="name the folder of this very model; model.config alone starts from fresh weights",
+            rule="the folder has every weight of the model, in its shape",
+            fix="name the folder of this model; model.config without model.path starts from newly initialized weights",
         )
     return model
 
 
 def _implementations(dtype: torch.dtype) -> dict[str, str]:
-    """The library's own choice of operators, but for what its default cannot do: a grouped matmul in float64."""
+    """Arguments that choose operator implementations: eager experts for float64, which grouped matmul does not support."""
     return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
 def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> None:
-    """Give a parallelized meta model its weights, straight into the shards of each rank.
+    """Load or initialize the weights of a parallelized meta model, directly into the shards of each rank.
 
-    Rank 0 holds the whole model once, in host memory, and sends it one tensor at a time; no other rank, and no
-    accelerator, ever holds more than its shards and one tensor. Fresh weights are the same numbers as plain Transformers
-    makes after `torch.manual_seed(init_seed)`.
+    Rank 0 holds the full model once, in host memory, and broadcasts it one tensor at a time. Every other rank, and every
+    accelerator, holds at most its shards and one full tensor. Newly initialized weights are bitwise equal to those of plain
+    Transformers after `torch.manual_seed(init_seed)`.
 
     Args:
-        model: from `build_on_meta`, then parallelized.
-        source: where the weights come from.
-        device: where the shards go.
+        model: parallelized model from `build_on_meta`.
+        source: folder or configuration of the model.
+        device: device of the shards.
 
     Raises:
-        CheckpointError: on every rank, when rank 0 cannot read the weights.
+        CheckpointError: raised on every rank if rank 0 cannot read the weights.
     """
     dtype = next(model.parameters()).dtype
     plain, problem = None, ""
@@ -137,166 +137,172 @@ def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> 
     if problem:
         raise CheckpointError(problem)
     allocate(model, device)
-    whole: dict[str, torch.Tensor] = {**dict(plain.named_buffers()), **plain.state_dict()} if plain else {}
-    table = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in whole.items()]
+    full: dict[str, torch.Tensor] = {**dict(plain.named_buffers()), **plain.state_dict()} if plain else {}
+    table = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in full.items()]
     own = {**dict(model.named_buffers()), **model.state_dict()}
     packed = _packed_parameters(model)
-    for name, shape, format in broadcast_json(table):
-        tensor = torch.empty(shape, dtype=_dtype(format), device=device)
+    for name, shape, dtype_name in broadcast_json(table):
+        tensor = torch.empty(shape, dtype=_dtype(dtype_name), device=device)
         if plain is not None:
-            tensor.copy_(whole.pop(name))
+            tensor.copy_(full.pop(name))
         dist.broadcast(tensor, src=0)
         if name in own:
-            _take_part(own[name], packed[name](tensor, True) if name in packed else tensor)
+            _copy_shard(own[name], packed[name](tensor, True) if name in packed else tensor)
 
 
 def allocate(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a parallelized meta model memory without contents: that of this rank's shards."""
+    """Allocate uninitialized memory for this rank's shards of a parallelized meta model."""
     model.to_empty(device=device)
-    if plain_ties_are_here(model):
-        model.tie_weights()  # each use of a tied weight got a memory of its own
+    if tied_weights_are_local(model):
+        model.tie_weights()  # to_empty allocates each use of a tied weight separately
 
 
-def _take_part(own: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy from a whole tensor what this rank holds of it."""
+def _copy_shard(own: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy this rank's shard out of a full tensor."""
     if isinstance(own, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(whole.shape, own.device_mesh, own.placements)
-        whole = whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+        shape, offset = compute_local_shape_and_global_offset(full.shape, own.device_mesh, own.placements)
+        full = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
         own = own.to_local()
-    own.detach().copy_(whole)
+    own.detach().copy_(full)
 
 
-def plain_ties_are_here(model: Any) -> bool:
-    """Whether the modules that share a weight are all on this rank; a pipeline may have cut them apart."""
+def tied_weights_are_local(model: Any) -> bool:
+    """True if all modules that share a weight are on this rank; a pipeline may place them on different stages."""
     pipeline = getattr(model, "pipeline", None)
-    return pipeline is None or (pipeline.relay.has_first() and pipeline.relay.has_last())
+    return pipeline is None or (pipeline.stage_io.has_first() and pipeline.stage_io.has_last())
 
 
 def _dtype(name: str) -> torch.dtype:
-    """From its name, such as torch.float32."""
+    """Dtype by name, such as torch.float32."""
     return getattr(torch, name.removeprefix("torch."))
 
 
 def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All weights, whole, on rank 0's host; empty on other ranks. Every rank must call it."""
-    noise = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = noise.level
-    noise.setLevel(logging.ERROR)  # it warns that tensors over two mesh axes come in two messages
+    """Gather all full weights in host memory of rank 0; empty on the other ranks. All ranks must call this function."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # hide the warning that tensors over two mesh axes are gathered in two collectives
     try:
         return _gather_stages(model)
     finally:
-        noise.setLevel(level)
+        logger.setLevel(level)
 
 
 @torch.no_grad()
 def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
-    """One tensor at a time: put together inside its stage, and sent by the first rank of the stage."""
+    """Gather the weights one tensor at a time: all-gather inside its stage, then send from the stage's first rank."""
     own, packed = dict(model.state_dict()), _packed_parameters(model)
     stages: list[Any] = [[(name, tuple(value.shape), str(value.dtype)) for name, value in own.items()]]
     pipeline = getattr(model, "pipeline", None)
     group, rank, leads = None, 0, dist.get_rank() == 0
     if pipeline is not None:
-        group, rank, leads = pipeline.group, pipeline.rank, pipeline.leads
+        group, rank, leads = pipeline.group, pipeline.rank, pipeline.is_stage_leader
         stages = all_gather_json(stages[0], group)
     gathered: dict[str, torch.Tensor] = {}
     ready = torch.zeros(1, device=next(iter(own.values())).device)
     for stage, names in enumerate(stages):
-        for name, shape, format in names:
-            whole = torch.empty(())
+        for name, shape, dtype_name in names:
+            full = torch.empty(())
             if stage == rank:
                 value = own[name]
-                whole = join_packed(value.full_tensor() if isinstance(value, DTensor) else value)
-                whole = packed[name](whole, False) if name in packed else whole
-                if stage and leads:  # when rank 0 is ready: what is sent ahead would fill its channel
+                full = unpack_tensor(value.full_tensor() if isinstance(value, DTensor) else value)
+                full = packed[name](full, False) if name in packed else full
+                if stage and leads:  # wait until rank 0 is ready: messages sent ahead would fill its buffer
                     dist.recv(ready, group=group, group_src=0)
-                    dist.send(whole.contiguous(), group=group, group_dst=0)
+                    dist.send(full.contiguous(), group=group, group_dst=0)
             elif leads and rank == 0:
-                whole = torch.empty(shape, dtype=_dtype(format), device=ready.device)
+                full = torch.empty(shape, dtype=_dtype(dtype_name), device=ready.device)
                 dist.send(ready, group=group, group_dst=stage)
-                dist.recv(whole, group=group, group_src=stage)
+                dist.recv(full, group=group, group_src=stage)
             if leads and rank == 0 and name not in gathered:
-                gathered[name] = whole.cpu() if whole.device.type != "cpu" else whole.clone()
+                gathered[name] = full.cpu() if full.device.type != "cpu" else full.clone()
     return gathered
 
 
-def arrange_packed(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], *, to_rest: bool
+def reorder_packed(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], *, by_rank: bool
 ) -> dict[str, torch.Tensor]:
-    """Bring the rows of packed matrices from the order of the model's authors into that at rest, or back."""
+    """Reorder the rows of packed matrices.
+
+    Args:
+        model: parallelized model.
+        weights: full tensors by parameter name.
+        by_rank: True: from the original order, by projection, to the sharded order, by tp rank. False: back.
+    """
     packed = _packed_parameters(model)
-    return {name: packed[name](value, to_rest) if name in packed else value for name, value in weights.items()}
+    return {name: packed[name](value, by_rank) if name in packed else value for name, value in weights.items()}
 
 
 def _packed_parameters(model: torch.nn.Module) -> dict[str, Callable[[torch.Tensor, bool], torch.Tensor]]:
-    """By name of a parameter that holds several projections: (tensor, to_rest) -> the other order of its rows."""
-    found: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {}
+    """Row reordering functions (tensor, by_rank) -> tensor, by name of each parameter that packs several projections."""
+    functions: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {}
     for name, module in model.named_modules():
         packed: Any = getattr(module, "packed", None)
         for last in packed.dim if packed else ():
-            found[f"{name}.{last}"] = partial(_rearrange, packed, last)
-    return found
+            functions[f"{name}.{last}"] = partial(_rearrange, packed, last)
+    return functions
 
 
-def _rearrange(packed: Any, name: str, tensor: torch.Tensor, to_rest: bool) -> torch.Tensor:
-    return (packed.by_rank if to_rest else packed.by_projection)(tensor, name)
+def _rearrange(packed: Any, name: str, tensor: torch.Tensor, by_rank: bool) -> torch.Tensor:
+    return (packed.to_rank_order if by_rank else packed.to_projection_order)(tensor, name)
 
 
 def save_folder(
     config: PretrainedConfig, weights: dict[str, torch.Tensor], tokenizer: Path | None, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Write a Hugging Face folder: config, safetensors, tokenizer. It appears complete or not at all.
+    """Write a Hugging Face folder with configuration, safetensors and tokenizer. The folder appears complete or not at all.
 
     Args:
-        config: the model's configuration.
-        weights: whole weights by name, as `gather_weights` returns them on rank 0.
-        tokenizer: folder whose files go along; None for a model trained on bare tokens.
-        folder: where to write; an older folder there is replaced once the new one is complete.
-        dtype: number format of the saved weights.
+        config: configuration of the model.
+        weights: full weights by name, as `gather_weights` returns them on rank 0.
+        tokenizer: folder whose tokenizer files are copied; None for a model trained on token ids without a tokenizer.
+        folder: folder to write; an existing folder is replaced when the new folder is complete.
+        dtype: dtype of the saved weights.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    half = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(half, ignore_errors=True)
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)
     saved = {name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in weights.items()}
     model.load_state_dict(saved, assign=True)
     model.tie_weights()
     model.config.use_cache = True
-    model.save_pretrained(half)
-    mode = stat.S_IMODE((half / "config.json").stat().st_mode)  # which follows the umask
-    for file in half.glob("*.safetensors"):  # safetensors makes files that nobody else may read
+    model.save_pretrained(part)
+    mode = stat.S_IMODE((part / "config.json").stat().st_mode)  # follows the umask
+    for file in part.glob("*.safetensors"):  # safetensors creates files that only the owner can read
         file.chmod(mode)
     for file in sorted(tokenizer.iterdir()) if tokenizer else ():
-        regular = stat.S_ISREG(file.lstat().st_mode)  # what a link names may be anything
-        if regular and not (half / file.name).exists() and _goes_along(file.name):
-            shutil.copyfile(file, half / file.name, follow_symlinks=False)
+        regular = stat.S_ISREG(file.lstat().st_mode)  # a link could point to any file
+        if regular and not (part / file.name).exists() and _is_exported(file.name):
+            shutil.copyfile(file, part / file.name, follow_symlinks=False)
     shutil.rmtree(folder, ignore_errors=True)
-    half.rename(folder)
+    part.rename(folder)
 
 
-def _goes_along(name: str) -> bool:
-    """Whether a file beside a tokenizer is exported with it."""
+def _is_exported(name: str) -> bool:
+    """True if an export copies this file of the tokenizer folder."""
     return any(fnmatchcase(name, pattern) for pattern in EXPORTED)
 
 
 def convert_folder(source: Path, target: Path, dtype: str) -> Path:
-    """Copy a Hugging Face folder with its tokenizer, its weights in another number format.
+    """Copy a Hugging Face folder with its tokenizer, and convert the weights to another dtype.
 
     Args:
         source: folder with config.json and safetensors.
         target: folder to write; it must not exist.
-        dtype: a name of `weft.precision.dtypes`.
+        dtype: dtype of the written weights, a name of `weft.precision.dtypes`.
 
     Raises:
-        CheckpointError: there is no such folder, its weights are damaged, or the target exists.
+        CheckpointError: the source does not exist, its weights are damaged, or the target exists.
     """
     if not (source / "config.json").is_file():
         rule, fix = (
-            "a run that ended has its weights in export",
-            "name a run that ended, or a step it saved with --step",
+            "a finished run has its weights in the folder export",
+            "name a finished run, or choose one of its checkpoints with --step",
         )
         raise CheckpointError(f"there are no weights in {source}", rule=rule, fix=fix)
     if target.exists():
-        raise CheckpointError(f"{target} exists", rule="an export overwrites nothing", fix="name another folder")
+        raise CheckpointError(f"{target} exists", rule="an export never overwrites", fix="name another folder")
     folder = Model(path=str(source))
     model = build_plain(folder, read_config(folder), DTYPES[dtype])
     save_folder(model.config, dict(model.state_dict()), source, target, DTYPES[dtype])

@@ -1,4 +1,4 @@
-"""What lies in a run folder, and whether it is as it was written: for the eyes of a user, in one process."""
+"""Listing of the checkpoints in a run folder and their state, for `weft checkpoint ls`."""
 
 import re
 from collections.abc import Iterable
@@ -12,43 +12,44 @@ from weft.checkpoint.manifest import NAME, Manifest, read_manifest, verify_folde
 from weft.errors import CheckpointError
 
 STEP = re.compile(r"\.?step-(\d{8,})(\.part|\.gone|\.aside-\d+)?")
-"""Names that training gives: to checkpoints, and to what will be, is no longer or was set aside as one."""
+"""Names of checkpoint folders: finished, being written, being removed, or set aside."""
 
 
 class ListingRow(NamedTuple):
-    """One folder of a run."""
+    """One checkpoint folder of a run."""
 
     name: str
     step: int
     bytes: int
-    """On the disk."""
+    """Size on the disk."""
     written: datetime
     layout: str
-    """Degrees of the plan that wrote it; empty where no manifest says so."""
+    """Degrees of the plan that wrote the checkpoint; empty if it has no readable manifest."""
     state: str
-    """good, complete (its manifest reads, its files were not looked at), set aside, unfinished, or damaged and why."""
+    """"good" (verified), "complete" (manifest is readable, files were not verified), "set aside, ...", "unfinished",
+    "being removed", or "damaged: " and the reason."""
 
 
 def list_run(run: Path, *, verify: bool, key: bytes | None = None) -> list[ListingRow]:
-    """All folders of a run that are, were or would have become checkpoints, by step. A damaged one is a row, not an error.
+    """List all checkpoint folders of a run by step, also unfinished ones and those that were set aside.
 
-    A folder of another name is a checkpoint if it has a manifest.
+    A damaged checkpoint is a row, not an error. A folder with any other name is listed if it has a manifest.
 
     Args:
-        run: the run folder.
-        verify: check every byte.
-        key: that its manifests were written with.
+        run: run folder.
+        verify: verify every byte.
+        key: key that signed the manifests.
 
     Raises:
-        CheckpointError: there is no such folder.
+        CheckpointError: the folder does not exist.
     """
     if not run.is_dir():
-        rule, fix = "checkpoints are folders below that of their run", "name the output folder of a run"
+        rule, fix = "checkpoints are folders inside their run folder", "name the output folder of a run"
         raise CheckpointError(f"there is no folder {run}", rule=rule, fix=fix)
     rows = []
     for folder in run.iterdir():
         if folder.is_dir() and _is_listed(folder):
-            with suppress(FileNotFoundError):  # a run that goes on removes old ones meanwhile
+            with suppress(FileNotFoundError):  # a running job may remove old checkpoints meanwhile
                 rows.append(_row(folder, verify, key))
     return sorted(rows, key=lambda row: (row.step, row.name))
 
@@ -81,7 +82,7 @@ def _row(folder: Path, verify: bool, key: bytes | None) -> ListingRow:
 
 
 def describe_layout(manifest: Manifest) -> str:
-    """The ranks that wrote a checkpoint and how they shared the work, in a few words."""
+    """Short text with the number of ranks that wrote a checkpoint and the parallel degrees that are not 1."""
     plan: Any = manifest.job.get("plan")
     degrees = plan.get("parallel") if isinstance(plan, dict) else None
     degrees = degrees if isinstance(degrees, dict) else {}
@@ -93,5 +94,5 @@ def describe_layout(manifest: Manifest) -> str:
 
 
 def checkpoints_at(paths: Iterable[Path]) -> list[Path]:
-    """The checkpoints that paths name: a run folder stands for all of its own, oldest first."""
+    """Checkpoint folders for paths: a run folder is replaced by all its checkpoints, oldest first."""
     return [folder for path in paths for folder in (list_checkpoints(path)[::-1] or [path])]

@@ -1,13 +1,13 @@
-"""What a checkpoint says about itself: `manifest.json`, the last file of a folder to be written and the first to be read.
+"""Manifest of a checkpoint: `manifest.json`, written last and read first.
 
     step-00000100/
-        shard-00000.safetensors     what rank 0 wrote
-        shard-00001.safetensors
+        shard-00000.safetensors     written by rank 0
+        shard-00001.safetensors     written by rank 1
         manifest.json
 
-The manifest names every file with its size and BLAKE3 digest, and every tensor with its shape, format and the files its parts
-lie in. Its own last line is the digest of all bytes before it, with a key (`key`) if the run has one. Nothing is read from a
-folder before its manifest is whole, and no byte that is read is ever executed.
+The manifest lists every file with its size and BLAKE3 digest, and every tensor with its shape, dtype and slices. Its last line
+is the digest of all bytes before it, keyed if the run has a key (`weft.checkpoint.key`). No file of a checkpoint is read before
+its manifest is verified, and no content is ever executed.
 """
 
 import hashlib
@@ -27,112 +27,119 @@ import numpy as np
 from blake3 import blake3
 from pydantic import Field, ValidationError
 
-from weft.checkpoint.boxes import find_fault
+from weft.checkpoint.boxes import find_tiling_error
 from weft.errors import CheckpointError
 from weft.plan import Table
 from weft.precision.scaling import LossScale
 
 NAME = "manifest.json"
 PLAIN, KEYED = "blake3", "keyed_blake3"
-"""Names of the digest in its last line."""
+"""JSON keys of the digest in the last line of the manifest, without and with a key."""
 SHARD_NAME = re.compile(r"shard-\d{5,}\.safetensors")
 FOLDER_NAME = re.compile(r"step-(\d{8,})")
-LARGEST_MANIFEST = 2**30  # bytes; a rank has some hundred bytes a tensor
+MAX_MANIFEST_BYTES = 2**30  # each rank adds a few hundred bytes per tensor
 CHUNK = 2**23
-THREADS = min(8, os.cpu_count() or 1)  # reading and hashing free Python's lock
-FORMAT_BYTES = {
+THREADS = min(8, os.cpu_count() or 1)  # reading and hashing release the GIL
+DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "C64"), 8),
     **dict.fromkeys(("F32", "I32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL"), 1),
 }
-"""Bytes of a number, by the names that safetensors gives to formats."""
+"""Bytes per element, by the dtype names of safetensors."""
 
 Size = Annotated[int, Field(ge=0)]
 
 
-class File(Table):
-    """One file of a checkpoint."""
+class FileEntry(Table):
+    """Size and digest of a file of a checkpoint."""
 
     bytes: Size
     blake3: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Part(Table):
-    """A box of a tensor and where it lies."""
+class SliceEntry(Table):
+    """Slice of a tensor and its location."""
 
     file: str
     key: str
-    """Its name in the file."""
+    """Name of the slice in the safetensors file."""
     offset: tuple[Size, ...]
-    """Of its first element in the whole tensor."""
+    """Index of its first element in the full tensor."""
     shape: tuple[Size, ...]
 
 
-class Entry(Table):
-    """One tensor of the checkpoint, by its global shape."""
+class TensorEntry(Table):
+    """Tensor of a checkpoint."""
 
-    format: str
+    dtype: str
+    """Dtype name of safetensors, such as F32."""
     shape: tuple[Size, ...]
-    parts: tuple[Part, ...]
-    """Boxes that do not overlap and together are the tensor."""
+    """Global shape."""
+    parts: tuple[SliceEntry, ...]
+    """Slices that tile the tensor."""
 
 
 class Position(Table):
-    """Where training stands, apart from tensors."""
+    """Training progress apart from tensors."""
 
     step: Size
-    """Optimizer steps that are done."""
+    """Completed optimizer steps."""
     next_batch: Size
-    """Number of the global batch that the next step takes; batch n has the rows n * global_batch and so on."""
+    """Index of the global batch of the next step; batch n starts at row n * global_batch_size."""
     loss_scale: LossScale
-    """Of the next step."""
+    """Loss scale of the next step."""
     skipped: tuple[Size, ...] = ()
-    """Steps whose update was left out, because of a number that was not finite or a spike."""
-    left_out: tuple[tuple[Size, Size], ...] = ()
-    """Batches (first, one after the last) that training went back before, and left out."""
+    """Steps whose update was skipped because of a non-finite gradient or a loss spike."""
+    excluded_batches: tuple[tuple[Size, Size], ...] = ()
+    """Ranges (first, last + 1) of batches that were excluded by going back to an earlier checkpoint after a spike."""
     watch: dict[str, Any] | None = None
-    """State of the watch for spikes."""
+    """State of the spike detector."""
 
 
 class Manifest(Table):
-    """The whole of `manifest.json`."""
+    """Content of `manifest.json`."""
 
     format: Literal["weft-checkpoint"] = "weft-checkpoint"
     version: Literal[1] = 1
     position: Position
     world_size: Annotated[int, Field(ge=1)]
     job: dict[str, Any]
-    """The job with its plan resolved."""
+    """Job with its plan resolved."""
     data: str = ""
-    """`identity` of the prepared tokens; empty where nothing has been trained."""
+    """`identity` of the prepared tokens; empty for a converted checkpoint."""
     run: str = ""
-    """Identity of the run that it was made by."""
+    """Id of the run that wrote the checkpoint."""
     versions: dict[str, str]
-    """Of the libraries that wrote it."""
-    files: dict[str, File]
-    tensors: dict[str, Entry]
+    """Versions of the libraries that wrote the checkpoint."""
+    files: dict[str, FileEntry]
+    """Files by name."""
+    tensors: dict[str, TensorEntry]
+    """Tensors by name."""
 
     @property
     def bytes(self) -> int:
+        """Total size of the files."""
         return sum(file.bytes for file in self.files.values())
 
 
-def file_name(number: int) -> str:
-    """Of a file: that of a rank with this number, where ranks wrote it."""
-    return f"shard-{number:05d}.safetensors"
+def file_name(index: int) -> str:
+    """Name of a checkpoint file: the file of rank `index`, or the `index`-th file of a conversion."""
+    return f"shard-{index:05d}.safetensors"
 
 
 def library_versions() -> dict[str, str]:
-    """What a manifest says of who wrote it."""
+    """Versions of Weft, PyTorch, Transformers and safetensors, recorded in each manifest."""
     return {name: version(name) for name in ("weft-train", "torch", "transformers", "safetensors")}
 
 
 def write_manifest(manifest: Manifest, folder: Path, key: bytes | None = None) -> None:
-    """Write `manifest.json` and wait until it, and the names of all files, are on the disk.
+    """Write `manifest.json` and flush it, and the folder's file names, to the disk.
 
     Args:
-        key: of `read_key`; who reads it needs the same.
+        manifest: content of the file.
+        folder: checkpoint folder.
+        key: key from `read_key` to sign the manifest; the same key is needed to read it.
     """
     path, digest = folder / NAME, _hasher(key)
     with path.open("wb") as file:
@@ -146,13 +153,13 @@ def write_manifest(manifest: Manifest, folder: Path, key: bytes | None = None) -
 
 
 def _dump(manifest: Manifest) -> Iterator[str]:
-    """The JSON in pieces: encoding millions of parts at once would hold up the training thread."""
+    """Yield the JSON text in pieces: encoding millions of slices in one call would hold the GIL and block training."""
     fields = manifest.model_dump(mode="json", exclude={"tensors"})
     for name, value in fields.items():
         yield f'{"{" if name == "format" else ","}\n"{name}": {json.dumps(value)}'
     yield ',\n"tensors": {'
-    for number, (name, entry) in enumerate(manifest.tensors.items()):
-        yield f"{',' if number else ''}\n{json.dumps(name)}: {entry.model_dump_json()}"
+    for index, (name, entry) in enumerate(manifest.tensors.items()):
+        yield f"{',' if index else ''}\n{json.dumps(name)}: {entry.model_dump_json()}"
     yield "},\n"
 
 
@@ -165,108 +172,109 @@ def _last_line(digest: str, key: bytes | None) -> bytes:
 
 
 def read_manifest(folder: Path, key: bytes | None = None) -> Manifest:
-    """Read and check `manifest.json`: its digest, its fields, and that its parts make up its tensors.
+    """Read and verify `manifest.json`: its digest, its fields, and that the slices tile each tensor.
 
     Args:
-        key: that it was written with. With a key, a manifest without one is refused.
+        folder: checkpoint folder.
+        key: key that signed the manifest. With a key, an unsigned manifest is refused.
 
     Raises:
-        CheckpointError: the folder has none, or it is damaged or refused.
+        CheckpointError: the folder has no manifest, or the manifest is damaged or refused.
     """
     path = folder / NAME
     if folder.is_symlink():
-        raise _damaged(path, "its folder is a link")
+        raise _refused(path, "its folder is a link")
     try:
         raw = _read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"there is no checkpoint in {folder}",
-            rule=f"a checkpoint is a folder with a {NAME}, which is written last",
+            rule=f"a checkpoint is a folder with a {NAME}; that file is written last",
             fix="`weft checkpoint ls` lists the checkpoints of a run",
         ) from None
     except OSError as error:
-        raise _damaged(path, f"it cannot be read: {error.strerror}") from None
+        raise _refused(path, f"it cannot be read: {error.strerror}") from None
     last = raw[raw.rstrip().rfind(b"\n") + 1 :]
     body, is_keyed = raw[: -len(last)], last.startswith(f'"{KEYED}"'.encode())
     if is_keyed and not key:
-        raise _damaged(path, "it was written with a key, which checkpoint.key_file or --key-file must name")
+        raise _refused(path, "it was written with a key; name the key with checkpoint.key_file or --key-file")
     if key and not is_keyed:
-        raise _damaged(path, "it was written without the key of checkpoint.key_file: anybody may have written it")
+        raise _refused(path, "it was written without the key of checkpoint.key_file, so anyone may have written it")
     digest = _hasher(key)
     digest.update(body)
     if last != _last_line(digest.hexdigest(), key):
-        raise _damaged(
-            path, "its bytes do not match the digest in its last line" + (", made with this key" if key else "")
-        )
+        raise _refused(path, "its bytes do not match the digest in its last line" + (" under this key" if key else ""))
     try:
         fields = json.loads(raw)
         del fields[KEYED if key else PLAIN]
         manifest = Manifest.model_validate(fields)
     except (ValueError, TypeError, RecursionError, ValidationError) as error:
-        raise _damaged(path, str(error).splitlines()[0]) from None
+        raise _refused(path, str(error).splitlines()[0]) from None
     _check_position(path, manifest.position)
     for name in manifest.files:
         if not SHARD_NAME.fullmatch(name):
-            raise _damaged(path, f"a file named {name!r}; files are named shard-NNNNN.safetensors")
+            raise _refused(path, f"{name!r} is no valid file name; files are named shard-NNNNN.safetensors")
     held: Counter[str] = Counter()
     for name, entry in manifest.tensors.items():
         _check_entry(path, name, entry, manifest.files)
         for part in entry.parts:
-            held[part.file] += math.prod(part.shape) * FORMAT_BYTES[entry.format]
-    for name, size in held.items():  # before anybody makes room for it
+            held[part.file] += math.prod(part.shape) * DTYPE_BYTES[entry.dtype]
+    for name, size in held.items():  # before anything allocates memory for the tensors
         if size > manifest.files[name].bytes:
-            raise _damaged(
-                path, f"{size} bytes of tensors cannot lie in {name}, which has {manifest.files[name].bytes}"
+            raise _refused(
+                path, f"{size} bytes of tensors do not fit in {name}, which has {manifest.files[name].bytes} bytes"
             )
     return manifest
 
 
 def _read_regular(path: Path) -> bytes:
-    """A file as it is, but no link, and nothing that could keep a reader waiting or that does not fit."""
+    """Read a regular file; refuse links, devices and fifos (a read could block), and files above the size limit."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise _damaged(path, "it is not a regular file")
-        if status.st_size > LARGEST_MANIFEST:
-            raise _damaged(path, f"{status.st_size} bytes are more than any manifest has")
-        return file.read(LARGEST_MANIFEST)
+            raise _refused(path, "it is not a regular file")
+        if status.st_size > MAX_MANIFEST_BYTES:
+            raise _refused(path, f"it has {status.st_size} bytes, at most {MAX_MANIFEST_BYTES} are allowed")
+        return file.read(MAX_MANIFEST_BYTES)
 
 
 def _check_position(path: Path, position: Position) -> None:
     named, scale = FOLDER_NAME.fullmatch(path.parent.name), position.loss_scale.value
     if named and int(named[1]) != position.step:
-        raise _damaged(path, f"it is of step {position.step}, its folder is named after step {int(named[1])}")
+        raise _refused(path, f"its step is {position.step}, but its folder is named after step {int(named[1])}")
     if not 0 < scale < math.inf:
-        raise _damaged(path, f"its loss scale is {scale}")
+        raise _refused(path, f"its loss scale is {scale}, not positive and finite")
 
 
-def _check_entry(path: Path, name: str, entry: Entry, files: dict[str, File]) -> None:
-    if entry.format not in FORMAT_BYTES:
-        raise _damaged(path, f"{name} has the format {entry.format!r}, which is not known")
+def _check_entry(path: Path, name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
+    if entry.dtype not in DTYPE_BYTES:
+        raise _refused(path, f"{name} has the unknown dtype {entry.dtype!r}")
     for part in entry.parts:
         if part.file not in files:
-            raise _damaged(path, f"{name} lies in {part.file!r}, which is not among its files")
+            raise _refused(path, f"{name} names the file {part.file!r}, which the manifest does not list")
         inside = len(part.offset) == len(part.shape) == len(entry.shape) and all(
-            offset + size <= whole for offset, size, whole in zip(part.offset, part.shape, entry.shape, strict=True)
+            offset + size <= full for offset, size, full in zip(part.offset, part.shape, entry.shape, strict=True)
         )
         if not inside:
-            raise _damaged(path, f"a part of {name} at {part.offset}, {part.shape}, is not inside {entry.shape}")
-    if len(entry.parts) == 1:  # as most have: it is inside, so that its size decides
-        found, wanted = math.prod(entry.parts[0].shape), math.prod(entry.shape)
-        fault = f"have {found} numbers of {wanted}" if found != wanted else None
+            raise _refused(
+                path, f"a slice of {name} at {part.offset} of shape {part.shape} is not inside {entry.shape}"
+            )
+    if len(entry.parts) == 1:  # the common case: it lies inside, so comparing sizes is enough
+        held, expected = math.prod(entry.parts[0].shape), math.prod(entry.shape)
+        fault = f"have {held} elements, expected {expected}" if held != expected else None
     elif max(entry.shape, default=0) >= 2**62:
         fault = "are larger than any tensor"
     else:
         lows = np.array([part.offset for part in entry.parts], np.int64).reshape(len(entry.parts), len(entry.shape))
         sizes = np.array([part.shape for part in entry.parts], np.int64).reshape(lows.shape)
-        fault = find_fault(lows, lows + sizes, entry.shape)
+        fault = find_tiling_error(lows, lows + sizes, entry.shape)
     if fault:
-        raise _damaged(path, f"the parts of {name} {fault}")
+        raise _refused(path, f"the slices of {name} {fault}")
 
 
-def verify_file(folder: Path, name: str, file: File) -> str | None:
-    """What is wrong with a file of a checkpoint; None if its size and digest are those of the manifest."""
+def verify_file(folder: Path, name: str, file: FileEntry) -> str | None:
+    """Compare a file with its size and digest in the manifest. Returns the problem as a text; None if they match."""
     path = folder / name
     if path.is_symlink() or not path.is_file():
         return f"{name} is missing"
@@ -274,49 +282,52 @@ def verify_file(folder: Path, name: str, file: File) -> str | None:
         return f"{name} has {size} bytes, {file.bytes} were written"
     try:
         with path.open("rb") as content:
-            found = hashlib.file_digest(content, blake3).hexdigest()  # type: ignore[arg-type]
+            digest = hashlib.file_digest(content, blake3).hexdigest()  # type: ignore[arg-type]
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    return None if found == file.blake3 else f"{name} has the digest {found[:16]}..., {file.blake3[:16]}... was written"
+    if digest == file.blake3:
+        return None
+    return f"{name} has the digest {digest[:16]}..., {file.blake3[:16]}... was written"
 
 
 def verify_names(folder: Path, manifest: Manifest) -> str | None:
-    """What is in a folder and not in its manifest; None if nothing."""
-    strange = sorted({path.name for path in folder.iterdir()} - manifest.files.keys() - {NAME})
-    return f"{strange[0]} is not part of the checkpoint" if strange else None
+    """Look for a file that the manifest does not list. Returns the problem as a text; None if there is no such file."""
+    unlisted = sorted({path.name for path in folder.iterdir()} - manifest.files.keys() - {NAME})
+    return f"{unlisted[0]} is not part of the checkpoint" if unlisted else None
 
 
 def verify_folder(folder: Path, key: bytes | None = None) -> Manifest:
-    """Check every byte of a checkpoint, in this process alone, several files at once.
+    """Verify every byte of a checkpoint in this process, several files in parallel.
 
     Args:
-        key: as of `read_manifest`.
+        folder: checkpoint folder.
+        key: key that signed the manifest.
 
     Raises:
-        CheckpointError: with the first file, in the order of the manifest, that is not as it was written.
+        CheckpointError: verification failed; the message names the first bad file in the order of the manifest.
     """
     manifest = read_manifest(folder, key)
     with ThreadPoolExecutor(THREADS) as threads:
-        found = threads.map(lambda item: verify_file(folder, *item), manifest.files.items())
-        problems = [verify_names(folder, manifest), *found]
+        file_problems = threads.map(lambda item: verify_file(folder, *item), manifest.files.items())
+        problems = [verify_names(folder, manifest), *file_problems]
     for problem in problems:
         if problem:
-            raise refused(folder, problem)
+            raise verification_error(folder, problem)
     return manifest
 
 
-def refused(folder: Path, problem: str) -> CheckpointError:
-    """The error of a checkpoint that does not verify."""
+def verification_error(folder: Path, problem: str) -> CheckpointError:
+    """Error for a checkpoint that fails verification."""
     return CheckpointError(
         problem,
         where=str(folder),
-        rule="every file of a checkpoint has the size and the digest of its manifest, and no other file is there",
-        fix="use another step: --resume auto takes the newest that verifies",
+        rule="every file of a checkpoint has the size and digest of its manifest, and the folder has no other files",
+        fix="use another step: --resume auto takes the newest checkpoint that passes verification",
     )
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Flush the file names of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -324,10 +335,10 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _damaged(path: Path, problem: str) -> CheckpointError:
+def _refused(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"the manifest is refused: {problem}",
         where=str(path),
-        rule="a manifest is read as it was written, and names nothing outside of its folder",
-        fix="use another step: --resume auto takes the newest that verifies",
+        rule="a manifest is unchanged since it was written, and names only files in its folder",
+        fix="use another step: --resume auto takes the newest checkpoint that passes verification",
     )

@@ -1,8 +1,8 @@
-"""Checkpoints in the memory of hosts: a rank's file is kept by its own host and by a neighbour (Wang et al., GEMINI, 2023).
+"""In-memory checkpoints: each rank's file is held in the memory of its own host and of the next host (GEMINI, Wang 2023).
 
-They have the same format as those on the disk, but lie in a memory file system, which outlives the ranks: after a restart on
-the same hosts all files are there, and after the loss of one host its neighbour still has what that one held. Each host keeps
-one checkpoint, and a second while it is being written: 4 times the bytes of its ranks' files, 2 times where there is one host.
+In-memory checkpoints have the same format as checkpoints on the disk, but are files in tmpfs, which outlives the ranks. After a
+restart on the same hosts all files exist; after the loss of one host the next host has copies of its files. Each host holds one
+checkpoint, and a second while it is being written: 4 times the size of its ranks' files, or 2 times on a single host.
 """
 
 import hashlib
@@ -30,27 +30,27 @@ PIECE = 2**26  # bytes of one message between hosts
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A checkpoint that hosts hold together."""
+class MemoryCheckpoint:
+    """In-memory checkpoint whose files are distributed over the hosts."""
 
     step: int
     digest: str
-    """Of its manifest: two runs may have taken the same step."""
+    """Digest of the manifest; distinguishes two checkpoints of the same step."""
     manifest: Manifest
     holders: dict[str, list[int]]
-    """By name of a file: the hosts that hold it as it was written."""
+    """Indices of the hosts with an undamaged copy, by file name."""
 
 
 class HostMemory:
-    """The checkpoints of a run in the memory of its hosts. All ranks make one, and call its methods together.
+    """In-memory checkpoints of a run. All ranks create one instance, and call its methods together.
 
     Args:
-        id_file: of the run folder, whose path names the folder in memory.
-        run_id: what that file says.
-        key: that manifests of the run are written with.
+        id_file: run id file in the run folder; the path of that folder determines the folder in tmpfs.
+        run_id: content of the run id file.
+        key: key that signs the manifests of the run.
 
     Raises:
-        CheckpointError: the system has no file system in memory, or the folder there belongs to somebody else.
+        CheckpointError: a host has no tmpfs, or the folder in tmpfs belongs to another user or run.
     """
 
     def __init__(self, id_file: Path, run_id: str, key: bytes | None = None):
@@ -60,18 +60,18 @@ class HostMemory:
         places = all_gather_json(place_of_host())
         self.hosts = [[r for r, other in enumerate(places) if other == found] for found in _unique(places)]
         """Ranks of each host."""
-        self.host = next(number for number, ranks in enumerate(self.hosts) if self.rank in ranks)
+        self.host = next(index for index, ranks in enumerate(self.hosts) if self.rank in ranks)
         self.leads = self.rank == self.hosts[self.host][0]
         problem = self._open(id_file, run_id) if self.leads else None
         for text in all_gather_json(problem):
             if text:
                 raise CheckpointError(text, where="checkpoint.memory_every", fix="set checkpoint.memory_every = 0")
-        # Beside the groups of training: its messages come from another thread.
+        # Separate from the process groups of training, because another thread sends its messages.
         self.group = dist.new_group(backend="gloo") if len(self.hosts) > 1 else None
 
     def _open(self, id_file: Path, run_id: str) -> str | None:
         if not SHARED_MEMORY.is_dir():
-            return f"this host has no {SHARED_MEMORY}, a file system in memory"
+            return f"this host has no tmpfs at {SHARED_MEMORY}"
         try:
             self.lock = hold_for_run(self.folder, id_file, run_id)
         except OSError as error:
@@ -79,58 +79,58 @@ class HostMemory:
         return None
 
     def target(self) -> Target:
-        """Where snapshots go, for `Snapshots.take`."""
-        pass_on = self._pass_on if self.group is not None else None
-        return Target(self.folder, self.leads, keep=1, keep_hours=0, pass_on=pass_on, says=False)
+        """Target for `Snapshots.take`."""
+        replicate = self._replicate if self.group is not None else None
+        return Target(self.folder, self.leads, keep=1, keep_hours=0, replicate=replicate, announce=False)
 
-    def forget(self, step: int = -1) -> None:
-        """Remove checkpoints of later steps, which are taken anew."""
+    def discard_after(self, step: int = -1) -> None:
+        """Remove checkpoints of later steps, which will be trained again."""
         for folder in list_checkpoints(self.folder) if self.leads else ():
             if step_of(folder) > step:
                 shutil.rmtree(folder)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Remove all in-memory checkpoints of the run."""
         dist.barrier()
         if self.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _pass_on(self, buffer: Tensor, part: Path) -> None:
-        """Send this rank's file to the next host, and take those of the host before into the folder; on the writing thread."""
+    def _replicate(self, buffer: Tensor, part: Path) -> None:
+        """Send this rank's file to the next host, and receive files of the previous host. Runs on the writing thread."""
         count = len(self.hosts)
-        mine, after = self.hosts[self.host], self.hosts[(self.host + 1) % count]
-        before = self.hosts[(self.host - 1) % count]
-        place = mine.index(self.rank)
-        works = _send(buffer, after[place % len(after)], self.group)
-        for source in before[place :: len(mine)]:
+        own_ranks, next_ranks = self.hosts[self.host], self.hosts[(self.host + 1) % count]
+        previous_ranks = self.hosts[(self.host - 1) % count]
+        local_rank = own_ranks.index(self.rank)
+        works = _send(buffer, next_ranks[local_rank % len(next_ranks)], self.group)
+        for source in previous_ranks[local_rank :: len(own_ranks)]:
             _receive(part / file_name(source), source, self.group)
         for work in works:
             work.wait()
 
-    # After a restart
+    # Restore after a restart
 
-    def newest(self, until: int) -> Copy | None:
-        """The newest checkpoint, of a step up to `until`, of which each file is held, unharmed, by at least one host."""
+    def newest(self, until: int) -> MemoryCheckpoint | None:
+        """Newest checkpoint of a step up to `until` of which at least one host has each file undamaged; None if none."""
         if self.leads:
             clean(self.folder)
         dist.barrier()
-        listed = [(digest, manifest) for digest, manifest in self._listed() if manifest.position.step <= until]
-        mine = [(manifest.position.step, digest, self._unharmed(manifest)) for digest, manifest in listed]
-        found: dict[tuple[int, str], dict[str, list[int]]] = {}
-        for rank, held in enumerate(all_gather_json(mine)):
-            host = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
+        listed = [(digest, manifest) for digest, manifest in self._list() if manifest.position.step <= until]
+        verified = [(manifest.position.step, digest, self._verified_files(manifest)) for digest, manifest in listed]
+        candidates: dict[tuple[int, str], dict[str, list[int]]] = {}
+        for rank, held in enumerate(all_gather_json(verified)):
+            host = next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
             for step, digest, names in held:
-                holders = found.setdefault((step, digest), {})
+                holders = candidates.setdefault((step, digest), {})
                 for name in names:
                     holders.setdefault(name, []).append(host)
-        for (step, digest), holders in sorted(found.items(), reverse=True):
-            manifest = self._manifest_of(step, digest)
+        for (step, digest), holders in sorted(candidates.items(), reverse=True):
+            manifest = self._share_manifest(step, digest)
             if manifest.files.keys() <= holders.keys():
-                return Copy(step, digest, manifest, holders)
+                return MemoryCheckpoint(step, digest, manifest, holders)
         return None
 
-    def _listed(self) -> list[tuple[str, Manifest]]:
-        """Digests of the manifests that are on this host, and what they say."""
+    def _list(self) -> list[tuple[str, Manifest]]:
+        """Manifests on this host, with their digests."""
         found = []
         for folder in list_checkpoints(self.folder):
             try:
@@ -140,18 +140,18 @@ class HostMemory:
             found.append((_digest(folder), manifest))
         return found
 
-    def _unharmed(self, manifest: Manifest) -> list[str]:
-        """Of the files of a checkpoint on this host, this rank's share that is as it was written."""
+    def _verified_files(self, manifest: Manifest) -> list[str]:
+        """Verify this rank's share of the checkpoint files on this host; names of the undamaged files."""
         folder, ranks = folder_of(self.folder, manifest.position.step), self.hosts[self.host]
-        here = sorted((name, file) for name, file in manifest.files.items() if (folder / name).exists())
-        mine = here[ranks.index(self.rank) :: len(ranks)]
-        return [name for name, file in mine if verify_file(folder, name, file) is None]
+        local = sorted((name, file) for name, file in manifest.files.items() if (folder / name).exists())
+        share = local[ranks.index(self.rank) :: len(ranks)]
+        return [name for name, file in share if verify_file(folder, name, file) is None]
 
-    def _manifest_of(self, step: int, digest: str) -> Manifest:
-        """The manifest of a checkpoint; hosts that have none of it get one."""
+    def _share_manifest(self, step: int, digest: str) -> Manifest:
+        """Read the manifest of a checkpoint, after sending it to the hosts that do not have it."""
         folder = folder_of(self.folder, step)
         has = (folder / NAME).exists() and _digest(folder) == digest
-        source = next(rank for rank, there in enumerate(all_gather_json(has)) if there)
+        source = next(rank for rank, rank_has in enumerate(all_gather_json(has)) if rank_has)
         text = broadcast_json((folder / NAME).read_text() if self.rank == source else None, source)
         if self.leads and not has:
             shutil.rmtree(folder, ignore_errors=True)
@@ -160,42 +160,47 @@ class HostMemory:
         dist.barrier()
         return read_manifest(folder, self.key)
 
-    def place(self, copy: Copy) -> Path:
-        """The folder of this host for a checkpoint; `provide` brings the files that are read."""
-        return folder_of(self.folder, copy.step)
+    def folder_for(self, checkpoint: MemoryCheckpoint) -> Path:
+        """Folder of a checkpoint on this host; `fetch` copies missing files into it."""
+        return folder_of(self.folder, checkpoint.step)
 
-    def provide(self, copy: Copy, wanted: Iterable[str]) -> None:
-        """Bring the files that ranks of this host want, and the host does not hold, from one that does.
+    def fetch(self, checkpoint: MemoryCheckpoint, wanted: Iterable[str]) -> None:
+        """Copy files that ranks of this host will read, and that are missing on this host, from a host that has them.
+
+        Args:
+            checkpoint: result of `newest`.
+            wanted: names of the files that this rank will read.
 
         Raises:
-            CheckpointError: on every rank, when a file did not arrive as it was written.
+            CheckpointError: raised on every rank if a received file fails verification.
         """
-        folder, manifest, problem = self.place(copy), copy.manifest, None
-        wishes = all_gather_json(sorted(wanted))
+        folder, manifest, problem = self.folder_for(checkpoint), checkpoint.manifest, None
+        wanted_by_rank = all_gather_json(sorted(wanted))
         for name in sorted(manifest.files):
-            holders = copy.holders[name]
+            holders = checkpoint.holders[name]
             for host, ranks in enumerate(self.hosts):
-                if host in holders or not any(name in wishes[rank] for rank in ranks):
+                if host in holders or not any(name in wanted_by_rank[rank] for rank in ranks):
                     continue
                 source = self.hosts[holders[0]][0]
                 if self.rank == source:
-                    whole = torch.from_file(str(folder / name), size=manifest.files[name].bytes, dtype=torch.uint8)
-                    for work in _send(whole, ranks[0], self.group):
+                    content = torch.from_file(str(folder / name), size=manifest.files[name].bytes, dtype=torch.uint8)
+                    for work in _send(content, ranks[0], self.group):
                         work.wait()
                 elif self.rank == ranks[0]:
                     _receive(folder / name, source, self.group)
                     problem = problem or verify_file(folder, name, manifest.files[name])
         for text in all_gather_json(problem):
             if text:
-                raise CheckpointError(text, where=str(folder), rule="a file arrives as it was sent", fix="try again")
+                rule = "a file that is copied between hosts has the digest of the manifest"
+                raise CheckpointError(text, where=str(folder), rule=rule, fix="start the run again")
 
 
 def holds_copies(id_file: Path, run_id: str) -> bool:
-    """Tell whether this host has checkpoints of a run in its memory.
+    """True if this host has in-memory checkpoints of a run.
 
     Args:
-        id_file: of the run folder.
-        run_id: what it says.
+        id_file: run id file in the run folder.
+        run_id: content of the run id file.
     """
     folder = _folder_of_run(id_file)
     return belongs_to(folder, id_file, run_id) and bool(list_checkpoints(folder))
@@ -217,7 +222,7 @@ def _digest(folder: Path) -> str:
 
 
 def _unique(values: list[list[str]]) -> list[list[str]]:
-    return [value for number, value in enumerate(values) if value not in values[:number]]
+    return [value for index, value in enumerate(values) if value not in values[:index]]
 
 
 def _send(buffer: Tensor, to: int, group: dist.ProcessGroup | None) -> list[dist.Work]:
@@ -226,7 +231,7 @@ def _send(buffer: Tensor, to: int, group: dist.ProcessGroup | None) -> list[dist
 
 
 def _receive(path: Path, source: int, group: dist.ProcessGroup | None) -> None:
-    """Straight into the memory of a new file."""
+    """Receive a file directly into the mapped memory of a new file."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, source, group)
     memory = torch.from_file(str(path), shared=True, size=int(size), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Reading a pickle without running it.
+"""Safe pickle reader that imports nothing and calls nothing.
 
-A pickle is a program, and `pickle.load` runs it: it may import any module and call any function. Here its instructions are
-taken apart by `pickletools`, of the standard library, and followed by a machine that knows only those that build plain values.
-It imports nothing and calls nothing: what a pickle asks to be made stays a name with its arguments.
+A pickle is a program, and `pickle.load` runs it: it can import any module and call any function. This reader disassembles the
+pickle with `pickletools` and interprets only the instructions that build plain values. Where a pickle would create an object,
+the reader creates an `ObjectStub` with the name and the arguments instead.
 """
 
 import pickletools
@@ -10,37 +10,37 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class Name(NamedTuple):
-    """A class or function that a pickle names; it is never looked up."""
+class GlobalName(NamedTuple):
+    """Name of a class or function in a pickle; the name is never resolved."""
 
     text: str
 
 
-@dataclass(eq=False)  # compared by identity, so that it may be a key
-class Made:
-    """An object that a pickle asks to be made; it is never made."""
+@dataclass(eq=False)  # hashable by identity, so that it can be a dictionary key
+class ObjectStub:
+    """Placeholder for an object that the pickle would create."""
 
     name: str
     arguments: tuple[Any, ...]
     state: Any = None
 
 
-class Refused(Exception):
-    """Why a pickle is not read."""
+class RejectedError(Exception):
+    """A file is refused: it is damaged or has content that is not allowed."""
 
 
 def read_pickle(raw: bytes, allowed: frozenset[str]) -> Any:
-    """The value that a pickle describes, with `Made` and `Name` in the place of objects, classes and functions.
+    """Value of a pickle, with `ObjectStub` for objects and `GlobalName` for classes and functions.
 
-    A machine with a stack, marks on it, and a memo, as `pickletools` documents it; instructions that are not needed here,
-    and every name that is not allowed, are refused.
+    The interpreter is a stack machine with marks and a memo, as documented in `pickletools`. Instructions that are not
+    implemented here, and names that are not in `allowed`, are refused.
 
     Args:
         raw: the pickle.
-        allowed: full names that it may contain.
+        allowed: qualified names that the pickle may contain.
 
     Raises:
-        Refused: an instruction or a name is not allowed, or the pickle is damaged.
+        RejectedError: an instruction or a name is not allowed, or the pickle is damaged.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -52,15 +52,15 @@ def read_pickle(raw: bytes, allowed: frozenset[str]) -> Any:
         del stack[start:]
         return items
 
-    def name(text: str) -> Name:
+    def name(text: str) -> GlobalName:
         if text not in allowed:
-            raise Refused(f"it names {text}")
-        return Name(text)
+            raise RejectedError(f"its pickle names {text}, which is not allowed")
+        return GlobalName(text)
 
-    def make(arguments: tuple[Any, ...], made: Any) -> Made:
-        if not (isinstance(made, Name) and isinstance(arguments, tuple)):
-            raise Refused("it calls what is no name")
-        return Made(made.text, arguments)
+    def stub(arguments: tuple[Any, ...], called: Any) -> ObjectStub:
+        if not (isinstance(called, GlobalName) and isinstance(arguments, tuple)):
+            raise RejectedError("its pickle calls a value that is not a class or function")
+        return ObjectStub(called.text, arguments)
 
     try:
         argument: Any
@@ -91,8 +91,9 @@ def read_pickle(raw: bytes, allowed: frozenset[str]) -> Any:
                     list.extend(stack[-1], items)
                 case "SETITEM" | "SETITEMS":
                     items = [stack.pop(-2), stack.pop()] if operation.name == "SETITEM" else since_mark()
-                    if not all(isinstance(key, str | int | Made) for key in items[::2]):
-                        raise Refused("a key of it is no text, number or object")  # hashing a deep tuple has no limit
+                    if not all(isinstance(key, str | int | ObjectStub) for key in items[::2]):
+                        # Hashing a deeply nested tuple would overflow the stack.
+                        raise RejectedError("its pickle has a key that is not a string, an integer or an object")
                     dict.update(stack[-1], zip(items[::2], items[1::2], strict=True))
                 case "MEMOIZE":
                     memo[len(memo)] = stack[-1]
@@ -105,18 +106,18 @@ def read_pickle(raw: bytes, allowed: frozenset[str]) -> Any:
                 case "STACK_GLOBAL":
                     stack[-2:] = [name(f"{stack[-2]}.{stack[-1]}")]
                 case "REDUCE" | "NEWOBJ":
-                    stack.append(make(stack.pop(), stack.pop()))
+                    stack.append(stub(stack.pop(), stack.pop()))
                 case "BUILD":
                     state = stack.pop()
-                    if not isinstance(stack[-1], Made):
-                        raise Refused("it sets the state of what is no object")
+                    if not isinstance(stack[-1], ObjectStub):
+                        raise RejectedError("its pickle sets the state of a value that is not an object")
                     stack[-1].state = state
                 case "BINPERSID":
-                    stack.append(Made("storage", stack.pop()))
+                    stack.append(ObjectStub("storage", stack.pop()))
                 case "STOP":
                     return stack.pop()
                 case _:
-                    raise Refused(f"it has the instruction {operation.name}")
+                    raise RejectedError(f"its pickle has the instruction {operation.name}, which is not allowed")
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise Refused(f"it is damaged: {error}") from None
-    raise Refused("it is damaged: it has no end")
+        raise RejectedError(f"its pickle is damaged: {error}") from None
+    raise RejectedError("its pickle is damaged: it has no end")

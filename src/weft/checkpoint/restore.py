@@ -1,4 +1,4 @@
-"""Reading checkpoints back, into any layout: each rank reads the boxes that it holds from the files that they lie in."""
+"""Loading of checkpoints into any layout: each rank reads exactly the tensor slices that it holds."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -13,79 +13,93 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.anatomy.roles import Anatomy
-from weft.checkpoint.boxes import find_fault
+from weft.checkpoint.boxes import find_tiling_error
 from weft.checkpoint.folders import list_checkpoints, set_aside, step_of
-from weft.checkpoint.manifest import Entry, Manifest, Part, read_manifest, refused, verify_file, verify_names
-from weft.checkpoint.shard_file import FORMATS, torch_format
-from weft.checkpoint.slices import OF_RANKS, TensorSlice, model_pieces, named_weights, optimizer_pieces
+from weft.checkpoint.manifest import (
+    Manifest,
+    SliceEntry,
+    TensorEntry,
+    read_manifest,
+    verification_error,
+    verify_file,
+    verify_names,
+)
+from weft.checkpoint.shard_file import SAFETENSORS_DTYPES, torch_dtype
+from weft.checkpoint.slices import PER_RANK_KINDS, TensorSlice, model_slices, named_weights, optimizer_slices
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError
 from weft.plan import Plan
 
 
 class Reader:
-    """Reads boxes of tensors from a checkpoint that has been verified. A context manager; files are mapped, not loaded."""
+    """Reader of tensor slices from a verified checkpoint. Context manager; files are memory-mapped."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
         self.files: dict[str, Any] = {}
         self.stack = ExitStack()
 
-    def entry(self, name: str) -> Entry:
-        """What the manifest says of a tensor.
+    def entry(self, name: str) -> TensorEntry:
+        """Manifest entry of a tensor.
 
         Raises:
-            CheckpointError: it is not there.
+            CheckpointError: the checkpoint does not have the tensor.
         """
         entry = self.manifest.tensors.get(name)
         if entry is None:
             raise CheckpointError(
                 f"there is no tensor {name}",
                 where=str(self.folder),
-                rule="a checkpoint is read by the model that wrote it, under any plan",
-                fix="compare model.config with the job in the checkpoint's manifest",
+                rule="a checkpoint is loaded into the model that wrote it, under any plan",
+                fix="compare model.config with the job in the manifest of the checkpoint",
             )
         return entry
 
     def files_of(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> set[str]:
-        """The files that a box lies in."""
-        return {part.file for part, _, _ in _boxes(self.entry(name), offset, shape)}
+        """Names of the files that hold a slice."""
+        return {part.file for part, _, _ in _intersections(self.entry(name), offset, shape)}
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """A box of a tensor, on the host, in the format in which it was saved; without offset and shape the whole of it.
+        """Read a slice of a tensor into host memory, in the dtype in which it was saved.
+
+        Args:
+            name: name of the tensor.
+            offset: index of the first element of the slice in the full tensor; by default 0 along each dim.
+            shape: shape of the slice; by default the full shape.
 
         Raises:
-            CheckpointError: there is no such tensor, the box is not inside of it, or a file does not hold what its manifest
-                says.
+            CheckpointError: the tensor does not exist, the slice is not inside it, or a file differs from the manifest.
         """
         entry = self.entry(name)
         offset, shape = offset or (0,) * len(entry.shape), entry.shape if shape is None else shape
-        boxes = _boxes(entry, offset, shape)
-        self._check_cover(name, shape, boxes)
-        whole = torch.empty(shape, dtype=torch_format(entry.format, f"{self.folder}, {name}"))
-        for part, low, high in boxes:
+        intersections = _intersections(entry, offset, shape)
+        self._check_cover(name, shape, intersections)
+        output = torch.empty(shape, dtype=torch_dtype(entry.dtype, f"{self.folder}, {name}"))
+        for part, low, high in intersections:
             inside = tuple(slice(*ends) for ends in zip(low - part.offset, high - part.offset, strict=True))
             target = tuple(slice(*ends) for ends in zip(low - offset, high - offset, strict=True))
-            whole[target] = self._slice(part, entry, inside)
-        return whole
+            output[target] = self._read_part(part, entry, inside)
+        return output
 
-    def _check_cover(self, name: str, shape: tuple[int, ...], boxes: list[tuple[Part, Any, Any]]) -> None:
-        """That boxes do not overlap and together are the whole: then every number is read, once."""
-        lows, highs = (np.array([box[i] for box in boxes]).reshape(len(boxes), len(shape)) for i in (1, 2))
-        if find_fault(lows, highs, shape):
-            raise refused(self.folder, f"the parts of {name} do not make up a box of shape {shape}")
+    def _check_cover(self, name: str, shape: tuple[int, ...], intersections: list[tuple[SliceEntry, Any, Any]]) -> None:
+        """Refuse saved slices that do not tile the requested slice, so that each element is read exactly once."""
+        count = len(intersections)
+        lows, highs = (np.array([item[i] for item in intersections]).reshape(count, len(shape)) for i in (1, 2))
+        if find_tiling_error(lows, highs, shape):
+            raise verification_error(self.folder, f"the saved slices of {name} do not tile a slice of shape {shape}")
 
-    def _slice(self, part: Part, entry: Entry, inside: tuple[slice, ...]) -> Tensor:
+    def _read_part(self, part: SliceEntry, entry: TensorEntry, inside: tuple[slice, ...]) -> Tensor:
+        """Read a range of a saved slice from its file."""
         try:
             if part.file not in self.files:
                 self.files[part.file] = self.stack.enter_context(safe_open(self.folder / part.file, "pt"))
-            found = self.files[part.file].get_slice(part.key)
-            if (found.get_dtype(), tuple(found.get_shape())) == (entry.format, part.shape):
-                return found[inside] if inside else self.files[part.file].get_tensor(part.key)
-            problem = f"{part.key} is {found.get_dtype()} of shape {found.get_shape()}"
+            saved = self.files[part.file].get_slice(part.key)
+            if (saved.get_dtype(), tuple(saved.get_shape())) == (entry.dtype, part.shape):
+                return saved[inside] if inside else self.files[part.file].get_tensor(part.key)
+            problem = f"{part.key} is {saved.get_dtype()} of shape {saved.get_shape()}"
         except (SafetensorError, OSError) as error:
             problem = str(error)
-        raise refused(self.folder, f"{part.file} does not hold what the manifest says: {problem}")
+        raise verification_error(self.folder, f"{part.file} differs from the manifest: {problem}")
 
     def __enter__(self) -> Self:
         return self
@@ -94,8 +108,10 @@ class Reader:
         self.stack.close()
 
 
-def _boxes(entry: Entry, offset: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[Part, np.ndarray, np.ndarray]]:
-    """The parts of a tensor that a box meets, with the ends of what they have in common."""
+def _intersections(
+    entry: TensorEntry, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> list[tuple[SliceEntry, np.ndarray, np.ndarray]]:
+    """Saved slices that intersect a requested slice, with the first and last + 1 global index of each intersection."""
     begin = np.array(offset, np.int64)
     found = []
     for part in entry.parts:
@@ -107,13 +123,14 @@ def _boxes(entry: Entry, offset: tuple[int, ...], shape: tuple[int, ...]) -> lis
 
 
 def verify_together(folder: Path, key: bytes | None = None) -> Manifest:
-    """Check every byte of a checkpoint, each rank a share of the files. Every rank must call it.
+    """Verify every byte of a checkpoint, with the files divided over the ranks. All ranks must call this function.
 
     Args:
-        key: that its manifest was written with.
+        folder: checkpoint folder.
+        key: key that signed the manifest.
 
     Raises:
-        CheckpointError: on every rank, with the first file that is not as it was written.
+        CheckpointError: raised on every rank if verification failed; the message names the first bad file.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     problem, manifest = None, None
@@ -126,35 +143,42 @@ def verify_together(folder: Path, key: bytes | None = None) -> Manifest:
         problem = error.what
     problems = [text for text in all_gather_json(problem) if text]
     if problems or manifest is None:
-        raise refused(folder, problems[0])
+        raise verification_error(folder, problems[0])
     return manifest
 
 
-def choose(
-    candidates: Iterable[Path], say: Callable[[str], None], key: bytes | None = None
+def first_valid_checkpoint(
+    candidates: Iterable[Path], log: Callable[[str], None], key: bytes | None = None
 ) -> tuple[Path, Manifest] | None:
-    """The first of some checkpoints that verifies; None where none does. Every rank must call it.
+    """First candidate that passes verification; None if there is none. All ranks must call this function.
 
     Args:
-        candidates: folders, the best first; those of rank 0 count.
-        say: told what was passed over and why, on every rank.
-        key: that their manifests were written with.
+        candidates: checkpoint folders, most preferred first; the list of rank 0 is used on all ranks.
+        log: called on every rank with a line for each candidate that is refused.
+        key: key that signed the manifests.
     """
     for name in broadcast_json([str(path) for path in candidates]):
         folder = Path(name)
         try:
             return folder, verify_together(folder, key)
         except CheckpointError as error:
-            say(f"{folder.name} is passed over: {error.what}")
+            log(f"{folder.name} is skipped: {error.what}")
     return None
 
 
-def archive_newer(run: Path, chosen: Path | None, step: int, say: Callable[[str], None]) -> None:
-    """Set checkpoints aside whose steps come again, when training goes on after a step. For one rank."""
+def archive_newer(run: Path, chosen: Path | None, step: int, log: Callable[[str], None]) -> None:
+    """Rename the checkpoints whose steps will be trained again. Only one rank calls this function.
+
+    Args:
+        run: run folder.
+        chosen: checkpoint from which training continues; None if it is not in the run folder.
+        step: last completed step; checkpoints of later steps, and other checkpoints of this step, are renamed.
+        log: called with a line for each renamed checkpoint.
+    """
     for folder in list_checkpoints(run):
-        another = chosen is None or not folder.samefile(chosen)
-        if step_of(folder) > step or (step_of(folder) == step and another):
-            say(f"{folder.name} is now {set_aside(folder).name}")
+        is_other = chosen is None or not folder.samefile(chosen)
+        if step_of(folder) > step or (step_of(folder) == step and is_other):
+            log(f"{folder.name} is now {set_aside(folder).name}")
 
 
 def restore(
@@ -162,43 +186,52 @@ def restore(
     anatomy: Anatomy,
     optimizer: torch.optim.Optimizer,
     reader: Reader,
-    provide: Callable[[set[str]], None],
-    settle: Callable[[nn.Parameter], object] = lambda parameter: None,
+    fetch: Callable[[set[str]], None],
+    place_state: Callable[[nn.Parameter], object] = lambda parameter: None,
 ) -> None:
-    """Give a parallelized model and its optimizer the state of a checkpoint, in place, whatever layout wrote it.
+    """Load a checkpoint of any layout into a parallelized model and its optimizer, in place.
 
     Args:
-        model: parallelized; its memory exists, its contents do not matter.
-        anatomy: of the whole model.
-        optimizer: over its parameters; a state that it has already is overwritten.
-        reader: of a verified checkpoint.
-        provide: called once, on every rank, with the names of the files that this rank reads.
-        settle: called with each parameter when its states are there, before they have values; may move them.
+        model: parallelized model with allocated memory.
+        anatomy: anatomy of the full model.
+        optimizer: optimizer of the model's parameters; existing state is overwritten.
+        reader: reader of a verified checkpoint.
+        fetch: called once on every rank with the names of the files that this rank will read.
+        place_state: called with each parameter after its optimizer state is allocated and before it is loaded. It may move
+            the state to another device.
 
     Raises:
-        CheckpointError: the checkpoint lacks a tensor of the model, or has it in another shape or format.
+        CheckpointError: the checkpoint lacks a tensor of the model, or has it in another shape or dtype.
     """
-    make_state(model, anatomy, optimizer, reader.manifest, settle)
-    pieces = model_pieces(model, anatomy) + optimizer_pieces(model, anatomy, optimizer)
-    for piece in pieces:
-        _check(piece, reader)
-    provide({name for piece in pieces for name in reader.files_of(piece.name, piece.offset, tuple(piece.tensor.shape))})
+    allocate_state(model, anatomy, optimizer, reader.manifest, place_state)
+    slices = model_slices(model, anatomy) + optimizer_slices(model, anatomy, optimizer)
+    for tensor_slice in slices:
+        _check(tensor_slice, reader)
+    fetch(
+        {
+            name
+            for tensor_slice in slices
+            for name in reader.files_of(tensor_slice.name, tensor_slice.offset, tuple(tensor_slice.tensor.shape))
+        }
+    )
     with torch.no_grad():
-        for piece in pieces:
-            piece.tensor.copy_(reader.read(piece.name, piece.offset, tuple(piece.tensor.shape)))
+        for tensor_slice in slices:
+            tensor_slice.tensor.copy_(
+                reader.read(tensor_slice.name, tensor_slice.offset, tuple(tensor_slice.tensor.shape))
+            )
 
 
 def restore_feedback(model: Any, optimizer: torch.optim.Optimizer, reader: Reader, plan: Plan) -> str | None:
-    """Go on with what compressed reductions have left out, if each rank does now what it did then; else without.
+    """Restore the error feedback of compressed collectives if the layout is unchanged, and reset it otherwise.
 
     Args:
-        model: parallelized.
-        optimizer: over its parameters, restored.
-        reader: of the checkpoint; the files of `own_tensors` are there.
-        plan: resolved, of the model.
+        model: parallelized model.
+        optimizer: optimizer of the model's parameters, already restored.
+        reader: reader of the checkpoint; the files of `own_tensors` must be available.
+        plan: resolved plan of the model.
 
     Returns:
-        What could not be gone on with, the same on all ranks; None if nothing.
+        Message about a reset, the same on all ranks; None if nothing was lost.
     """
     feedback, manifest = getattr(model, "feedback", None), reader.manifest
     if feedback is None:
@@ -213,32 +246,32 @@ def restore_feedback(model: Any, optimizer: torch.optim.Optimizer, reader: Reade
         restart()
     if same or not any(name.startswith("feedback/") for name in manifest.tensors):
         return None
-    return "what compressed messages had left out begins at zero: it belongs to the ranks of another layout"
+    return "error feedback is reset: the checkpoint has another layout"
 
 
 def own_tensors(manifest: Manifest, kind: str, rank: int) -> list[str]:
-    """Names of the tensors that belong to a rank: "rng" or "feedback"."""
+    """Names of the per-rank tensors of a rank; kind is "rng" or "feedback"."""
     return [name for name in manifest.tensors if name.startswith(f"{kind}/{rank:05d}/")]
 
 
 def _reductions(plan: dict[str, Any]) -> list[Any]:
-    """The part of a plan that decides which messages ranks send each other in place of gradients."""
+    """Settings of a plan on which the compressed gradient collectives depend."""
     comm = plan.get("comm", {})
     return [plan["parallel"], plan["pipeline"], *map(comm.get, ("compression", "compress_scope", "error_feedback"))]
 
 
-def make_state(
+def allocate_state(
     model: nn.Module,
     anatomy: Anatomy,
     optimizer: torch.optim.Optimizer,
     manifest: Manifest,
-    settle: Callable[[nn.Parameter], object],
+    place_state: Callable[[nn.Parameter], object],
 ) -> None:
-    """Let an optimizer have, of the layout of its parameters, the tensors that a checkpoint has for them."""
+    """Allocate the optimizer state that a checkpoint has for each parameter, in the layout of the parameter."""
     by_weight: dict[str, list[str]] = {}
     for name in manifest.tensors:
         kind, _, weight = name.partition("/")
-        if kind not in ("weights", "buffers", *OF_RANKS):
+        if kind not in ("weights", "buffers", *PER_RANK_KINDS):
             by_weight.setdefault(weight, []).append(kind)
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in named_weights(model, anatomy).items():
@@ -247,21 +280,22 @@ def make_state(
         state = optimizer.state[parameter]
         for kind in by_weight.get(name, []):
             entry = manifest.tensors[f"{kind}/{name}"]
-            dtype = torch_format(entry.format, f"{kind}/{name}")
+            dtype = torch_dtype(entry.dtype, f"{kind}/{name}")
             if kind not in state and entry.shape:
                 state[kind] = torch.zeros_like(parameter.detach(), dtype=dtype)
             elif kind not in state:
-                place = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
-                state[kind] = torch.zeros((), dtype=dtype, device=place)
-        settle(parameter)
+                device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+                state[kind] = torch.zeros((), dtype=dtype, device=device)
+        place_state(parameter)
 
 
-def _check(piece: TensorSlice, reader: Reader) -> None:
-    entry, wanted = reader.entry(piece.name), (FORMATS[piece.tensor.dtype], piece.whole)
-    if (entry.format, entry.shape) != wanted:
+def _check(tensor_slice: TensorSlice, reader: Reader) -> None:
+    entry, dtype = reader.entry(tensor_slice.name), SAFETENSORS_DTYPES[tensor_slice.tensor.dtype]
+    if (entry.dtype, entry.shape) != (dtype, tensor_slice.full_shape):
         raise CheckpointError(
-            f"{piece.name} is {entry.format} of shape {entry.shape}; the model's is {wanted[0]} of shape {wanted[1]}",
+            f"{tensor_slice.name} is {entry.dtype} of shape {entry.shape}; "
+            f"in the model it is {dtype} of shape {tensor_slice.full_shape}",
             where=str(reader.folder),
-            rule="a checkpoint is read by the model that wrote it, with the same plan.precision.update",
-            fix="compare the job with the one in the checkpoint's manifest",
+            rule="a checkpoint is loaded into the model that wrote it, with the same plan.precision.update",
+            fix="compare the job with the job in the manifest of the checkpoint",
         )

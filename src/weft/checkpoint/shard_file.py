@@ -1,4 +1,4 @@
-"""A safetensors file as one buffer: a snapshot is laid out in memory as it will lie on the disk, or with a neighbour rank."""
+"""Safetensors file as one buffer in host memory, ready to be written to disk or sent to another host."""
 
 import errno
 import fcntl
@@ -14,10 +14,10 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from weft.checkpoint.manifest import CHUNK, FORMAT_BYTES, File
+from weft.checkpoint.manifest import CHUNK, DTYPE_BYTES, FileEntry
 from weft.errors import CheckpointError
 
-FORMATS = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -30,15 +30,15 @@ FORMATS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names that safetensors gives to formats, by torch's."""
-TORCH_FORMATS = {name: dtype for dtype, name in FORMATS.items()}
+"""Dtype names of safetensors by torch dtype."""
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
-BLOCK = 4096  # bytes; what goes past the page cache begins and ends at a multiple, in memory and in the file
+BLOCK = 4096  # bytes; alignment of direct I/O (O_DIRECT), in memory and in the file
 
 
-class Slot(NamedTuple):
-    """A tensor that a shard has room for."""
+class SlotSpec(NamedTuple):
+    """Name, shape and dtype of a tensor in a shard."""
 
     key: str
     shape: tuple[int, ...]
@@ -49,20 +49,20 @@ class Slot(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Shard:
-    """Room for some tensors in one buffer on the host, with the header of a safetensors file in front.
+class ShardBuffer:
+    """Host buffer for tensors, laid out as a safetensors file with its header.
 
     Args:
-        slots: what comes in; the widest formats are laid out first, so that every tensor is aligned.
-        pinned: let an accelerator copy straight into it.
+        slots: tensors of the buffer. The widest dtypes come first, so that every tensor is aligned.
+        pinned: allocate pinned memory, for asynchronous copies from an accelerator.
     """
 
-    def __init__(self, slots: Sequence[Slot], *, pinned: bool = False):
+    def __init__(self, slots: Sequence[SlotSpec], *, pinned: bool = False):
         table, end = {}, 0
         slots = sorted(slots, key=lambda slot: (-slot.dtype.itemsize, slot.key))
         for slot in slots:
             table[slot.key] = {
-                "dtype": FORMATS[slot.dtype],
+                "dtype": SAFETENSORS_DTYPES[slot.dtype],
                 "shape": list(slot.shape),
                 "data_offsets": [end, end + slot.bytes],
             }
@@ -70,8 +70,8 @@ class Shard:
         header = json.dumps(table).encode()
         header += b" " * (-len(header) % 8)
         size = 8 + len(header) + end
-        room = torch.zeros(size + BLOCK, dtype=torch.uint8, pin_memory=pinned)
-        self.buffer = room[-room.data_ptr() % BLOCK :][:size]
+        memory = torch.zeros(size + BLOCK, dtype=torch.uint8, pin_memory=pinned)
+        self.buffer = memory[-memory.data_ptr() % BLOCK :][:size]
         self.buffer[: 8 + len(header)] = torch.frombuffer(
             bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8
         )
@@ -82,57 +82,62 @@ class Shard:
         """Views of the buffer, by key."""
 
 
-def write_bytes(buffer: Tensor, path: Path) -> File:
-    """Write a buffer to a new file, wait until it is on the disk, and return its size and digest.
+def write_bytes(buffer: Tensor, path: Path) -> FileEntry:
+    """Write a buffer to a new file, flush it to the disk, and return its size and digest.
 
-    Nothing in it holds Python's lock for long, and the disk fetches the bytes itself: it runs beside training. A file system
-    that cannot write past the page cache (tmpfs, some of networks) writes through it.
+    The function can run on a thread next to training: it does not hold the GIL for long, and writes with direct I/O. File
+    systems without direct I/O (tmpfs, some network file systems) are written through the page cache.
     """
     digest, view = blake3(), memoryview(buffer.numpy())  # type: ignore[arg-type]
     with path.open("xb", buffering=0) as file:
-        direct = _write_past_cache(file, buffer.data_ptr() % BLOCK == 0)
+        direct = _set_direct_io(file, buffer.data_ptr() % BLOCK == 0)
         for start in range(0, len(view), CHUNK):
             piece = view[start : start + CHUNK]
             digest.update(piece)
-            if len(piece) % BLOCK:  # the last
-                direct = _write_past_cache(file, False)
-            while piece:  # the system may take less than it is given
+            if len(piece) % BLOCK:  # the last piece
+                direct = _set_direct_io(file, False)
+            while piece:  # a write may be partial
                 try:
                     piece = piece[file.write(piece) :]
                 except OSError as error:
                     if error.errno != errno.EINVAL or not direct:
                         raise
-                    direct = _write_past_cache(file, False)
+                    direct = _set_direct_io(file, False)
         os.fsync(file.fileno())
-    return File(bytes=len(view), blake3=digest.hexdigest())
+    return FileEntry(bytes=len(view), blake3=digest.hexdigest())
 
 
-def _write_past_cache(file: FileIO, wanted: bool) -> bool:
-    """Let writes go past the page cache, or through it; whether they go past it."""
-    flag = getattr(os, "O_DIRECT", 0)  # of Linux
+def _set_direct_io(file: FileIO, wanted: bool) -> bool:
+    """Switch direct I/O on or off for a file. Returns True if direct I/O is now on."""
+    flag = getattr(os, "O_DIRECT", 0)  # Linux only
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | flag if wanted else flags & ~flag)
-    except OSError:  # this file system cannot
+    except OSError:  # not supported by this file system
         return False
     return wanted and bool(flag)
 
 
-def check_room(path: Path, size: int) -> None:
-    """Raise OSError if a disk has not so many bytes left, before the first of them is written."""
-    free = os.statvfs(path)
-    if free.f_bavail * free.f_frsize < size:
-        raise OSError(f"{size / 2**20:.0f} MiB are needed, {free.f_bavail * free.f_frsize / 2**20:.0f} MiB are free")
+def check_free_space(path: Path, size: int) -> None:
+    """Raise OSError if the disk at `path` has fewer than `size` bytes free."""
+    status = os.statvfs(path)
+    free = status.f_bavail * status.f_frsize
+    if free < size:
+        raise OSError(f"{size / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free")
 
 
-def torch_format(name: str, where: str) -> torch.dtype:
-    """torch's name of a format.
+def torch_dtype(name: str, where: str) -> torch.dtype:
+    """Torch dtype by its safetensors name.
+
+    Args:
+        name: safetensors name, such as F32.
+        where: location for the error message.
 
     Raises:
-        CheckpointError: there is no such format.
+        CheckpointError: the name is unknown.
     """
-    if name not in FORMAT_BYTES:
+    if name not in DTYPE_BYTES:
         raise CheckpointError(
-            f"a tensor of format {name!r}", where=where, rule=f"formats are {', '.join(FORMAT_BYTES)}"
+            f"a tensor has the unknown dtype {name!r}", where=where, rule=f"dtypes are {', '.join(DTYPE_BYTES)}"
         )
-    return TORCH_FORMATS[name]
+    return TORCH_DTYPES[name]

@@ -1,12 +1,13 @@
-"""What a rank holds of a model and its optimizer, as boxes of whole tensors; and which of them it writes.
+"""Slices of the model and optimizer state that each rank holds, and the share that each rank writes.
 
-Names and shapes are those of the untouched model, so that a checkpoint knows nothing of the layout it was written under:
-rows of packed matrices stand in the order of the model's authors, a tied weight has one name, a pipeline's blocks have theirs.
+Names and shapes are those of the unmodified model, so that a checkpoint is independent of the layout that wrote it: packed
+matrices have their rows in the original order, a tied weight has one name, and the blocks of a pipeline keep their names.
 
-    weights/NAME          parameters          exp_avg/NAME ...      each tensor of the optimizer's state for a parameter
-    buffers/NAME          buffers, those that a model leaves out of its state_dict too
-    rng/00003/cpu ...     generators of rank 3
-    feedback/00003/...    what its compressed messages have left out, and its momenta, where those are what is compressed
+    weights/NAME          parameters
+    exp_avg/NAME ...      optimizer state of a parameter, one tensor per kind of state
+    buffers/NAME          buffers, also non-persistent ones
+    rng/00003/cpu ...     states of the random number generators of rank 3
+    feedback/00003/...    error feedback of rank 3's compressed collectives, and its momenta if momenta are compressed
 """
 
 import hashlib
@@ -28,53 +29,54 @@ from weft.comm.collectives import all_gather_rows
 from weft.device.device import Device
 from weft.errors import CheckpointError
 
-OF_RANKS = ("rng", "feedback")  # kinds of tensors that belong to a rank, not to the model
-SMALLEST_SHARE = 2**20  # bytes; ranks that hold the same box divide it, but not into smaller parts
+PER_RANK_KINDS = ("rng", "feedback")  # kinds of tensors that belong to a rank, not to the model
+MIN_SHARE_BYTES = 2**20  # ranks that hold the same slice divide it into shares of at least this size
 
 
 class TensorSlice(NamedTuple):
-    """A box of a whole tensor that this rank holds."""
+    """Slice of a full tensor that this rank holds."""
 
     name: str
     tensor: Tensor
-    """The box itself: a view of what the rank holds, on its device."""
+    """Elements of the slice: a view of the rank's local tensor, on its device."""
     offset: tuple[int, ...]
-    """Of its first element in the whole tensor."""
-    whole: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Index of its first element in the full tensor."""
+    full_shape: tuple[int, ...]
+    """Shape of the full tensor."""
 
 
-def model_pieces(model: nn.Module, anatomy: Anatomy) -> list[TensorSlice]:
-    """All parameters and buffers of a parallelized model, as this rank holds them."""
-    found = []
+def model_slices(model: nn.Module, anatomy: Anatomy) -> list[TensorSlice]:
+    """Slices of all parameters and buffers of a parallelized model that this rank holds."""
+    slices = []
     for name, parameter in named_weights(model, anatomy).items():
-        found += _boxes(f"weights/{name}", parameter.detach(), _packed(model, name))
+        slices += _slices(f"weights/{name}", parameter.detach(), _packed(model, name))
     for name, buffer in model.named_buffers():
-        found += _boxes(f"buffers/{name}", buffer, None)
-    return found
+        slices += _slices(f"buffers/{name}", buffer, None)
+    return slices
 
 
-def optimizer_pieces(model: nn.Module, anatomy: Anatomy, optimizer: torch.optim.Optimizer) -> list[TensorSlice]:
-    """The optimizer's state of each parameter, as this rank holds it.
+def optimizer_slices(model: nn.Module, anatomy: Anatomy, optimizer: torch.optim.Optimizer) -> list[TensorSlice]:
+    """Slices of the optimizer state that this rank holds.
 
     Raises:
-        CheckpointError: an optimizer keeps something else than tensors.
+        CheckpointError: the optimizer state of a parameter has a value that is not a tensor.
     """
-    found = []
+    slices = []
     for name, parameter in named_weights(model, anatomy).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
                     f"the optimizer keeps {key} = {value!r} for {name}",
                     where=type(optimizer).__name__,
-                    rule="what an optimizer keeps for a parameter are tensors",
+                    rule="the optimizer state of a parameter consists of tensors",
+                    fix="use an optimizer whose state values are tensors",
                 )
-            found += _boxes(f"{key}/{name}", value, _packed(model, name) if value.ndim else None)
-    return found
+            slices += _slices(f"{key}/{name}", value, _packed(model, name) if value.ndim else None)
+    return slices
 
 
-def feedback_pieces(model: Any, rank: int) -> list[TensorSlice]:
-    """What this rank's compressed reductions carry on."""
+def feedback_slices(model: Any, rank: int) -> list[TensorSlice]:
+    """Error feedback tensors of this rank's compressed collectives."""
     feedback = getattr(model, "feedback", None)
     tensors = feedback.tensors() if feedback is not None else {}
     return [
@@ -84,32 +86,32 @@ def feedback_pieces(model: Any, rank: int) -> list[TensorSlice]:
 
 
 def reshard(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let parameters be those at rest, as an evaluation may have left weights gathered; and states where they live."""
-    away = getattr(optimizer, "away_states", None)
-    if away:
-        away.finish()
+    """Free gathered weights, which an evaluation may have left, and finish transfers of offloaded optimizer state."""
+    offloaded = getattr(optimizer, "away_states", None)
+    if offloaded:
+        offloaded.finish()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def named_weights(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Parameter]:
-    """Parameters by name, a tied one once: under the name of the embedding, also on a rank that has only the head."""
+    """Parameters by name. A tied weight has the name of the embedding, also on a rank that holds only the head."""
     tied = {f"{anatomy.head}.weight": f"{anatomy.embedding}.weight"} if anatomy.tied else {}
     return {tied.get(name, name): parameter for name, parameter in model.named_parameters()}
 
 
-def generators(device: Device, rank: int) -> dict[str, Tensor]:
-    """The state of every random number generator of this rank, by name of the checkpoint."""
-    version, numbers, _ = random.getstate()
-    found = {"cpu": torch.get_rng_state(), "python": torch.tensor([version, *numbers])}
+def rng_states(device: Device, rank: int) -> dict[str, Tensor]:
+    """States of all random number generators of this rank, by name in the checkpoint."""
+    version, values, _ = random.getstate()
+    states = {"cpu": torch.get_rng_state(), "python": torch.tensor([version, *values])}
     if device.type != "cpu":
-        found["device"] = torch.get_device_module(device.type).get_rng_state()
-    return {f"rng/{rank:05d}/{kind}": state for kind, state in found.items()}
+        states["device"] = torch.get_device_module(device.type).get_rng_state()
+    return {f"rng/{rank:05d}/{kind}": state for kind, state in states.items()}
 
 
-def set_generators(device: Device, states: dict[str, Tensor]) -> None:
-    """Give the generators of this rank back what `generators` found."""
+def set_rng_states(device: Device, states: dict[str, Tensor]) -> None:
+    """Restore the random number generators of this rank from the result of `rng_states`."""
     for name, state in states.items():
         kind = name.rpartition("/")[2]
         if kind == "cpu":
@@ -117,16 +119,16 @@ def set_generators(device: Device, states: dict[str, Tensor]) -> None:
         elif kind == "device":
             torch.get_device_module(device.type).set_rng_state(state)
         else:
-            version, *numbers = state.tolist()
-            random.setstate((version, tuple(numbers), None))
+            version, *values = state.tolist()
+            random.setstate((version, tuple(values), None))
 
 
 def _packed(model: nn.Module, name: str) -> tuple[int, list[tuple[int, int, int]]] | None:
-    """Of a parameter that holds several projections: its cut dim, and where its rows at rest stand with the authors."""
+    """Sharded dim and row segments of a parameter that packs several projections; None for any other parameter."""
     owner, _, last = name.rpartition(".")
     try:
         packed: Any = getattr(model.get_submodule(owner), "packed", None)
-    except AttributeError:  # the name of a tied weight whose module is on another rank
+    except AttributeError:  # a tied weight, named after a module on another rank
         return None
     if packed is None or last not in packed.dim:
         return None
@@ -134,49 +136,53 @@ def _packed(model: nn.Module, name: str) -> tuple[int, list[tuple[int, int, int]
 
 
 def _segments(sizes: tuple[int, ...], ranks: int) -> Iterator[tuple[int, int, int]]:
-    """(place at rest, place with the authors, length) of each stretch of rows; see `weft.parallel.weights.Packed`."""
-    at_rest = 0
+    """Segments of packed rows as (row in sharded order, row in original order, number of rows).
+
+    See `weft.parallel.weights.PackedLayout` for the two orders.
+    """
+    sharded_row = 0
     for rank in range(ranks):
         start = 0
         for size in sizes:
             length = size // ranks
-            yield at_rest, start + rank * length, length
-            at_rest += length
+            yield sharded_row, start + rank * length, length
+            sharded_row += length
             start += size
 
 
-def _boxes(name: str, tensor: Tensor, packed: tuple[int, list[tuple[int, int, int]]] | None) -> list[TensorSlice]:
+def _slices(name: str, tensor: Tensor, packed: tuple[int, list[tuple[int, int, int]]] | None) -> list[TensorSlice]:
+    """Slices of a full tensor that this rank holds: one, or one per segment of a packed parameter."""
     offset: tuple[int, ...] = (0,) * tensor.ndim
-    whole = tuple(tensor.shape)
+    full_shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
-        _, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
+        _, offset = compute_local_shape_and_global_offset(full_shape, tensor.device_mesh, tensor.placements)
         tensor = tensor.to_local()
     if tensor.numel() == 0:
         return []
     if packed is None:
-        return [TensorSlice(name, tensor, tuple(offset), whole)]
+        return [TensorSlice(name, tensor, tuple(offset), full_shape)]
     dim, segments = packed
     first, last = offset[dim], offset[dim] + tensor.shape[dim]
-    found = []
-    for at_rest, place, length in segments:
-        low, high = max(first, at_rest), min(last, at_rest + length)
+    slices = []
+    for sharded_row, original_row, length in segments:
+        low, high = max(first, sharded_row), min(last, sharded_row + length)
         if low < high:
-            place_of_box = (*offset[:dim], place + low - at_rest, *offset[dim + 1 :])
-            found.append(TensorSlice(name, tensor.narrow(dim, low - first, high - low), place_of_box, whole))
-    return found
+            slice_offset = (*offset[:dim], original_row + low - sharded_row, *offset[dim + 1 :])
+            slices.append(TensorSlice(name, tensor.narrow(dim, low - first, high - low), slice_offset, full_shape))
+    return slices
 
 
-def divide(pieces: list[TensorSlice], device: torch.device) -> list[TensorSlice]:
-    """What this rank writes of its pieces, so that each box is written once, by all ranks that hold it together.
+def divide(slices: list[TensorSlice], device: torch.device) -> list[TensorSlice]:
+    """Divide the writing of slices among the ranks that hold them; returns the share of this rank.
 
-    Every rank must call it. Of n ranks with the same box each writes one n-th along its first dim; small boxes are written
-    whole, by one rank or another.
+    Each slice is written exactly once. n ranks that hold the same slice write 1/n of it each, along its first dim. A small
+    slice is written by a single rank; small slices are spread over the ranks. All ranks must call this function.
 
     Args:
-        pieces: of this rank.
-        device: where its group communicates.
+        slices: slices that this rank holds.
+        device: device for the collectives.
     """
-    keys = np.array([_key(piece) for piece in pieces], dtype=np.int64)
+    keys = np.array([_key(tensor_slice) for tensor_slice in slices], dtype=np.int64)
     world_size = dist.get_world_size()
     counts = all_gather_rows(torch.tensor([len(keys)], device=device), world_size).flatten()
     padded = np.zeros(int(counts.max()), dtype=np.int64)
@@ -187,25 +193,27 @@ def divide(pieces: list[TensorSlice], device: torch.device) -> list[TensorSlice]
         for key in row[np.isin(row, keys)].tolist():
             holders[key].append(rank)
     return [
-        share for piece, key in zip(pieces, keys.tolist(), strict=True) for share in _share(piece, key, holders[key])
+        share
+        for tensor_slice, key in zip(slices, keys.tolist(), strict=True)
+        for share in _share(tensor_slice, key, holders[key])
     ]
 
 
-def _key(piece: TensorSlice) -> int:
-    text = f"{piece.name} {piece.offset} {tuple(piece.tensor.shape)}"
+def _key(tensor_slice: TensorSlice) -> int:
+    text = f"{tensor_slice.name} {tensor_slice.offset} {tuple(tensor_slice.tensor.shape)}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
-def _share(piece: TensorSlice, key: int, holders: list[int]) -> list[TensorSlice]:
-    """The part of a box that this rank writes, if any."""
-    tensor = piece.tensor
+def _share(tensor_slice: TensorSlice, key: int, holders: list[int]) -> list[TensorSlice]:
+    """Part of a slice that this rank writes; empty if other ranks write it."""
+    tensor = tensor_slice.tensor
     rows = tensor.shape[0] if tensor.ndim else 1
-    num_shares = max(1, min(len(holders), rows, math.ceil(tensor.nbytes / SMALLEST_SHARE)))
-    place = (holders.index(dist.get_rank()) + key) % len(holders)  # small boxes are spread over their holders
-    if place >= num_shares:
+    num_shares = max(1, min(len(holders), rows, math.ceil(tensor.nbytes / MIN_SHARE_BYTES)))
+    index = (holders.index(dist.get_rank()) + key) % len(holders)  # the key spreads small slices over their holders
+    if index >= num_shares:
         return []
     if num_shares == 1:
-        return [piece]
-    start, stop = rows * place // num_shares, rows * (place + 1) // num_shares
-    offset = (piece.offset[0] + start, *piece.offset[1:])
-    return [piece._replace(tensor=tensor[start:stop], offset=offset)]
+        return [tensor_slice]
+    start, stop = rows * index // num_shares, rows * (index + 1) // num_shares
+    offset = (tensor_slice.offset[0] + start, *tensor_slice.offset[1:])
+    return [tensor_slice._replace(tensor=tensor[start:stop], offset=offset)]

@@ -1,13 +1,13 @@
-"""Taking checkpoints while training goes on (Mohan et al., CheckFreq, 2021; Wang et al., GEMINI, 2023).
+"""Asynchronous checkpointing (Mohan et al., CheckFreq, 2021; Wang et al., GEMINI, 2023).
 
     training thread     step | copy | step | step | step | step | copy | ...
     writing thread                  | digest and write | commit |
 
-A step waits only until this rank's share of the state is copied into a buffer on the host, which is laid out as the file
-will be; with an accelerator that copy goes on beside the next forward and backward, until the next update. A thread then
-writes the file; when all ranks have told rank 0 that theirs is on the disk, with its digest, rank 0 writes the manifest and
-gives the folder its name. There is one buffer: while it is being written the next snapshot waits, or is left out, as the
-job says; memory stays what it is.
+Training is blocked only while this rank's share of the state is copied into a host buffer in the layout of the file. With an
+accelerator, the copy overlaps with the next forward and backward pass, and only the next optimizer update waits for it. A
+background thread then writes the file. When all ranks have reported the digests of their flushed files, rank 0 writes the
+manifest and renames the folder to its final name. There is one buffer, so that memory use is constant: while it is being
+written, the next snapshot waits or is skipped (checkpoint.when_busy).
 """
 
 import json
@@ -32,25 +32,25 @@ from weft.anatomy.roles import Anatomy
 from weft.checkpoint.folders import begin_folder, commit_folder, part_of, retire
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import (
-    Entry,
-    File,
+    FileEntry,
     Manifest,
-    Part,
     Position,
+    SliceEntry,
+    TensorEntry,
     file_name,
     library_versions,
     sync_folder,
     write_manifest,
 )
-from weft.checkpoint.shard_file import FORMATS, Shard, Slot, check_room, write_bytes
+from weft.checkpoint.shard_file import SAFETENSORS_DTYPES, ShardBuffer, SlotSpec, check_free_space, write_bytes
 from weft.checkpoint.slices import (
     TensorSlice,
     divide,
-    feedback_pieces,
-    generators,
-    model_pieces,
-    optimizer_pieces,
+    feedback_slices,
+    model_slices,
+    optimizer_slices,
     reshard,
+    rng_states,
 )
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import broadcast_json
@@ -60,39 +60,41 @@ from weft.topology.mesh import AXES
 
 POLL_SECONDS = 0.02
 LOWEST_PRIORITY = 19
-OF_BACKWARD = ("buffers/", "feedback/")  # what a forward or a backward may change, not only an update
-COMMIT_SECONDS = 1800  # that rank 0 waits for the slowest writer
+CHANGED_BY_BACKWARD = ("buffers/", "feedback/")  # tensors that forward or backward may change, before the next update
+COMMIT_TIMEOUT_SECONDS = 1800  # maximum wait of rank 0 for the slowest writer
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where checkpoints go."""
+    """Destination of checkpoints and its retention policy."""
 
     folder: Path
-    """In which they get folders of their own."""
+    """Parent folder of the checkpoint folders."""
     leads: bool
-    """Whether this rank makes those folders, and gives them their names."""
+    """True if this rank creates, commits and removes checkpoint folders in `folder`."""
     keep: int
+    """See `retire`."""
     keep_hours: float
-    pass_on: Callable[[Tensor, Path], None] | None = None
-    """Lets a neighbour rank have this rank's file too, and writes the neighbour's into the folder."""
-    says: bool = True
-    """Whether its checkpoints are worth a line."""
+    """See `retire`."""
+    replicate: Callable[[Tensor, Path], None] | None = None
+    """Called with (buffer, folder) to send this rank's file to another host and to receive files into the folder."""
+    announce: bool = True
+    """True to report finished checkpoints in `take_messages`."""
 
 
 class Snapshots:
-    """Takes the checkpoints of a run. All ranks make one, and call its methods together.
+    """Asynchronous checkpoint writer of a run. All ranks create one instance, and call its methods together.
 
     Args:
-        job: with its plan resolved; it is written in every manifest.
-        model: parallelized, with its weights.
-        anatomy: of the whole model.
-        optimizer: over its parameters.
-        device: what this rank computes on.
-        place: its own device.
-        mesh: of all ranks.
-        data: which tokens the job trains on.
-        run: identity of the run.
+        job: job with its plan resolved; it is stored in every manifest.
+        model: parallelized model with its weights.
+        anatomy: anatomy of the full model.
+        optimizer: optimizer of the model's parameters.
+        device: device interface of this rank.
+        torch_device: torch device of this rank.
+        mesh: device mesh of all ranks.
+        data: `identity` of the prepared tokens.
+        run: id of the run.
     """
 
     def __init__(
@@ -102,169 +104,173 @@ class Snapshots:
         anatomy: Anatomy,
         optimizer: torch.optim.Optimizer,
         device: Device,
-        place: torch.device,
+        torch_device: torch.device,
         mesh: DeviceMesh,
         data: str = "",
         run: str = "",
     ):
         self.data, self.run, self.key = data, run, read_key(job.checkpoint.key_file)
         self.job, self.model, self.anatomy, self.optimizer = job, model, anatomy, optimizer
-        self.device, self.place, self.mesh = device, place, mesh
+        self.device, self.torch_device, self.mesh = device, torch_device, mesh
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        token = broadcast_json(secrets.token_hex(8))  # so that nothing is taken for what an earlier one said
+        token = broadcast_json(secrets.token_hex(8))  # separates the reports from those of an earlier instance
         self.prefix = f"snapshot/{token}"
-        self.number = 0
+        self.index = 0
+        """Number of snapshots taken so far."""
         self.writing: threading.Thread | None = None
-        self.pieces: list[TensorSlice] = []
-        self.held = 0
-        """Tensors of the optimizer and of reductions when `pieces` were found: they are made with the first gradient."""
-        self.shard: Shard | None = None
+        self.slices: list[TensorSlice] = []
+        """Slices that this rank writes."""
+        self.num_state_tensors = 0
+        """Number of optimizer state and feedback tensors when `slices` was computed; they are created lazily."""
+        self.shard: ShardBuffer | None = None
         self.targets: list[Tensor] = []
-        """Where the pieces lie in it."""
+        """Views of the shard buffer, one for each of `slices`."""
         self.parts = ""
-        """What it holds, as rank 0 is told."""
-        self.merged: tuple[list[str], dict[str, Entry]] = [], {}
-        """The parts of all ranks and the tensors they make, of the last checkpoint that this rank led."""
+        """Description of the shard for rank 0, see `_describe`."""
+        self.merged: tuple[list[str], dict[str, TensorEntry]] = [], {}
+        """Cache for `_merged`: descriptions of all ranks, and the tensor entries built from them."""
         self.copied: Any = None
-        """The event after which the state may change."""
+        """Event recorded after the copy; the next update waits for it."""
         optimizer.register_step_pre_hook(self._wait_for_copy)
         self.finished = 0.0
-        """When the last checkpoint that this rank leads was whole, by time.perf_counter()."""
-        self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """What rank 0 has to tell: checkpoints that are there, and why others are not."""
+        """Time of the last commit by this rank, from time.perf_counter()."""
+        self.messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Messages about finished and failed checkpoints."""
 
     def take(self, position: Position, target: Target) -> float:
-        """Copy the state, and let it be written. Seconds that training waited for it."""
+        """Copy the state and start to write it in the background. Returns the seconds for which training was blocked."""
         begin = time.perf_counter()
         if self.job.checkpoint.when_busy == "wait":
             self.finish()
         if self._agree(lambda: self._prepare(target, position.step)):
-            self.number += 1
+            self.index += 1
             arguments = (position, target, self._copy())
             self.writing = threading.Thread(target=self._write, args=arguments, name="weft-checkpoint", daemon=True)
             self.writing.start()
         return time.perf_counter() - begin
 
     def finish(self) -> None:
-        """Wait until what was copied is written, and what this rank leads has its name."""
+        """Wait until the current snapshot is written and, if this rank leads, committed."""
         if self.writing is not None:
             self.writing.join()
             self.writing = None
 
-    def take_news(self) -> list[str]:
-        """What happened since the last call, to be printed; of rank 0."""
-        return [self.news.get() for _ in range(self.news.qsize())]
+    def take_messages(self) -> list[str]:
+        """Messages since the last call."""
+        return [self.messages.get() for _ in range(self.messages.qsize())]
 
-    # On the training thread
+    # Training thread
 
     def _prepare(self, target: Target, step: int) -> None:
-        """Make the folder, before any rank writes into it."""
+        """Create the folder before any rank writes into it."""
         if self.writing is not None and self.writing.is_alive():
-            raise OSError("the one before is still being written")
+            raise OSError("the previous checkpoint is still being written")
         if target.leads:
             begin_folder(target.folder, step)
 
     def _agree(self, attempt: Callable[[], None]) -> bool:
-        """Whether an attempt succeeded on all ranks. If what one of them holds has changed, all lay out their files anew."""
+        """Run `attempt` on all ranks; True if it succeeded on all. Rebuilds the file layouts if a rank's tensors changed."""
         problem = ""
         try:
             attempt()
         except OSError as error:
             problem = str(error)
-        held = sum(map(len, self.optimizer.state.values())) + len(feedback_pieces(self.model, self.rank))
-        signs = torch.tensor(
-            [bool(problem), self.shard is None or held != self.held], device=self.place, dtype=torch.int32
-        )
-        failed, changed = all_reduce(signs, self.mesh, AXES).tolist()
+        count = sum(map(len, self.optimizer.state.values())) + len(feedback_slices(self.model, self.rank))
+        changed_here = self.shard is None or count != self.num_state_tensors
+        flags = torch.tensor([bool(problem), changed_here], device=self.torch_device, dtype=torch.int32)
+        failed, changed = all_reduce(flags, self.mesh, AXES).tolist()
         if failed:
-            self.news.put(f"no checkpoint: {problem or 'another rank could not begin'}; training goes on")
+            self.messages.put(f"no checkpoint: {problem or 'it failed on another rank'}; training continues")
         elif changed:
-            self.held = held
+            self.num_state_tensors = count
             self._lay_out()
         return not failed
 
     def _lay_out(self) -> None:
-        """Decide what this rank writes, and where it lies in its file."""
+        """Choose the slices that this rank writes, and allocate the shard buffer for them."""
         reshard(self.model, self.optimizer)
-        held = model_pieces(self.model, self.anatomy) + optimizer_pieces(self.model, self.anatomy, self.optimizer)
-        held += feedback_pieces(self.model, self.rank)
-        self.pieces = divide(held, self.place)
-        slots = [Slot(_key(piece), tuple(piece.tensor.shape), piece.tensor.dtype) for piece in self.pieces]
-        own = generators(self.device, self.rank)
-        slots += [Slot(name, tuple(state.shape), state.dtype) for name, state in own.items()]
-        self.shard = Shard(slots, pinned=self.device.type != "cpu")
-        self.targets = [self.shard.tensors[_key(piece)] for piece in self.pieces]
+        held = model_slices(self.model, self.anatomy) + optimizer_slices(self.model, self.anatomy, self.optimizer)
+        held += feedback_slices(self.model, self.rank)
+        self.slices = divide(held, self.torch_device)
+        slots = [SlotSpec(_key(item), tuple(item.tensor.shape), item.tensor.dtype) for item in self.slices]
+        states = rng_states(self.device, self.rank)
+        slots += [SlotSpec(name, tuple(state.shape), state.dtype) for name, state in states.items()]
+        self.shard = ShardBuffer(slots, pinned=self.device.type != "cpu")
+        self.targets = [self.shard.tensors[_key(tensor_slice)] for tensor_slice in self.slices]
         self.parts = self._describe(self.shard)
 
-    def _copy(self) -> Shard:
-        """Copy the state; on an accelerator on a stream of its own, for which only the next update waits."""
+    def _copy(self) -> ShardBuffer:
+        """Copy the state into the shard buffer; on an accelerator on a side stream that only the next update waits for."""
         assert self.shard is not None
         reshard(self.model, self.optimizer)
         side = self.device.stream()
-        for piece, target in zip(self.pieces, self.targets, strict=True):
-            if piece.name.startswith(OF_BACKWARD):
-                target.copy_(piece.tensor, non_blocking=True)
-        for name, state in generators(self.device, self.rank).items():
+        for tensor_slice, target in zip(self.slices, self.targets, strict=True):
+            if tensor_slice.name.startswith(CHANGED_BY_BACKWARD):
+                target.copy_(tensor_slice.tensor, non_blocking=True)
+        for name, state in rng_states(self.device, self.rank).items():
             self.shard.tensors[name].copy_(state)
         side.wait_stream(self.device.current_stream())
         with side:
-            for piece, target in zip(self.pieces, self.targets, strict=True):
-                if not piece.name.startswith(OF_BACKWARD):
-                    target.copy_(piece.tensor, non_blocking=True)
+            for tensor_slice, target in zip(self.slices, self.targets, strict=True):
+                if not tensor_slice.name.startswith(CHANGED_BY_BACKWARD):
+                    target.copy_(tensor_slice.tensor, non_blocking=True)
             self.copied = side.record_event()
         return self.shard
 
     def _wait_for_copy(self, *_: object) -> None:
-        """Before an update."""
+        """Optimizer pre-hook: let the update wait for the copy."""
         if self.copied is not None:
             self.device.current_stream().wait_event(self.copied)
 
-    def _describe(self, shard: Shard) -> str:
-        """What this rank's file holds, as JSON: (name, format, whole shape, key, offset, shape) of each tensor."""
-        boxes = {_key(piece): (piece.name, piece.whole, piece.offset) for piece in self.pieces}
+    def _describe(self, shard: ShardBuffer) -> str:
+        """Content of this rank's file as JSON: a list of (name, dtype, full shape, key, offset, shape)."""
+        slices = {_key(item): (item.name, item.full_shape, item.offset) for item in self.slices}
         table = []
         for key, tensor in shard.tensors.items():
             shape = tuple(tensor.shape)
-            name, whole, offset = boxes.get(key, (key, shape, (0,) * tensor.ndim))
-            table.append((name, FORMATS[tensor.dtype], whole, key, offset, shape))
+            name, full_shape, offset = slices.get(key, (key, shape, (0,) * tensor.ndim))
+            table.append((name, SAFETENSORS_DTYPES[tensor.dtype], full_shape, key, offset, shape))
         return json.dumps(table)
 
-    # On the writing thread
+    # Writing thread
 
-    def _write(self, position: Position, target: Target, shard: Shard) -> None:
+    def _write(self, position: Position, target: Target, shard: ShardBuffer) -> None:
         self.copied.synchronize()
         yield_to_training()
         begin, part = time.perf_counter(), part_of(target.folder, position.step)
         try:
-            check_room(part, shard.buffer.numel())
+            check_free_space(part, shard.buffer.numel())
             file = write_bytes(shard.buffer, part / file_name(self.rank))
-            if target.pass_on:
-                target.pass_on(shard.buffer, part)
+            if target.replicate:
+                target.replicate(shard.buffer, part)
             sync_folder(part)
             report = {"file": file.model_dump(), "parts": self.parts}
-        except Exception as error:  # a full disk, a neighbour that is gone: whatever it is, rank 0 must not wait for it
+        except Exception as error:  # a full disk or a lost host, for example; rank 0 must not wait for this rank
             report = {"problem": f"rank {self.rank}: {error}"}
         try:
             self.store.set(f"{self.prefix}/{self.rank}", json.dumps(report))
-            self.store.set(f"{self.prefix}/{self.rank}/number", str(self.number))
-        except Exception as error:  # the launcher is gone, and ends the ranks with it
-            self.news.put(f"no checkpoint of step {position.step}: rank {self.rank} cannot report: {error}")
+            self.store.set(f"{self.prefix}/{self.rank}/index", str(self.index))
+        except Exception as error:  # the launcher has ended, and the ranks end with it
+            self.messages.put(f"no checkpoint of step {position.step}: rank {self.rank} cannot report: {error}")
             return
         if target.leads:
             try:
                 folder, size = self._commit(position, target)
-            except Exception as error:  # also where a report makes no sense
+            except Exception as error:  # also an invalid report
                 shutil.rmtree(part, ignore_errors=True)
-                self.news.put(f"no checkpoint of step {position.step}: {error}; training goes on, the one before stays")
+                self.messages.put(
+                    f"no checkpoint of step {position.step}: {error}; "
+                    "training continues, and the previous checkpoint is kept"
+                )
             else:
                 self.finished = time.perf_counter()
                 seconds = self.finished - begin
-                if target.says:
-                    self.news.put(f"{folder.name}: {size / 2**20:.1f} MiB in {seconds:.1f} s, beside training")
+                if target.announce:
+                    self.messages.put(f"{folder.name}: {size / 2**20:.1f} MiB in {seconds:.1f} s, in the background")
 
     def _commit(self, position: Position, target: Target) -> tuple[Path, int]:
-        """When the files of all ranks are there, make them a checkpoint: its folder and bytes."""
+        """Wait for the files of all ranks, write the manifest, and commit. Returns the folder and its size in bytes."""
         reports = [self._await_report(rank) for rank in range(self.world_size)]
         manifest = Manifest(
             position=position,
@@ -273,7 +279,7 @@ class Snapshots:
             data=self.data,
             run=self.run,
             versions=library_versions(),
-            files={file_name(rank): File(**report["file"]) for rank, report in enumerate(reports)},
+            files={file_name(rank): FileEntry(**report["file"]) for rank, report in enumerate(reports)},
             tensors=self._merged([report["parts"] for report in reports]),
         )
         write_manifest(manifest, part_of(target.folder, position.step), self.key)
@@ -281,17 +287,17 @@ class Snapshots:
         retire(target.folder, target.keep, target.keep_hours)
         return folder, manifest.bytes
 
-    def _merged(self, parts: list[str]) -> dict[str, Entry]:
-        """The tensors of all files. Ranks seldom change what they hold: it is made when they have."""
+    def _merged(self, parts: list[str]) -> dict[str, TensorEntry]:
+        """Tensor entries of all files, cached because ranks rarely change which tensors they hold."""
         if parts != self.merged[0]:
             self.merged = parts, _merge([json.loads(text) for text in parts])
         return self.merged[1]
 
     def _await_report(self, rank: int) -> dict[str, Any]:
-        key, deadline = f"{self.prefix}/{rank}/number", time.monotonic() + COMMIT_SECONDS
-        while not (self.store.check([key]) and int(self.store.get(key)) == self.number):  # a wait would block training
+        key, deadline = f"{self.prefix}/{rank}/index", time.monotonic() + COMMIT_TIMEOUT_SECONDS
+        while not (self.store.check([key]) and int(self.store.get(key)) == self.index):  # store.wait would hold the GIL
             if time.monotonic() > deadline:
-                raise OSError(f"rank {rank} has not written its part within {COMMIT_SECONDS} s")
+                raise OSError(f"rank {rank} has not written its file within {COMMIT_TIMEOUT_SECONDS} s")
             time.sleep(POLL_SECONDS)
         report = json.loads(self.store.get(f"{self.prefix}/{rank}"))
         if "problem" in report:
@@ -300,25 +306,26 @@ class Snapshots:
 
 
 def yield_to_training() -> None:
-    """Let this thread have what others leave of the cores. Where training waits for it, that is all it needs."""
-    if sys.platform == "linux":  # where a thread has a priority of its own
+    """Give this thread the lowest CPU priority, so that it only uses cores that training leaves idle."""
+    if sys.platform == "linux":  # other systems have no priority per thread
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
-def _key(piece: TensorSlice) -> str:
-    """Name of a box in its file: with its offset, as a file may hold several of one tensor."""
-    if tuple(piece.tensor.shape) == piece.whole:
-        return piece.name
-    return f"{piece.name}@{','.join(map(str, piece.offset))}"
+def _key(tensor_slice: TensorSlice) -> str:
+    """Key of a slice in its file. It includes the offset, because a file may hold several slices of one tensor."""
+    if tuple(tensor_slice.tensor.shape) == tensor_slice.full_shape:
+        return tensor_slice.name
+    return f"{tensor_slice.name}@{','.join(map(str, tensor_slice.offset))}"
 
 
-def _merge(tables: list[list[Any]]) -> dict[str, Entry]:
-    """The tensors of all files, by name."""
-    found: dict[str, tuple[str, tuple[int, ...], list[Part]]] = {}
+def _merge(tables: list[list[Any]]) -> dict[str, TensorEntry]:
+    """Merge the descriptions of all ranks' files into tensor entries by name."""
+    tensors: dict[str, tuple[str, tuple[int, ...], list[SliceEntry]]] = {}
     for rank, table in enumerate(tables):
-        for name, format, whole, key, offset, shape in table:
-            parts = found.setdefault(name, (format, tuple(whole), []))[2]
-            parts.append(Part(file=file_name(rank), key=key, offset=tuple(offset), shape=tuple(shape)))
+        for name, dtype, full_shape, key, offset, shape in table:
+            parts = tensors.setdefault(name, (dtype, tuple(full_shape), []))[2]
+            parts.append(SliceEntry(file=file_name(rank), key=key, offset=tuple(offset), shape=tuple(shape)))
     return {
-        name: Entry(format=format, shape=shape, parts=tuple(parts)) for name, (format, shape, parts) in found.items()
+        name: TensorEntry(dtype=dtype, shape=shape, parts=tuple(parts))
+        for name, (dtype, shape, parts) in tensors.items()
     }

@@ -1,4 +1,4 @@
-"""Tensors on their way from one kind of folder to another, read one at a time, by the names that a checkpoint gives them."""
+"""Tensor sources for conversion: tensors of any supported folder format, read one at a time by their checkpoint names."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,148 +11,171 @@ from transformers import PreTrainedModel
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint import dcp
 from weft.checkpoint.huggingface import build_plain
-from weft.checkpoint.manifest import Entry, File, Part, file_name
+from weft.checkpoint.manifest import FileEntry, SliceEntry, TensorEntry, file_name
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader
-from weft.checkpoint.shard_file import FORMATS, Shard, Slot, check_room, torch_format, write_bytes
+from weft.checkpoint.shard_file import (
+    SAFETENSORS_DTYPES,
+    ShardBuffer,
+    SlotSpec,
+    check_free_space,
+    torch_dtype,
+    write_bytes,
+)
 from weft.checkpoint.slices import named_weights
 from weft.errors import CheckpointError
 from weft.job import Model
 
-FILE_BYTES = 2**30  # of a file, and so of memory; a larger tensor has a file of its own
+FILE_BYTES = 2**30  # maximum size of a file, and of its buffer in memory; a larger tensor gets a file by itself
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps for a weight, in its shape; beside them it counts steps."""
+"""AdamW states with the shape of the weight; AdamW also has a step count per weight."""
 
 
 class TensorSource(NamedTuple):
-    """Tensors that can be read."""
+    """Set of named tensors that can be read one at a time."""
 
     where: Path
-    forms: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Format and shape of each, by name of the checkpoint: weights/..., buffers/..., exp_avg/... ."""
+    """Folder of the tensors."""
+    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Dtype and shape of each tensor, by checkpoint name: weights/..., buffers/..., exp_avg/..., and so on."""
     read: Callable[[str], Tensor]
+    """Read a tensor by name."""
 
 
-def of_checkpoint(reader: Reader) -> TensorSource:
-    """The model in a verified checkpoint."""
-    forms = {
-        name: (torch_format(entry.format, name), entry.shape)
+def from_checkpoint(reader: Reader) -> TensorSource:
+    """Weights and buffers of a verified checkpoint."""
+    specs = {
+        name: (torch_dtype(entry.dtype, name), entry.shape)
         for name, entry in reader.manifest.tensors.items()
         if name.startswith(("weights/", "buffers/"))
     }
-    return TensorSource(reader.folder, forms, reader.read)
+    return TensorSource(reader.folder, specs, reader.read)
 
 
 def from_huggingface(folder: Path, dtype: torch.dtype) -> TensorSource:
-    """The model in a Hugging Face folder, as Transformers loads it: with its buffers, and held in memory, once."""
+    """Weights and buffers of a Hugging Face folder, loaded into memory by Transformers."""
     source = Model(path=str(folder))
     model = build_plain(source, read_config(source), dtype)
     held: dict[str, Tensor] = {f"weights/{name}": value for name, value in _weights(model).items()}
     held |= {f"buffers/{name}": value for name, value in model.named_buffers()}
-    return TensorSource(folder, _forms(held), lambda name: held[name].detach())
+    return TensorSource(folder, _specs(held), lambda name: held[name].detach())
 
 
-def from_dcp(folder: dcp.Folder, meta: PreTrainedModel) -> TensorSource:
-    """The model in a DCP folder: its state_dict, as it is or under "model".
+def from_dcp(folder: dcp.DcpFolder, meta: PreTrainedModel) -> TensorSource:
+    """Weights and buffers of a DCP folder that has the model's state_dict at the top level or under "model".
 
     Raises:
-        CheckpointError: a tensor or an object is neither the model's nor the optimizer's.
+        CheckpointError: the folder has an entry that belongs neither to the model nor to its optimizer.
     """
-    names = _names_of_dcp(folder, meta)
-    strange = [name for name in folder.tensors if name not in names and not name.startswith("optimizer.state.")]
-    strange += [name for name in folder.objects if not name.startswith("optimizer.param_groups.")]
-    if strange:
+    names = _dcp_names(folder, meta)
+    unknown = [name for name in folder.tensors if name not in names and not name.startswith("optimizer.state.")]
+    unknown += [name for name in folder.objects if not name.startswith("optimizer.param_groups.")]
+    if unknown:
         raise CheckpointError(
-            f"{len(strange)} entries have no place in a model and its optimizer: {', '.join(strange[:8])}",
+            f"{len(unknown)} entries belong neither to the model nor to its optimizer: {', '.join(unknown[:8])}",
             where=str(folder.path),
             rule='a DCP folder has the state_dict of a model, or {"model": ..., "optimizer": ...} of get_state_dict',
-            fix="save it again without them",
+            fix="save it again without these entries",
         )
-    stock: dict[str, str] = {}
+    saved: dict[str, str] = {}
     for name, target in names.items():
-        if target in stock and not torch.equal(folder.read(name), folder.read(stock[target])):
+        if target in saved and not torch.equal(folder.read(name), folder.read(saved[target])):
             raise CheckpointError(
-                f"{name} and {stock[target]} differ",
+                f"{name} and {saved[target]} differ",
                 where=str(folder.path),
-                rule="the configuration of the model ties them: they are one tensor",
+                rule="tied weights are equal, and the configuration of the model ties these two",
                 fix="set tie_word_embeddings = false in model.config",
             )
-        stock.setdefault(target, name)
-    forms = {target: (folder.tensors[name].dtype, folder.tensors[name].shape) for target, name in stock.items()}
-    return TensorSource(folder.path, forms, lambda target: folder.read(stock[target]))
+        saved.setdefault(target, name)
+    return _dcp_source(folder, saved)
 
 
-def _names_of_dcp(folder: dcp.Folder, meta: PreTrainedModel) -> dict[str, str]:
-    """Names of the model's tensors in a DCP folder, and what a checkpoint calls them."""
+def _dcp_source(folder: dcp.DcpFolder, saved: dict[str, str]) -> TensorSource:
+    """Source for tensors of a DCP folder; `saved` maps checkpoint names to DCP names."""
+    specs = {target: (folder.tensors[name].dtype, folder.tensors[name].shape) for target, name in saved.items()}
+    return TensorSource(folder.path, specs, lambda target: folder.read(saved[target]))
+
+
+def _dcp_names(folder: dcp.DcpFolder, meta: PreTrainedModel) -> dict[str, str]:
+    """Checkpoint names of the model's tensors by their names in a DCP folder."""
     table = state_names(meta)
-    found = ({f"{prefix}{name}": to for name, to in table.items()} for prefix in ("model.", ""))
-    counted = [{name: to for name, to in names.items() if name in folder.tensors} for names in found]
-    return max(counted, key=len)
+    candidates = ({f"{prefix}{name}": to for name, to in table.items()} for prefix in ("model.", ""))
+    present = [{name: to for name, to in names.items() if name in folder.tensors} for names in candidates]
+    return max(present, key=len)
 
 
-def optimizer_of_dcp(folder: dcp.Folder, meta: PreTrainedModel) -> TensorSource:
-    """The state of AdamW in a DCP folder; empty where there is none.
+def optimizer_from_dcp(folder: dcp.DcpFolder, meta: PreTrainedModel) -> TensorSource:
+    """AdamW state in a DCP folder; empty if the folder has none.
 
     Raises:
-        CheckpointError: a tensor is not one that AdamW keeps for a weight of the model, or one of them is missing.
+        CheckpointError: a tensor is not part of the AdamW state of the model's weights, or a part of the state is missing.
     """
     shapes = {name: tuple(weight.shape) for name, weight in _weights(meta).items()}
-    stock: dict[str, str] = {}
+    saved: dict[str, str] = {}
     for name in folder.tensors:
         if name.startswith("optimizer.state."):
             weight, _, kind = name.removeprefix("optimizer.state.").rpartition(".")
-            wanted = {"step": (), **dict.fromkeys(MOMENTS, shapes.get(weight))}.get(kind)
-            if wanted is None or weight not in shapes or folder.tensors[name].shape != wanted:
-                raise _no_adamw(folder, f"{name} of shape {folder.tensors[name].shape} is nothing that AdamW keeps")
-            stock[f"{kind}/{weight}"] = name
-    for weight in {name.partition("/")[2] for name in stock}:
+            expected = {"step": (), **dict.fromkeys(MOMENTS, shapes.get(weight))}.get(kind)
+            shape = folder.tensors[name].shape
+            if expected is None or weight not in shapes or shape != expected:
+                raise _no_adamw(folder, f"{name} of shape {shape} is not part of the AdamW state of the model")
+            saved[f"{kind}/{weight}"] = name
+    for weight in {name.partition("/")[2] for name in saved}:
         for kind in ("step", *MOMENTS):
-            if f"{kind}/{weight}" not in stock:
+            if f"{kind}/{weight}" not in saved:
                 raise _no_adamw(folder, f"{kind} of {weight} is missing")
-    forms = {target: (folder.tensors[name].dtype, folder.tensors[name].shape) for target, name in stock.items()}
-    return TensorSource(folder.path, forms, lambda target: folder.read(stock[target]))
+    return _dcp_source(folder, saved)
 
 
-def _no_adamw(folder: dcp.Folder, problem: str) -> CheckpointError:
+def _no_adamw(folder: dcp.DcpFolder, problem: str) -> CheckpointError:
     return CheckpointError(
         problem,
         where=str(folder.path),
-        rule=f"for a weight of the model AdamW keeps step, {' and '.join(MOMENTS)}, under the name of the weight",
-        fix="save what torch.distributed.checkpoint.state_dict.get_state_dict gives, of an AdamW without options",
+        rule=f"AdamW has the states step, {' and '.join(MOMENTS)} for each weight, under the name of the weight",
+        fix="save the result of torch.distributed.checkpoint.state_dict.get_state_dict, with AdamW without amsgrad",
     )
 
 
 def write_files(
-    stocks: list[TensorSource], dtype: torch.dtype, folder: Path
-) -> tuple[dict[str, File], dict[str, Entry]]:
-    """Write all tensors whole, weights and moments in one format; the files, and what lies in them."""
-    readers = {name: stock.read for stock in stocks for name in stock.forms}
+    sources: list[TensorSource], dtype: torch.dtype, folder: Path
+) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+    """Write all tensors of some sources unsliced.
+
+    Args:
+        sources: tensors to write.
+        dtype: dtype of the written weights and moments; all other tensors keep their dtype.
+        folder: existing folder.
+
+    Returns:
+        Manifest entries of the files, and of the tensors.
+    """
+    readers = {name: source.read for source in sources for name in source.specs}
     slots = [
-        Slot(name, shape, dtype if name.startswith(("weights/", *(f"{kind}/" for kind in MOMENTS))) else own)
-        for stock in stocks
-        for name, (own, shape) in stock.forms.items()
+        SlotSpec(name, shape, dtype if name.startswith(("weights/", *(f"{kind}/" for kind in MOMENTS))) else own)
+        for source in sources
+        for name, (own, shape) in source.specs.items()
     ]
-    check_room(folder, sum(slot.bytes for slot in slots))
-    files, found = {}, {}
-    for number, group in enumerate(_groups(slots)):
-        file = file_name(number)
+    check_free_space(folder, sum(slot.bytes for slot in slots))
+    files, tensors = {}, {}
+    for index, group in enumerate(_groups(slots)):
+        file = file_name(index)
         files[file] = _write_file(group, readers, folder / file)
         for slot in group:
-            part = Part(file=file, key=slot.key, offset=(0,) * len(slot.shape), shape=slot.shape)
-            found[slot.key] = Entry(format=FORMATS[slot.dtype], shape=slot.shape, parts=(part,))
-    return files, found
+            part = SliceEntry(file=file, key=slot.key, offset=(0,) * len(slot.shape), shape=slot.shape)
+            tensors[slot.key] = TensorEntry(dtype=SAFETENSORS_DTYPES[slot.dtype], shape=slot.shape, parts=(part,))
+    return files, tensors
 
 
-def _write_file(slots: list[Slot], readers: dict[str, Callable[[str], Tensor]], path: Path) -> File:
-    shard = Shard(slots)
+def _write_file(slots: list[SlotSpec], readers: dict[str, Callable[[str], Tensor]], path: Path) -> FileEntry:
+    shard = ShardBuffer(slots)
     for slot in slots:
         shard.tensors[slot.key].copy_(readers[slot.key](slot.key))
     return write_bytes(shard.buffer, path)
 
 
-def _groups(slots: list[Slot]) -> Iterator[list[Slot]]:
-    """Neighbours that fill a file together."""
-    group: list[Slot] = []
+def _groups(slots: list[SlotSpec]) -> Iterator[list[SlotSpec]]:
+    """Group consecutive tensors into files of at most FILE_BYTES."""
+    group: list[SlotSpec] = []
     size = 0
     for slot in slots:
         if group and size + slot.bytes > FILE_BYTES:
@@ -169,11 +192,11 @@ def _weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def state_names(model: PreTrainedModel) -> dict[str, str]:
-    """What a checkpoint calls each entry of a state_dict; both names of a tied weight are one."""
+    """Checkpoint name of each entry of the model's state_dict; both entries of a tied weight have the same name."""
     weights = {id(weight): f"weights/{name}" for name, weight in _weights(model).items()}
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     return {name: weights.get(id(value), f"buffers/{name}") for name, value in state.items()}
 
 
-def _forms(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _specs(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}

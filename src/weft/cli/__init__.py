@@ -1,4 +1,4 @@
-"""The weft command: one small file a command, no logic."""
+"""The weft command line: one small file per command, without logic."""
 
 import sys
 
@@ -14,7 +14,7 @@ def main() -> None:
 
 
 def run_app(app: typer.Typer) -> None:
-    """Run commands; an error of Weft is printed once, and decides the exit code. A signal is no error."""
+    """Run a command; print an error of Weft once and exit with its code. A signal is not an error."""
     try:
         app()
     except Stopped as stopped:

@@ -8,23 +8,25 @@ import typer
 
 def advise(
     scenario: Annotated[str, typer.Argument(help="nlp, vision or multimodal.")],
-    device: Annotated[Optional[str], typer.Option(help="A device by name, such as H100; or --cluster.")] = None,  # noqa: UP045
-    nnodes: Annotated[int, typer.Option(min=1, help="Hosts of that device.")] = 1,
-    per_host: Annotated[Optional[int], typer.Option(min=1, help="Devices of a host; default as usual.")] = None,  # noqa: UP045
-    cluster: Annotated[Optional[Path], typer.Option(help="A cluster as TOML, instead of --device.")] = None,  # noqa: UP045
-    days: Annotated[float, typer.Option(min=0.01, help="Time there is.")] = 30.0,
+    device: Annotated[Optional[str], typer.Option(help="Device by name, such as H100; or use --cluster.")] = None,  # noqa: UP045
+    nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts with --device.")] = 1,
+    per_host: Annotated[
+        int | None, typer.Option(min=1, help="Devices per host; default: usual number for the device.")
+    ] = None,
+    cluster: Annotated[Optional[Path], typer.Option(help="Cluster as TOML file, instead of --device.")] = None,  # noqa: UP045
+    days: Annotated[float, typer.Option(min=0.01, help="Training time available, in days.")] = 30.0,
     tokens: Annotated[
-        float, typer.Option(min=0, help="To train on; 0: 20 for each parameter that a token meets.")
+        float, typer.Option(min=0, help="Training tokens; 0: 20 per parameter active for a token.")
     ] = 0.0,
 ) -> None:
-    """Show which models the devices at hand can train.
+    """Show which models given devices can train.
 
-    Models of usual sizes, their best plans, days and dollars.
+    Lists models of common sizes with their best plans, days and dollars.
     """
-    from weft.observe.scenarios import print_options
+    from weft.observe.scenarios import print_plans
     from weft.planner.costmodel.cluster_file import choose_cluster
-    from weft.planner.search.scenarios import find_scenario, options
+    from weft.planner.search.scenarios import find_scenario, plan_scenario
 
     kind = find_scenario(scenario)
     machine = choose_cluster(cluster, device, nnodes, per_host)
-    print_options(kind, machine.cluster, options(kind, machine.cluster, tokens, machine.scalar), days)
+    print_plans(kind, machine.cluster, plan_scenario(kind, machine.cluster, tokens, machine.scalar), days)

@@ -7,9 +7,9 @@ import typer
 
 
 def anatomy(config: Annotated[Path, typer.Argument(help="A Hugging Face config.json, or a folder with one.")]) -> None:
-    """Print what a model is made of: roles and module names.
+    """Print the structure of a model: roles and module names.
 
-    No weights are needed.
+    Needs no weights.
     """
     import torch
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""All commands, by name. Each one imports what it needs when it runs, so that `weft --help` is quick."""
+"""The weft command with all its subcommands. Subcommands import their dependencies at run time to keep `weft --help` fast."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ from weft.refusal import RENAMED
 
 
 class Commands(TyperGroup):
-    """The commands. Ctrl-C ends them with exit code 130, without a traceback; nothing is fetched from a model hub."""
+    """Command group that exits with code 130 and no traceback on Ctrl-C, and never downloads from a model hub."""
 
     def invoke(self, ctx: Any) -> Any:
         # Before Transformers is imported: a configuration may name a repository.
@@ -65,7 +65,7 @@ def weft(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Trains the PyTorch models people already have, on many devices."""
+    """Distributed training of existing PyTorch models."""
 
 
 PLANNING = (plan, advise, calibrate, compare, dryrun, memory, topology)

@@ -9,13 +9,13 @@ import typer
 def calibrate(
     nproc_per_node: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Ranks of this host; default one an accelerator, two on CPU."),
+        typer.Option(min=1, help="Ranks on this host; default: one per accelerator, two on CPU."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="File for what was measured, as a cluster.")] = Path("cluster.toml"),
+    out: Annotated[Path, typer.Option(help="File for the measured cluster, as TOML.")] = Path("cluster.toml"),
 ) -> None:
     """Measure this machine for the planner.
 
-    Matmuls, attention, memory, links, and how far predictions are off.
+    Measures matmuls, attention, memory and links, and the error of predictions.
     """
     from weft.cli.outputs import check_outputs
 
@@ -31,4 +31,4 @@ def calibrate(
     transformers.logging.disable_progress_bar()
     found, missed = measure(nproc_per_node or default_ranks(detect()))
     out.write_text(found.to_toml(), encoding="utf-8")
-    print(f"{out}: products as its formula has them within {missed:.0%} in the mean; weft plan JOB --cluster {out}")
+    print(f"{out}: mean error of predicted matmul times {missed:.0%}; use it with weft plan JOB --cluster {out}")

@@ -8,23 +8,23 @@ import typer
 from weft.cli.command import add_command
 
 if TYPE_CHECKING:
-    from weft.checkpoint.diff import Difference
+    from weft.checkpoint.diff import CheckpointDifference
 
-SHOWN = 5  # keys that differ, of each list that --all shows whole
+SHOWN = 5  # entries per list of differences without --all
 
-KeyFile = Annotated[str, typer.Option("--key-file", help="The checkpoint.key_file of the run, if it had one.")]
+KeyFile = Annotated[str, typer.Option("--key-file", help="Value of checkpoint.key_file of the run, if set.")]
 
 checkpoint = typer.Typer(help="List, verify, compare and convert checkpoints.", no_args_is_help=True)
 
 
 def ls(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, or another in which checkpoints lie.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Check every byte: only then one is called good.")] = False,
+    run: Annotated[Path, typer.Argument(help="Run folder, or another folder with checkpoints.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Verify every byte, as needed for the state good.")] = False,
     key_file: KeyFile = "",
 ) -> None:
     """List the checkpoints of a run, with size, layout and state.
 
-    Checkpoints that are damaged, set aside or unfinished are listed too.
+    Damaged, archived and unfinished checkpoints are listed too.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -43,12 +43,12 @@ def ls(
 
 
 def verify(
-    folders: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs for all of theirs.")],
+    folders: Annotated[list[Path], typer.Argument(help="Checkpoints, or run folders for all their checkpoints.")],
     key_file: KeyFile = "",
 ) -> None:
-    """Check every byte of checkpoints.
+    """Verify every byte of checkpoints.
 
-    Exit code 0: all are good; 1: one does not verify.
+    Exit code 0: all checkpoints are good; 1: a checkpoint does not verify.
     """
     from weft.checkpoint.key import read_key
     from weft.checkpoint.listing import checkpoints_at
@@ -68,15 +68,15 @@ def verify(
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(help="A checkpoint.")],
-    b: Annotated[Path, typer.Argument(help="Another, under any layout.")],
+    a: Annotated[Path, typer.Argument(help="Checkpoint A.")],
+    b: Annotated[Path, typer.Argument(help="Checkpoint B, in any layout.")],
     generators: Annotated[bool, typer.Option("--generators", help="Compare random number generators too.")] = False,
     every: Annotated[bool, typer.Option("--all", help="List every tensor and key that differs.")] = False,
     key_file: KeyFile = "",
 ) -> None:
     """Compare two checkpoints bit by bit.
 
-    Exit code 0: tensors and position are equal; 1: they differ; 2: one of them does not verify.
+    Exit code 0: tensors and position are equal; 1: they differ; 2: a checkpoint does not verify.
     """
     from weft.checkpoint.diff import diff as diff_folders
     from weft.checkpoint.key import read_key
@@ -86,12 +86,12 @@ def diff(
     raise typer.Exit(0 if found.equal else 1)
 
 
-def print_difference(found: "Difference", *, every: bool = False) -> None:
-    """Print the first tensor that differs, the number that do by kind, and names and keys that do.
+def print_difference(found: "CheckpointDifference", *, every: bool = False) -> None:
+    """Print the first tensor that differs, the number of differing tensors by kind, and differing names and keys.
 
     Args:
-        found: what differs.
-        every: print every tensor, name and key; else the first few of each list, and how many more there are.
+        found: difference of two checkpoints.
+        every: print all tensors, names and keys; else the first entries of each list and the number of others.
     """
     from rich.console import Console
     from rich.table import Table
@@ -102,8 +102,8 @@ def print_difference(found: "Difference", *, every: bool = False) -> None:
     if found.tensors:
         console.print(f"The first tensor that differs is {found.tensors[0]}")
     table = Table("tensors", "compared", "differ")
-    for kind, number in found.compared.items():
-        table.add_row(kind, str(number), str(sum(kind_of(tensor.name) == kind for tensor in found.tensors)))
+    for kind, count in found.compared.items():
+        table.add_row(kind, str(count), str(sum(kind_of(tensor.name) == kind for tensor in found.tensors)))
     console.print(table)
     for side, names in (("A", found.only_a), ("B", found.only_b)):
         if names:
@@ -115,37 +115,37 @@ def print_difference(found: "Difference", *, every: bool = False) -> None:
         "keys of the position": [f"position.{text}" for text in found.position],
         "keys of the job": [f"job.{text}" for text in found.job],
     }
-    for what, lines in lists.items():
+    for title, lines in lists.items():
         shown = lines if every else lines[:SHOWN]
         for line in shown:
             console.print(line)
         if len(shown) < len(lines):
-            console.print(f"{len(lines) - len(shown)} more {what} differ; --all lists them")
+            console.print(f"{len(lines) - len(shown)} more {title} differ; --all lists them")
     if found.equal:
         console.print("The checkpoints are equal: tensors, bit by bit, and position.")
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="A checkpoint, a Hugging Face folder, or one of torch's DCP.")],
-    target: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
-    to: Annotated[Literal["hf", "weft"], typer.Option(help="What to write.")],
+    source: Annotated[Path, typer.Argument(help="Checkpoint, Hugging Face folder, or torch DCP folder.")],
+    target: Annotated[Path, typer.Argument(help="Output folder; must not exist.")],
+    to: Annotated[Literal["hf", "weft"], typer.Option(help="Output format.")],
     dtype: Annotated[
         Optional[Literal["fp32", "bf16", "fp16"]],  # noqa: UP045
-        typer.Option(help="Number format of the weights, with --to hf; default that in which they are."),
+        typer.Option(help="Dtype of the weights, with --to hf; default: that of the source."),
     ] = None,
     tokenizer: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Folder of a tokenizer, with --to hf; default the one of the run around a checkpoint."),
+        typer.Option(help="Tokenizer folder, with --to hf; default: that of the run of the checkpoint."),
     ] = None,
     job: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Job as TOML: whose model a DCP folder holds; and what will go on from the checkpoint."),
+        typer.Option(help="Job as TOML: model of a DCP folder, and job that will resume from the checkpoint."),
     ] = None,
     key_file: KeyFile = "",
 ) -> None:
     """Convert between checkpoints, Hugging Face folders and DCP.
 
-    Write a checkpoint as a Hugging Face folder; or such a folder, or one of torch's DCP, as a checkpoint.
+    Converts a checkpoint to a Hugging Face folder, or a Hugging Face or torch DCP folder to a checkpoint.
     """
     from weft.job import Job
 
@@ -161,10 +161,10 @@ def convert(
     if to == "hf":
         print(to_huggingface(source, target, dtype=dtype, tokenizer=tokenizer, job=chosen, key=read_key(key_file)))
         if not any(target.glob("tokenizer*")):
-            print("There is no tokenizer in it: no run around the source names one. --tokenizer FOLDER does.")
+            print(f"{target} has no tokenizer, because no run of the source names one; set it with --tokenizer FOLDER.")
     elif dtype or tokenizer:
         raise typer.BadParameter(
-            "--dtype and --tokenizer belong to --to hf; a checkpoint has the format of the job's plan"
+            "--dtype and --tokenizer belong to --to hf; a checkpoint has the dtypes of the job's plan"
         )
     else:
         print(to_checkpoint(source, target, job=chosen))

@@ -7,12 +7,12 @@ import typer
 
 
 def clean(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/first. It stays.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+    run: Annotated[Path, typer.Argument(help="Run folder, such as runs/first; it is kept.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without confirmation.")] = False,
 ) -> None:
     """List and remove earlier runs that were moved aside.
 
-    They are named RUN.1, RUN.2 and so on, and are removed after a question.
+    Earlier runs are named RUN.1, RUN.2 and so on, and are removed after confirmation.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -22,11 +22,11 @@ def clean(
 
     found = list_aside(run)
     if not found:
-        print(f"There are no runs beside {run} that were moved aside.")
+        print(f"There are no earlier runs of {run} that were moved aside.")
         return
     table = Table("folder", Column("MiB", justify="right"), "last written", "")
     for folder in found:
-        note = f"stays: {folder.refusal}" if folder.refusal else ""
+        note = f"kept: {folder.refusal}" if folder.refusal else ""
         size = "" if folder.refusal else f"{folder.bytes / 2**20:.1f}"
         table.add_row(escape(str(folder.path)), size, f"{folder.modified:%Y-%m-%d %H:%M}", escape(note))
     Console(highlight=False).print(table)

@@ -8,6 +8,6 @@ import typer
 
 
 def add_command(app: typer.Typer, command: Callable[..., Any]) -> None:
-    """Add a command, whose summary in the list of commands is the whole first paragraph of its docstring."""
+    """Register a command; its summary in the list of commands is the first paragraph of its docstring."""
     summary, _, _ = (getdoc(command) or "").partition("\n\n")
     app.command(short_help=summary)(command)

@@ -11,36 +11,37 @@ if TYPE_CHECKING:
 
 def compare(
     job: Annotated[Path, typer.Argument(help="Job as TOML.")],
-    set_a: Annotated[list[str], typer.Option(help="A key of side A, key=value; may be repeated.")] = [],  # noqa: B006
-    set_b: Annotated[list[str], typer.Option(help="A key of side B: plan.* or train.micro_batch_size.")] = [],  # noqa: B006
-    set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, for both sides.")] = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 3,
+    set_a: Annotated[list[str], typer.Option(help="Set a key of side A, key=value; repeatable.")] = [],  # noqa: B006
+    set_b: Annotated[list[str], typer.Option(help="Set a key of side B: plan.* or train.micro_batch_size.")] = [],  # noqa: B006
+    set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job for both sides.")] = [],  # noqa: B006
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps to run.")] = 3,
     step: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(
-            min=1, help="Step whose tensors are compared. Default the first; then where losses begin to differ."
+            min=1,
+            help="Step whose tensors are compared; default: the first, then the first step with different losses.",
         ),
     ] = None,
-    rows: Annotated[Optional[int], typer.Option(help="Rows of a step, instead of train.global_batch_size.")] = None,  # noqa: UP045
+    rows: Annotated[Optional[int], typer.Option(help="Rows per step, instead of train.global_batch_size.")] = None,  # noqa: UP045
     nproc_per_node_a: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default as few as the plan needs.")
+        int | None, typer.Option(min=1, help="Number of processes; default: minimum of the plan.")
     ] = None,
     nproc_per_node_b: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default as few as the plan needs.")
+        int | None, typer.Option(min=1, help="Number of processes; default: minimum of the plan.")
     ] = None,
     tolerance: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
             min=0,
-            help="Largest difference, as a share of a tensor's largest value, that counts as rounding. Default that of the "
-            "coarsest number format in both plans: fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2.",
+            help="Largest rounding difference, relative to the largest value of a tensor; default: by the coarsest dtype of "
+            "both plans, fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2.",
         ),
     ] = None,
-    out: Annotated[Optional[Path], typer.Option(help="Folder for both sides; default the job's with .compare.")] = None,  # noqa: UP045
+    out: Annotated[Path | None, typer.Option(help="Folder for both sides; default: run folder with .compare.")] = None,
 ) -> None:
     """Compare two plans of one job, tensor by tensor.
 
-    Both run on the same weights and rows; the first tensor that differs by more than rounding is named.
+    Runs both plans on the same weights and rows, and names the first tensor that differs by more than rounding.
 
     Exit code 0: the plans agree; 1: they differ; 2: the input was refused.
     """
@@ -72,14 +73,14 @@ def compare(
 
 
 def print_comparison(found: "Comparison", folder: Path) -> None:
-    """Print losses and gradient norms by step, tensors by kind, and the first one that differs."""
+    """Print losses and gradient norms by step, tensors by kind, and the first tensor that differs."""
     from rich.console import Console
     from rich.table import Column, Table
 
     from weft.train.compare import relative
 
     console = Console(highlight=False, soft_wrap=True)
-    steps = Table("step", "loss A", "loss B", "apart", "gradient norm A", "norm B", "apart")
+    steps = Table("step", "loss A", "loss B", "difference", "gradient norm A", "norm B", "difference")
     for step, (a, b) in enumerate(found.steps, 1):
         loss, norm = relative(a.loss, b.loss), relative(a.grad_norm, b.grad_norm)
         numbers = (
@@ -106,8 +107,8 @@ def print_comparison(found: "Comparison", folder: Path) -> None:
         console.print(f"The first tensor{of_step} that differs is the {first}", markup=False)
     elif found.first_step:
         console.print(
-            f"No tensor of step {found.step} differs, but losses or gradient norms do from step {found.first_step} on."
+            f"No tensor of step {found.step} differs, but losses or gradient norms differ from step {found.first_step} on."
         )
     else:
-        console.print(f"The plans agree: no difference exceeds rounding, a share of {found.tolerance:g}.")
+        console.print(f"The plans agree: no relative difference exceeds rounding ({found.tolerance:g}).")
     console.print(f"Both sides are kept in {folder}.", markup=False)

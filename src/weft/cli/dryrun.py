@@ -7,21 +7,19 @@ import typer
 
 
 def dryrun(
-    job: Annotated[Path, typer.Argument(help="Job as TOML. No weights and no data are read.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
-    rank: Annotated[
-        list[int], typer.Option(help="A rank to look at; may be repeated. Default the first and the last.")
-    ] = [],  # noqa: B006
-    set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
+    job: Annotated[Path, typer.Argument(help="Job as TOML; weights and data are not read.")],
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks of the job.")],
+    rank: Annotated[list[int], typer.Option(help="Rank to trace; repeatable; default: first and last rank.")] = [],  # noqa: B006
+    set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")] = [],  # noqa: B006
     device: Annotated[
         Optional[Literal["cpu", "cuda", "npu"]],  # noqa: UP045
-        typer.Option(help="What the ranks run on; default what is here."),
+        typer.Option(help="Device type of the ranks; default: that of this machine."),
     ] = None,
-    json: Annotated[Optional[Path], typer.Option(help="File for all figures, with every message.")] = None,  # noqa: UP045
+    json: Annotated[Optional[Path], typer.Option(help="JSON file for all results, with every message.")] = None,  # noqa: UP045
 ) -> None:
-    """Count a step's memory, messages and FLOPs for each rank.
+    """Compute memory, traffic and FLOPs of a step per rank.
 
-    For any number of ranks, without launching them.
+    Works for any number of ranks, without launching them.
     """
     from weft.cli.outputs import check_outputs
     from weft.job import Job

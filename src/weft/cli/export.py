@@ -7,14 +7,14 @@ import typer
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    to: Annotated[Path, typer.Argument(help="Folder to write.")],
-    step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default the end of the run.")] = None,  # noqa: UP045
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Number format of the weights.")] = "fp32",
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    to: Annotated[Path, typer.Argument(help="Output folder.")],
+    step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default: end of the run.")] = None,  # noqa: UP045
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Dtype of the weights.")] = "fp32",
 ) -> None:
     """Write a Hugging Face folder from a run.
 
-    Its export in another number format, or one of its checkpoints; with the tokenizer.
+    Writes the final weights or a checkpoint in the given dtype, with the tokenizer.
     """
     import transformers
 

@@ -7,19 +7,21 @@ import typer
 
 
 def memory(
-    job: Annotated[Path, typer.Argument(help="Job as TOML. No weights and no data are read.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 1,
-    rank: Annotated[Optional[int], typer.Option(help="A rank; default the fuller of the first and the last.")] = None,  # noqa: UP045
-    set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
+    job: Annotated[Path, typer.Argument(help="Job as TOML; weights and data are not read.")],
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks of the job.")] = 1,
+    rank: Annotated[
+        int | None, typer.Option(help="Rank; default: first or last, whichever has the higher peak.")
+    ] = None,
+    set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")] = [],  # noqa: B006
     device: Annotated[
         Optional[Literal["cpu", "cuda", "npu"]],  # noqa: UP045
-        typer.Option(help="What the ranks run on; default what is here."),
+        typer.Option(help="Device type of the ranks; default: that of this machine."),
     ] = None,
-    json: Annotated[Optional[Path], typer.Option(help="File for all figures.")] = None,  # noqa: UP045
+    json: Annotated[Optional[Path], typer.Option(help="JSON file for all results.")] = None,  # noqa: UP045
 ) -> None:
-    """Show where a rank's memory goes, and how to save it.
+    """Show the memory of a rank, and options to reduce it.
 
-    What each way to hold less would save and cost, before anything runs.
+    Predicts the saving and the cost of each option before anything runs.
     """
     from weft.cli.outputs import check_outputs
     from weft.job import Job
@@ -30,10 +32,10 @@ def memory(
     import transformers
 
     from weft.device.device import detect
-    from weft.planner.dryrun.memory_options import compare_options, print_rungs, write_rungs
+    from weft.planner.dryrun.memory_options import compare_options, print_options, write_options
 
     transformers.logging.set_verbosity_error()
-    rungs = compare_options(chosen, world_size, rank, device or detect().type)
-    print_rungs(rungs)
+    options = compare_options(chosen, world_size, rank, device or detect().type)
+    print_options(options)
     if json is not None:
-        write_rungs(rungs, json)
+        write_options(options, json)

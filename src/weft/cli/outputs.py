@@ -1,4 +1,4 @@
-"""Files that a command writes at its end, checked before it begins to work."""
+"""Check of output files before a command starts its work."""
 
 import os
 import tempfile
@@ -8,10 +8,10 @@ from weft.errors import JobError
 
 
 def check_outputs(**options: Path | None) -> None:
-    """Refuse output files that cannot be written; an option that is None is left out.
+    """Refuse output files that cannot be written.
 
     Args:
-        options: file by the name of its option.
+        options: output file by option name; None for an option that is not set.
 
     Raises:
         JobError: the file is a folder, or its folder does not exist or cannot be written.
@@ -34,6 +34,6 @@ def check_outputs(**options: Path | None) -> None:
             raise JobError(
                 problem,
                 where=f"--{option} {path}",
-                rule=f"--{option} is a file in a folder that exists",
-                fix="make the folder, or name another file",
+                rule=f"--{option} is a file in an existing folder",
+                fix="create the folder, or name another file",
             )

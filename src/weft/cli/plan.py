@@ -8,29 +8,39 @@ import typer
 
 def plan(
     job: Annotated[
-        Path, typer.Argument(help="Job as TOML: model, length, batch and formats. No weights, no data are read.")
+        Path, typer.Argument(help="Job as TOML: model, sequence length, batch, dtypes; weights and data are not read.")
     ],
-    device: Annotated[Optional[str], typer.Option(help="A device by name, such as H100; or --cluster.")] = None,  # noqa: UP045
-    nnodes: Annotated[int, typer.Option(min=1, help="Hosts of that device.")] = 1,
-    per_host: Annotated[Optional[int], typer.Option(min=1, help="Devices of a host; default as usual.")] = None,  # noqa: UP045
-    cluster: Annotated[Optional[Path], typer.Option(help="A cluster as TOML, instead of --device.")] = None,  # noqa: UP045
-    set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
-    best: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
-    margin: Annotated[float, typer.Option(min=0.1, max=1.0, help="Of a device's memory that a plan may fill.")] = 0.92,
-    max_devices: Annotated[Optional[int], typer.Option(min=1, help="Devices to use at most.")] = None,  # noqa: UP045
-    max_dollars: Annotated[Optional[float], typer.Option(min=0, help="Dollars an hour, of all devices.")] = None,  # noqa: UP045
-    failure_hours: Annotated[float, typer.Option(min=0, help="Mean hours between failures of a device; 0: none.")] = 0,
-    confirm: Annotated[bool, typer.Option(help="Run the best dry: exact memory and messages.")] = True,
+    device: Annotated[Optional[str], typer.Option(help="Device by name, such as H100; or use --cluster.")] = None,  # noqa: UP045
+    nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts with --device.")] = 1,
+    per_host: Annotated[
+        int | None, typer.Option(min=1, help="Devices per host; default: usual number for the device.")
+    ] = None,
+    cluster: Annotated[Optional[Path], typer.Option(help="Cluster as TOML file, instead of --device.")] = None,  # noqa: UP045
+    set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")] = [],  # noqa: B006
+    best: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 5,
+    margin: Annotated[
+        float, typer.Option(min=0.1, max=1.0, help="Fraction of device memory that a plan may use.")
+    ] = 0.92,
+    max_devices: Annotated[Optional[int], typer.Option(min=1, help="Maximum number of devices.")] = None,  # noqa: UP045
+    max_dollars: Annotated[
+        float | None, typer.Option(min=0, help="Maximum cost of all devices, in dollars per hour.")
+    ] = None,
+    failure_hours: Annotated[
+        float, typer.Option(min=0, help="Mean hours between failures per device; 0: no failures.")
+    ] = 0,
+    confirm: Annotated[bool, typer.Option(help="Dry-run the best layout for exact memory and messages.")] = True,
     measure: Annotated[
-        bool, typer.Option(help="Time the operators of the best layouts on the device at hand, of the cluster's kind.")
+        bool, typer.Option(help="Time the operators of the best layouts on a local device of the cluster's type.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="File for the plan, as TOML, with its prediction.")] = Path("plan.toml"),
-    explain: Annotated[Optional[Path], typer.Option(help="Page with the comparison as charts.")] = None,  # noqa: UP045
-    timeline: Annotated[Optional[Path], typer.Option(help="A step as a trace for Perfetto or Chrome.")] = None,  # noqa: UP045
+    out: Annotated[Path, typer.Option(help="TOML file for the plan and its prediction.")] = Path("plan.toml"),
+    explain: Annotated[Optional[Path], typer.Option(help="HTML file for charts of the comparison.")] = None,  # noqa: UP045
+    timeline: Annotated[
+        Path | None, typer.Option(help="JSON file for a trace of one step, for Perfetto or Chrome.")
+    ] = None,
 ) -> None:
-    """Find the fastest way to train a model on a cluster.
+    """Find the fastest plan for a model on a cluster.
 
-    Before a device is rented; and say why not the others.
+    Needs no device of the cluster, and explains why other plans are slower or do not fit.
     """
     from weft.cli.outputs import check_outputs
     from weft.job import Job

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 
-def report(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
-    """Write report.html of a run again from its files."""
+def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
+    """Rewrite report.html of a run from its files."""
     from weft.observe.report import write_report
 
     print(write_report(run))

@@ -9,33 +9,37 @@ import typer
 
 
 def topology(
-    job: Annotated[Optional[Path], typer.Argument(help="Job as TOML, to see over which links its axes run.")] = None,  # noqa: UP045
-    set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
+    job: Annotated[Optional[Path], typer.Argument(help="Job as TOML, to show the links of its mesh axes.")] = None,  # noqa: UP045
+    set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")] = [],  # noqa: B006
     nproc_per_node: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Processes on this host; default one an accelerator, two on CPU."),
+        typer.Option(min=1, help="Ranks on this host; default: one per accelerator, two on CPU."),
     ] = None,
-    file: Annotated[Optional[Path], typer.Option(help="Declared topology: show it, and measure nothing.")] = None,  # noqa: UP045
-    out: Annotated[Optional[Path], typer.Option(help="File for the topology, for plan.comm.topology.")] = None,  # noqa: UP045
-    json: Annotated[Optional[Path], typer.Option(help="File for all figures.")] = None,  # noqa: UP045
-    seconds: Annotated[float, typer.Option(min=0.1, help="No round of pairs begins later.")] = 5.0,
+    file: Annotated[Optional[Path], typer.Option(help="Declared topology to show, instead of measuring.")] = None,  # noqa: UP045
+    out: Annotated[Optional[Path], typer.Option(help="TOML file for the topology, for plan.comm.topology.")] = None,  # noqa: UP045
+    json: Annotated[Optional[Path], typer.Option(help="JSON file for all results.")] = None,  # noqa: UP045
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time limit for starting another round of pairs.")] = 5.0,
     cache: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Folder with measurements: one of the same ranks, not older than a day, is taken."),
+        typer.Option(help="Folder with measurements; one of the same ranks from the last day is reused."),
     ] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Hosts; each runs this command.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="Number of this host, from 0.")] = 0,
-    rdzv_endpoint: Annotated[str | None, typer.Option(help="ADDRESS:PORT of host 0, where several hosts meet.")] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts; each runs this command.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Index of this host, from 0.")] = 0,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(help="Rendezvous endpoint of several hosts: ADDRESS:PORT of host 0.")
+    ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="Secret of the hosts; default the variable WEFT_TOKEN.")
+        Path | None, typer.Option(help="File with the secret of the hosts; default: WEFT_TOKEN.")
     ] = None,
-    interface: Annotated[str | None, typer.Option(help="Of this host; default the one that leads to host 0.")] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="Network interface of this host; default: by route to host 0.")
+    ] = None,
 ) -> None:
     """Measure latency and bandwidth between ranks.
 
-    Show classes of links, those that are slow, and over which of them the axes of a job run.
+    Shows classes of links, slow links, and the links of each mesh axis of a job.
     """
-    if nnodes > 1:  # torch prints a stack for each lost connection of its store
+    if nnodes > 1:  # torch prints a stack trace for each lost connection of its store
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     from weft.cli.outputs import check_outputs
@@ -62,7 +66,7 @@ def topology(
     else:
         rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
         nproc_per_node = nproc_per_node or default_ranks(detect())
-        if chosen and rendezvous is None:  # what does not fit is refused before anything is measured
+        if chosen and rendezvous is None:  # refuse a plan that does not fit before measuring
             chosen.plan.resolve(nproc_per_node)
         measured, source = measure_links(nproc_per_node, rendezvous=rendezvous, seconds=seconds, cache=cache)
         found = to_topology(measured)

@@ -10,33 +10,38 @@ import typer
 
 
 def train(
-    job: Annotated[Optional[Path], typer.Argument(help="Job as TOML; without it the first run is trained.")] = None,  # noqa: UP045
-    set_: Annotated[list[str], typer.Option("--set", help="A dotted key of the job, key=value; may be repeated.")] = [],  # noqa: B006
+    job: Annotated[Optional[Path], typer.Argument(help="Job as TOML; default: the built-in first run.")] = None,  # noqa: UP045
+    set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")] = [],  # noqa: B006
     nproc_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default one an accelerator, two on CPU.")
+        int | None, typer.Option(min=1, help="Ranks on this host; default: one per accelerator, two on CPU.")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(help="auto: go on from the newest good checkpoint; or its folder.")
+        str | None, typer.Option(help="Checkpoint folder to resume from; auto: newest good checkpoint of the run.")
     ] = None,
     accept_changes: Annotated[
         bool,
-        typer.Option("--accept-changes", help="Go on with another optimizer, schedule, configuration or other tokens."),
+        typer.Option("--accept-changes", help="Resume although optimizer, schedule, configuration or tokens changed."),
     ] = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of a failed job that get it no further.")] = 0,
-    out: Annotated[Optional[Path], typer.Option(help="Output folder, instead of the job's.")] = None,  # noqa: UP045
-    nnodes: Annotated[int, typer.Option(min=1, help="Hosts of the job; each runs this command.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="Number of this host, from 0.")] = 0,
-    rdzv_endpoint: Annotated[str | None, typer.Option(help="ADDRESS:PORT of host 0, where several hosts meet.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="Secret of the job; default the variable WEFT_TOKEN.")] = None,
-    interface: Annotated[str | None, typer.Option(help="Of this host; default the one that leads to host 0.")] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Maximum consecutive restarts without progress.")] = 0,
+    out: Annotated[Optional[Path], typer.Option(help="Run folder, instead of out in the job.")] = None,  # noqa: UP045
+    nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts; each runs this command.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Index of this host, from 0.")] = 0,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(help="Rendezvous endpoint of several hosts: ADDRESS:PORT of host 0.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the secret of the job; default: WEFT_TOKEN.")
+    ] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="Network interface of this host; default: by route to host 0.")
+    ] = None,
 ) -> None:
     """Train a model; write metrics, report and export."""
-    if nnodes > 1:  # torch prints a stack for each lost connection of its store; the watchdog says who is lost
+    if nnodes > 1:  # torch prints a stack trace for each lost connection of its store; the watchdog names lost hosts
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait in a spin hold up whatever else runs here
-    os.environ.setdefault(
-        "OPENBLAS_NUM_THREADS", "1"
-    )  # numpy's; without a second thread nproc_per_node are forks of this process
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
+    # For numpy: ranks are forked from this process, which must have no second thread.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from weft.job import Job
     from weft.launch.rendezvous import parse_rendezvous
     from weft.train.run_folder import check_writable
@@ -50,7 +55,7 @@ def train(
         chosen.plan.resolve(nproc_per_node)
     rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
 
-    import transformers  # torch and Transformers take seconds: what is refused above is refused without them
+    import transformers  # after the checks above, because importing torch and Transformers takes seconds
 
     from weft.errors import Stopped
     from weft.observe.summary import print_end
@@ -77,12 +82,12 @@ def train(
 
 
 def _report(out: Path) -> Path | None:
-    """Write the report; None if that cannot be, which is no reason to call a run a failure."""
+    """Write the report; None if writing fails, which does not fail the run."""
     from weft.errors import WeftError
     from weft.observe.report import write_report
 
     try:
         return write_report(out)
     except (OSError, WeftError) as error:
-        print(f"the report cannot be written: {error}\n`weft report {out}` writes it later", flush=True)
+        print(f"the report cannot be written: {error}\nwrite it later with `weft report {out}`", flush=True)
         return None

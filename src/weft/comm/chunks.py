@@ -1,17 +1,19 @@
-"""Chunks of messages beside chunks of products: the three orders in which they run, and what each number of chunks costs.
+"""Chunked overlap of matmuls with collectives: three schedules, and the choice of the number of chunks.
 
-    GatherMatmul      wire     | 0 | 1 | 2 | 3 |                  the rows of other ranks are used as they come; first of all,
-                 products | own rows    | 0 | 1 | 2 | 3 |    the rows that need no message
+    GatherMatmul    network  | 0 | 1 | 2 | 3 |                 chunks of other ranks are multiplied as they arrive, after the
+                    matmuls  | own rows    | 0 | 1 | 2 | 3 |   rows that need no message
 
-    MatmulReduce         wire     | ahead | 0 | 1 | 2 | 3 |          each chunk is sent when it is made; what none of them waits
-                 products | 0 | 1 | 2 | 3 | last    |        for comes last
+    MatmulReduce    network  | prefetch | 0 | 1 | 2 | 3 |      each chunk is sent once it is computed; work that no message
+                    matmuls  | 0 | 1 | 2 | 3 | last |          needs comes last
 
-    MatmulScatter        wire         | 0 | 1 | 2 | 3 |              what other ranks want is made and sent first; behind the last
-                 products | 0 | 1 | 2 | 3 | late | early |   messages, own rows: first those that wait for what comes late
+    MatmulScatter   network      | 0 | 1 | 2 | 3 |             rows of other ranks are computed and sent first; own rows
+                    matmuls  | 0 | 1 | 2 | 3 | late | early |  overlap with the last messages: first the rows whose messages
+                                                               arrive late
 
-A number of chunks is chosen by a model of these pictures: a message takes alpha + bytes / bandwidth, the wire carries one
-at a time, and products take what they take with so many rows, as few rows are less efficient. All of it is measured once for
-each shape, on the tensors of its first use, and all ranks of the group choose by the largest of what they predict.
+The number of chunks is chosen by a cost model of these schedules. A message takes alpha + bytes / bandwidth, and the network
+carries one message at a time. The time of a matmul is measured per number of chunks, since few rows are less efficient. The
+costs are measured once per shape, on the tensors of the first use. All ranks of the group decide by the maximum of their
+predictions.
 """
 
 from collections.abc import Callable
@@ -27,79 +29,81 @@ from weft.comm.collectives import Pending, unrecorded
 
 CANDIDATES = (1, 2, 4, 8, 16, 32)
 REPEATS = 5
-WORTH = 0.01  # of the time: what more chunks must gain over fewer
+MIN_GAIN = 0.01  # fraction of the time by which more chunks must be faster than fewer
 
 
-class Line(NamedTuple):
-    """Seconds of a message that is a part of all bytes."""
+class AlphaBeta(NamedTuple):
+    """Alpha-beta cost of a message with 1 / count of all bytes."""
 
     alpha: float
-    whole: float
-    """What all bytes take beyond alpha."""
+    """Latency in seconds."""
+    transfer: float
+    """Transfer seconds of all bytes."""
 
     def seconds(self, count: int) -> float:
-        return self.alpha + self.whole / count
+        """Seconds of one of `count` messages."""
+        return self.alpha + self.transfer / count
 
 
 class MessageCosts(NamedTuple):
-    """Measured seconds of one form on one shape."""
+    """Measured seconds of one schedule on one shape."""
 
-    issue: Line
-    """To start a message: what this rank does for it while it computes nothing."""
-    message: Line
-    """From then on, until it is there."""
+    issue: AlphaBeta
+    """Start of a message, which blocks this rank."""
+    message: AlphaBeta
+    """Message from its start until its arrival."""
     chunk: dict[int, float]
-    """Products of one chunk, by number of chunks."""
+    """Matmuls of one chunk, by number of chunks."""
     own: float = 0.0
-    """GatherMatmul, MatmulScatter: products that need no message."""
+    """GatherMatmul, MatmulScatter: matmuls that need no message."""
     added: float = 0.0
-    """MatmulScatter: to add all that has come to what is there."""
-    ahead: float = 0.0
-    """MatmulReduce: the message in front of all others."""
+    """MatmulScatter: addition of all received rows to own rows."""
+    prefetch: float = 0.0
+    """MatmulReduce: message before all chunks."""
     last: float = 0.0
-    """MatmulReduce: products behind all chunks."""
+    """MatmulReduce: matmuls after all chunks."""
 
 
 class GatherMatmul(NamedTuple):
-    """Use the rows of other ranks as they come."""
+    """Schedule that multiplies the rows of other ranks as they arrive."""
 
     start: Callable[[slice], Pending]
-    """Ask for a chunk of every rank's rows."""
+    """Start the all-gather of a chunk of rows."""
     own: Callable[[], None]
-    """Do what needs no message; whatever adds up starts anew."""
+    """Compute everything that needs no message; resets accumulators."""
     use: Callable[[slice, Tensor], None]
-    """Do what needs a chunk, given what `start` has brought, [ranks, outer, rows, features]."""
+    """Compute everything that needs a chunk, given the gathered rows, [ranks, outer, rows, features]."""
 
     def run(self, chunks: list[slice]) -> None:
-        """All of it."""
+        """Run the schedule."""
         pending = [self.start(rows) for rows in chunks]
         self.own()
         for rows, message in zip(chunks, pending, strict=True):
             self.use(rows, message.wait())
 
-    def measure(self, chunks: dict[int, list[slice]], watch: "RepeatTimer") -> MessageCosts:
-        """Time each part alone.
+    def measure(self, chunks: dict[int, list[slice]], timer: "RepeatTimer") -> MessageCosts:
+        """Time each part of the schedule separately.
 
         Args:
-            chunks: by their number, 1 among them.
-            watch: takes the time.
+            chunks: chunks by number of chunks; 1 must be a key.
+            timer: timer of the measurement.
         """
 
-        messages = {count: watch.message(partial(self.start, rows[0])) for count, rows in ends(chunks)}
-        [everything] = chunks[1]
-        brought = self.start(everything).wait()
+        messages = {count: timer.message(partial(self.start, rows[0])) for count, rows in fewest_and_most(chunks)}
+        [all_rows] = chunks[1]
+        gathered = self.start(all_rows).wait()
 
         def use_all(rows: list[slice]) -> None:
             for chunk in rows:
-                self.use(chunk, brought[:, :, chunk])
+                self.use(chunk, gathered[:, :, chunk])
 
-        own = watch.work({0: self.own})
-        uses = watch.work({count: partial(use_all, rows) for count, rows in chunks.items()})
+        own = timer.work({0: self.own})
+        uses = timer.work({count: partial(use_all, rows) for count, rows in chunks.items()})
         return MessageCosts(*fit(messages), {count: seconds / count for count, seconds in uses.items()}, own=own[0])
 
     @staticmethod
     def predict(costs: MessageCosts, count: int) -> float:
-        """Seconds with a number of chunks."""
+        """Predict the seconds for a number of chunks."""
         issue, message = costs.issue.seconds(count), costs.message.seconds(count)
         clock = free = 0.0
         arrivals = []
@@ -114,104 +118,107 @@ class GatherMatmul(NamedTuple):
 
 
 class MatmulReduce(NamedTuple):
-    """MatmulReduce each chunk when it is made."""
+    """Schedule that reduces each chunk once it is computed."""
 
     make: Callable[[slice], Tensor]
+    """Compute a chunk."""
     start: Callable[[slice, Tensor], Pending]
-    """MatmulReduce what `make` has made."""
+    """Start the reduction of a chunk, given the result of `make`."""
     keep: Callable[[slice, Tensor], None] = lambda rows, received: None
-    """Take what has become of it."""
-    ahead: Callable[[], Pending] | None = None
-    """Ask for what `last` needs."""
-    last: Callable[[Tensor | None], None] = lambda brought: None
-    """Do what none of the messages waits for, given what `ahead` has brought."""
+    """Store the reduced chunk."""
+    prefetch: Callable[[], Pending] | None = None
+    """Start the all-gather of the input of `last`."""
+    last: Callable[[Tensor | None], None] = lambda gathered: None
+    """Compute everything that no reduction needs, given the result of `prefetch`."""
 
     def run(self, chunks: list[slice]) -> None:
-        """All of it."""
-        asked = self.ahead() if self.ahead else None
+        """Run the schedule."""
+        prefetched = self.prefetch() if self.prefetch else None
         pending = [self.start(rows, self.make(rows)) for rows in chunks]
-        self.last(asked.wait() if asked else None)
+        self.last(prefetched.wait() if prefetched else None)
         for rows, message in zip(chunks, pending, strict=True):
             self.keep(rows, message.wait())
 
-    def measure(self, chunks: dict[int, list[slice]], watch: "RepeatTimer") -> MessageCosts:
-        """Time each part alone; arguments as of `GatherMatmul`."""
+    def measure(self, chunks: dict[int, list[slice]], timer: "RepeatTimer") -> MessageCosts:
+        """Time each part of the schedule separately; arguments as for `GatherMatmul`."""
 
         def make_all(rows: list[slice]) -> None:
             for chunk in rows:
                 self.make(chunk)
 
-        brought = self.ahead().wait() if self.ahead else None
+        gathered = self.prefetch().wait() if self.prefetch else None
         messages = {}
-        for count, rows in ends(chunks):
-            messages[count] = watch.message(partial(self.start, rows[0], self.make(rows[0])))
-        makes = watch.work({count: partial(make_all, rows) for count, rows in chunks.items()})
-        last = watch.work({0: partial(self.last, brought)})
-        ahead = sum(watch.message(self.ahead)) if self.ahead else 0.0
+        for count, rows in fewest_and_most(chunks):
+            messages[count] = timer.message(partial(self.start, rows[0], self.make(rows[0])))
+        makes = timer.work({count: partial(make_all, rows) for count, rows in chunks.items()})
+        last = timer.work({0: partial(self.last, gathered)})
+        prefetch = sum(timer.message(self.prefetch)) if self.prefetch else 0.0
         chunk = {count: seconds / count for count, seconds in makes.items()}
-        return MessageCosts(*fit(messages), chunk, ahead=ahead, last=last[0])
+        return MessageCosts(*fit(messages), chunk, prefetch=prefetch, last=last[0])
 
     @staticmethod
     def predict(costs: MessageCosts, count: int) -> float:
-        """Seconds with a number of chunks."""
+        """Predict the seconds for a number of chunks."""
         issue, message = costs.issue.seconds(count), costs.message.seconds(count)
-        clock, free = 0.0, costs.ahead
+        clock, free = 0.0, costs.prefetch
         for _ in range(count):
             clock += costs.chunk[count] + issue
             free = max(clock, free) + message
-        clock = max(clock, costs.ahead) + costs.last
+        clock = max(clock, costs.prefetch) + costs.last
         return max(clock, free)
 
 
 class MatmulScatter(NamedTuple):
-    """MatmulReduce other ranks what is theirs, and add what they send to own rows.
+    """Schedule that sends the rows of other ranks and adds their messages to own rows.
 
-    Own rows need no message out, so that they come last, and hide the last ones. What comes early is there by then: the
-    product of those rows is added to it as it is made, which costs nothing. What comes late is added by itself.
+    Own rows are not sent, so that they come last and overlap with the last messages. Messages of the early chunks have arrived
+    by then: the matmul accumulates into them at no extra cost. Messages of the late chunks are added separately.
     """
 
     make: Callable[[slice], Tensor]
-    """Of a chunk of every other rank's rows."""
+    """Compute a chunk of rows of every other rank."""
     start: Callable[[Tensor], Pending]
-    """MatmulReduce what `make` has made."""
-    place: Callable[[slice, Tensor], None]
-    """Put what has come for a chunk of own rows where they will be."""
+    """Start the exchange of a chunk, given the result of `make`."""
+    store: Callable[[slice, Tensor], None]
+    """Store the sum of the received rows in the output."""
     own: Callable[[slice, bool], None]
-    """Make own rows; added to what is there, or as the first."""
+    """Compute own rows; True: accumulate into the output, False: overwrite it."""
     add: Callable[[slice, Tensor], None]
-    """Add what has come to own rows."""
+    """Add received rows to the output."""
 
     def run(self, chunks: list[slice]) -> None:
-        """All of it."""
+        """Run the schedule."""
         pending = [self.start(self.make(rows)) for rows in chunks]
         early, end = len(chunks) // 2, chunks[-1].stop
         middle = chunks[early].start
         self.own(slice(middle, end), False)
         for rows, message in zip(chunks[:early], pending[:early], strict=True):
-            self.place(rows, message.wait())
+            self.store(rows, message.wait())
         if middle:
             self.own(slice(0, middle), True)
         for rows, message in zip(chunks[early:], pending[early:], strict=True):
             self.add(rows, message.wait())
 
-    def measure(self, chunks: dict[int, list[slice]], watch: "RepeatTimer") -> MessageCosts:
-        """Time each part alone; arguments as of `GatherMatmul`."""
+    def measure(self, chunks: dict[int, list[slice]], timer: "RepeatTimer") -> MessageCosts:
+        """Time each part of the schedule separately; arguments as for `GatherMatmul`."""
 
         def make_all(rows: list[slice]) -> None:
             for chunk in rows:
                 self.make(chunk)
 
-        [everything] = chunks[1]
-        messages = {count: watch.message(partial(self.start, self.make(rows[0]))) for count, rows in ends(chunks)}
-        brought = self.start(self.make(everything)).wait()
-        makes = watch.work({count: partial(make_all, rows) for count, rows in chunks.items()})
-        own = watch.work({0: partial(self.own, everything, False), 1: partial(self.add, everything, brought)})
+        [all_rows] = chunks[1]
+        messages = {
+            count: timer.message(partial(self.start, self.make(rows[0]))) for count, rows in fewest_and_most(chunks)
+        }
+        received = self.start(self.make(all_rows)).wait()
+        makes = timer.work({count: partial(make_all, rows) for count, rows in chunks.items()})
+        own = timer.work({0: partial(self.own, all_rows, False), 1: partial(self.add, all_rows, received)})
         chunk = {count: seconds / count for count, seconds in makes.items()}
         return MessageCosts(*fit(messages), chunk, own=own[0], added=own[1])
 
     @staticmethod
     def predict(costs: MessageCosts, count: int) -> float:
-        """Seconds with a number of chunks."""
+        """Predict the seconds for a number of chunks."""
         issue, message = costs.issue.seconds(count), costs.message.seconds(count)
         clock = free = 0.0
         arrivals = []
@@ -228,84 +235,85 @@ class MatmulScatter(NamedTuple):
         return clock
 
 
-def cut_rows(rows: int, count: int) -> list[slice]:
-    """Chunks of some rows, which differ by one row at most; the first ones are longer."""
-    bounds = [number * (rows // count) + min(number, rows % count) for number in range(count + 1)]
+def split_rows(rows: int, count: int) -> list[slice]:
+    """Split rows into chunks whose sizes differ by at most one row, longer chunks first."""
+    bounds = [index * (rows // count) + min(index, rows % count) for index in range(count + 1)]
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
 def choose_count(
-    form: GatherMatmul | MatmulReduce | MatmulScatter, rows: int, group: dist.ProcessGroup, watch: "RepeatTimer"
+    schedule: GatherMatmul | MatmulReduce | MatmulScatter, rows: int, group: dist.ProcessGroup, timer: "RepeatTimer"
 ) -> int:
-    """The number of chunks that is predicted to be fastest; the same on all ranks of the group, which call this together.
+    """Choose the number of chunks with the shortest predicted time. All ranks of the group call it and get the same number.
 
     Args:
-        form: of the product.
-        rows: that are cut.
-        group: that the messages go over.
-        watch: takes the time.
+        schedule: schedule of the matmul.
+        rows: number of rows to split.
+        group: group of the messages.
+        timer: timer of the measurement.
     """
     counts = [count for count in CANDIDATES if count <= rows]
     with unrecorded():
-        costs = form.measure({count: cut_rows(rows, count) for count in counts}, watch)
-        seconds = [form.predict(costs, count) for count in counts]
-        predicted = torch.tensor(seconds, dtype=torch.float64, device=watch.device)
+        costs = schedule.measure({count: split_rows(rows, count) for count in counts}, timer)
+        seconds = [schedule.predict(costs, count) for count in counts]
+        predicted = torch.tensor(seconds, dtype=torch.float64, device=timer.device)
         dist.all_reduce(predicted, dist.ReduceOp.MAX, group)
     return fewest_chunks(dict(zip(counts, predicted.tolist(), strict=True)))
 
 
 def fewest_chunks(seconds: dict[int, float]) -> int:
-    """The smallest number of chunks that takes as good as the shortest time."""
+    """Smallest number of chunks whose time is within `MIN_GAIN` of the shortest."""
     shortest = min(seconds.values())
-    return min(count for count, taken in seconds.items() if taken <= shortest * (1 + WORTH))
+    return min(count for count, taken in seconds.items() if taken <= shortest * (1 + MIN_GAIN))
 
 
-def ends(chunks: dict[int, list[slice]]) -> list[tuple[int, list[slice]]]:
-    """The smallest and the largest number of chunks."""
+def fewest_and_most(chunks: dict[int, list[slice]]) -> list[tuple[int, list[slice]]]:
+    """Chunks for the smallest and the largest number of chunks."""
     return [(count, chunks[count]) for count in sorted({min(chunks), max(chunks)})]
 
 
-def fit(messages: dict[int, tuple[float, float]]) -> tuple[Line, Line]:
-    """Lines of issue and message, given those seconds for two numbers of chunks, or one."""
+def fit(messages: dict[int, tuple[float, float]]) -> tuple[AlphaBeta, AlphaBeta]:
+    """Fit the costs of issue and message to their seconds for one or two numbers of chunks."""
     few, many = min(messages), max(messages)
-    lines = []
+    costs = []
     for long, short in zip(messages[few], messages[many], strict=True):
-        whole = max(long - short, 0.0) / (1 / few - 1 / many) if many > few else 0.0
-        lines.append(Line(max(long - whole, 0.0), whole))
-    return lines[0], lines[1]
+        transfer = max(long - short, 0.0) / (1 / few - 1 / many) if many > few else 0.0
+        costs.append(AlphaBeta(max(long - transfer, 0.0), transfer))
+    return costs[0], costs[1]
 
 
 class RepeatTimer(NamedTuple):
-    """Takes the best time of some repeats."""
+    """Timer that returns the best time of several repeats."""
 
     device: torch.device
-    """That computes."""
+    """Device of the computation."""
     clock: Callable[[], float]
+    """Clock in seconds."""
 
     def work(self, works: dict[int, Callable[[], object]]) -> dict[int, float]:
-        """Seconds of some works, taking turns."""
-        found: dict[int, float] = {}
+        """Time functions in alternation, in seconds."""
+        best: dict[int, float] = {}
         for _ in range(REPEATS):
-            for number, work in works.items():
+            for key, work in works.items():
                 began = self._now()
                 work()
                 taken = self._now() - began
-                found[number] = min(found.get(number, taken), taken)
-        return found
+                best[key] = min(best.get(key, taken), taken)
+        return best
 
     def message(self, start: Callable[[], Pending]) -> tuple[float, float]:
-        """Seconds to start a message, and then until it is there."""
-        found = []
+        """Time the start of a message, and the rest until its arrival, in seconds."""
+        times = []
         for _ in range(REPEATS):
             began = self._now()
             message = start()
             issued = self.clock()
             message.wait()
-            found.append((issued - began, self._now() - issued))
-        return min(issue for issue, _ in found), min(rest for _, rest in found)
+            times.append((issued - began, self._now() - issued))
+        return min(issue for issue, _ in times), min(rest for _, rest in times)
 
     def _now(self) -> float:
-        """When all that was started is done."""
+        """Time after the completion of all issued work."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return self.clock()

@@ -1,19 +1,19 @@
-"""The door to torch.distributed: differentiable collectives along one tensor dim, small reductions, and a recorder.
+"""Differentiable collectives along one tensor dim, small reductions, asynchronous collectives, and a message recorder.
 
-Each differentiable collective is the transpose of another: the gradient of a gather is a reduce-scatter, and so on. `x` is
-any float tensor on the group's device; gradients may come non-contiguous.
+The backward of each differentiable collective is the transpose of its forward; for example, the gradient of an all-gather is a
+reduce-scatter. `x` is any float tensor on the group's device; gradients may be non-contiguous.
 
-    copy            forward: nothing       backward: all-reduce      into a region that splits the work of every row
-    reduce          forward: all-reduce    backward: nothing         out of it
-    gather          forward: all-gather    backward: reduce-scatter  into it, from a split sequence
-    reduce_scatter  forward: reduce-scatter  backward: all-gather    out of it, to a split sequence
-    split           forward: own part      backward: all-gather      equal work on all ranks -> a part each
-    unsplit         forward: all-gather    backward: own part        a part each -> equal work on all ranks
-    all_to_all      forward: exchange      backward: exchange back
+    function        forward         backward        use
+    copy            identity        all-reduce      input of a tensor-parallel region
+    reduce          all-reduce      identity        output of a tensor-parallel region
+    gather          all-gather      reduce-scatter  input of a tensor-parallel region, from a sharded sequence
+    reduce_scatter  reduce-scatter  all-gather      output of a tensor-parallel region, to a sharded sequence
+    split           own part        all-gather      from the same work on all ranks to a part per rank
+    unsplit         all-gather      own part        from a part per rank to the same work on all ranks
+    all_to_all      all-to-all      all-to-all      exchange of rows
 
-`start_all_to_all` is all_to_all in two parts, between which something else may be computed. Autograd takes the
-functions of a forward in reverse: what was computed between them is computed between them in backward too, behind the exchange
-back.
+`start_all_to_all` is an asynchronous all_to_all: other work may run before its wait. Autograd runs the backward functions in
+reverse order, so that the backward of that work likewise overlaps with the all-to-all of the gradient.
 """
 
 import os
@@ -33,21 +33,20 @@ from weft.backends.hierarchical import all_gather_single, reduce_scatter_single
 from weft.backends.shared_memory import SharedMemoryGroup
 from weft.topology.mesh import group_of_all
 
-# Frames that stand between a collective and the code that wanted it: installed packages, and the rooms below.
-CARRIERS = (
+# Stack frames that are not the call site of a collective: installed packages, and modules that forward collectives.
+SKIPPED_FRAMES = (
     os.path.dirname(os.path.dirname(torch.__file__)),
     os.path.dirname(__file__),
-    os.path.join("weft", "cluster"),
-    "steering.py",
-    os.path.join("weft", "memory"),
+    *(os.path.join("weft", folder) for folder in ("backends", "device", "launch", "memory", "topology")),
+    os.path.join("dryrun", "modes.py"),
     "contextlib.py",
 )
 
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op: str = "sum") -> torch.Tensor:
-    """Reduce a tensor in place over the ranks of some mesh axes; every rank of them ends with the same values.
+    """Reduce a tensor in place over the ranks of some mesh axes; all of these ranks get the same values.
 
-    Where these are all axes with more than one rank, it is one message; else one for each axis.
+    This takes one all-reduce if the axes include every axis with more than one rank, and else one per axis.
 
     Args:
         tensor: any shape, the same on all ranks.
@@ -64,14 +63,14 @@ def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op
 
 
 def all_gather_rows(row: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The rows of all ranks, [world_size, *row.shape], in the order of ranks."""
+    """Gather the rows of all ranks in rank order, [world_size, *row.shape]."""
     gathered = [torch.empty_like(row) for _ in range(world_size)]
     dist.all_gather(gathered, row)
     return torch.stack(gathered)
 
 
 def gather_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """The parts of all ranks side by side along a dim, in the order of ranks. Not differentiable."""
+    """All-gather along a dim, in rank order. Not differentiable."""
     ranks = group.size()
     parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
     all_gather_single(parts, x.contiguous(), group)
@@ -84,16 +83,16 @@ def gather_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """This rank's part along a dim of the sum over ranks. Not differentiable."""
+    """Reduce-scatter along a dim. Not differentiable."""
     ranks, dim = group.size(), dim % x.ndim
     parts = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
-    mine = torch.empty_like(parts[0])
-    reduce_scatter_single(mine, parts.flatten(0, 1), group=group)
-    return mine
+    own = torch.empty_like(parts[0])
+    reduce_scatter_single(own, parts.flatten(0, 1), group=group)
+    return own
 
 
 def part_of_dim(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """This rank's part along a dim. Not differentiable."""
+    """Slice of this rank along a dim. Not differentiable."""
     return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
@@ -127,18 +126,18 @@ class _Reduce(torch.autograd.Function):
 
 
 class _AlongDim(torch.autograd.Function):
-    """A change of layout along a dim, whose gradient is changed back by its transpose."""
+    """Change of layout along a dim; the backward is the transposed change."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int, there: AlongDim, back: AlongDim
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, dim: int, change: AlongDim, transpose: AlongDim
     ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.back = group, dim, back
-        return there(x, group, dim)
+        ctx.group, ctx.dim, ctx.transpose = group, dim, transpose
+        return change(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.back(gradient, ctx.group, ctx.dim), None, None, None, None
+        return ctx.transpose(gradient, ctx.group, ctx.dim), None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -159,51 +158,54 @@ class _AllToAll(torch.autograd.Function):
 
 
 class AsyncAllToAll:
-    """An exchange of rows that is under way; in backward, the one back."""
+    """Asynchronous all-to-all of rows; in backward, the all-to-all of the gradient."""
 
     def __init__(self, group: dist.ProcessGroup, output_splits: list[int] | None, input_splits: list[int] | None):
         self.group, self.output_splits, self.input_splits = group, output_splits, input_splits
-        self.cargo: torch.Tensor | None = None
+        self.input: torch.Tensor | None = None
+        """Input of the all-to-all in flight; kept alive until completion."""
         self.work: dist.Work | None = None
 
     def start(self, x: torch.Tensor, output_splits: list[int] | None, input_splits: list[int] | None) -> torch.Tensor:
-        """Send rows; what comes is there after `wait`."""
-        self.cargo = x.contiguous()  # until it has been sent
+        """Start the all-to-all and return its output, which is valid after `wait`."""
+        self.input = x.contiguous()
         out = x.new_empty((sum(output_splits) if output_splits is not None else len(x), *x.shape[1:]))
-        self.work = dist.all_to_all_single(out, self.cargo, output_splits, input_splits, self.group, async_op=True)
+        self.work = dist.all_to_all_single(out, self.input, output_splits, input_splits, self.group, async_op=True)
         return out
 
     def wait(self) -> None:
-        """Until what was started has come."""
+        """Wait for the all-to-all in flight, if any."""
         if self.work is not None:
             self.work.wait()
-        self.cargo = self.work = None
+        self.input = self.work = None
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, flight: AsyncAllToAll, comes: list[torch.Tensor]) -> torch.Tensor:
-        ctx.flight = flight
-        comes.append(flight.start(x, flight.output_splits, flight.input_splits))
+    def forward(ctx: Any, x: torch.Tensor, collective: AsyncAllToAll, outputs: list[torch.Tensor]) -> torch.Tensor:
+        ctx.collective = collective
+        outputs.append(collective.start(x, collective.output_splits, collective.input_splits))
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.flight.wait()
+        ctx.collective.wait()
         return gradient, None, None
 
 
-class _Land(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: torch.Tensor, flight: AsyncAllToAll, comes: list[torch.Tensor]) -> torch.Tensor:
-        ctx.flight = flight
-        flight.wait()
-        return comes.pop()
+    def forward(
+        ctx: Any, started: torch.Tensor, collective: AsyncAllToAll, outputs: list[torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.collective = collective
+        collective.wait()
+        return outputs.pop()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        flight: AsyncAllToAll = ctx.flight
-        return flight.start(gradient, flight.input_splits, flight.output_splits), None, None
+        collective: AsyncAllToAll = ctx.collective
+        return collective.start(gradient, collective.input_splits, collective.output_splits), None, None
 
 
 def exchange(
@@ -212,39 +214,39 @@ def exchange(
     output_splits: list[int] | None = None,
     input_splits: list[int] | None = None,
 ) -> torch.Tensor:
-    """Rows to and from every rank. Not differentiable; see `all_to_all`."""
+    """All-to-all of rows. Not differentiable; see `all_to_all`."""
     out = x.new_empty((sum(output_splits) if output_splits is not None else len(x), *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group)
     return out
 
 
 def copy(group: dist.ProcessGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same tensors; their gradients are summed over the ranks, all in one message, when the last of them is there."""
+    """Identity in forward; in backward, one all-reduce of the gradients of all tensors."""
     return _Copy.apply(group, *tensors)
 
 
 def reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks; every rank goes on with the same values and has the same gradient."""
+    """All-reduce in forward, identity in backward: all ranks continue with the same values and the same gradient."""
     return _Reduce.apply(x, group)
 
 
 def gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """The parts of all ranks along a dim; what the ranks then do differs, so their gradients add up."""
+    """All-gather along a dim; the ranks continue with different work, so that backward sums their gradients."""
     return _AlongDim.apply(x, group, dim, gather_dim, reduce_scatter_dim)
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """This rank's part, along a dim that the number of ranks divides, of the sum over ranks."""
+    """Reduce-scatter along a dim whose size is a multiple of the number of ranks."""
     return _AlongDim.apply(x, group, dim, reduce_scatter_dim, gather_dim)
 
 
 def split(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """This rank's part, along a dim that the number of ranks divides, of a tensor that is the same on all ranks."""
+    """Slice of this rank, along a dim whose size is a multiple of the number of ranks, of a tensor equal on all ranks."""
     return _AlongDim.apply(x, group, dim, part_of_dim, gather_dim)
 
 
 def unsplit(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """The parts of all ranks along a dim; all ranks then do the same, so each keeps its own part of the gradient."""
+    """All-gather along a dim; all ranks continue with the same work, so that each keeps its part of the gradient."""
     return _AlongDim.apply(x, group, dim, gather_dim, part_of_dim)
 
 
@@ -254,7 +256,14 @@ def all_to_all(
     output_splits: list[int] | None = None,
     input_splits: list[int] | None = None,
 ) -> torch.Tensor:
-    """Exchange rows (dim 0): `input_splits[r]` go to rank r, `output_splits[r]` come from it, in the order of ranks; else equal parts."""
+    """All-to-all of rows (dim 0).
+
+    Args:
+        x: rows for all ranks, in rank order.
+        group: group of the ranks.
+        output_splits: number of rows from each rank; None: equal numbers.
+        input_splits: number of rows to each rank; None: equal numbers.
+    """
     return _AllToAll.apply(x, group, output_splits, input_splits)
 
 
@@ -267,54 +276,56 @@ def start_all_to_all(
     output_splits: list[int] | None = None,
     input_splits: list[int] | None = None,
 ) -> Wait:
-    """Start an `all_to_all`; a function that waits for it, once, and gives what has come. All ranks land in one order."""
-    flight, comes = AsyncAllToAll(group, output_splits, input_splits), list[torch.Tensor]()
-    ticket = _Start.apply(x, flight, comes)
-    return lambda: _Land.apply(ticket, flight, comes)
+    """Start an `all_to_all` and return a function that waits for it and returns its output.
+
+    The function is called once. All ranks wait for their collectives in the same order.
+    """
+    collective, outputs = AsyncAllToAll(group, output_splits, input_splits), list[torch.Tensor]()
+    started = _Start.apply(x, collective, outputs)
+    return lambda: _Wait.apply(started, collective, outputs)
 
 
-# Under way while something else is computed. Not differentiable; see `weft.comm.overlap`.
+# Asynchronous collectives that overlap with computation. Not differentiable; see `weft.comm.overlap`.
 
 
 class Pending(NamedTuple):
-    """A collective that is under way."""
+    """Collective in flight."""
 
     work: dist.Work
     result: torch.Tensor
-    source: torch.Tensor
-    """Is read until it is done."""
+    input: torch.Tensor
+    """Input; keep alive until completion."""
 
     def wait(self) -> torch.Tensor:
-        """The result, when it is there."""
+        """Wait for the collective and return its result."""
         self.work.wait()
         return self.result
 
 
 def start_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to gather the tensors of all ranks, [ranks, *x.shape]."""
-    source = x.contiguous()
+    """Start an all-gather, [ranks, *x.shape]."""
+    input = x.contiguous()
     result = x.new_empty((group.size(), *x.shape))
-    return Pending(all_gather_single(result.flatten(0, 1), source, group, async_op=True), result, source)
+    return Pending(all_gather_single(result.flatten(0, 1), input, group, async_op=True), result, input)
 
 
 def start_reduce_scatter(parts: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to add up over ranks what each has for every one, contiguous [ranks, *out.shape]; `out` gets this rank's."""
+    """Start a reduce-scatter of contiguous parts, [ranks, *out.shape], into `out`."""
     return Pending(reduce_scatter_single(out, parts.flatten(0, 1), group=group, async_op=True), out, parts)
 
 
-def start_trade(parts: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to give every other rank what is its, and to take what they have for this one: [ranks - 1, *] both, contiguous,
-    in the order of ranks."""
+def start_exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Start an all-to-all with the other ranks; input and result are contiguous [ranks - 1, *], in rank order."""
     result, splits = torch.empty_like(parts), [int(rank != group.rank()) for rank in range(group.size())]
     return Pending(dist.all_to_all_single(result, parts, splits, splits, group, async_op=True), result, parts)
 
 
 def start_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to add up a contiguous tensor over ranks, in place."""
+    """Start an in-place all-reduce of a contiguous tensor."""
     return Pending(dist.all_reduce(x, group=group, async_op=True), x, x)
 
 
-# Bytes that one rank sends when n ranks run a ring (Patarasuk and Yuan, 2009), given the bytes of the full tensor; of
+# Bytes that one of n ranks sends under a ring algorithm (Patarasuk and Yuan, 2009), given the bytes of the full tensor; for
 # all_to_all and send, given the bytes that leave the rank.
 RING: dict[str, Callable[[int, int], int]] = {
     "all_gather": lambda full, n: full * (n - 1) // n,
@@ -324,7 +335,7 @@ RING: dict[str, Callable[[int, int], int]] = {
     "all_to_all": lambda leaving, n: leaving,
     "send": lambda leaving, n: leaving,
 }
-NAMES = {  # of the operators that torch.distributed calls
+NAMES = {  # operation by the operator that torch.distributed calls
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
@@ -337,24 +348,24 @@ NAMES = {  # of the operators that torch.distributed calls
 
 
 class Message(NamedTuple):
-    """One collective, as one rank saw it; messages are kept in the order in which they were issued."""
+    """Record of one collective or message of this rank."""
 
     operation: str
     axis: str
-    """Mesh axis, or "world" for the default process group and any other."""
+    """Mesh axis; "world" for the default process group and all other groups."""
     bytes: int
-    """Sent by one rank on the wire under a ring algorithm."""
+    """Bytes sent by one rank under a ring algorithm."""
     dtype: torch.dtype
     site: str
-    """file.py:line of the nearest caller outside of installed packages."""
+    """Call site file.py:line: the nearest caller outside of installed packages and of modules that forward collectives."""
     link: str = ""
-    """"host" and "between" for the parts of a collective in two levels; else empty."""
+    """"host" and "between" for the steps of a hierarchical collective; else empty."""
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every collective that this rank issues inside its context, in `messages`.
+    """Context manager that records every collective of this rank in `messages`, in the order of issue.
 
-    Groups of one rank send nothing and are not noted.
+    Collectives of groups with one rank send nothing and are not recorded.
     """
 
     def __init__(self) -> None:
@@ -366,34 +377,37 @@ class Recorder(TorchDispatchMode):
         return sum(message.bytes for message in self.messages)
 
     def bytes_by(self, field: str) -> dict[str, int]:
-        """Bytes summed by "operation", "axis", "site" or "link"."""
+        """Sum the bytes by "operation", "axis", "site" or "link"."""
         sums: Counter[str] = Counter()
         for message in self.messages:
             sums[str(getattr(message, field))] += message.bytes
         return dict(sums)
 
     def __enter__(self) -> "Recorder":
-        SharedMemoryGroup.observers.append(self._note)  # torch's operators, which a mode sees, do not go through it
+        SharedMemoryGroup.observers.append(self._record)  # its collectives do not call torch's operators
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        SharedMemoryGroup.observers.remove(self._note)
+        SharedMemoryGroup.observers.remove(self._record)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper goes first: what it sends comes here
+            return NotImplemented  # a wrapper subclass runs first; its inner collectives are recorded
         if func.namespace == "c10d":
-            self._note_operator(func._schema.name.removeprefix("c10d::"), args)
+            self._record_operator(func._schema.name.removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))
 
-    def _note_operator(self, name: str, args: tuple[Any, ...]) -> None:
+    def _record_operator(self, name: str, args: tuple[Any, ...]) -> None:
         group = find_group(args)
         if name not in NAMES or group is None or group.size() == 1:
             return
         sizes = [t.numel() * t.element_size() for t in find_tensors(args)]
-        if name in ("allgather_", "reduce_scatter_"):  # lists beside one tensor: the sum of the lists
+        if name in (
+            "allgather_",
+            "reduce_scatter_",
+        ):  # one tensor and lists of tensors: the full size is the sum of a list
             full = sum(sizes) - min(sizes)
         elif name == "alltoall_base_":
             _, input, _, _, splits = args[:5]
@@ -401,29 +415,36 @@ class Recorder(TorchDispatchMode):
             full = (len(input) - rows) * input[:1].numel() * input.element_size()
         else:
             full = max(sizes)
-        self._note(group, NAMES[name], full, find_tensors(args)[0].dtype)
+        self._record(group, NAMES[name], full, find_tensors(args)[0].dtype)
 
-    def _note(self, group: dist.ProcessGroup, operation: str, full: int, dtype: torch.dtype) -> None:
+    def _record(self, group: dist.ProcessGroup, operation: str, full: int, dtype: torch.dtype) -> None:
         axis, link = axis_of(group)
         self.messages.append(Message(operation, axis, RING[operation](full, group.size()), dtype, call_site(), link))
 
 
 def axis_of(group: dist.ProcessGroup) -> tuple[str, str]:
-    """The mesh axis of a group, or "world" for any other; and "host" or "between" for a level of a group in two, else ""."""
-    name, _, link = group.group_desc.partition("@")  # as TwoLevelGroup describes its levels
-    of_mesh = name.startswith("mesh_")  # as DeviceMesh describes its groups
+    """Mesh axis of a group, or "world"; and "host" or "between" for a subgroup of a hierarchical group, or ""."""
+    name, _, link = group.group_desc.partition("@")  # description set by TwoLevelGroup
+    of_mesh = name.startswith("mesh_")  # description set by DeviceMesh
     return name.removeprefix("mesh_") if of_mesh else "world", link
 
 
-def note_message(group: dist.ProcessGroup, operation: str, numbers: int, dtype: torch.dtype) -> None:
-    """Tell recorders of a message that no operator of torch.distributed carries; `numbers` are those of the full tensor."""
+def record_message(group: dist.ProcessGroup, operation: str, elements: int, dtype: torch.dtype) -> None:
+    """Report a message to the recorders that no operator of torch.distributed sends.
+
+    Args:
+        group: group of the message.
+        operation: key of `RING`.
+        elements: number of elements of the full tensor.
+        dtype: dtype of the elements.
+    """
     for observer in SharedMemoryGroup.observers:
-        observer(group, operation, numbers * dtype.itemsize, dtype)
+        observer(group, operation, elements * dtype.itemsize, dtype)
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What is sent inside, to measure something, is no part of a step: no recorder and no other mode of torch sees it."""
+    """Hide the messages of a measurement, which are not part of a step, from recorders and dispatch modes."""
     observers = SharedMemoryGroup.observers.copy()
     SharedMemoryGroup.observers.clear()
     try:
@@ -434,27 +455,27 @@ def unrecorded() -> Iterator[None]:
 
 
 def find_tensors(args: Any) -> list[torch.Tensor]:
-    """All tensors among the arguments of an operator, in order."""
+    """List all tensors among the arguments of an operator, in order."""
     if isinstance(args, torch.Tensor):
         return [args]
     return [tensor for arg in args for tensor in find_tensors(arg)] if isinstance(args, list | tuple) else []
 
 
 def call_site() -> str:
-    """The nearest caller outside of installed packages and of the rooms that carry out collectives."""
+    """Nearest caller outside of `SKIPPED_FRAMES`, as file.py:line."""
     frame = sys._getframe(1)
-    while frame.f_back and any(part in frame.f_code.co_filename for part in CARRIERS):
+    while frame.f_back and any(part in frame.f_code.co_filename for part in SKIPPED_FRAMES):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def find_group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """The process group among the arguments of an operator."""
+    """Find the process group among the arguments of an operator."""
     return next((group for group in map(_unwrap_group, args) if group is not None), None)
 
 
 def _unwrap_group(argument: Any) -> dist.ProcessGroup | None:
-    """A process group from the boxed form in which operators receive it, or None for other arguments."""
+    """Unbox a process group from an operator argument; None for any other argument."""
     if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
         return dist.ProcessGroup.unbox(argument)
     return None

@@ -1,8 +1,9 @@
-"""Finds ranks that do not call the same collectives, before a back end that would hang or abort does.
+"""Detect mismatched collectives before the backend hangs or aborts.
 
-Shared memory compares the ranks at every call by itself. Gloo and nccl do not: two ranks that disagree on a size end in an
-abort without a word, or wait for ever. Here each new kind of call on a group (operation, shapes, format) is first compared
-through the group's key-value store. A step repeats its calls, so that watching the first one costs milliseconds once.
+Shared-memory groups compare the calls of all ranks themselves. Gloo and NCCL do not: ranks with different sizes abort without
+a message or wait forever. Here each new kind of call on a group (operation, shapes, dtypes) is first compared between the
+ranks through the group's key-value store. All steps make the same calls, so that checking the first step is enough and costs
+milliseconds.
 """
 
 from collections import Counter
@@ -15,26 +16,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.comm.collectives import NAMES, call_site, find_group, find_tensors
 from weft.errors import CommunicationError
 
-PATIENCE = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)
 
 
 class DesyncCheck(TorchDispatchMode):
-    """Inside its context, each new kind of collective that goes through torch's operators is compared between ranks.
+    """Context manager that compares each new kind of collective of torch's operators between the ranks.
 
     All ranks of a group enter and leave the context together.
 
     Args:
-        name: of this context, the same on all ranks and another one each time.
-        patience: how long to wait for the other ranks of a call.
+        name: unique name of this context, the same on all ranks.
+        timeout: maximum wait for the other ranks of a call.
 
     Raises (from the collective):
-        CommunicationError: the ranks call different operations, or the same with different shapes or formats, or one
-            does not come in time.
+        CommunicationError: the ranks call different operations, shapes or dtypes, or a rank makes no new call within the
+            timeout.
     """
 
-    def __init__(self, name: str, patience: timedelta = PATIENCE) -> None:
+    def __init__(self, name: str, timeout: timedelta = TIMEOUT) -> None:
         super().__init__()
-        self.name, self.patience = name, patience
+        self.name, self.timeout = name, timeout
         self.seen: set[tuple[str, str]] = set()
         self.counts: Counter[str] = Counter()
 
@@ -46,29 +47,29 @@ class DesyncCheck(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _compare(self, group: dist.ProcessGroup, name: str, args: Any) -> None:
-        # What each rank has of an all_to_all differs by nature; formats and the other dims do not.
+        # The number of rows of an all_to_all may differ between ranks; dtypes and the other dims may not.
         uneven = NAMES[name] == "all_to_all"
         tensors = [f"{list(t.shape[1:] if uneven else t.shape)} {t.dtype}" for t in find_tensors(args)]
-        said = f"{NAMES[name]} of {', '.join(tensors)}".replace("torch.", "")
-        if (group.group_name, said) in self.seen:
+        call = f"{NAMES[name]} of {', '.join(tensors)}".replace("torch.", "")
+        if (group.group_name, call) in self.seen:
             return
-        self.seen.add((group.group_name, said))
+        self.seen.add((group.group_name, call))
         self.counts[group.group_name] += 1
-        number, store = self.counts[group.group_name], group.get_group_store()
-        store.set(f"{self.name}/{number}/{group.rank()}", said)
+        index, store = self.counts[group.group_name], group.get_group_store()
+        store.set(f"{self.name}/{index}/{group.rank()}", call)
         for peer in range(group.size()):
-            key = f"{self.name}/{number}/{peer}"
+            key = f"{self.name}/{index}/{peer}"
             try:
-                store.wait([key], self.patience)
+                store.wait([key], self.timeout)
             except RuntimeError:
-                raise self._error(group, said, f"rank {peer} of the group did not call anything new") from None
-            if (theirs := store.get(key).decode()) != said:
-                raise self._error(group, said, f"rank {peer} of the group calls {theirs}")
+                raise self._error(group, call, f"rank {peer} of the group made no new call") from None
+            if (other := store.get(key).decode()) != call:
+                raise self._error(group, call, f"rank {peer} of the group calls {other}")
 
-    def _error(self, group: dist.ProcessGroup, said: str, other: str) -> CommunicationError:
+    def _error(self, group: dist.ProcessGroup, call: str, problem: str) -> CommunicationError:
         return CommunicationError(
-            f"rank {group.rank()} of the group calls {said}; {other}",
+            f"rank {group.rank()} of the group calls {call}; {problem}",
             where=f"{group.group_desc or 'default group'}, called at {call_site()}",
-            rule="all ranks of a group call the same collectives in the same order, with the same sizes and formats",
+            rule="all ranks of a group call the same collectives in the same order, with the same sizes and dtypes",
             fix="look for a branch or a size that depends on the rank",
         )

@@ -1,6 +1,6 @@
-"""Start ranks, as for training, only to measure the links between them; each rank is `python -m weft.comm.measure_links FOLDER ...`.
+"""Launch ranks to measure the links between them; each rank runs `python -m weft.comm.measure_links FOLDER ...`.
 
-measured, source = survey(ranks=2)
+measured, source = measure_links(ranks=2)
 """
 
 import os
@@ -24,36 +24,41 @@ RESULT, SOURCE = "measurement.json", "source"
 def measure_links(
     ranks: int, *, rendezvous: RendezvousConfig | None = None, seconds: float = SECONDS, cache: Path | None = None
 ) -> tuple[Measurement, str]:
-    """Measure the links between ranks on this host, or on several hosts together, which all call it and have the result.
+    """Measure the links between ranks on this host, or on several hosts. Every host calls it and gets the same result.
 
     Args:
-        ranks: processes on this host.
-        rendezvous: where hosts meet, if there are several.
-        seconds: budget of the measurement; that of host 0 counts.
-        cache: folder on host 0 for earlier measurements; that of host 0 counts.
+        ranks: number of ranks on this host.
+        rendezvous: rendezvous of the hosts; None for one host.
+        seconds: time budget of the measurement; the value of host 0 counts.
+        cache: folder on host 0 for cached measurements; the value of host 0 counts.
+
+    Returns:
+        The measurement, and a text with its source.
 
     Raises:
-        WeftError: one of its subclasses: the hosts did not meet, or a rank failed.
+        WeftError: one of its subclasses: the rendezvous failed, or a rank failed.
     """
     if rendezvous is None:
-        return _survey_here(ranks, seconds, str(cache or ""), None)
+        return _measure_here(ranks, seconds, str(cache or ""), None)
     coordinator = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=0)
     failure: WeftError | None = None
     try:
         if rendezvous.host == 0:
-            coordinator.announce({"seconds": str(seconds), "cache": str(cache or "")})
-        facts = coordinator.facts()
-        return _survey_here(ranks, float(facts["seconds"]), facts["cache"], coordinator)
+            coordinator.publish_config({"seconds": str(seconds), "cache": str(cache or "")})
+        facts = coordinator.wait_for_config()
+        return _measure_here(ranks, float(facts["seconds"]), facts["cache"], coordinator)
     except WeftError as error:
         failure = error
         raise
     finally:
-        coordinator.end(failure)
+        coordinator.close(failure)
 
 
-def _survey_here(ranks: int, seconds: float, cache: str, coordinator: JobCoordinator | None) -> tuple[Measurement, str]:
-    """Start the ranks of this host; the first of them leaves the result, so that hosts need no folder in common."""
-    network = coordinator.rank_network() if coordinator else {}
+def _measure_here(
+    ranks: int, seconds: float, cache: str, coordinator: JobCoordinator | None
+) -> tuple[Measurement, str]:
+    """Launch the ranks of this host. Local rank 0 writes the result to a local folder, so that no shared one is needed."""
+    network = coordinator.network_environment() if coordinator else {}
     with tempfile.TemporaryDirectory(prefix="weft-topology-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", "weft.comm.measure_links", str(folder), str(seconds), cache]
@@ -63,19 +68,20 @@ def _survey_here(ranks: int, seconds: float, cache: str, coordinator: JobCoordin
             log_dir=folder / "logs",
             environment=network,
             coordinator=coordinator,
-            warm=detect().supports_fork,
+            use_forkserver=detect().supports_fork,
         )
         text = (folder / RESULT).read_text(encoding="utf-8")
         return Measurement.model_validate_json(text), (folder / SOURCE).read_text(encoding="utf-8")
 
 
 def main() -> None:
-    """Of a rank: join the others, measure, leave the result of this host's launcher in its folder."""
+    """Entry point of a rank: connect, measure, and write the result for the launcher of this host."""
     folder, seconds, cache = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     device = detect()
     _, _, local_rank = connect(device)
-    place = device.torch_device(local_rank)
-    measured, source = measure(device, place, seconds=seconds, cache=Path(cache) if cache else None)
+    measured, source = measure(
+        device, device.torch_device(local_rank), seconds=seconds, cache=Path(cache) if cache else None
+    )
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         (folder / RESULT).write_text(measured.model_dump_json(), encoding="utf-8")
         (folder / SOURCE).write_text(source, encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Small Python values from rank to rank, as JSON text: what comes from another process is read, never executed.
+"""Collectives of small Python values as JSON text, which cannot execute code of another process.
 
-torch's object collectives send pickles, which run code when they are opened. JSON holds None, booleans, numbers (NaN and
-infinities too, floats in full), strings, lists and dicts with string keys; tuples arrive as lists.
+The object collectives of torch send pickles, which run code when they are loaded. JSON supports None, booleans, numbers (also
+NaN and infinities, and floats in full precision), strings, lists and dicts with string keys; tuples arrive as lists.
 
-The text travels in CPU tensors. Beside an accelerator the group needs gloo for them, as the groups that
-`weft.launch.launcher.connect` opens have it.
+The text is sent in CPU tensors. On accelerators the group therefore needs gloo as an additional backend, which the groups of
+`weft.launch.launcher.connect` have.
 """
 
 import json
@@ -18,18 +18,18 @@ from weft.comm.collectives import gather_dim
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of all ranks, in the order of ranks. Every rank of the group must call it.
+    """Gather the values of all ranks in rank order. Every rank of the group must call it.
 
     Args:
-        value: this rank's; JSON can hold it.
-        group: of some ranks; None for all.
+        value: value of this rank, representable in JSON.
+        group: group of ranks; None for all ranks.
 
     Raises:
-        TypeError: JSON cannot hold the value.
+        TypeError: the value is not representable in JSON.
     """
     group = _group(group)
     text = _encode(value)
-    sizes = gather_dim(_number(len(text)), group, 0).tolist()
+    sizes = gather_dim(_scalar(len(text)), group, 0).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     padded[: len(text)] = text
     rows = gather_dim(padded, group, 0).view(len(sizes), -1)
@@ -37,19 +37,19 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
 
 def broadcast_json(value: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The value of one rank, on every rank of the group. Every rank of it must call it.
+    """Broadcast the value of one rank. Every rank of the group must call it.
 
     Args:
-        value: that of `src` counts; JSON can hold it.
-        src: rank within the group.
-        group: of some ranks; None for all.
+        value: value of `src`, representable in JSON; ignored on other ranks.
+        src: source rank within the group.
+        group: group of ranks; None for all ranks.
 
     Raises:
-        TypeError: JSON cannot hold the value; on `src` alone.
+        TypeError: the value is not representable in JSON; raised on `src` alone.
     """
     group = _group(group)
     text = _encode(value if group.rank() == src else None)
-    size = _number(len(text))
+    size = _scalar(len(text))
     dist.broadcast(size, group=group, group_src=src)
     if group.rank() != src:
         text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
@@ -58,12 +58,12 @@ def broadcast_json(value: Any, src: int = 0, group: dist.ProcessGroup | None = N
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    found = dist.group.WORLD if group is None else group
-    assert found is not None, "there is no process group"
-    return found
+    result = dist.group.WORLD if group is None else group
+    assert result is not None, "there is no process group"
+    return result
 
 
-def _number(value: int) -> Tensor:
+def _scalar(value: int) -> Tensor:
     return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 

@@ -1,17 +1,18 @@
-"""Tensor-parallel products whose communication is hidden behind them, chunk by chunk (MindSpeed's CoC; PyTorch's async TP).
+"""Tensor-parallel matmuls overlapped with their collectives, chunk by chunk (MindSpeed's CoC; PyTorch's async TP).
 
-    form                                 forward                                    backward
-    gathered(x) @ matrices, a fan        gather x: own rows first, then chunks      gather x again, behind dX; dX is
-                                         of other ranks' rows as they come          reduce-scattered behind dW
-    reduce_scatter(x @ matrix)           rows of other ranks first, each chunk      gather dY: own rows first, dX and dW of
-                                         sent behind the next; own rows last        other ranks' rows as they come
-    x @ matrices, a fan, x on all ranks  nothing to send                            dX is all-reduced behind dW
-    all_reduce(x @ matrix)               each chunk is reduced behind the next      nothing to send
+    function               forward                                    backward
+    all_gather_matmul      all-gather x: own rows first, then the     all-gather x again, overlapped with dX; reduce-scatter
+                           chunks of other ranks as they arrive       dX, overlapped with dW
+    matmul_reduce_scatter  rows of other ranks first, each chunk      all-gather dY: own rows first, then dX and dW of the
+                           sent during the next; own rows last        rows of other ranks as they arrive
+    copy_matmul            no communication                           all-reduce dX, overlapped with dW
+    matmul_all_reduce      each chunk all-reduced during the next     no communication
 
-A fan is several matrices that share one input: queries, keys and values; gate and up. The first form keeps this rank's part of
-the input alone. Chunks are cut along the rows that a rank has; products go straight into slices of their result, so that rows
-stay in order. Sums over ranks are the group's own, but those of the second form; the gradient of a matrix adds up in float32
-over chunks of shorter formats.
+all_gather_matmul and copy_matmul take several matrices that share one input: queries, keys and values, or gate and up.
+all_gather_matmul saves only this rank's shard of the input for backward. Chunks are slices of the rows of a rank. Matmuls write
+directly into slices of their result, so that rows stay in order. Sums over ranks are computed by the group, except in
+matmul_reduce_scatter, which adds them up itself. The gradient of a matrix is accumulated over chunks in float32 for 16-bit
+dtypes.
 """
 
 import math
@@ -27,23 +28,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.comm.chunks import GatherMatmul, MatmulReduce, MatmulScatter, RepeatTimer, choose_count, cut_rows
-from weft.comm.collectives import Pending, start_all_reduce, start_gather, start_reduce_scatter, start_trade
-from weft.comm.symmetric import Fused
+from weft.comm.chunks import GatherMatmul, MatmulReduce, MatmulScatter, RepeatTimer, choose_count, split_rows
+from weft.comm.collectives import Pending, start_all_reduce, start_exchange, start_gather, start_reduce_scatter
+from weft.comm.symmetric import FusedMatmuls
 from weft.errors import PlanError
 
-Later = Callable[[Tensor, Tensor], None]
-"""Keeps the two sides of a gradient of a matrix, [tokens, rows] and [tokens, columns], to be multiplied later."""
+DeferGrad = Callable[[Tensor, Tensor], None]
+"""Function that queues a weight gradient: output gradient [tokens, outputs] and input [tokens, features], multiplied later."""
 
 
 class Overlap:
-    """How the products of one group of tensor-parallel ranks are cut into chunks.
+    """Overlap settings of a tensor-parallel group: the number of chunks, or fused matmuls.
 
     Args:
-        group: ranks that share each matrix.
-        chunks: number of chunks of every product; "auto" measures each shape at its first use.
-        clock: gives seconds, for that.
-        fused: forms that are used in the place of chunks, where there are some; see `weft.comm.symmetric`.
+        group: tensor-parallel ranks.
+        chunks: number of chunks of every matmul; "auto" measures each shape at its first use.
+        clock: clock in seconds, for "auto".
+        fused: fused matmuls that replace chunks where available; see `weft.comm.symmetric`.
     """
 
     def __init__(
@@ -51,24 +52,24 @@ class Overlap:
         group: dist.ProcessGroup,
         chunks: int | Literal["auto"],
         clock: Callable[[], float] = time.perf_counter,
-        fused: Fused | None = None,
+        fused: FusedMatmuls | None = None,
     ):
         self.group, self.chunks, self.clock, self.fused = group, chunks, clock, fused
         self.ranks, self.rank = group.size(), group.rank()
         self.others = [rank for rank in range(self.ranks) if rank != self.rank]
         self.counts: dict[Hashable, int] = {}
-        """What was chosen, by form and shapes."""
+        """Chosen number of chunks, by function, direction, shapes and dtypes."""
 
-    def cut(
-        self, name: str, form: GatherMatmul | MatmulReduce | MatmulScatter, rows: int, *tensors: Tensor
+    def split(
+        self, name: str, schedule: GatherMatmul | MatmulReduce | MatmulScatter, rows: int, *tensors: Tensor
     ) -> list[slice]:
-        """The chunks of some rows.
+        """Split rows into chunks.
 
         Args:
-            name: of the form.
-            form: what is done with them.
-            rows: that are cut.
-            tensors: whose shapes and formats tell how long everything takes.
+            name: function and direction.
+            schedule: schedule that runs the chunks.
+            rows: number of rows to split.
+            tensors: tensors whose shapes and dtypes determine the time.
 
         Raises:
             PlanError: there are more chunks than rows.
@@ -77,92 +78,92 @@ class Overlap:
         if count == "auto":
             key = (name, *((tensor.shape, tensor.dtype) for tensor in tensors))
             if key not in self.counts:
-                self.counts[key] = choose_count(form, rows, self.group, RepeatTimer(tensors[0].device, self.clock))
+                self.counts[key] = choose_count(schedule, rows, self.group, RepeatTimer(tensors[0].device, self.clock))
             count = self.counts[key]
         check_chunks(count, rows)
-        return cut_rows(rows, count)
+        return split_rows(rows, count)
 
 
 def check_chunks(chunks: int, rows: int, where: str = "plan.comm.overlap_chunks") -> None:
     """Refuse more chunks than rows.
 
     Raises:
-        PlanError: with the numbers.
+        PlanError: there are more chunks than rows.
     """
     if chunks > rows:
         raise PlanError(
             f"{chunks} chunks of {rows} rows",
             where=where,
-            rule="a chunk has one row at least of those that a tp rank holds",
-            fix=f'set plan.comm.overlap_chunks to {rows} at most, or to "auto"',
+            rule="a chunk has at least one of the rows of a tp rank",
+            fix=f'set plan.comm.overlap_chunks to at most {rows}, or to "auto"',
         )
 
 
 def can_overlap(group: dist.ProcessGroup) -> bool:
-    """Whether something can be computed while a collective of the group is under way."""
+    """True if collectives of the group can overlap with computation."""
     return not getattr(group, "is_blocking", False)
 
 
-# The four forms
+# The four functions
 
 
-def multiply_gathered(
+def all_gather_matmul(
     x: Tensor,
     matrices: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     overlap: Overlap,
     dim: int,
-    later: Sequence[Later | None] = (),
+    defer: Sequence[DeferGrad | None] = (),
 ) -> tuple[Tensor, ...]:
-    """Gather the parts of all ranks along a dim, and multiply them with each matrix of a fan.
+    """All-gather the input along a dim and multiply it with several matrices.
 
     Args:
-        x: this rank's part, [*, part, *, features].
-        matrices: each [outputs, features], of the format of `x`.
-        biases: of each, [outputs] or None.
-        overlap: the group, and its chunks.
-        dim: that is split; not the last one.
-        later: of each matrix, what keeps its gradient to be computed later; None, and by default: computed in backward.
+        x: shard of this rank, [*, part, *, features].
+        matrices: matrices, each [outputs, features], with the dtype of `x`.
+        biases: bias of each matrix, [outputs] or None.
+        overlap: group and chunks.
+        dim: sharded dim; not the last one.
+        defer: function per matrix that queues its gradient; None (default) computes it in backward.
 
     Returns:
-        Of each matrix [*, ranks x part, *, outputs].
+        One output [*, ranks x part, *, outputs] per matrix.
 
     Raises:
         PlanError: there are more chunks than rows.
     """
-    later = tuple(later) or (None,) * len(matrices)
-    return _MultiplyGathered.apply(overlap, dim, later, x, *matrices, *biases)
+    defer = tuple(defer) or (None,) * len(matrices)
+    return _AllGatherMatmul.apply(overlap, dim, defer, x, *matrices, *biases)
 
 
-def multiply_copied(
+def copy_matmul(
     x: Tensor,
     matrices: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     overlap: Overlap,
-    later: Sequence[Later | None] = (),
+    defer: Sequence[DeferGrad | None] = (),
 ) -> tuple[Tensor, ...]:
-    """Multiply what all ranks have with each matrix of a fan; the gradient of it is summed over ranks.
+    """Multiply an input that is equal on all ranks with several matrices; its gradient is all-reduced.
 
-    Arguments and errors are those of `multiply_gathered`, without a dim; returns [*, outputs] of each matrix.
+    Arguments and errors are those of `all_gather_matmul`, without `dim`. Returns one output [*, outputs] per matrix.
     """
-    if overlap.chunks != "auto":  # they are cut in backward
+    if overlap.chunks != "auto":  # chunks are used in backward, but refused here
         check_chunks(overlap.chunks, math.prod(x.shape[:-1]))
-    later = tuple(later) or (None,) * len(matrices)
-    return _MultiplyCopied.apply(overlap, later, x, *matrices, *biases)
+    defer = tuple(defer) or (None,) * len(matrices)
+    return _CopyMatmul.apply(overlap, defer, x, *matrices, *biases)
 
 
-def multiply_scattered(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, overlap: Overlap, dim: int, later: Later | None = None
+def matmul_reduce_scatter(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, overlap: Overlap, dim: int, defer: DeferGrad | None = None
 ) -> Tensor:
-    """Multiply with a matrix, and keep this rank's part, along a dim, of the sum over ranks.
+    """Multiply with a matrix and reduce-scatter the output along a dim.
 
     Args:
         x: [*, ranks x part, *, features].
         matrix: [outputs, features].
-        bias: [outputs] or None; of each rank, so that the sum has all of them.
-        overlap: the group, and its chunks.
-        dim: that is split; not the last one, and the number of ranks divides it.
-        later: keeps the gradient of the matrix to be computed later.
+        bias: [outputs] or None; the biases of all ranks are summed.
+        overlap: group and chunks.
+        dim: dim to scatter, a multiple of the number of ranks; not the last one.
+        defer: function that queues the gradient of the matrix; None computes it in backward.
 
     Returns:
         [*, part, *, outputs].
@@ -170,91 +171,91 @@ def multiply_scattered(
     Raises:
         PlanError: there are more chunks than rows.
     """
-    return _MultiplyScattered.apply(overlap, dim, later, x, matrix, bias)
+    return _MatmulReduceScatter.apply(overlap, dim, defer, x, matrix, bias)
 
 
-def multiply_reduced(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, overlap: Overlap, later: Later | None = None
+def matmul_all_reduce(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, overlap: Overlap, defer: DeferGrad | None = None
 ) -> Tensor:
-    """Multiply with a matrix, and sum over ranks; every rank goes on with the same values and has the same gradient.
+    """Multiply with a matrix and all-reduce the output; all ranks get the same values and the same gradient.
 
-    Arguments and errors are those of `multiply_scattered`, without a dim; returns [*, outputs].
+    Arguments and errors are those of `matmul_reduce_scatter`, without `dim`. Returns [*, outputs].
     """
-    return _MultiplyReduced.apply(overlap, later, x, matrix, bias)
+    return _MatmulAllReduce.apply(overlap, defer, x, matrix, bias)
 
 
-class _MultiplyGathered(torch.autograd.Function):
+class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, overlap: Overlap, dim: int, later: tuple[Later | None, ...], x: Tensor, *fan: Any
+        ctx: Any, overlap: Overlap, dim: int, defer: tuple[DeferGrad | None, ...], x: Tensor, *parameters: Any
     ) -> tuple[Tensor, ...]:
-        matrices, biases = fan[: len(later)], fan[len(later) :]
-        ctx.overlap, ctx.dim, ctx.later = overlap, dim, later
+        matrices, biases = parameters[: len(defer)], parameters[len(defer) :]
+        ctx.overlap, ctx.dim, ctx.defer = overlap, dim, defer
         ctx.save_for_backward(x, *matrices)
         ctx.set_materialize_grads(False)
         own = _fold(x, dim)
         shape = (*x.shape[:dim], overlap.ranks * x.shape[dim], *x.shape[dim + 1 : -1])
         if overlap.fused:
-            _, outs = overlap.fused.gather_multiply(own, [matrix.T for matrix in matrices], keep=False)
+            _, outs = overlap.fused.all_gather_matmul(own, [matrix.T for matrix in matrices], keep=False)
             for out, bias in zip(outs, biases, strict=True):
                 if bias is not None:
                     out += bias
             return tuple(out.reshape(*shape, -1) for out in outs)
         outs = [x.new_empty(len(own), overlap.ranks, own.shape[1], len(matrix)) for matrix in matrices]
 
-        def multiply(left: Tensor, *place: Any) -> None:
+        def multiply(left: Tensor, *index: Any) -> None:
             for matrix, bias, out in zip(matrices, biases, outs, strict=True):
-                _multiply(left, matrix, bias, out[:, *place])
+                _multiply(left, matrix, bias, out[:, *index])
 
         def use(rows: slice, parts: Tensor) -> None:
             for rank in overlap.others:
                 multiply(parts[rank], rank, rows)
 
-        form = GatherMatmul(
+        schedule = GatherMatmul(
             start=lambda rows: start_gather(own[:, rows], overlap.group),
             own=lambda: multiply(own, overlap.rank),
             use=use,
         )
-        form.run(overlap.cut("gathered, forward", form, own.shape[1], own, *matrices))
+        schedule.run(overlap.split("all_gather_matmul, forward", schedule, own.shape[1], own, *matrices))
         return tuple(out.view(*shape, -1) for out in outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         overlap, group, (x, *matrices) = ctx.overlap, ctx.overlap.group, ctx.saved_tensors
-        fan = _FanBackward(gradients, matrices, ctx.later, ctx.needs_input_grad[4:])
+        grads = _MatricesBackward(gradients, matrices, ctx.defer, ctx.needs_input_grad[4:])
         own = _fold(x, ctx.dim)
         outer, part, features = own.shape
-        sides = [side.view(outer, overlap.ranks, part, -1).transpose(0, 1) for side in fan.sides]
-        of_x = fan.sides[0].new_empty(own.shape)
+        grad_outs = [grad_out.view(outer, overlap.ranks, part, -1).transpose(0, 1) for grad_out in grads.grad_outs]
+        grad_x = grads.grad_outs[0].new_empty(own.shape)
 
         def make(rows: slice) -> Tensor:
-            products = of_x.new_empty(overlap.ranks, outer, rows.stop - rows.start, features)
-            for number, (side, matrix) in enumerate(zip(sides, fan.matrices, strict=True)):
-                _multiply_back(side[:, :, rows], matrix, products, add=number > 0)
-            return products
+            partial_sums = grad_x.new_empty(overlap.ranks, outer, rows.stop - rows.start, features)
+            for index, (grad_out, matrix) in enumerate(zip(grad_outs, grads.matrices, strict=True)):
+                _multiply_back(grad_out[:, :, rows], matrix, partial_sums, add=index > 0)
+            return partial_sums
 
         def last(parts: Tensor | None) -> None:
             if parts is not None:
-                fan.multiply_sides(parts.transpose(0, 1).reshape(-1, features))
+                grads.compute_grads(parts.transpose(0, 1).reshape(-1, features))
 
-        ahead = partial(start_gather, own, group) if fan.needs_input else None
-        form = MatmulReduce(make, *_scatter_into(of_x, group), ahead, last)
+        prefetch = partial(start_gather, own, group) if grads.needs_input else None
+        schedule = MatmulReduce(make, *_scatter_into(grad_x, group), prefetch, last)
         if ctx.needs_input_grad[3]:
-            form.run(overlap.cut("gathered, backward", form, part, own, *fan.sides))
-        elif ahead is not None:
-            last(ahead().wait())
-        fan.leave_sides()
-        return None, None, None, fan.wrap(of_x.view(x.shape)), *fan.of_matrices, *fan.of_biases
+            schedule.run(overlap.split("all_gather_matmul, backward", schedule, part, own, *grads.grad_outs))
+        elif prefetch is not None:
+            last(prefetch().wait())
+        grads.queue_grads()
+        return None, None, None, grads.wrap(grad_x.view(x.shape)), *grads.grad_matrices, *grads.grad_biases
 
 
-class _MultiplyCopied(torch.autograd.Function):
+class _CopyMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, overlap: Overlap, later: tuple[Later | None, ...], x: Tensor, *fan: Any
+        ctx: Any, overlap: Overlap, defer: tuple[DeferGrad | None, ...], x: Tensor, *parameters: Any
     ) -> tuple[Tensor, ...]:
-        matrices, biases = fan[: len(later)], fan[len(later) :]
-        ctx.overlap, ctx.later = overlap, later
+        matrices, biases = parameters[: len(defer)], parameters[len(defer) :]
+        ctx.overlap, ctx.defer = overlap, defer
         ctx.save_for_backward(x, *matrices)
         ctx.set_materialize_grads(False)
         return tuple(F.linear(x, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True))
@@ -263,65 +264,65 @@ class _MultiplyCopied(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         overlap, (x, *matrices) = ctx.overlap, ctx.saved_tensors
-        fan = _FanBackward(gradients, matrices, ctx.later, ctx.needs_input_grad[3:])
+        grads = _MatricesBackward(gradients, matrices, ctx.defer, ctx.needs_input_grad[3:])
         tokens = x.flatten(0, -2)
-        of_x = fan.sides[0].new_empty(tokens.shape)
+        grad_x = grads.grad_outs[0].new_empty(tokens.shape)
 
         def make(rows: slice) -> Tensor:
-            for number, (side, matrix) in enumerate(zip(fan.sides, fan.matrices, strict=True)):
-                _multiply_back(side[rows], matrix, of_x[rows], add=number > 0)
-            return of_x[rows]
+            for index, (grad_out, matrix) in enumerate(zip(grads.grad_outs, grads.matrices, strict=True)):
+                _multiply_back(grad_out[rows], matrix, grad_x[rows], add=index > 0)
+            return grad_x[rows]
 
-        form = MatmulReduce(
+        schedule = MatmulReduce(
             make=make,
-            start=lambda rows, products: start_all_reduce(products, overlap.group),
-            last=lambda _: fan.multiply_sides(tokens),
+            start=lambda rows, made: start_all_reduce(made, overlap.group),
+            last=lambda _: grads.compute_grads(tokens),
         )
         if ctx.needs_input_grad[2]:
-            form.run(overlap.cut("copied, backward", form, len(tokens), tokens, *fan.sides))
+            schedule.run(overlap.split("copy_matmul, backward", schedule, len(tokens), tokens, *grads.grad_outs))
         else:
-            fan.multiply_sides(tokens)
-        fan.leave_sides()
-        return None, None, fan.wrap(of_x.view(x.shape)), *fan.of_matrices, *fan.of_biases
+            grads.compute_grads(tokens)
+        grads.queue_grads()
+        return None, None, grads.wrap(grad_x.view(x.shape)), *grads.grad_matrices, *grads.grad_biases
 
 
-class _MultiplyScattered(torch.autograd.Function):
+class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, overlap: Overlap, dim: int, later: Later | None, x: Tensor, matrix: Tensor, bias: Tensor | None
+        ctx: Any, overlap: Overlap, dim: int, defer: DeferGrad | None, x: Tensor, matrix: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.overlap, ctx.dim, ctx.later = overlap, dim, later
+        ctx.overlap, ctx.dim, ctx.defer = overlap, dim, defer
         ctx.save_for_backward(x, matrix)
         shape = (*x.shape[:dim], x.shape[dim] // overlap.ranks, *x.shape[dim + 1 : -1])
         if overlap.fused and bias is None:
-            return overlap.fused.multiply_scatter(_fold(x, dim), matrix.T).reshape(*shape, -1)
-        whole = _fold_whole(x, dim, overlap.ranks).transpose(0, 1)
-        _, outer, part, _ = whole.shape
+            return overlap.fused.matmul_reduce_scatter(_fold(x, dim), matrix.T).reshape(*shape, -1)
+        full = _fold_full(x, dim, overlap.ranks).transpose(0, 1)
+        _, outer, part, _ = full.shape
         out = x.new_empty(outer, part, len(matrix))
 
         def make(rows: slice) -> Tensor:
-            products = out.new_empty(len(overlap.others), outer, rows.stop - rows.start, len(matrix))
-            for rank, place in zip(overlap.others, products, strict=True):
-                _multiply(whole[rank][:, rows], matrix, bias, place)
-            return products
+            parts = out.new_empty(len(overlap.others), outer, rows.stop - rows.start, len(matrix))
+            for rank, target in zip(overlap.others, parts, strict=True):
+                _multiply(full[rank][:, rows], matrix, bias, target)
+            return parts
 
         def own(rows: slice, add: bool) -> None:
-            mine, place = whole[overlap.rank][:, rows], out[:, rows]
+            own_rows, target = full[overlap.rank][:, rows], out[:, rows]
             if not add:
-                _multiply(mine, matrix, bias, place)
+                _multiply(own_rows, matrix, bias, target)
                 return
             if bias is not None:
-                place += bias
-            _multiply_back(mine, matrix.T, place, add=True)
+                target += bias
+            _multiply_back(own_rows, matrix.T, target, add=True)
 
-        def place(rows: slice, theirs: Tensor) -> None:
-            torch.sum(theirs, 0, out=out[:, rows])
+        def store(rows: slice, received: Tensor) -> None:
+            torch.sum(received, 0, out=out[:, rows])
 
-        def add(rows: slice, theirs: Tensor) -> None:
-            out[:, rows] += theirs.sum(0) if len(theirs) > 1 else theirs[0]
+        def add(rows: slice, received: Tensor) -> None:
+            out[:, rows] += received.sum(0) if len(received) > 1 else received[0]
 
-        form = MatmulScatter(make, lambda products: start_trade(products, overlap.group), place, own, add)
-        form.run(overlap.cut("scattered, forward", form, part, whole, matrix))
+        schedule = MatmulScatter(make, lambda parts: start_exchange(parts, overlap.group), store, own, add)
+        schedule.run(overlap.split("matmul_reduce_scatter, forward", schedule, part, full, matrix))
         return out.view(*shape, -1)
 
     @staticmethod
@@ -329,55 +330,55 @@ class _MultiplyScattered(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         overlap, (x, matrix) = ctx.overlap, ctx.saved_tensors
         needs_x, needs_matrix, needs_bias = ctx.needs_input_grad[3:]
-        wrap, own = _wrapper(gradient), _fold(_held(gradient).contiguous(), ctx.dim)
+        wrap, own = _wrapper(gradient), _fold(_stored(gradient).contiguous(), ctx.dim)
         outer, part, outputs = own.shape
-        whole, matrix = _fold_whole(x, ctx.dim, overlap.ranks).to(own.dtype), matrix.to(own.dtype)
-        of_matrix, of_bias = _Sum(), _Sum()
-        of_x = own.new_empty(whole.shape)
-        kept = own.new_empty(outer, overlap.ranks, part, outputs) if ctx.later else None
+        full, matrix = _fold_full(x, ctx.dim, overlap.ranks).to(own.dtype), matrix.to(own.dtype)
+        grad_matrix, grad_bias = _GradAccumulator(), _GradAccumulator()
+        grad_x = own.new_empty(full.shape)
+        kept = own.new_empty(outer, overlap.ranks, part, outputs) if ctx.defer else None
 
-        def multiply(sides: Tensor, ranks: list[int], rows: slice) -> None:
-            """Given rows of some ranks, [ranks, outer, rows, outputs]."""
-            for side, rank in zip(sides, ranks, strict=True):
+        def multiply(grad_outs: Tensor, ranks: list[int], rows: slice) -> None:
+            """Compute all gradients of rows of some ranks, given grad_outs [ranks, outer, rows, outputs]."""
+            for grad_out, rank in zip(grad_outs, ranks, strict=True):
                 if needs_x:
-                    _multiply_back(side, matrix, of_x[:, rank, rows])
+                    _multiply_back(grad_out, matrix, grad_x[:, rank, rows])
                 if kept is not None:
-                    kept[:, rank, rows] = side
-            flat = sides.reshape(-1, outputs)
+                    kept[:, rank, rows] = grad_out
+            flat = grad_outs.reshape(-1, outputs)
             if needs_matrix:
-                of_matrix.add_product(flat, _join([whole[:, rank, rows] for rank in ranks]))
+                grad_matrix.add_matmul(flat, _join([full[:, rank, rows] for rank in ranks]))
             if needs_bias:
-                of_bias.add(flat)
+                grad_bias.add(flat)
 
         def multiply_own() -> None:
-            of_matrix.total = of_bias.total = None
+            grad_matrix.total = grad_bias.total = None
             multiply(own[None], [overlap.rank], slice(None))
 
         def use(rows: slice, parts: Tensor) -> None:
             multiply(_without(parts, overlap.rank), overlap.others, rows)
 
         if overlap.fused and needs_x:
-            kept, (of_x,) = overlap.fused.gather_multiply(own, [matrix], keep=True)
+            kept, (grad_x,) = overlap.fused.all_gather_matmul(own, [matrix], keep=True)
             assert kept is not None
             if needs_matrix:
-                of_matrix.add_product(kept.flatten(0, -2), whole.flatten(0, -2))
+                grad_matrix.add_matmul(kept.flatten(0, -2), full.flatten(0, -2))
             if needs_bias:
-                of_bias.add(kept.flatten(0, -2))
+                grad_bias.add(kept.flatten(0, -2))
         else:
-            form = GatherMatmul(lambda rows: start_gather(own[:, rows], overlap.group), multiply_own, use)
-            form.run(overlap.cut("scattered, backward", form, part, own, whole))
-        if kept is not None and ctx.later:
-            ctx.later(wrap(kept.flatten(0, -2)), x.flatten(0, -2))
-        sums = (wrap(found.take(own.dtype)) if found.total is not None else None for found in (of_matrix, of_bias))
-        return None, None, None, (wrap(of_x.reshape(x.shape)) if needs_x else None), *sums
+            schedule = GatherMatmul(lambda rows: start_gather(own[:, rows], overlap.group), multiply_own, use)
+            schedule.run(overlap.split("matmul_reduce_scatter, backward", schedule, part, own, full))
+        if kept is not None and ctx.defer:
+            ctx.defer(wrap(kept.flatten(0, -2)), x.flatten(0, -2))
+        sums = (wrap(grad.cast(own.dtype)) if grad.total is not None else None for grad in (grad_matrix, grad_bias))
+        return None, None, None, (wrap(grad_x.reshape(x.shape)) if needs_x else None), *sums
 
 
-class _MultiplyReduced(torch.autograd.Function):
+class _MatmulAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, overlap: Overlap, later: Later | None, x: Tensor, matrix: Tensor, bias: Tensor | None
+        ctx: Any, overlap: Overlap, defer: DeferGrad | None, x: Tensor, matrix: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.later = later
+        ctx.defer = defer
         ctx.save_for_backward(x, matrix)
         tokens = x.flatten(0, -2)
         out = x.new_empty(len(tokens), len(matrix))
@@ -386,144 +387,150 @@ class _MultiplyReduced(torch.autograd.Function):
             _multiply(tokens[rows], matrix, bias, out[rows])
             return out[rows]
 
-        form = MatmulReduce(make, lambda rows, products: start_all_reduce(products, overlap.group))
-        form.run(overlap.cut("reduced, forward", form, len(tokens), tokens, matrix))
+        schedule = MatmulReduce(make, lambda rows, made: start_all_reduce(made, overlap.group))
+        schedule.run(overlap.split("matmul_all_reduce, forward", schedule, len(tokens), tokens, matrix))
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, matrix = ctx.saved_tensors
-        fan = _FanBackward((gradient,), (matrix,), (ctx.later,), ctx.needs_input_grad[3:])
-        fan.multiply_sides(x.flatten(0, -2))
-        fan.leave_sides()
-        of_x = fan.wrap((fan.sides[0] @ fan.matrices[0]).view(x.shape)) if ctx.needs_input_grad[2] else None
-        return None, None, of_x, *fan.of_matrices, *fan.of_biases
+        grads = _MatricesBackward((gradient,), (matrix,), (ctx.defer,), ctx.needs_input_grad[3:])
+        grads.compute_grads(x.flatten(0, -2))
+        grads.queue_grads()
+        grad_x = grads.wrap((grads.grad_outs[0] @ grads.matrices[0]).view(x.shape)) if ctx.needs_input_grad[2] else None
+        return None, None, grad_x, *grads.grad_matrices, *grads.grad_biases
 
 
-# Their parts
+# Helpers
 
 
-class _FanBackward:
-    """Gradients of the outputs of a fan, and those of its matrices and biases.
+class _MatricesBackward:
+    """Backward of several matrices with one input: gradients of the matrices and biases from gradients of the outputs.
 
-    Gradients may be held in another format than they say (`precision/fp16_backward.py`): all products are in the held format.
+    Gradients may be stored in another dtype than their nominal one (`precision/fp16_backward.py`): all matmuls use the stored
+    dtype.
     """
 
     def __init__(
         self,
         gradients: Sequence[Tensor | None],
         matrices: Sequence[Tensor],
-        later: Sequence[Later | None],
+        defer: Sequence[DeferGrad | None],
         needs_gradient: Sequence[bool],
     ):
         """
         Args:
-            gradients: of the outputs, [*, outputs]; None where nobody has used one.
-            matrices: as forward had them.
-            later: see `multiply_gathered`.
-            needs_gradient: of the matrices, then of the biases.
+            gradients: gradients of the outputs, [*, outputs]; None for unused outputs.
+            matrices: matrices of the forward.
+            defer: see `all_gather_matmul`.
+            needs_gradient: True for each matrix, then for each bias, that needs a gradient.
         """
         count = len(matrices)
-        used = [number for number, gradient in enumerate(gradients) if gradient is not None]
+        used = [index for index, gradient in enumerate(gradients) if gradient is not None]
         self.wrap = _wrapper(gradients[used[0]])
-        self.sides = [_held(gradients[number]).contiguous().flatten(0, -2) for number in used]  # type: ignore[arg-type]
-        """[tokens, outputs] of each that was used."""
-        self.matrices = [matrices[number].to(side.dtype) for number, side in zip(used, self.sides, strict=True)]
-        self.later = [later[number] for number in used]
-        self.weighed = [number for number in used if needs_gradient[number] or later[number]]
+        self.grad_outs = [_stored(gradients[index]).contiguous().flatten(0, -2) for index in used]  # type: ignore[arg-type]
+        """Gradient of each used output, [tokens, outputs]."""
+        self.matrices = [
+            matrices[index].to(grad_out.dtype) for index, grad_out in zip(used, self.grad_outs, strict=True)
+        ]
+        self.defer = [defer[index] for index in used]
+        self.with_grad = [index for index in used if needs_gradient[index] or defer[index]]
         self.used = used
-        self.of_matrices: list[Tensor | None] = [None] * count
-        self.of_biases: list[Tensor | None] = [None] * count
-        for number, side in zip(used, self.sides, strict=True):
-            if needs_gradient[count + number]:
-                self.of_biases[number] = self.wrap(side.sum(0))
+        self.grad_matrices: list[Tensor | None] = [None] * count
+        self.grad_biases: list[Tensor | None] = [None] * count
+        for index, grad_out in zip(used, self.grad_outs, strict=True):
+            if needs_gradient[count + index]:
+                self.grad_biases[index] = self.wrap(grad_out.sum(0))
 
     @property
     def needs_input(self) -> bool:
-        """Whether some gradient of a matrix will be wanted."""
-        return bool(self.weighed)
+        """True if the gradient of a matrix needs the input."""
+        return bool(self.with_grad)
 
-    def multiply_sides(self, x: Tensor) -> None:
-        """Make the gradients of the matrices, given the input [tokens, features]; not those that are computed later."""
+    def compute_grads(self, x: Tensor) -> None:
+        """Compute the gradients of the matrices that are not queued, given the input [tokens, features]."""
         self.x = x
-        for number, side, later in zip(self.used, self.sides, self.later, strict=True):
-            if number in self.weighed and later is None:
-                self.of_matrices[number] = self.wrap(side.T @ x.to(side.dtype))
+        for index, grad_out, defer in zip(self.used, self.grad_outs, self.defer, strict=True):
+            if index in self.with_grad and defer is None:
+                self.grad_matrices[index] = self.wrap(grad_out.T @ x.to(grad_out.dtype))
 
-    def leave_sides(self) -> None:
-        """Leave what is computed later, once."""
-        for side, later in zip(self.sides, self.later, strict=True):
-            if later is not None:
-                later(self.wrap(side), self.x)
+    def queue_grads(self) -> None:
+        """Queue the gradients of the other matrices."""
+        for grad_out, defer in zip(self.grad_outs, self.defer, strict=True):
+            if defer is not None:
+                defer(self.wrap(grad_out), self.x)
 
 
-class _Sum:
-    """Adds up over chunks, short formats in float32."""
+class _GradAccumulator:
+    """Sum over chunks; float32 for 16-bit dtypes."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
+    def add_matmul(self, left: Tensor, right: Tensor) -> None:
         """Add left.T @ right."""
         if self.total is None:
-            self.total = (left.T @ right).to(_wide(left.dtype))
+            self.total = (left.T @ right).to(_accumulate_dtype(left.dtype))
         elif self.total.dtype == left.dtype:
             self.total.addmm_(left.T, right)
         else:
             self.total += left.T @ right
 
     def add(self, rows: Tensor) -> None:
-        """Add the sum of some rows."""
-        found = rows.sum(0, dtype=_wide(rows.dtype))
-        self.total = found if self.total is None else self.total + found
+        """Add the sum of rows."""
+        row_sum = rows.sum(0, dtype=_accumulate_dtype(rows.dtype))
+        self.total = row_sum if self.total is None else self.total + row_sum
 
-    def take(self, dtype: torch.dtype) -> Tensor:
+    def cast(self, dtype: torch.dtype) -> Tensor:
+        """Return the total in a dtype."""
         assert self.total is not None
         return self.total.to(dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _fold(x: Tensor, dim: int) -> Tensor:
-    """[*, part, *, features] as [outer, part, features], for the dim of the part."""
+    """Reshape [*, part, *, features] to [outer, part, features]; dim is the index of the part."""
     return x.reshape(math.prod(x.shape[:dim]), -1, x.shape[-1])
 
 
-def _fold_whole(x: Tensor, dim: int, ranks: int) -> Tensor:
-    """[*, ranks x part, *, features] as [outer, ranks, part, features]."""
+def _fold_full(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """Reshape [*, ranks x part, *, features] to [outer, ranks, part, features]."""
     return x.reshape(math.prod(x.shape[:dim]), ranks, -1, x.shape[-1])
 
 
 def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x @ matrix.T + bias, straight into a slice: [*, rows, features], [outputs, features] -> [*, rows, outputs]."""
-    for rows, place in _blocks(x, out):
+    """Compute x @ matrix.T + bias into a slice: [*, rows, features], [outputs, features] -> [*, rows, outputs]."""
+    for rows, target in _blocks(x, out):
         if bias is None:
-            torch.mm(rows, matrix.T, out=place)
+            torch.mm(rows, matrix.T, out=target)
         else:
-            torch.addmm(bias, rows, matrix.T, out=place)
+            torch.addmm(bias, rows, matrix.T, out=target)
 
 
-def _multiply_back(side: Tensor, matrix: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """side @ matrix into a slice, or added to it: [*, rows, outputs], [outputs, features] -> [*, rows, features]."""
-    for rows, place in _blocks(side, out):
+def _multiply_back(grad_out: Tensor, matrix: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """Compute grad_out @ matrix into a slice, or add to it: [*, rows, outputs], [outputs, features] -> [*, rows, features]."""
+    for rows, target in _blocks(grad_out, out):
         if add:
-            place.addmm_(rows, matrix)
+            target.addmm_(rows, matrix)
         else:
-            torch.mm(rows, matrix, out=place)
+            torch.mm(rows, matrix, out=target)
 
 
 def _scatter_into(
     out: Tensor, group: dist.ProcessGroup
 ) -> tuple[Callable[[slice, Tensor], Pending], Callable[[slice, Tensor], None]]:
-    """How chunks of products [ranks, outer, rows, features] are sent, and taken into rows of [outer, part, features]; straight
-    into their place where memory allows."""
+    """Functions that start the reduce-scatter of a chunk [ranks, outer, rows, features] and store it in `out`.
 
-    def start(rows: slice, products: Tensor) -> Pending:
-        place = out[:, rows]
-        return start_reduce_scatter(products, place if place.is_contiguous() else torch.empty_like(place), group)
+    Contiguous slices of `out`, [outer, part, features], are written directly.
+    """
+
+    def start(rows: slice, chunk: Tensor) -> Pending:
+        target = out[:, rows]
+        return start_reduce_scatter(chunk, target if target.is_contiguous() else torch.empty_like(target), group)
 
     def keep(rows: slice, received: Tensor) -> None:
         if not out[:, rows].is_contiguous():
@@ -533,28 +540,28 @@ def _scatter_into(
 
 
 def _blocks(x: Tensor, out: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Matrices at the same places of two tensors [*, rows, features]; one where both lie side by side in memory."""
+    """Pairs of matrices at the same indices of two tensors [*, rows, features]; a single pair if both are contiguous."""
     if x.is_contiguous() and out.is_contiguous():
         return [(x.flatten(0, -2), out.flatten(0, -2))]
-    return [(x[place], out[place]) for place in product(*map(range, x.shape[:-2]))]
+    return [(x[index], out[index]) for index in product(*map(range, x.shape[:-2]))]
 
 
 def _join(parts: list[Tensor]) -> Tensor:
-    """Parts [outer, rows, features] one below the other, [tokens, features]; one alone is not copied."""
+    """Concatenate parts [outer, rows, features] to [tokens, features]; a single part is not copied."""
     return (torch.cat(parts) if len(parts) > 1 else parts[0]).flatten(0, -2)
 
 
 def _without(parts: Tensor, rank: int) -> Tensor:
-    """The parts of all other ranks; no copy where one end is left out."""
+    """Parts of all other ranks; a view if the rank is the first or the last."""
     if rank == 0:
         return parts[1:]
     return torch.cat([parts[:rank], parts[rank + 1 :]]) if rank < len(parts) - 1 else parts[:rank]
 
 
-def _held(gradient: Tensor) -> Tensor:
-    return getattr(gradient, "carried", gradient)
+def _stored(gradient: Tensor) -> Tensor:
+    return getattr(gradient, "stored", gradient)
 
 
 def _wrapper(gradient: Any) -> Callable[[Tensor], Tensor]:
-    """Gives a gradient the form that another one has."""
-    return type(gradient) if hasattr(gradient, "carried") else lambda tensor: tensor
+    """Function that wraps a tensor like a given gradient: as an fp16 gradient, or not at all."""
+    return type(gradient) if hasattr(gradient, "stored") else lambda tensor: tensor

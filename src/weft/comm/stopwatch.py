@@ -1,4 +1,4 @@
-"""How long communication takes, and how much of that stands in the way of computation."""
+"""Exposed and hidden communication time of CPU collectives."""
 
 from collections import defaultdict
 from typing import Any
@@ -8,24 +8,24 @@ from weft.comm.collectives import axis_of
 
 
 class CollectiveClock:
-    """Inside its context, seconds of this rank's collectives on CPU, by axis and link ("dp_shard between").
+    """Context manager that sums the seconds of this rank's CPU collectives, by axis and link ("dp_shard between").
 
-    Exposed are those in which the rank did nothing else: it called, or it waited. Hidden are those in which a collective was
-    under way behind computation. Groups of accelerators have clocks of their own, and are not seen.
+    Exposed seconds are those in which the rank was blocked by a call or a wait. Hidden seconds are those in which a collective
+    overlapped with computation. Collectives of accelerators are not timed.
     """
 
     def __init__(self) -> None:
         self.exposed: dict[str, float] = defaultdict(float)
         self.hidden: dict[str, float] = defaultdict(float)
 
-    def _note(self, passage: CollectiveTiming) -> None:
-        where = " ".join(axis_of(passage.group)).strip()
-        self.exposed[where] += passage.exposed
-        self.hidden[where] += passage.hidden
+    def _add(self, timing: CollectiveTiming) -> None:
+        where = " ".join(axis_of(timing.group)).strip()
+        self.exposed[where] += timing.exposed
+        self.hidden[where] += timing.hidden
 
     def __enter__(self) -> "CollectiveClock":
-        InstrumentedGroup.timers.append(self._note)
+        InstrumentedGroup.timers.append(self._add)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        InstrumentedGroup.timers.remove(self._note)
+        InstrumentedGroup.timers.remove(self._add)

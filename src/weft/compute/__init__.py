@@ -1,1 +1,1 @@
-"""Doing less work per step."""
+"""Attention primitives and dropout."""

@@ -1,13 +1,17 @@
-"""Attention over one block of queries and keys, with the logarithm of its softmax denominators: parts can be put together.
+"""Attention primitives over one block of queries and keys, with the log-sum-exp of the scores, so that blocks can be merged.
 
-Shapes: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; Hq is a multiple of Hkv, and query head h attends with head
-h // (Hq / Hkv) of keys and values. No dim may be 0. `bias` is added to the scaled scores: [B or 1, 1 or Hq, Sq, Sk] of the
-format of q, -inf where a query may not see a key; it gets no gradient. `causal` hides key j from query i where j > i. `lse` is
-log(sum(exp(scores))), [B, Hq, Sq], in float64 for float64 and else in float32. A query that sees no key has out = 0 and
-lse = -inf, and no gradients come from it.
+Shapes: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]. Hq is a multiple of Hkv, and query head h uses key and value
+head h // (Hq / Hkv). No dim may be 0. Further arguments and results:
 
-Backward takes the out and lse of the whole row, of which the block may be a part: gradients of all parts add up to those of
-the whole (Dao et al., FlashAttention, 2022).
+    bias      added to the scaled scores: [B or 1, 1 or Hq, Sq, Sk] in the dtype of q, -inf where a query may not see a key;
+              has no gradient
+    causal    hides key j from query i if j > i
+    lse       log(sum(exp(scores))), [B, Hq, Sq], in float64 for float64, else in float32
+
+A query that sees no key has out = 0 and lse = -inf, and contributes no gradient.
+
+Backward takes out and lse of the full row, of which the block may be a part: the gradients of all blocks add up to the
+gradients of the row (Dao et al., FlashAttention, 2022).
 """
 
 import math
@@ -24,7 +28,7 @@ FLASH_HEAD_DIM = 256  # largest head dim of the flash operator on CUDA
 
 
 class Primitive(NamedTuple):
-    """One implementation, as two functions.
+    """Implementation of attention over one block.
 
     forward(q, k, v, bias, causal, scale) -> (out, lse)
     backward(grad, q, k, v, out, lse, bias, causal, scale) -> (dq, dk, dv)
@@ -34,8 +38,8 @@ class Primitive(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The format in which sums are kept."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which sums are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -49,11 +53,11 @@ def plain_forward(
     softcap: float | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention from matrix products, on any device and in any format.
+    """Attention from plain matmuls, on any device and in any dtype.
 
     Args:
         softcap: scores become softcap * tanh(scores / softcap) before the bias is added (Gemma 2, 2024).
-        keep: [B, Hq, Sq, Sk], what dropout leaves of each probability: 0, or 1 / (1 - dropout).
+        keep: [B, Hq, Sq, Sk], dropout factor of each probability: 0 or 1 / (1 - dropout).
     """
     scores, _ = _scores(q, k, bias, causal, scale, softcap)
     lse = torch.logsumexp(scores, -1)
@@ -76,7 +80,7 @@ def plain_backward(
     softcap: float | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `plain_forward`; the same arguments."""
+    """Gradients of `plain_forward`, with the same arguments."""
     scores, slope = _scores(q, k, bias, causal, scale, softcap)
     probabilities = _exp_difference(scores, lse[..., None])
     grad = grad.to(scores.dtype)
@@ -84,7 +88,7 @@ def plain_backward(
     kept = probabilities
     if keep is not None:
         kept, grad_probabilities = probabilities * keep, grad_probabilities * keep
-    mean = (grad * out).sum(-1, keepdim=True)  # of the probabilities' gradients, under the probabilities
+    mean = (grad * out).sum(-1, keepdim=True)  # expectation of grad_probabilities under the probabilities
     grad_scores = probabilities * (grad_probabilities - mean) * scale
     if slope is not None:
         grad_scores = grad_scores * slope
@@ -97,13 +101,13 @@ def plain_backward(
 def cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention by PyTorch's flash operator for CPU: float64, float32, bf16 and fp16, without the matrix of scores."""
+    """Attention by PyTorch's flash operator for CPU: float64, float32, bf16 and fp16, without materializing the scores."""
     size = v.shape[-1]
     q, k, v = _same_head_dim(q, k, v)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=bias, scale=scale
     )
-    if bias is not None:  # the operator gives lse = 0 to a query that sees nothing
+    if bias is not None:  # the operator returns lse = 0 for a query that sees no key
         hidden = bias == -math.inf
         if causal:
             hidden = hidden | _later(q, k)
@@ -156,7 +160,7 @@ def cuda_backward(
     """Gradients of `cuda_forward`."""
     if not _flash_applies(q, v, bias):
         return plain_backward(grad, q, k, v, out, lse, bias, causal, scale)
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused: dropout is off
     lengths = (None, None, q.shape[2], k.shape[2])  # one length for all rows
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, seed, seed, scale=scale
@@ -168,18 +172,18 @@ PRIMITIVES = {"cpu": Primitive(cpu_forward, cpu_backward), "cuda": Primitive(cud
 
 
 def primitive(device_type: str) -> Primitive:
-    """The fastest implementation without softcap and dropout for "cpu", "cuda" or any other type of device."""
+    """Fastest implementation without softcap and dropout for a device type ("cpu", "cuda" or any other)."""
     return PRIMITIVES.get(device_type, PLAIN)
 
 
-def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take more keys into account, in place.
+def merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge the attention over further keys into a result, in place.
 
     Args:
-        out: [B, Hq, Sq, Dv], what the queries got from the keys so far, in a wide format.
-        lse: [B, Hq, Sq] of these keys.
-        part: [B, Hq, Sq, Dv], what they get from other keys.
-        part_lse: [B, Hq, Sq] of the other keys.
+        out: [B, Hq, Sq, Dv], attention over the keys so far, in the accumulation dtype.
+        lse: [B, Hq, Sq], log-sum-exp over the keys so far.
+        part: [B, Hq, Sq, Dv], attention over the further keys.
+        part_lse: [B, Hq, Sq], log-sum-exp over the further keys.
     """
     total = torch.logaddexp(lse, part_lse)
     out.mul_(_exp_difference(lse, total)[..., None]).add_(part * _exp_difference(part_lse, total)[..., None])
@@ -189,8 +193,8 @@ def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 def _scores(
     q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores in a wide format with all that is added, and the derivative of the cap."""
-    scores = q.to(wide(q.dtype)) @ _per_query_head(k, q).mT * scale
+    """Scores with softcap, bias and causal mask, in the accumulation dtype; and the derivative of the softcap."""
+    scores = q.to(accumulation_dtype(q.dtype)) @ _per_query_head(k, q).mT * scale
     slope = None
     if softcap is not None:
         capped = torch.tanh(scores / softcap)
@@ -203,7 +207,7 @@ def _scores(
 
 
 def _later(q: Tensor, k: Tensor) -> Tensor:
-    """[Sq, Sk], true where the key comes after the query."""
+    """[Sq, Sk], true where the key is after the query."""
     return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
 
 
@@ -213,17 +217,17 @@ def _exp_difference(x: Tensor, lse: Tensor) -> Tensor:
 
 
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values for each head of queries, in a wide format."""
-    return x.to(wide(x.dtype)).repeat_interleave(q.shape[1] // x.shape[1], 1)
+    """Keys or values repeated for each query head, in the accumulation dtype."""
+    return x.to(accumulation_dtype(x.dtype)).repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def _per_key_head(gradient: Tensor, x: Tensor) -> Tensor:
-    """The sum of a gradient over the heads of queries that share a head of x."""
+    """Sum of a gradient over the query heads that share a head of x."""
     return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
 
 
 def _same_head_dim(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Zeros behind the shorter heads: they change no score, and the columns of out that they make are cut off."""
+    """Pad all tensors with zeros to the largest head dim; zeros change no score, and callers drop the padded output columns."""
     largest = max(tensor.shape[-1] for tensor in tensors)
     return tuple(F.pad(x, (0, largest - x.shape[-1])) if x.shape[-1] < largest else x for x in tensors)
 
@@ -233,18 +237,18 @@ def _flash_applies(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     return half and bias is None and size == v.shape[-1] and size % 8 == 0 and size <= FLASH_HEAD_DIM
 
 
-# What can be seen, and in which blocks
+# Visibility, and blocks of visible pairs
 
 
 class Visibility(NamedTuple):
-    """What the tokens of a row see."""
+    """Keys visible to the tokens of a row."""
 
     starts: tuple[int, ...]
-    """First positions of its documents, from 0 on."""
+    """First positions of its documents, starting with 0."""
     window: int | None
 
     def first(self, token: int) -> int:
-        """The first key that a token sees; it sees all from there to itself. It only grows along the row."""
+        """First key that a token sees; it sees every key from there to itself. Never decreases along the row."""
         start = self.starts[bisect_right(self.starts, token) - 1]
         return start if self.window is None else max(start, token - self.window + 1)
 
@@ -259,63 +263,63 @@ class Visibility(NamedTuple):
 
 
 class AttentionBlock(NamedTuple):
-    """One call of the attention primitive. Positions are natural ones."""
+    """One call of the attention primitive. Positions are positions in the sequence."""
 
     rows: slice
-    sight: Visibility
+    visibility: Visibility
     queries: range
     keys: range
-    form: Literal["full", "causal", "masked"]
+    kind: Literal["full", "causal", "masked"]
 
 
-def read_sights(documents: Tensor | None, window: int | None) -> list[tuple[slice, Visibility]]:
-    """Which rows of a batch see what; neighbours that see the same are taken together.
+def read_visibility(documents: Tensor | None, window: int | None) -> list[tuple[slice, Visibility]]:
+    """Visibility of each row of a batch; consecutive rows with equal visibility are grouped.
 
     Args:
-        documents: integers [B, S], the document of every token, or None where each row is one. A document is a run of
-            equal numbers.
-        window: keys that a token sees at most, itself included.
+        documents: integers [B, S], the document of every token; a run of equal values is one document. None: each row is
+            one document.
+        window: number of keys that a token sees at most, including itself.
     """
     if documents is None:
         return [(slice(None), Visibility((0,), window))]
     borders = documents[:, 1:] != documents[:, :-1]
     starts = [(0, *(border.nonzero().flatten() + 1).tolist()) for border in borders]
-    sights, row = [], 0
+    runs, row = [], 0
     for same, group in groupby(starts):
         count = len(list(group))
-        sights.append((slice(row, row + count), Visibility(same, window)))
+        runs.append((slice(row, row + count), Visibility(same, window)))
         row += count
-    return sights
+    return runs
 
 
 def visible_blocks(
-    rows: slice, sight: Visibility, queries: Sequence[range], keys: Sequence[range], tile: int, largest: int | None
+    rows: slice, visibility: Visibility, queries: Sequence[range], keys: Sequence[range], tile: int, largest: int | None
 ) -> list[AttentionBlock]:
-    """Blocks that together hold every visible pair of a query and a key once; without a mask, all pairs of one are visible.
+    """Blocks that cover every visible (query, key) pair exactly once; in a block without a mask, all pairs are visible.
 
-    Blocks with equal queries and keys come first: there every token sees itself.
+    Blocks with equal queries and keys come first: in these every token sees itself.
 
     Args:
-        rows: of the batch.
-        sight: of these rows.
-        queries: chunks of tokens; each of them is one of the keys' chunks too, or shares no token with them.
+        rows: rows of the batch.
+        visibility: visibility in these rows.
+        queries: chunks of tokens; each is either one of the chunks of `keys`, or disjoint from all of them.
         keys: chunks of tokens.
-        tile: tokens on a side up to which a block may be masked; documents that fit a tile together share it.
-        largest: tokens on a side that no block exceeds, or None.
+        tile: maximum side of a masked block in tokens; documents that fit a tile together share it.
+        largest: maximum side of any block in tokens; None: no maximum.
     """
-    segments = list(_segments(sight.starts, max(chunk.stop for chunk in (*queries, *keys)), tile))
+    segments = list(_segments(visibility.starts, max(chunk.stop for chunk in (*queries, *keys)), tile))
     blocks = []
     for query_chunk in queries:
         for key_chunk in keys:
             if key_chunk.start < query_chunk.stop:
                 for segment in segments:
                     q, k = _common(query_chunk, segment), _common(key_chunk, segment)
-                    blocks += _cut(rows, sight, q, k, tile, largest)
+                    blocks += _cut(rows, visibility, q, k, tile, largest)
     return sorted(blocks, key=lambda block: block.queries != block.keys)
 
 
 def _segments(starts: Sequence[int], end: int, tile: int) -> Iterator[range]:
-    """One document each, or several that fit a tile together."""
+    """Ranges of one document each, or of several documents that fit a tile together."""
     begin = 0
     for stop, following in zip(starts[1:], (*starts[2:], end), strict=False):
         if following - begin > tile:
@@ -324,28 +328,30 @@ def _segments(starts: Sequence[int], end: int, tile: int) -> Iterator[range]:
     yield range(begin, end)
 
 
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+def _common(first: range, second: range) -> range:
+    return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
 def _cut(
-    rows: slice, sight: Visibility, queries: range, keys: range, tile: int, largest: int | None
+    rows: slice, visibility: Visibility, queries: range, keys: range, tile: int, largest: int | None
 ) -> list[AttentionBlock]:
-    """Halve both sides until a block is all visible, not visible, the square on the diagonal, or small enough for a mask."""
-    if not queries or not keys or keys.start > queries[-1] or keys[-1] < sight.first(queries.start):
+    """Halve both sides until a block is fully visible, invisible, a square on the diagonal, or small enough for a mask."""
+    if not queries or not keys or keys.start > queries[-1] or keys[-1] < visibility.first(queries.start):
         return []
     size = max(len(queries), len(keys))
     if largest is None or size <= largest:
-        if sight.first(queries[-1]) <= keys.start:
+        if visibility.first(queries[-1]) <= keys.start:
             if keys[-1] <= queries.start:
-                return [AttentionBlock(rows, sight, queries, keys, "full")]
+                return [AttentionBlock(rows, visibility, queries, keys, "full")]
             if queries == keys:
-                return [AttentionBlock(rows, sight, queries, keys, "causal")]
+                return [AttentionBlock(rows, visibility, queries, keys, "causal")]
         if size <= tile:
-            return [AttentionBlock(rows, sight, queries, keys, "masked")]
-    return [block for q in _halves(queries) for k in _halves(keys) for block in _cut(rows, sight, q, k, tile, largest)]
+            return [AttentionBlock(rows, visibility, queries, keys, "masked")]
+    return [
+        block for q in _halves(queries) for k in _halves(keys) for block in _cut(rows, visibility, q, k, tile, largest)
+    ]
 
 
-def _halves(whole: range) -> tuple[range, range]:
-    middle = len(whole) // 2
-    return whole[:middle], whole[middle:]
+def _halves(tokens: range) -> tuple[range, range]:
+    middle = len(tokens) // 2
+    return tokens[:middle], tokens[middle:]

@@ -1,31 +1,31 @@
-"""Dropout as a function of place, not of a generator with a state: every layout of a job drops the same numbers."""
+"""Counter-based dropout: the mask depends on the position of an element, so every layout of a job drops the same elements."""
 
 import torch
 from torch import Tensor
 
 
-def dropout_keep(seed: int, *numbers: Tensor, rate: float) -> Tensor:
-    """What dropout leaves of each element of a tensor that may be part of a larger one.
+def dropout_mask(seed: int, *indices: Tensor, rate: float) -> Tensor:
+    """Dropout factors of the elements of a tensor, which may be a shard of a full tensor.
 
-    A counter goes through the finalizer of a hash instead of through a generator with a state (Salmon et al., Parallel
+    The random bits are a hash of seed and position instead of the output of a stateful generator (Salmon et al., Parallel
     Random Numbers, 2011).
 
     Args:
-        seed: another one for every layer and step.
-        numbers: for each dim an int64 vector: the numbers of its entries in the whole tensor.
-        rate: share of elements that is dropped, below 1.
+        seed: unique per layer and step.
+        indices: int64 vector per dim: indices of its entries in the full tensor.
+        rate: share of dropped elements, below 1.
 
     Returns:
-        float32, of the shape of the vectors' lengths, of 0 and 1 / (1 - rate).
+        float32 tensor with one dim per vector; elements are 0 or 1 / (1 - rate).
     """
-    mixed = mix(torch.tensor(seed % 2**32, device=numbers[0].device))
-    for entries in numbers:
+    mixed = mix(torch.tensor(seed % 2**32, device=indices[0].device))
+    for entries in indices:
         mixed = mix(mixed.unsqueeze(-1) ^ entries)
     return (mixed >= rate * 2**32) / (1 - rate)
 
 
 def mix(x: Tensor) -> Tensor:
-    """32 bits, held in int64, to 32 bits that look random. Products stay below 2**63."""
+    """Hash of 32-bit integers, held in int64. Products stay below 2**63."""
     for _ in range(2):
         x = ((x >> 16) ^ x) * 0x45D9F3B & 0xFFFFFFFF
     return (x >> 16) ^ x

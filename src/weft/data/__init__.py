@@ -1,13 +1,13 @@
-"""Text and records become packed token batches, by global sample position.
+"""Data pipeline: from text files to packed token batches, indexed by global sample position.
 
-The launcher calls `prepare` once; each rank opens `Rows` on what it found and draws `batches` from them.
+The launcher calls `prepare` once. Each rank opens `Rows` on the prepared tokens and iterates over their `batches`.
 """
 
 from weft.data.baselines import scored_pairs, unigram_and_bigram
 from weft.data.batches import IGNORED, MicroBatch, batches, count_micro_batches, evaluation_batches
 from weft.data.prepare import Prepared, prepare
 from weft.data.rows import Row, Rows
-from weft.data.shards import Span
+from weft.data.shards import TokenSpan
 
 __all__ = [
     "IGNORED",
@@ -15,7 +15,7 @@ __all__ = [
     "Prepared",
     "Row",
     "Rows",
-    "Span",
+    "TokenSpan",
     "batches",
     "count_micro_batches",
     "evaluation_batches",

@@ -1,20 +1,20 @@
-"""What counting alone achieves: unigram and bigram cross entropy, the figures a trained model has to beat."""
+"""Unigram and bigram cross entropy: baselines from token counts that a trained model has to beat."""
 
 import numpy as np
 
 from weft.data.batches import IGNORED, evaluation_batches
 from weft.data.rows import Rows
 
-WEIGHT_PAIRS = 2**20  # of each half of the train pairs: more change the weight by less than 0.01
+WEIGHT_PAIRS = 2**20  # pairs used from each half; more pairs change the weight by less than 0.01
 WEIGHT_BITS = 12
 
 
 def scored_pairs(rows: Rows, max_rows: int | None = None) -> np.ndarray:
-    """Every (previous, target) pair of a split that a model is scored on, in order: int64 [2, pairs].
+    """All (previous token, target) pairs of a split on which a model is scored, in order: int64 [2, pairs].
 
     Args:
-        rows: a split.
-        max_rows: look at the first rows only, as `evaluation_batches` does.
+        rows: rows of the split.
+        max_rows: maximum number of rows, as in `evaluation_batches`.
     """
     parts = [np.empty((2, 0), np.int64)]
     for batch in evaluation_batches(rows, micro_batch=256, data_rank=0, data_ranks=1, max_rows=max_rows):
@@ -24,11 +24,12 @@ def scored_pairs(rows: Rows, max_rows: int | None = None) -> np.ndarray:
 
 
 def unigram_and_bigram(train_pairs: np.ndarray, held_out_pairs: np.ndarray, vocab_size: int) -> tuple[float, float]:
-    """Held-out cross entropy of two counting models, in nats per token.
+    """Held-out cross entropy of a unigram and a bigram model, in nats per token.
 
-    The unigram model adds one to each count. The bigram model is that of Witten and Bell (1991): a previous token with c
-    successors counted, t of them different, gives (count + t * unigram) / (c + t). On little text these counts mislead, so
-    that the bigram model is mixed with the unigram by one weight that the train pairs decide (see `bigram_weight`).
+    The unigram model has add-one smoothing. The bigram model has Witten-Bell smoothing (Witten and Bell, 1991): for a previous
+    token that occurs c times with t distinct successors, the probability is (count + t * unigram) / (c + t). Because this
+    overfits on small corpora, the bigram model is interpolated with the unigram model; the weight is estimated from the
+    training pairs (see `bigram_weight`).
 
     Args:
         train_pairs: int64 [2, pairs] to count, from `scored_pairs`.
@@ -36,7 +37,7 @@ def unigram_and_bigram(train_pairs: np.ndarray, held_out_pairs: np.ndarray, voca
         vocab_size: number of token ids.
 
     Returns:
-        Cross entropy of the unigram and of the bigram model.
+        Cross entropy of the unigram model and of the bigram model.
     """
     weight = bigram_weight(train_pairs, vocab_size)
     unigram, bigram = _probabilities(train_pairs, held_out_pairs, vocab_size)
@@ -44,13 +45,12 @@ def unigram_and_bigram(train_pairs: np.ndarray, held_out_pairs: np.ndarray, voca
 
 
 def bigram_weight(train_pairs: np.ndarray, vocab_size: int) -> float:
-    """Weight of the bigram model beside the unigram, from 0 to 1: deleted interpolation (Jelinek and Mercer, 1980).
+    """Interpolation weight of the bigram model, from 0 to 1: deleted interpolation (Jelinek and Mercer, 1980).
 
-    Each half of the pairs is scored with the counts of the other half, and the weight is the one under which the pairs are
-    most likely.
+    Each half of the pairs is scored with the counts of the other half. The result is the weight of maximum likelihood.
 
     Args:
-        train_pairs: int64 [2, pairs]; the first 2 * 2**20 are used.
+        train_pairs: int64 [2, pairs]; at most the first 2 * 2**20 pairs are used.
         vocab_size: number of token ids.
     """
     half = min(train_pairs.shape[1] // 2, WEIGHT_PAIRS)
@@ -60,7 +60,7 @@ def bigram_weight(train_pairs: np.ndarray, vocab_size: int) -> float:
     scored = _probabilities(first, second, vocab_size), _probabilities(second, first, vocab_size)
     unigram, bigram = (np.concatenate(parts) for parts in zip(*scored, strict=True))
     low, high = 0.0, 1.0
-    for _ in range(WEIGHT_BITS):  # the slope of the log-likelihood falls with the weight, and is zero at the best one
+    for _ in range(WEIGHT_BITS):  # bisection: the log-likelihood is concave in the weight
         weight = (low + high) / 2
         slope = ((bigram - unigram) / (weight * bigram + (1 - weight) * unigram)).sum()
         low, high = (weight, high) if slope > 0 else (low, weight)
@@ -68,15 +68,15 @@ def bigram_weight(train_pairs: np.ndarray, vocab_size: int) -> float:
 
 
 def _probabilities(counted: np.ndarray, scored: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Probability of each scored target under the unigram and under Witten and Bell's bigram model; float64 [pairs]."""
+    """Probabilities of the scored targets under the unigram and the Witten-Bell bigram model, each float64 [pairs]."""
     previous, target = scored
     unigram = ((np.bincount(counted[1], minlength=vocab_size) + 1) / (counted.shape[1] + vocab_size))[target]
     codes, counts = np.unique(counted[0] * vocab_size + counted[1], return_counts=True)
     successors = np.bincount(counted[0], minlength=vocab_size)[previous]
     different = np.bincount(codes // vocab_size, minlength=vocab_size)[previous]
-    wanted = previous * vocab_size + target
-    place = np.minimum(np.searchsorted(codes, wanted), len(codes) - 1)
-    count = np.where(codes[place] == wanted, counts[place], 0)
-    # A previous token that was never seen has no successors: the unigram model stands in for it.
+    scored_codes = previous * vocab_size + target
+    index = np.minimum(np.searchsorted(codes, scored_codes), len(codes) - 1)
+    count = np.where(codes[index] == scored_codes, counts[index], 0)
+    # Back off to the unigram model for a previous token that does not occur in the counted pairs.
     bigram = np.where(successors > 0, (count + different * unigram) / np.maximum(successors + different, 1), unigram)
     return unigram, bigram

@@ -1,4 +1,4 @@
-"""Rows become micro-batches: the same global batches for any number of data ranks and any micro-batch."""
+"""Micro-batches from rows. Global batches are independent of the number of data ranks and of the micro-batch size."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,29 +10,29 @@ import torch
 
 from weft.data.rows import Rows
 
-IGNORED = -100  # the target that cross entropy leaves out, in PyTorch and in Transformers
-STEPS_AHEAD = 4
+IGNORED = -100  # target that cross entropy ignores (ignore_index of PyTorch and Transformers)
+PREFETCH_STEPS = 4
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank takes through forward and backward at once; each tensor int64 [rows, seq_len], contiguous."""
+    """Micro-batch of one rank; all tensors are contiguous int64 [rows, seq_len]."""
 
     input_ids: torch.Tensor
-    """Tokens; 0 where a row is padded."""
+    """Token ids; 0 in padding."""
     position_ids: torch.Tensor
-    """Place in the document (or in the part of it that lies in the row): 0 again at each document start."""
+    """Position in the document, or in the part of a document that is in the row; restarts at 0 with each document."""
     targets: torch.Tensor
-    """The next token of the same document; -100 where there is none."""
+    """Next token of the same document; -100 if there is none."""
 
 
-def assemble(rows: Rows, positions: Sequence[int], num_rows: int) -> MicroBatch:
-    """Copy the rows at some positions, each once, into a micro-batch.
+def collate(rows: Rows, positions: Sequence[int], num_rows: int) -> MicroBatch:
+    """Collate rows into a micro-batch.
 
     Args:
-        rows: a split.
-        positions: global sample positions, `num_rows` at most.
-        num_rows: rows of the micro-batch; those without a position have no targets.
+        rows: rows of a split.
+        positions: global sample positions of at most `num_rows` rows.
+        num_rows: rows of the micro-batch; rows beyond the given positions are padding without targets.
     """
     shape = num_rows, rows.seq_len
     input_ids = torch.zeros(shape, dtype=torch.int64)
@@ -52,12 +52,12 @@ def assemble(rows: Rows, positions: Sequence[int], num_rows: int) -> MicroBatch:
 
 
 def count_micro_batches(global_batch: int, micro_batch: int, data_ranks: int) -> int:
-    """Micro-batches that each data rank has in a step of `batches`."""
+    """Number of micro-batches per step and data rank in `batches`."""
     return -(-_share(global_batch, data_ranks) // micro_batch)
 
 
 def _share(global_batch: int, data_ranks: int) -> int:
-    """Rows of a data rank, those without targets among them."""
+    """Number of rows per step and data rank, including padding rows."""
     return -(-global_batch // data_ranks)
 
 
@@ -71,39 +71,39 @@ def batches(
     data_ranks: int,
     start_step: int = 0,
 ) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of one data rank, a list for each step `start_step` ... `steps - 1`.
+    """Iterate over the training steps of one data rank; yields the list of micro-batches of each step.
 
-    Step k takes the positions k * global_batch ... (k + 1) * global_batch - 1, and a data rank its contiguous share of
-    them. All ranks have equally many micro-batches of equal shapes: where global_batch is no multiple of data_ranks,
-    the shorter shares are filled with rows without targets. One background thread prepares a few steps ahead; it ends
-    with the iterator, and its errors are raised here.
+    Step k covers the positions k * global_batch ... (k + 1) * global_batch - 1, of which each data rank has a contiguous
+    share. All ranks have the same number of micro-batches, with the same shapes: if global_batch is not a multiple of
+    data_ranks, shorter shares are padded with rows without targets. A background thread prefetches a few steps. It ends with
+    the iterator, and its exceptions are raised by the iterator.
 
     Args:
-        rows: the train split.
-        steps: steps of the whole run.
-        global_batch: rows of a step over all data ranks.
-        micro_batch: rows of a micro-batch; the last one of a step has fewer if the share is no multiple of it.
-        data_rank: which share, 0 ... data_ranks - 1.
-        data_ranks: number of shares.
-        start_step: first step, after a resume.
+        rows: rows of the train split.
+        steps: total number of steps of the run.
+        global_batch: rows per step over all data ranks.
+        micro_batch: rows per micro-batch; the last micro-batch of a step has fewer if micro_batch does not divide the share.
+        data_rank: index of this data rank, 0 ... data_ranks - 1.
+        data_ranks: number of data ranks.
+        start_step: first step to yield, after a resume.
     """
     low, high = data_rank * global_batch // data_ranks, (data_rank + 1) * global_batch // data_ranks
     share = _share(global_batch, data_ranks)
 
     def prepare_step(step: int) -> list[MicroBatch]:
-        mine = range(step * global_batch + low, step * global_batch + high)
+        positions = range(step * global_batch + low, step * global_batch + high)
         return [
-            assemble(rows, mine[begin : begin + micro_batch], min(micro_batch, share - begin))
+            collate(rows, positions[begin : begin + micro_batch], min(micro_batch, share - begin))
             for begin in range(0, share, micro_batch)
         ]
 
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-data")
     pending: deque[Future[list[MicroBatch]]] = deque()
     try:
-        for step in range(start_step, steps + STEPS_AHEAD):
+        for step in range(start_step, steps + PREFETCH_STEPS):
             if step < steps:
                 pending.append(pool.submit(prepare_step, step))
-            if step >= start_step + STEPS_AHEAD and pending:
+            if step >= start_step + PREFETCH_STEPS and pending:
                 yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
@@ -112,18 +112,19 @@ def batches(
 def evaluation_batches(
     rows: Rows, *, micro_batch: int, data_rank: int, data_ranks: int, max_rows: int | None = None
 ) -> Iterator[MicroBatch]:
-    """Every row of a split exactly once over all data ranks, in equally many micro-batches on each.
+    """Iterate over the evaluation micro-batches of one data rank; all data ranks together cover each row exactly once.
 
-    Rows without targets fill up the last ones: add up losses and numbers of targets over all ranks, then divide.
+    All ranks have the same number of micro-batches; the last ones are padded with rows without targets. To get the mean loss,
+    sum the losses and the target counts over all ranks, then divide.
 
     Args:
-        rows: the held-out split.
-        micro_batch: rows of each micro-batch.
-        data_rank: which share, 0 ... data_ranks - 1.
-        data_ranks: number of shares.
-        max_rows: look at the first rows only.
+        rows: rows of the held-out split.
+        micro_batch: rows per micro-batch.
+        data_rank: index of this data rank, 0 ... data_ranks - 1.
+        data_ranks: number of data ranks.
+        max_rows: maximum number of rows, taken from the start of the split.
     """
     count = len(rows) if max_rows is None else min(max_rows, len(rows))
     for begin in range(0, count, micro_batch * data_ranks):
         first = begin + data_rank * micro_batch
-        yield assemble(rows, range(first, min(first + micro_batch, count)), micro_batch)
+        yield collate(rows, range(first, min(first + micro_batch, count)), micro_batch)

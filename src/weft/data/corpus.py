@@ -1,4 +1,4 @@
-"""Documents: where they are found, and how each source is read, one document at a time."""
+"""Corpus reader: finds the files of a data source and iterates over their documents."""
 
 import codecs
 import glob
@@ -11,7 +11,7 @@ from weft.errors import DataError
 from weft.job import Data
 
 HEAD_BYTES = 4096
-SHOWN = 120  # characters of a wrong record that an error shows
+SHOWN = 120  # characters of an invalid record that an error shows
 MAGIC = {
     b"PAR1": "parquet",
     b"\x93NUMPY": "tokens",
@@ -21,37 +21,37 @@ MAGIC = {
     b"\xfd7zXZ": "xz",
     b"PK\x03\x04": "zip",
 }
-"""Kinds of files by their first bytes."""
+"""File types by their first bytes."""
 FIXES = {
     "text": 'the file looks like text: set data.source = "text"',
-    "jsonl": 'the file looks like JSON: write each record on a line of its own, and set data.source = "jsonl"',
-    "array": "the file looks like a JSON array: write each of its objects on a line of its own",
+    "jsonl": 'the file looks like JSON: write one record per line, and set data.source = "jsonl"',
+    "array": "the file looks like a JSON array: write one object per line",
     "parquet": 'the file looks like Parquet: set data.source = "parquet"',
     "tokens": 'the file looks like an array of tokens: set data.source = "tokens"',
-    "binary": "the file looks binary: name the text files alone with a glob, such as data.path = 'corpus/**/*.txt'",
+    "binary": "the file looks binary: select only text files with a glob, such as data.path = 'corpus/**/*.txt'",
     **{name: f"the file is compressed with {name}: decompress it" for name in ("gzip", "zstd", "bzip2", "xz", "zip")},
 }
-"""What to do with a file of a kind that its source does not read."""
+"""Fixes by file type, for files that do not match data.source."""
 FOLDER_PATTERNS = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet"}
 
 
 def find_files(data: Data) -> list[Path]:
-    """The files of a source, sorted by path.
+    """Find the files of a data source, sorted by path.
 
-    `data.path` is a file, a folder (searched to any depth; hidden files and folders are left out) or a glob.
+    `data.path` is a file, a folder (searched recursively, without hidden files and folders) or a glob.
 
     Raises:
-        DataError: no path is given, or there is nothing at it.
+        DataError: data.path is missing, or no file matches it.
     """
     if data.source == "python":
         library = Path(sysconfig.get_path("stdlib"))
-        left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-        return sorted(p for p in library.rglob("*.py") if left_out.isdisjoint(p.relative_to(library).parts))
+        excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        return sorted(p for p in library.rglob("*.py") if excluded.isdisjoint(p.relative_to(library).parts))
     if not data.path:
         raise DataError(
             f"source {data.source} has no path",
             where="data.path",
-            rule="every source but python reads files",
+            rule='every source except "python" needs a path',
             fix="set data.path to a file, a folder or a glob",
         )
     path = Path(data.path).expanduser()
@@ -70,34 +70,34 @@ def find_files(data: Data) -> list[Path]:
 
 
 def check_not_empty(data: Data, files: Sequence[Path]) -> None:
-    """Read up to the first document, before anything is made of it.
+    """Refuse a corpus without text; reads up to the first document.
 
     Args:
-        data: names the source.
-        files: as `find_files` gives them.
+        data: data table of the job.
+        files: files from `find_files`.
 
     Raises:
-        DataError: no file has a document that is not empty, or a file before the first document is damaged.
+        DataError: all documents are empty, or a file before the first document is damaged.
     """
     if next(documents(data.source, files), None) is None:
         size = sum(path.stat().st_size for path in files)
         raise DataError(
             f"the corpus is empty: no text in {len(files)} file{'s' * (len(files) > 1)} of {size:,} bytes",
             where=f"data.path = {data.path}" if data.path else f"data.source = {data.source}",
-            rule="a corpus has at least one document that is not empty",
+            rule="a corpus has at least one non-empty document",
             fix="set data.path to files with text",
         )
 
 
 def documents(source: str, files: Sequence[Path]) -> Iterator[str]:
-    """Every document of the files in order, without empty ones.
+    """Iterate over the non-empty documents of the files, in order.
 
     Args:
         source: python, text, jsonl or parquet.
-        files: as `find_files` gives them.
+        files: files from `find_files`.
 
     Raises:
-        DataError: a file is damaged or a record has no text; the message says where.
+        DataError: a file is damaged or a record has no text; the message has the location.
     """
     for path in files:
         try:
@@ -109,17 +109,18 @@ def documents(source: str, files: Sequence[Path]) -> Iterator[str]:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
+    """Error for a corpus file that cannot be read."""
     return DataError(
         f"cannot read {path}: {error.strerror}",
         where=str(path),
-        rule="every file of the corpus can be read",
-        fix="allow it to be read, or name the other files with a glob",
+        rule="every file of the corpus is readable",
+        fix="make the file readable, or select the other files with a glob",
     )
 
 
 def _read_python(path: Path) -> Iterator[str]:
     raw = path.read_bytes()
-    if b"\0" in raw:  # test data of the parser, not text
+    if b"\0" in raw:  # test data of the parser
         return
     try:
         yield raw.decode("utf-8")
@@ -138,7 +139,7 @@ def _read_text(path: Path) -> Iterator[str]:
             fix=_fix(
                 path,
                 "text",
-                "convert the file, or name the text files alone with a glob, such as data.path = 'corpus/**/*.txt'",
+                "convert the file, or select only text files with a glob, such as data.path = 'corpus/**/*.txt'",
             ),
         ) from None
 
@@ -155,8 +156,8 @@ def _read_jsonl(path: Path) -> Iterator[str]:
                 record = json.loads(line)
             except ValueError as error:  # also text that is not UTF-8
                 rule, fix = "each line is one JSON object", "repair the line"
-                # A file whose first record is wrong is probably of another kind; one that began well is damaged.
-                fix = fix if records else _fix(path, "jsonl", f"{fix}; an object has one line")
+                # If the first record is broken, the file probably has another type; otherwise it is damaged.
+                fix = fix if records else _fix(path, "jsonl", f"{fix}; write each object on a single line")
                 raise DataError(f"broken JSON record: {error}", where=where, rule=rule, fix=fix) from None
             if not isinstance(record, dict):
                 fix = 'write {"text": "..."} on the line'
@@ -168,7 +169,7 @@ def _read_jsonl(path: Path) -> Iterator[str]:
 
 
 def _read_parquet(path: Path) -> Iterator[str]:
-    # Read here alone: a rank that trains never loads Arrow.
+    # Imported here so that training ranks never load Arrow.
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
@@ -177,7 +178,7 @@ def _read_parquet(path: Path) -> Iterator[str]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if "text" not in names:
-                where = f"{path}, whose columns are {', '.join(names)}"
+                where = f"{path}, with columns {', '.join(names)}"
                 raise _no_text(None, where, 'rename the column that holds the text to "text"')
             for batch in file.iter_batches(batch_size=1024, columns=["text"]):
                 for text in batch.column(0).to_pylist():
@@ -187,29 +188,29 @@ def _read_parquet(path: Path) -> Iterator[str]:
         raise DataError(
             f"{path} is damaged or truncated: {error}",
             where=f"{path}, record {number}, file of {path.stat().st_size} bytes",
-            rule="a Parquet file ends with its index; one that was cut off has none",
+            rule="a Parquet file ends with its index, which a truncated file lacks",
             fix=_fix(path, "parquet", "copy or download the file again"),
         ) from None
 
 
 def _checked(text: object, where: str) -> str:
-    """The text of a record, if it is one that a tokenizer takes."""
+    """Text of a record, checked to be a valid Unicode string."""
     if not isinstance(text, str):
-        raise _no_text(text, where, "leave the record out, or put a string into its text")
+        raise _no_text(text, where, "remove the record, or set its text to a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"text with half a character: {error}",
+            f"text with half a surrogate pair: {error}",
             where=where,
-            rule="text is Unicode",
-            fix=r"write characters above U+FFFF as both of their \u escapes, or as UTF-8",
+            rule="text is valid Unicode",
+            fix=r"write a character above U+FFFF as two \u escapes (a surrogate pair), or as UTF-8",
         ) from None
     return text
 
 
-def _no_text(found: object, where: str, fix: str) -> DataError:
-    shown = repr(found)
+def _no_text(record: object, where: str, fix: str) -> DataError:
+    shown = repr(record)
     rule = 'each record has a field "text" that holds a string'
     return DataError(
         f"record without text: {shown[:SHOWN] + ' ...' * (len(shown) > SHOWN)}", where=where, rule=rule, fix=fix
@@ -221,23 +222,23 @@ def _fields(record: dict[str, object]) -> str:
 
 
 def _fix(path: Path, source: str, otherwise: str) -> str:
-    """What to do with a file that its source cannot read, by what it begins with."""
-    kind = _kind(path)
-    return otherwise if kind == source else FIXES.get(kind, otherwise)
+    """Fix for a file that its source cannot read, by its detected type."""
+    file_type = _detect_type(path)
+    return otherwise if file_type == source else FIXES.get(file_type, otherwise)
 
 
-def _kind(path: Path) -> str:
-    """What a file looks like, one of the keys of `FIXES`; empty where its first bytes say nothing."""
+def _detect_type(path: Path) -> str:
+    """File type by first bytes, one of the keys of `FIXES`; empty if unknown."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
-    for magic, kind in MAGIC.items():
+    for magic, file_type in MAGIC.items():
         if head.startswith(magic):
-            return kind
+            return file_type
     if b"\0" in head:
         return "binary"
-    if begin := {b"{": "jsonl", b"[": "array"}.get(head.lstrip()[:1]):
-        return begin
-    try:  # incremental: the head may end inside a character
+    if json_type := {b"{": "jsonl", b"[": "array"}.get(head.lstrip()[:1]):
+        return json_type
+    try:  # incremental, because the head may end inside a character
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
         return ""

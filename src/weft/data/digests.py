@@ -1,4 +1,4 @@
-"""Digests of the contents of source files, made once: a file that has not changed since is not read again."""
+"""Cached digests of source files: an unchanged file is not read again."""
 
 import os
 import tempfile
@@ -15,37 +15,36 @@ from weft.data.sealed import read_sealed, write_sealed
 from weft.plan import Table
 
 CHUNK = 2**24
-FOLDER = "sources"  # of the cache
-SETTLED_NS = 2 * 10**9  # a file system may not tell apart two changes that are closer than that
+FOLDER = "sources"  # folder of the records in the cache
+SETTLED_NS = 2 * 10**9  # two changes within this time may get the same timestamp
 
 
 class _Record(Table):
-    """What is remembered of the files of a source: state, digest and measure of each."""
+    """Cached state, digest and measure of each file of a source."""
 
     files: list[tuple[list[int], str, int | None]]
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What is known of the contents of a file."""
+class FileDigest:
+    """Digest of a file, and a value computed from its content."""
 
     digest: str
-    """BLAKE3."""
+    """BLAKE3 digest."""
     measure: int | None
-    """What the caller counts in it; None if nothing."""
+    """Result of the caller's `measure` function; None without one."""
 
 
-def digest_files(files: Sequence[Path], cache: Path, measure: Callable[[Path], int] | None = None) -> list[Contents]:
-    """The digest of each file: of its bytes, or remembered since it was read.
+def digest_files(files: Sequence[Path], cache: Path, measure: Callable[[Path], int] | None = None) -> list[FileDigest]:
+    """Digest of each file, computed from its bytes or taken from the cache.
 
-    A file is taken for unchanged while its device, inode, size, and times of change (mtime and ctime, in nanoseconds) are
-    the same. Programs may set mtime back, but not ctime. The record is kept in a folder of the cache; without a place for it,
-    or with a damaged one, files are read again.
+    A file counts as unchanged if its device, inode, size, mtime and ctime (in nanoseconds) are the same. A program can set
+    mtime back, but not ctime. The record is stored in the cache; if it is damaged or cannot be written, files are read again.
 
     Args:
-        files: of one source.
+        files: files of one source.
         cache: data.cache.
-        measure: counts something in a file that is worth remembering too.
+        measure: function of a file whose result is cached with the digest.
 
     Raises:
         DataError: a file cannot be read.
@@ -53,21 +52,21 @@ def digest_files(files: Sequence[Path], cache: Path, measure: Callable[[Path], i
     name = blake3("\0".join(str(path.absolute()) for path in files).encode("utf-8", "surrogateescape")).hexdigest()
     record = cache / FOLDER / f"{name[:24]}.json"
     known = _read_record(record)
-    found, kept = [], {}
+    digests, kept = [], {}
     for path in files:
         try:
             before = _state(path)
             contents = known.get(before)
             if contents is None or (measure is None) != (contents.measure is None):
-                contents = Contents(_digest(path), measure(path) if measure else None)
+                contents = FileDigest(_digest(path), measure(path) if measure else None)
             if before == _state(path) and max(before[3:]) < time.time_ns() - SETTLED_NS:
                 kept[before] = contents
         except OSError as error:
             raise unreadable(path, error) from None
-        found.append(contents)
+        digests.append(contents)
     if kept != known:
         _write_record(record, kept)
-    return found
+    return digests
 
 
 def _state(path: Path) -> tuple[int, ...]:
@@ -84,17 +83,17 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_record(path: Path) -> dict[tuple[int, ...], Contents]:
+def _read_record(path: Path) -> dict[tuple[int, ...], FileDigest]:
     try:
         files = _Record.model_validate(read_sealed(path)).files
     except (OSError, ValueError):
         return {}
-    return {tuple(state): Contents(digest, measure) for state, digest, measure in files}
+    return {tuple(state): FileDigest(digest, measure) for state, digest, measure in files}
 
 
-def _write_record(path: Path, files: dict[tuple[int, ...], Contents]) -> None:
+def _write_record(path: Path, files: dict[tuple[int, ...], FileDigest]) -> None:
     table = {"files": [[state, contents.digest, contents.measure] for state, contents in files.items()]}
-    with suppress(OSError):  # a cache that cannot be written costs time alone
+    with suppress(OSError):  # without a record, files are only read again
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
         os.close(descriptor)

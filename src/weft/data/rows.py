@@ -1,4 +1,4 @@
-"""Rows: fixed places in mapped tokens, numbered by global sample position, in an order that is a pure function."""
+"""Rows of memory-mapped tokens, indexed by global sample position; the shuffled order is a pure function of the seed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,58 +6,58 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weft.data.shards import ROW_TYPES, STREAM_TYPES, Span, open_array
+from weft.data.shards import ROW_TYPES, STREAM_TYPES, TokenSpan, open_array
 
 MASK = 2**64 - 1
 ROUNDS = 4
 
 
 class Row(NamedTuple):
-    """One row, cut from the map without a copy."""
+    """One row, a view of the memory map."""
 
     tokens: torch.Tensor
-    """[seq_len + 1], fewer at the end of a document that is not packed; int32, or the dtype of the .npy of a job."""
+    """[seq_len + 1], shorter at the end of a document without packing; int32, or the dtype of the .npy file of a job."""
     starts: np.ndarray
-    """int64 [n]: places 1 ... seq_len of the row at which a new document starts."""
+    """int64 [n]: indices in the row, 1 ... seq_len, at which a new document starts."""
 
 
 class Rows:
-    """The rows of one split.
+    """Rows of one split.
 
-    Packed rows are cut from the stream of documents with a stride of seq_len, so that every token but the first is a
-    target once; what is left at the end of a shard (less than a row) is not used. Without packing a row is one piece
-    of one document. A file of ready rows is taken as it is.
+    Packed rows are cut from the stream of documents with a stride of seq_len, so that every token except the first is a
+    target exactly once; the remainder at the end of a shard (less than a row) is dropped. Without packing, each row is a part
+    of a single document. A file of ready rows (source "tokens") is used unchanged.
 
     Args:
-        spans: where the split lies, `Prepared.train` or `Prepared.held_out`.
-        seq_len: tokens that a row feeds to the model.
+        spans: token ranges of the split, `Prepared.train` or `Prepared.held_out`.
+        seq_len: input tokens per row.
         packing: fill rows with several documents.
-        shuffle: visit rows of each epoch in an order drawn from seed, else as they lie.
-        seed: seed of the order.
+        shuffle: shuffle the rows of each epoch; otherwise rows come in file order.
+        seed: seed of the shuffled order.
 
     Raises:
-        DataError: a file is missing, truncated or of another kind.
+        DataError: a file is missing, truncated or has another type.
     """
 
-    def __init__(self, spans: Sequence[Span], *, seq_len: int, packing: bool, shuffle: bool, seed: int):
+    def __init__(self, spans: Sequence[TokenSpan], *, seq_len: int, packing: bool, shuffle: bool, seed: int):
         self.seq_len, self.shuffle, self.seed = seq_len, shuffle, seed
         self.maps = [_open(span) for span in spans]
-        # A run is a stretch of tokens that rows are cut from, one after the other: a whole span, or one document.
-        runs = [_runs(i, span, self.maps[i][1], packing) for i, span in enumerate(spans)]
-        self._runs = np.concatenate([np.empty((0, 3), np.int64), *runs])
-        lengths = self._runs[:, 2] - self._runs[:, 1]
+        # A segment is a range of consecutive tokens that is cut into rows: a full span, or one document without packing.
+        segments = [_segments(i, span, self.maps[i][1], packing) for i, span in enumerate(spans)]
+        self._segments = np.concatenate([np.empty((0, 3), np.int64), *segments])
+        lengths = self._segments[:, 2] - self._segments[:, 1]
         has_documents = all(span.starts for span in spans)
         self._stride = seq_len if has_documents else seq_len + 1
-        pieces = -(-(lengths - 1) // seq_len)
-        whole = np.maximum(lengths - (seq_len + 1), -self._stride) // self._stride + 1
-        self._row_ends = np.cumsum(whole if packing or not has_documents else pieces)
+        unpacked_rows = -(-(lengths - 1) // seq_len)
+        full_rows = np.maximum(lengths - (seq_len + 1), -self._stride) // self._stride + 1
+        self._row_ends = np.cumsum(full_rows if packing or not has_documents else unpacked_rows)
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Number of rows per epoch."""
         return int(self._row_ends[-1]) if len(self._row_ends) else 0
 
     def __getitem__(self, position: int) -> Row:
-        """The row at a global sample position, for any position >= 0: epoch `position // len(rows)` and so on.
+        """Row at a global sample position, for any position >= 0; the epoch is `position // len(rows)`.
 
         Raises:
             IndexError: the position is negative, or the split has no rows.
@@ -67,43 +67,43 @@ class Rows:
         epoch, index = divmod(position, len(self))
         if self.shuffle:
             index = shuffled(index, len(self), self.seed, epoch)
-        run = int(np.searchsorted(self._row_ends, index, side="right"))
-        map_index, run_begin, run_end = self._runs[run].tolist()
-        begin = run_begin + (index - (int(self._row_ends[run - 1]) if run else 0)) * self._stride
-        end = min(begin + self.seq_len + 1, run_end)
+        segment = int(np.searchsorted(self._row_ends, index, side="right"))
+        map_index, segment_begin, segment_end = self._segments[segment].tolist()
+        begin = segment_begin + (index - (int(self._row_ends[segment - 1]) if segment else 0)) * self._stride
+        end = min(begin + self.seq_len + 1, segment_end)
         tokens, starts = self.maps[map_index]
         low, high = np.searchsorted(starts, (begin + 1, end))
         return Row(tokens[begin:end], starts[low:high] - begin)
 
 
 def shuffled(index: int, count: int, seed: int, epoch: int) -> int:
-    """Where `index` of [0, count) goes in the order of an epoch: a permutation for each (seed, epoch), in O(1).
+    """Random permutation of [0, count) for each (seed, epoch), evaluated at `index` in O(1).
 
-    A Feistel network permutes the next larger power of four; values outside of the range walk on along their cycle
-    until they are inside.
+    A Feistel network permutes the range up to the next power of four. A result outside [0, count) is permuted again until it
+    is inside (cycle walking).
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     key = _mix(_mix(seed & MASK) ^ epoch)
     while True:
         left, right = index >> half, index & low
-        for number in range(ROUNDS):
-            left, right = right, left ^ (_mix(key + (number << 60) ^ right) & low)
+        for round_index in range(ROUNDS):
+            left, right = right, left ^ (_mix(key + (round_index << 60) ^ right) & low)
         index = left << half | right
         if index < count:
             return index
 
 
 def _mix(value: int) -> int:
-    """The finaliser of splitmix64: each bit of the value moves about half of the bits of the result."""
+    """Finalizer of splitmix64: each input bit affects about half of the output bits."""
     value = (value + 0x9E3779B97F4A7C15) & MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
     return value ^ (value >> 31)
 
 
-def _open(span: Span) -> tuple[torch.Tensor, np.ndarray]:
-    """The tokens of a span's file, flat, and the document starts in it."""
+def _open(span: TokenSpan) -> tuple[torch.Tensor, np.ndarray]:
+    """Flat tokens of the span's file, and the document starts in the file."""
     if span.starts is None:
         rows = open_array(span.tokens, ndim=2, dtypes=ROW_TYPES)
         return torch.from_numpy(rows.reshape(-1)), np.empty(0, np.int64)
@@ -112,8 +112,8 @@ def _open(span: Span) -> tuple[torch.Tensor, np.ndarray]:
     return torch.from_numpy(tokens), np.asarray(starts)
 
 
-def _runs(map_index: int, span: Span, starts: np.ndarray, packing: bool) -> np.ndarray:
-    """int64 [runs, 3]: map, begin and end of each stretch of a span that rows are cut from."""
+def _segments(map_index: int, span: TokenSpan, starts: np.ndarray, packing: bool) -> np.ndarray:
+    """Segments of a span that are cut into rows: map index, begin and end, int64 [segments, 3]."""
     low, high = (0, 0) if packing else np.searchsorted(starts, (span.first + 1, span.last))
     edges = np.concatenate([[span.first], starts[low:high], [span.last]]).astype(np.int64)
     return np.stack([np.full(len(edges) - 1, map_index), edges[:-1], edges[1:]], axis=1)

@@ -1,4 +1,4 @@
-"""The token cache: folders named by content, each written beside its place, sealed by a manifest, and renamed."""
+"""Token cache: content-addressed folders, written to a scratch folder, sealed by a manifest, and renamed into place."""
 
 import errno
 import hashlib
@@ -16,30 +16,32 @@ import numpy as np
 from pydantic import Field, StringConstraints, ValidationError
 
 from weft.data.sealed import read_sealed, write_sealed
-from weft.data.shards import Span, open_array
+from weft.data.shards import TokenSpan, open_array
 from weft.errors import DataError
 from weft.lock import WITHOUT_LOCKS, Lock, take_lock
 from weft.plan import Table
 
 SHARD_TOKENS = 64 * 2**20
 MANIFEST = "manifest.json"
-BOUNDARY_REACH = 0.25  # share of the smaller split by which a cut may move to fall between documents
+MAX_CUT_SHIFT = 0.25  # fraction of the smaller split by which a cut may move to fall between documents
 
-SCRATCH = re.compile(r"(\.(?:tokens|tokenizer)-[0-9a-f]{24}-[0-9a-f]{16})\.lock")  # the lock of a scratch folder
+SCRATCH = re.compile(
+    r"(\.(?:tokens|tokenizer)-[0-9a-f]{24}-[0-9a-f]{16})\.lock"
+)  # name of a scratch folder's lock file
 
 Size = Annotated[int, Field(ge=0)]
 
 
 class StoredFile(Table):
-    """A file of a store."""
+    """Size and digest of a file of a token store."""
 
     bytes: Size
     digest: str
-    """BLAKE2b."""
+    """BLAKE2b digest."""
 
 
-class Manifest(Table):
-    """What a store says about itself."""
+class StoreManifest(Table):
+    """Manifest of a token store."""
 
     format: Literal[2] = 2
     vocab_size: Annotated[int, Field(ge=1)]
@@ -49,19 +51,19 @@ class Manifest(Table):
     tokens: Size
     documents: Size
     files: dict[Annotated[str, StringConstraints(pattern=r"^(tokens|starts)-\d{5,}\.npy$")], StoredFile]
-    """By their names."""
+    """Files by name."""
 
 
 @contextmanager
-def building(folder: Path, *, estimate: int) -> Iterator[Path]:
-    """A scratch folder that becomes `folder` when the block ends well and vanishes otherwise.
+def build_folder(folder: Path, *, estimate: int) -> Iterator[Path]:
+    """Context manager: a scratch folder that is renamed to `folder` if the block succeeds, and removed otherwise.
 
-    Of two launchers that build the same folder at once, the first rename wins; the bytes are the same. A lock beside the
-    scratch folder is held while the block runs: what a killed launcher left is told by it, see `remove_leftovers`.
+    If two launchers build the same folder at once, the first rename wins; the contents are identical. A lock file next to the
+    scratch folder is locked while the block runs; `remove_stale_scratch` uses it to detect scratch folders of killed launchers.
 
     Args:
-        folder: where the contents will be.
-        estimate: bytes that are probably needed; refused before any work if the disk has less.
+        folder: final folder.
+        estimate: estimated bytes; a disk with less free space is refused before any work.
 
     Raises:
         DataError: the disk is too small or gets full, or the folder cannot be written.
@@ -85,8 +87,8 @@ def building(folder: Path, *, estimate: int) -> Iterator[Path]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             written = sum(path.stat().st_size for path in scratch.iterdir()) if scratch.is_dir() else 0
             raise _no_space(folder, f"more than {max(written, estimate)} bytes", free) from None
-        rule, fix = "tokens are kept below data.cache", "set data.cache to a folder that can be written"
-        raise DataError(f"cannot make the token cache: {error}", where=str(folder), rule=rule, fix=fix) from error
+        rule, fix = "tokens are cached in data.cache", "set data.cache to a writable folder"
+        raise DataError(f"cannot write the token cache: {error}", where=str(folder), rule=rule, fix=fix) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         if lock:
@@ -94,21 +96,21 @@ def building(folder: Path, *, estimate: int) -> Iterator[Path]:
             lock.release()
 
 
-def remove_leftovers(cache: Path) -> list[Path]:
-    """Remove the scratch folders of launchers that are gone; those of living ones are held by their locks.
+def remove_stale_scratch(cache: Path) -> list[Path]:
+    """Remove scratch folders of launchers that have ended; a running launcher holds the lock of its scratch folder.
 
     Args:
         cache: data.cache; it need not exist.
 
     Returns:
-        What was removed. What cannot be removed stays, as on a file system without locks.
+        Removed folders. Folders that cannot be locked or removed are kept, for example on a file system without locks.
     """
     removed = []
     for lock_file in sorted(cache.glob(".*.lock")):
         name = SCRATCH.fullmatch(lock_file.name)
         try:
             lock = take_lock(lock_file) if name else None
-        except OSError:  # of another user, or no locks
+        except OSError:  # a lock file of another user, or a file system without locks
             continue
         if name and lock:
             scratch = cache / name[1]
@@ -122,7 +124,7 @@ def remove_leftovers(cache: Path) -> list[Path]:
 
 
 def _lock_scratch(path: Path) -> Lock | None:
-    """The lock of a scratch folder; None on a file system without locks."""
+    """Lock for a scratch folder; None on a file system without locks."""
     try:
         return take_lock(path)
     except OSError as error:
@@ -144,12 +146,12 @@ def write_store(
     """Write documents as one stream of tokens, cut into shards, each with an index of document starts.
 
     Args:
-        folder: an existing, empty folder.
-        parts: ids of each document in one or several parts; the last one carries the document's 64-bit digest.
-        shuffle: order documents by digest, else as they come.
+        folder: existing, empty folder.
+        parts: (ids, digest) of each document in one or more parts; the last part has the 64-bit digest, the others None.
+        shuffle: order documents by digest instead of by input order.
         vocab_size: entries of the tokenizer.
         end_of_text: id that ends each document.
-        shard_tokens: tokens of a shard, at most.
+        shard_tokens: maximum tokens per shard.
     """
     staged = folder / "staged"
     lengths, digests, length = array("q"), array("Q"), 0
@@ -176,23 +178,23 @@ def write_store(
             ):
                 files[name] = _write_array(folder / name, dtype, count, data)
     staged.unlink()
-    manifest = Manifest(
+    manifest = StoreManifest(
         vocab_size=vocab_size, end_of_text=end_of_text, tokens=num_tokens, documents=len(lengths), files=files
     )
     write_sealed(folder / MANIFEST, manifest.model_dump())
 
 
-def read_store(folder: Path) -> Manifest:
-    """The manifest of a store, after every file was compared with it.
+def read_store(folder: Path) -> StoreManifest:
+    """Read the manifest of a token store and verify every file.
 
     Raises:
         DataError: a file is missing, truncated or damaged.
     """
-    rule, fix = "a cached file is exactly what its manifest says", f"delete the folder {folder}; it is made again"
+    rule, fix = "a cached file matches its manifest", f"delete the folder {folder}; it will be created again"
     try:
-        manifest = Manifest.model_validate(read_sealed(folder / MANIFEST))
+        manifest = StoreManifest.model_validate(read_sealed(folder / MANIFEST))
     except ValidationError as error:
-        what = f"the manifest is damaged: {error.error_count()} of its fields are wrong or missing"
+        what = f"the manifest is damaged: {error.error_count()} of its fields are invalid or missing"
         raise DataError(what, where=str(folder / MANIFEST), rule=rule, fix=fix) from None
     except (OSError, ValueError) as error:
         raise DataError(f"the manifest is damaged: {error}", where=str(folder / MANIFEST), rule=rule, fix=fix) from None
@@ -206,16 +208,21 @@ def read_store(folder: Path) -> Manifest:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()
         if digest != entry.digest:
-            what = f"{path} is damaged: its {has_bytes} bytes have another digest than when they were written"
+            what = f"{path} is damaged: the digest of its {has_bytes} bytes does not match the manifest"
             raise DataError(what, where=str(path), rule=rule, fix=fix)
     return manifest
 
 
-def split_store(folder: Path, manifest: Manifest, held_out: float) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Cut the stream into a train split and a held-out split: the last `held_out` share of the tokens.
+def split_store(
+    folder: Path, manifest: StoreManifest, held_out: float
+) -> tuple[tuple[TokenSpan, ...], tuple[TokenSpan, ...]]:
+    """Split the stream into a train split and a held-out split, which is the last fraction `held_out` of the tokens.
 
-    The cut is the document boundary nearest to that share, if it changes neither split by more than a quarter; else the cut
-    falls inside a document.
+    The cut is moved to the nearest document boundary if that changes neither split by more than a quarter; otherwise the cut
+    is inside a document.
+
+    Returns:
+        Token ranges of the train split and of the held-out split.
     """
     shards, num_tokens, heads = [], 0, []
     for name in sorted(name for name in manifest.files if name.startswith("tokens-")):
@@ -228,12 +235,12 @@ def split_store(folder: Path, manifest: Manifest, held_out: float) -> tuple[tupl
     if held_out and manifest.documents > 1:
         boundaries = np.concatenate(heads)[1:]
         nearest = int(boundaries[np.argmin(np.abs(boundaries - cut))])
-        if abs(nearest - cut) <= BOUNDARY_REACH * min(cut, num_tokens - cut):
+        if abs(nearest - cut) <= MAX_CUT_SHIFT * min(cut, num_tokens - cut):
             cut = nearest
 
-    def spans(low: int, high: int) -> tuple[Span, ...]:
+    def spans(low: int, high: int) -> tuple[TokenSpan, ...]:
         return tuple(
-            Span(str(path), str(path.with_name(path.name.replace("tokens", "starts"))), first, last)
+            TokenSpan(str(path), str(path.with_name(path.name.replace("tokens", "starts"))), first, last)
             for path, begin, size in shards
             if (first := max(low - begin, 0)) < (last := min(high - begin, size))
         )
@@ -244,9 +251,9 @@ def split_store(folder: Path, manifest: Manifest, held_out: float) -> tuple[tupl
 def _cut(
     source: np.ndarray, begins: np.ndarray, lengths: np.ndarray, low: int, high: int
 ) -> tuple[Iterator[np.ndarray], np.ndarray]:
-    """Tokens [low, high) of the ordered stream, document by document, and where in them each document starts.
+    """Tokens [low, high) of the ordered stream, document by document, and the index of the first token of each document.
 
-    A document that goes on from the shard before starts again at 0.
+    A document that continues from the previous shard counts as starting at index 0.
     """
     ends = np.cumsum(lengths)
     heads = ends - lengths
@@ -258,7 +265,7 @@ def _cut(
 
 
 def _write_array(path: Path, dtype: str, count: int, chunks: Iterator[np.ndarray]) -> StoredFile:
-    """Write an .npy with plain writes: a full disk is an error of a write, but kills a process that uses a map."""
+    """Write an .npy file with plain writes: on a full disk, a write raises an error, but a memory map kills the process."""
     with path.open("wb+") as file:
         header = {"descr": dtype, "fortran_order": False, "shape": (count,)}
         np.lib.format.write_array_header_1_0(file, header)
@@ -271,8 +278,8 @@ def _write_array(path: Path, dtype: str, count: int, chunks: Iterator[np.ndarray
 
 def _no_space(folder: Path, needed: str, free: int) -> DataError:
     return DataError(
-        f"no space for the token cache: it needs {needed}, {free} bytes are free",
+        f"not enough space for the token cache: it needs {needed}, {free} bytes are free",
         where=str(folder.parent),
-        rule="a token takes 4 bytes, and as much again while documents are put in order",
+        rule="a token takes 4 bytes, and another 4 bytes while documents are being ordered",
         fix="free some space, or set data.cache to a folder on a larger disk",
     )

@@ -1,6 +1,6 @@
-"""The tokenizer: found in a folder or trained on the text, and fed with bounded batches.
+"""Tokenizer: loaded from a folder or trained on the corpus, and applied in batches of bounded size.
 
-Transformers and tokenizers are imported inside the functions, because ranks read this package and need neither.
+Transformers and tokenizers are imported inside the functions, because ranks import this package without needing them.
 """
 
 import hashlib
@@ -28,22 +28,22 @@ FILES = (
     ),
     *("special_tokens_map.json", "added_tokens.json", "emoji.json", "normalizer.json", "word_*.json"),
 )
-TRAIN_CHARACTERS = 2**28  # merges settle long before this; it bounds the time to train on a large corpus
+TRAIN_CHARACTERS = 2**28  # limits the training time on a large corpus; merges converge long before
 PIECE_CHARACTERS = 2**17
 BATCH_CHARACTERS = 2**22
-SHOWN = 200  # characters of what the library says of a folder
+SHOWN = 200  # characters of an error message of the library that are shown
 
 
 def has_tokenizer(folder: Path | None) -> bool:
-    """Whether a model's folder brings a tokenizer."""
+    """True if a model folder has a tokenizer."""
     return folder is not None and any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The Hugging Face tokenizer of a folder, from its files alone and without running code of theirs.
+    """Load a Hugging Face tokenizer from local files, without running code from the folder.
 
     Raises:
-        DataError: there is no such folder, it holds no tokenizer, or the tokenizer has no end-of-text token.
+        DataError: the folder does not exist or has no tokenizer, or the tokenizer has no end-of-text token.
     """
     from transformers import AutoTokenizer
 
@@ -53,9 +53,10 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         raise DataError(what, where="data.tokenizer", rule=rule, fix='check the path, or set it to "train"')
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises many kinds
+    except Exception as error:  # the library raises many types of exceptions
         what = f"cannot load a tokenizer from {folder}: {' '.join(str(error).split())[:SHOWN]}"
-        rule, fix = "data.tokenizer is a folder with a tokenizer.json of Transformers", 'name one, or set it to "train"'
+        rule = "data.tokenizer is a folder with a tokenizer.json of Transformers"
+        fix = 'name such a folder, or set data.tokenizer to "train"'
         raise DataError(what, where="data.tokenizer", rule=rule, fix=fix) from error
     if tokenizer.eos_token_id is None:
         raise DataError(
@@ -68,19 +69,19 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def digest_tokenizer(folder: Path) -> str:
-    """A digest of the names and contents of a folder's tokenizer files."""
+    """Digest of the names and contents of a folder's tokenizer files."""
     files = sorted({path for pattern in FILES for path in folder.glob(pattern) if path.is_file()})
     lines = [f"{path.name} {hashlib.blake2b(path.read_bytes()).hexdigest()}" for path in files]
     return hashlib.blake2b("\n".join(lines).encode()).hexdigest()
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> None:
-    """Train a byte-level BPE and save it as a Hugging Face folder. The same texts give the same bytes.
+    """Train a byte-level BPE tokenizer and save it as a Hugging Face folder. The result is deterministic.
 
     Args:
-        texts: documents; what comes after the first 2**28 characters is not looked at.
-        vocab_size: the end-of-text token (id 0), 256 bytes, and merges; fewer where the text has too few pairs.
-        folder: an existing folder.
+        texts: documents; only the first 2**28 characters are used.
+        vocab_size: number of entries: the end-of-text token (id 0), 256 bytes, and merges. A small corpus may give fewer.
+        folder: existing folder.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -99,14 +100,14 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, folder: Path) -> N
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str]) -> Iterator[tuple[list[int], int | None]]:
-    """Token ids of each document, in one or several parts.
+    """Token ids of each document, in one or more parts.
 
-    A document longer than 2**17 characters is encoded in pieces, cut after a line where it has lines, so that neither
-    memory nor the number of busy cores depends on how a corpus is cut into documents.
+    A document longer than 2**17 characters is encoded in pieces, cut at line ends where possible, so that memory use and
+    parallelism do not depend on the lengths of documents.
 
     Yields:
-        The ids of a piece, and the document's 64-bit content digest with its last piece (None with the others). The
-        ids of the last piece end with the end-of-text token.
+        (ids, digest) of each piece. The last piece of a document has the document's 64-bit content digest, and its ids end
+        with the end-of-text token; the digest of all other pieces is None.
     """
     for batch in _batches(_pieces(texts)):
         pieces = [text for text, _ in batch]

@@ -1,7 +1,7 @@
-"""The one place that knows which devices exist: cpu, cuda and npu behind one small interface, over torch.accelerator.
+"""Device abstraction: cpu, cuda and npu behind one interface over torch.accelerator.
 
-Nothing is asked of an accelerator before it is needed: `detect` and `count` leave it untouched, so that a launcher can
-call them and still hand the whole device to its ranks.
+Device types and vendors are known to this module and `links.py` alone. `detect` and `count` do not initialize an
+accelerator, so that a launcher can call them and leave all of its memory to the ranks.
 """
 
 import ctypes
@@ -23,98 +23,98 @@ import torch
 
 Feature = Literal["bf16", "fp16", "fp64", "grouped_matmul", "float8"]
 
-# Process group back end of each accelerator. Other accelerators of torch have none that we know, and count as cpu.
+# Process group backend of each accelerator. For any other accelerator of torch, `detect` returns the cpu.
 COLLECTIVES = {"cuda": "nccl", "npu": "hccl"}
 
 RATE_DTYPES = (torch.float32, torch.bfloat16)  # fp16 and fp64 are faster than both on no processor
 PROBE_SIZE, PROBE_SECONDS = 512, 0.05
-EMULATION_SIZE = 128  # of a matmul without native instructions: 10 ms at 0.4 GFLOP/s
+EMULATION_SIZE = 128  # size of the matmul that times an emulated dtype: 10 ms at 0.4 GFLOP/s
 NATIVE_GAIN = 1.25  # native bf16 is 2 to 16 times faster than fp32, emulated bf16 0.01 to 0.8 times
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of malloc.h
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # mallopt parameters of malloc.h
 TOP_PAD_BYTES = 2**26
 COMPILED_KERNELS = "8192"
 
 
 class Device(ABC):
-    """What ranks of this host compute on. Make one with `detect`."""
+    """Compute device of the ranks of this host. Create it with `detect`."""
 
     type: str
     """cpu, cuda or npu."""
     backend: str
-    """For `init_process_group`; on accelerators with gloo beside, so that CPU tensors can travel too."""
+    """Backend string for `init_process_group`; on accelerators it includes gloo for collectives of CPU tensors."""
     count: int
-    """Devices of this host; the cpu counts as one, which any number of ranks share."""
+    """Number of devices of this host; 1 on cpu, which any number of ranks share."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Model name, as the system or the vendor's library gives it."""
+        """Model name reported by the system or the vendor's library."""
 
     @property
     @abstractmethod
     def total_memory_bytes(self) -> int:
-        """Memory of one device; on cpu that of the host."""
+        """Memory of one device in bytes; on cpu the memory of the host."""
 
     @property
     @abstractmethod
     def memory_bandwidth(self) -> float | None:
-        """Published bytes/s between one device and its memory; None if we have no figure."""
+        """Published memory bandwidth of one device in bytes/s; None if unknown."""
 
     @abstractmethod
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Peak dense matmul rate in FLOP/s of one device; None if it is not known.
+        """Peak dense matmul rate of one device in FLOP/s; None if unknown.
 
-        On accelerators it is the published peak in this dtype. On cpu it is measured, for a tenth of a second, with the
-        threads of this process: the best rate that any dtype reaches, since emulated dtypes compute in another one.
+        On accelerators this is the published peak for the dtype. On cpu it is measured for a tenth of a second with the
+        threads of this process. The result is the best rate of all dtypes, since an emulated dtype computes in another.
         """
 
     @property
     @abstractmethod
     def instruction_set(self) -> str:
-        """Instructions that matmuls use, in words; empty if that says nothing beyond the name."""
+        """Instruction set of matmuls as text; empty where the name already implies it."""
 
     @property
     def supports_fork(self) -> bool:
-        """Whether ranks may be forks of a process that has imported what they need; not if an import may touch a device."""
+        """True if ranks may be forked from a process with imports done; False if an import may initialize a device."""
         return False
 
     @abstractmethod
     def supports(self, feature: Feature) -> bool:
-        """Whether the device computes this natively."""
+        """True if the device computes the feature natively."""
 
     @property
     def emulates(self) -> bool:
-        """Whether dtypes that `supports` denies still compute, slowly."""
+        """True if dtypes without native support are emulated, slowly, instead of refused."""
         return False
 
     @abstractmethod
     def torch_device(self, local_rank: int) -> torch.device:
-        """Device of the rank with this number on the host."""
+        """Torch device of a local rank."""
 
     @abstractmethod
     def use(self, local_rank: int) -> None:
-        """Make that device the current one of this process."""
+        """Make the device of a local rank the current device of this process."""
 
     @abstractmethod
     def stream(self) -> Any:
-        """A new stream on the current device: a context manager with the methods of `torch.Stream`."""
+        """Create a stream on the current device: a context manager with the methods of `torch.Stream`."""
 
     @abstractmethod
     def current_stream(self) -> Any:
-        """The stream that work is issued on now."""
+        """Current stream of the current device."""
 
     @abstractmethod
     def event(self) -> Any:
-        """A new event that takes the time, with the methods of `torch.Event`."""
+        """Create a timing event with the methods of `torch.Event`."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until the current device has done all work."""
+        """Wait until the current device has finished all issued work."""
 
     @abstractmethod
     def allocated_bytes(self) -> int:
-        """Bytes of live tensors on the current device; on cpu the resident set of the process."""
+        """Bytes of live tensors on the current device; on cpu the resident set size of the process."""
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:
@@ -122,14 +122,14 @@ class Device(ABC):
 
     @abstractmethod
     def reset_peak_memory(self) -> None:
-        """Start the peak anew. The system has no such call for a process, so on cpu it stays."""
+        """Reset the memory peak. No effect on cpu, where the system offers no such call for a process."""
 
 
 def detect(torch_module: Any = torch) -> Device:
-    """The accelerator that torch finds on this host, else the cpu.
+    """Detect the accelerator of this host; without one, return the cpu.
 
     Args:
-        torch_module: what is asked instead of torch; tests pass a stand-in.
+        torch_module: torch, or a stand-in for it in tests.
     """
     if importlib.util.find_spec("torch_npu") is not None:
         importlib.import_module("torch_npu")  # makes npu known to torch
@@ -140,7 +140,7 @@ def detect(torch_module: Any = torch) -> Device:
 
 
 class Cpu(Device):
-    """The host's processor. Work is done when a call returns, so streams and events order nothing."""
+    """Processor of the host. Calls are synchronous, so that streams and events have nothing to order."""
 
     type = "cpu"
     backend = "gloo"
@@ -150,8 +150,8 @@ class Cpu(Device):
     @cached_property
     def name(self) -> str:
         info = Path("/proc/cpuinfo")
-        found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
-        return found.group(1) if found else platform.processor() or platform.machine()
+        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+        return match.group(1) if match else platform.processor() or platform.machine()
 
     @property
     def total_memory_bytes(self) -> int:
@@ -182,10 +182,10 @@ class Cpu(Device):
 
     @cached_property
     def _native_bf16(self) -> bool:
-        """Whether bf16 matmuls are faster than fp32 matmuls on one thread.
+        """True if bf16 matmuls are faster than fp32 matmuls on one thread.
 
-        That torch's oneDNN takes bf16 is not enough: without bf16 instructions it converts to fp32 in every matmul. One
-        thread, because a process that has computed on several cannot be forked.
+        It is not enough that torch's oneDNN accepts bf16: without bf16 instructions, oneDNN converts to fp32 in every
+        matmul. One thread is used because a process with a running thread pool cannot be forked.
         """
         if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
             return False
@@ -199,12 +199,13 @@ class Cpu(Device):
         return torch.device("cpu")
 
     def use(self, local_rank: int) -> None:
-        """Let the C library keep what is freed: large tensors of every step else come as new pages that fault one by one.
+        """Configure malloc and oneDNN caches for training.
 
-        And let oneDNN keep the kernels that it compiles for each shape: experts get another number of rows at each call.
+        The C library keeps freed memory: otherwise the large tensors of every step are new pages, with a page fault each.
+        oneDNN keeps more of the kernels that it compiles per shape, since the experts' row counts change at each call.
         """
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", COMPILED_KERNELS)  # read at its first call
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", COMPILED_KERNELS)  # read at oneDNN's first call
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
         if mallopt is not None:
             mallopt(M_MMAP_MAX, 0)
             mallopt(M_TRIM_THRESHOLD, -1)
@@ -237,7 +238,7 @@ class Cpu(Device):
 
 
 def matmul_rate(dtype: torch.dtype, size: int, threads: int) -> float:
-    """FLOP/s of the fastest of several square matmuls in this process, two at least, after a warm-up."""
+    """Measure the FLOP/s of the fastest of at least two square matmuls in this process, after a warm-up."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -255,7 +256,7 @@ def matmul_rate(dtype: torch.dtype, size: int, threads: int) -> float:
 
 
 class NoStream(AbstractContextManager["NoStream"]):
-    """A stream of the cpu: everything issued before is done."""
+    """Stream of the cpu, where all issued work is already finished."""
 
     def __exit__(self, *exception: object) -> None:
         pass
@@ -276,7 +277,7 @@ class NoStream(AbstractContextManager["NoStream"]):
 
 
 class NoEvent:
-    """An event of the cpu: over when it is recorded, and it keeps the time."""
+    """Event of the cpu: complete when recorded; stores the time of the record."""
 
     seconds: float
 
@@ -296,7 +297,7 @@ class NoEvent:
 
 
 class Accelerator(Device):
-    """The accelerators of this host, all of one kind, through torch.accelerator and the module of the kind."""
+    """Accelerators of one type, through torch.accelerator and the device module of the type."""
 
     def __init__(self, type: str, torch_module: Any):
         self.type = type
@@ -364,23 +365,23 @@ class Accelerator(Device):
         return self._torch.get_device_module(self.type).get_device_properties(self._accelerator.current_device_index())
 
 
-# Compute capability from which tensor cores take bf16 and float8, and from which torch has a fused grouped matmul.
+# Minimum compute capability for bf16 and float8 on tensor cores, and for the fused grouped matmul of torch.
 CUDA_NEEDS = {"bf16": (8, 0), "float8": (8, 9), "grouped_matmul": (9, 0)}
 ROCM_NEEDS = {"bf16": (9, 0), "float8": (9, 4), "grouped_matmul": (9, 4)}  # MI100, MI300
 
 
 class Rates(NamedTuple):
-    """Published peak rates of one device: dense (no sparsity), in TFLOP/s and GB/s as the data sheets print them."""
+    """Published peak rates of one device: dense (no sparsity), in TFLOP/s and GB/s as in the data sheets."""
 
     half: float
     """bf16 and fp16 with fp32 accumulation."""
     single: float | None
-    """fp32 proper, not TF32, which torch leaves off for matrix products."""
+    """True fp32, not TF32, which torch does not use for matmuls by default."""
     float8: float | None
     gigabytes: float
 
     def flops(self, dtype: torch.dtype) -> float | None:
-        """FLOP/s of a matrix product in this dtype, None if it is not published."""
+        """Peak FLOP/s of a matmul in the dtype; None if not published."""
         by_size = {2: self.half, 4: self.single, 1: self.float8}
         teraflops = by_size.get(dtype.itemsize) if dtype.is_floating_point else None
         return teraflops * 1e12 if teraflops else None
@@ -390,7 +391,7 @@ class Rates(NamedTuple):
         return self.gigabytes * 1e9
 
 
-# By a pattern in the name of the device, the first that is found. Where a data sheet prints sparse rates: half of them.
+# By a pattern in the device name; the first match counts. Sparse rates of a data sheet are halved.
 RATES = {
     # NVIDIA GB200 NVL72 and HGX B200 data sheets, per GPU
     r"GB200": Rates(2500, 80, 5000, 8000),
@@ -411,7 +412,7 @@ RATES = {
     # AMD Instinct MI300X data sheet
     r"MI300X": Rates(1307.4, 163.4, 2614.9, 5300),
     # Huawei Atlas A2 and A3 product pages and the CloudMatrix384 paper (arXiv 2506.12708): a 910C is two dies, and each
-    # die, half of its 752 TFLOP/s and 3.2 TB/s, is one device named Ascend910_93xx
+    # die, with half of the 752 TFLOP/s and 3.2 TB/s, is one device named Ascend910_93xx
     r"Ascend910_93": Rates(376, None, None, 1600),
     r"Ascend910B2": Rates(376, None, None, 1600),
     r"Ascend910B3": Rates(313, None, None, 1600),
@@ -420,5 +421,5 @@ RATES = {
 
 
 def published_rates(name: str) -> Rates | None:
-    """The published peak rates of a device by its name, None if the table has none."""
+    """Look up the published peak rates of a device by its name; None if it is not in the table."""
     return next((rates for pattern, rates in RATES.items() if re.search(pattern, name)), None)

@@ -1,12 +1,13 @@
-"""The hosts of one job, seen by the launcher of one of them: they meet, blame the same rank, and go on together.
+"""Coordination between the launchers of a multi-host job: rendezvous, failure reports and restarts.
 
-    coordinator = JobCoordinator.join(RendezvousConfig(host=0, hosts=2, address="10.0.0.1", port=29400, token=token), ranks=4)
+    rendezvous = RendezvousConfig(host=0, hosts=2, address="10.0.0.1", port=29400, token=token)
+    coordinator = JobCoordinator.join(rendezvous, ranks=4)
     launch(argv, ranks=4, log_dir=..., coordinator=coordinator)
-    coordinator.end(None)
+    coordinator.close(None)
 
-Host 0 decides: which hosts take part in an attempt, with how many ranks each, and when the job ends. It says so by a notice on
-the `MembershipStore`; the others follow it. What a host has seen of its own ranks it reports to all others before it ends them, so that
-a failure that is only a consequence is told from its cause.
+Host 0 decides which hosts take part in an attempt, with how many ranks each, and when the job ends. It announces these
+decisions through the `MembershipStore`. Each host reports a failure of its ranks to all other hosts before it ends these ranks,
+so that every host can tell the cause of a failure from its consequences.
 """
 
 import json
@@ -26,37 +27,39 @@ from weft.launch.store import SocketStore, StoreRendezvous, StoreServer
 from weft.launch.tls import gloo_variables
 from weft.launch.tunnel import TunnelClient, TunnelServer
 
-MEETING_SECONDS = 300.0  # for all hosts to come at the start
-BEGIN_SECONDS = 60.0  # for agents and ranks of an attempt to find each other
-HEARING_SECONDS = 2.0  # for the report of another host, when only a consequence is seen here
+MEMBERSHIP_STORE = "membership"  # name in the tunnel
+JOIN_SECONDS = 300.0  # for all hosts to connect at the start
+RENDEZVOUS_SECONDS = 60.0  # for the agents and ranks of an attempt to connect
+REPORT_SECONDS = 2.0  # for the report of another host, when only a consequence is seen on this host
 POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class AttemptSpec:
-    """What host 0 says to all."""
+    """Decisions of host 0 about the newest attempt, announced to all hosts."""
 
     attempt: int = -1
-    """The newest; -1: none has begun."""
-    shares: list[tuple[int, int]] = field(default_factory=list)
-    """(host, ranks) of those that take part, in the order of their ranks."""
-    seconds: float = 0.0
-    """Until it begins."""
-    facts: dict[str, str] = field(default_factory=dict)
-    """What hosts must agree on before the first attempt; empty until then."""
+    """Number of the newest attempt; -1 before the first."""
+    assignment: list[tuple[int, int]] = field(default_factory=list)
+    """(host, ranks) of each host that takes part, in rank order."""
+    delay_seconds: float = 0.0
+    """Time until the attempt starts."""
+    config: dict[str, str] = field(default_factory=dict)
+    """Settings that host 0 sends to all hosts before the first attempt; empty until then."""
     ended: bool = False
+    """True if the job has ended."""
     failure: dict[str, Any] | None = None
-    """Why the job has ended, as fields of `FailureRecord`; None: all is well."""
+    """Reason for the end of the job, as fields of `FailureRecord`; None if the job succeeded."""
 
     @property
     def members(self) -> dict[int, int]:
-        """Ranks by host."""
-        return dict(self.shares)
+        """Number of ranks of each host that takes part."""
+        return dict(self.assignment)
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """A `RankFailure` on its way between hosts."""
+    """Serializable form of a `RankFailure`, for messages between hosts."""
 
     what: str
     where: str | None
@@ -64,99 +67,99 @@ class FailureRecord:
     fix: str | None
     exit_code: int = 1
     rank: int | None = None
-    own: bool = True
-    """Whether it is a cause; else perhaps a consequence of what happened on another host."""
-    line: str = ""
-    """What was said at once."""
+    is_cause: bool = True
+    """True if this failure is a root cause; False if it may be the consequence of a failure on another host."""
+    log_line: str = ""
+    """Line that the reporting host logged at once."""
 
     @classmethod
-    def of(cls, error: WeftError, own: bool = True, line: str = "") -> "FailureRecord":
-        """From an error."""
+    def from_error(cls, error: WeftError, is_cause: bool = True, log_line: str = "") -> "FailureRecord":
+        """Convert an error into a record."""
         rank = error.rank if isinstance(error, RankFailure) else None
-        return cls(error.what, error.where, error.rule, error.fix, error.exit_code, rank, own, line)
+        return cls(error.what, error.where, error.rule, error.fix, error.exit_code, rank, is_cause, log_line)
 
-    def error(self) -> RankFailure:
-        """The error again."""
+    def to_error(self) -> RankFailure:
+        """Convert the record back into an error."""
         failure = RankFailure(self.what, rank=self.rank, where=self.where, rule=self.rule, fix=self.fix)
         failure.exit_code = self.exit_code
         return failure
 
 
 class JobCoordinator:
-    """The hosts of a job. Made by `join`; its methods are called by one thread."""
+    """Connection of one launcher to the other hosts of a job. Created by `join`; used by one thread."""
 
     @classmethod
     def join(
         cls, rendezvous: RendezvousConfig, ranks: int, *, node_rejoin_seconds: float = 60.0, **options: Any
     ) -> "JobCoordinator":
-        """Meet the other hosts.
+        """Connect to the other hosts and wait for all of them.
 
         Args:
-            ranks: how many this host can run.
-            node_rejoin_seconds: a host that is lost may come back, or be replaced, for so long.
-            options: for `MembershipStore.join`.
+            ranks: number of ranks that this host can run.
+            node_rejoin_seconds: time in which a lost host may rejoin or be replaced.
+            options: options of `MembershipStore.join`.
 
         Raises:
-            RendezvousError: the token is wrong, a host does not come, numbers do not fit, or there is no such interface.
+            RendezvousError: the token is wrong, a host does not connect, the host numbers are inconsistent, or the network
+                interface does not exist.
         """
         interface = rendezvous.interface or interface_of(own_address(rendezvous))
-        interface_address(interface)  # refuses a name that is none
+        interface_address(interface)  # raises for an unknown interface
         options = {
             "host": rendezvous.host,
             "hosts": rendezvous.hosts,
             "ranks": ranks,
-            "timeout": MEETING_SECONDS,
+            "timeout": JOIN_SECONDS,
         } | options
         with ExitStack() as stack:
-            folder, gate = stack.enter_context(scratch_folder()), None
+            folder, server = stack.enter_context(scratch_folder()), None
             if rendezvous.host == 0:
-                gate = stack.enter_context(
+                server = stack.enter_context(
                     TunnelServer(rendezvous.address, rendezvous.port, rendezvous.token, encrypt=rendezvous.encrypt)
                 )
-                gate.open("board", stack.enter_context(StoreServer(folder / "board")).path)
+                store = stack.enter_context(StoreServer(folder / MEMBERSHIP_STORE))
+                server.add_store(MEMBERSHIP_STORE, store.path)
             else:
-                way = rendezvous.address, rendezvous.port, rendezvous.token, "board"
-                door = TunnelClient(*way, folder / "board", timeout=options["timeout"], encrypt=rendezvous.encrypt)
-                stack.enter_context(door)
-            board = MembershipStore.join(SocketStore(folder / "board"), **options)
-            return cls(rendezvous, board, ranks, node_rejoin_seconds, interface, folder, gate, stack.pop_all())
+                endpoint = rendezvous.address, rendezvous.port, rendezvous.token, MEMBERSHIP_STORE
+                client = TunnelClient(
+                    *endpoint, folder / MEMBERSHIP_STORE, timeout=options["timeout"], encrypt=rendezvous.encrypt
+                )
+                stack.enter_context(client)
+            membership = MembershipStore.join(SocketStore(folder / MEMBERSHIP_STORE), **options)
+            return cls(rendezvous, membership, ranks, node_rejoin_seconds, interface, folder, server, stack.pop_all())
 
     def __init__(
         self,
         rendezvous: RendezvousConfig,
-        board: MembershipStore,
+        membership: MembershipStore,
         ranks: int,
         node_rejoin_seconds: float,
         interface: str,
         folder: Path,
-        gate: TunnelServer | None,
-        open_until_end: ExitStack,
+        server: TunnelServer | None,
+        resources: ExitStack,
     ):
-        self.rendezvous, self.board, self.ranks, self.node_rejoin_seconds = (
-            rendezvous,
-            board,
-            ranks,
-            node_rejoin_seconds,
-        )
+        self.rendezvous, self.membership, self.ranks = rendezvous, membership, ranks
+        self.node_rejoin_seconds = node_rejoin_seconds
         self.host, self.interface = rendezvous.host, interface
-        self.place = f"host {self.host} ({socket.gethostname()})"
-        self._folder, self._gate, self._open_until_end = folder, gate, open_until_end
-        # The store of an attempt, or the door to it: on host 0 it must outlive the agents of the others.
-        self._attempt: StoreServer | TunnelClient | None = None
-        self._notice = self._read()  # a host that replaces another finds that of an attempt without it
+        self.host_label = f"host {self.host} ({socket.gethostname()})"
+        self._folder, self._server, self._resources = folder, server, resources
+        # Store of the current attempt, or the tunnel client to it. On host 0 it must outlive the agents of the other hosts.
+        self._attempt_store: StoreServer | TunnelClient | None = None
+        self._spec = self._read()  # a replacement host reads the spec of an attempt that it does not take part in
 
-    # The beginning
+    # Start of the job
 
-    def all_ranks(self) -> int:
-        """Ranks of all hosts."""
-        return self.board.layout()[1]
+    def world_size(self) -> int:
+        """Number of ranks of all hosts."""
+        return self.membership.layout()[1]
 
     def ranks_by_host(self) -> list[int]:
-        """Ranks of each host, in the order of their ranks."""
-        return [state.ranks for state in self.board.look()]
+        """Number of ranks of each host, in rank order."""
+        return [state.ranks for state in self.membership.host_states()]
 
-    def rank_network(self) -> dict[str, str]:
-        """Environment variables of ranks: the interface for their traffic, and TLS where this job and its gloo have it.
+    def network_environment(self) -> dict[str, str]:
+        """Environment variables of ranks: the network interface, and TLS if the job asks for it and gloo supports it.
 
         Raises:
             RendezvousError: TLS needs a library that is not installed.
@@ -166,240 +169,273 @@ class JobCoordinator:
             variables |= gloo_variables(self.rendezvous.token, self._folder, self.interface)
         return variables
 
-    def announce(self, facts: dict[str, str]) -> None:
-        """On host 0: what the others must know before the first attempt."""
-        self._post(AttemptSpec(facts=facts))
+    def publish_config(self, config: dict[str, str]) -> None:
+        """Send settings to the other hosts before the first attempt; host 0 only."""
+        self._announce(AttemptSpec(config=config))
 
-    def facts(self) -> dict[str, str]:
-        """On another host: what host 0 has announced. It may have much to do before, and is waited for.
+    def wait_for_config(self) -> dict[str, str]:
+        """Wait for the settings that host 0 publishes. Without a timeout: host 0 may first have to prepare the data.
 
         Raises:
-            WeftError: host 0 has ended, or cannot be reached.
+            WeftError: host 0 has ended or is unreachable.
         """
-        while not (notice := self._read()).facts:
-            self._check_host_0(notice)
+        while not (spec := self._read()).config:
+            self._check_host_0(spec)
             time.sleep(POLL_SECONDS)
-        return notice.facts
+        return spec.config
 
-    def begin(self) -> tuple[int, int]:
-        """The first attempt that this host takes part in, and its ranks in it.
+    def start(self) -> tuple[int, int]:
+        """Wait for the first attempt that this host takes part in; on host 0, start attempt 0 when all hosts are ready.
+
+        Returns:
+            attempt: number of the attempt.
+            ranks: number of ranks of this host.
 
         Raises:
-            WeftError: a host has ended before the job began.
+            WeftError: a host ended before the job started.
         """
         if self.host:
             return self.wait_for_attempt()[:2]
-        while waiting := [state for state in self.board.look() if state.host and state.entry.ready < 0]:
+        while waiting := [
+            state for state in self.membership.host_states() if state.host and state.record.ready_attempt < 0
+        ]:
             for state in waiting:
                 if state.gone:
                     raise RendezvousError(
-                        f"{_name(state)} has ended before the job began", where="host 0", fix="see its output"
+                        f"{_label(state)} ended before the job started", where="host 0", fix="see its output"
                     )
             time.sleep(POLL_SECONDS)
-        return 0, self.go_on(0, {state.host: state.ranks for state in self.board.look()}, 0.0)
+        return 0, self.start_attempt(0, {state.host: state.ranks for state in self.membership.host_states()}, 0.0)
 
-    def meet(self) -> StoreRendezvous:
-        """The rendezvous of the agents of the attempt under way: it has a store of its own.
+    def attempt_rendezvous(self) -> StoreRendezvous:
+        """Create the rendezvous for the agents of the current attempt. Each attempt has its own store.
 
         Raises:
-            RendezvousError: there was no way to host 0.
+            RendezvousError: host 0 is unreachable.
         """
-        name = f"ranks-{self._notice.attempt}"
-        if self._gate and isinstance(self._attempt, StoreServer):
-            self._gate.shut(self._attempt.path.name)
-        if self._attempt:
-            self._attempt.close()
-        if self._gate:
-            self._attempt = StoreServer(self._folder / name)
-            self._gate.open(name, self._attempt.path)
+        name = f"ranks-{self._spec.attempt}"
+        if self._server and isinstance(self._attempt_store, StoreServer):
+            self._server.remove_store(self._attempt_store.path.name)
+        if self._attempt_store:
+            self._attempt_store.close()
+        if self._server:
+            self._attempt_store = StoreServer(self._folder / name)
+            self._server.add_store(name, self._attempt_store.path)
         else:
-            way = self.rendezvous.address, self.rendezvous.port, self.rendezvous.token, name
-            self._attempt = TunnelClient(*way, self._folder / name, encrypt=self.rendezvous.encrypt)
-        members = list(self._notice.members)
-        return StoreRendezvous(self._attempt.path, members.index(self.host), len(members), BEGIN_SECONDS)
+            endpoint = self.rendezvous.address, self.rendezvous.port, self.rendezvous.token, name
+            self._attempt_store = TunnelClient(*endpoint, self._folder / name, encrypt=self.rendezvous.encrypt)
+        members = list(self._spec.members)
+        return StoreRendezvous(self._attempt_store.path, members.index(self.host), len(members), RENDEZVOUS_SECONDS)
 
-    # While an attempt is under way: for the watchdog
+    # During an attempt, for the watchdog
 
-    def report(self, failure: RankFailure, own: bool, line: str) -> None:
-        """Tell the other hosts how this one has failed, before its ranks are ended.
+    def report_failure(self, failure: RankFailure, is_cause: bool, log_line: str) -> None:
+        """Report a failure of this host to the other hosts, before the ranks of this host are ended.
 
         Args:
-            own: whether the cause is here.
-            line: what was said.
+            is_cause: True if the root cause is on this host.
+            log_line: line that this host has logged.
         """
-        self.board.report(json.dumps(asdict(FailureRecord.of(failure, own, line))))
+        self.membership.report_failure(json.dumps(asdict(FailureRecord.from_error(failure, is_cause, log_line))))
 
-    def trouble(self) -> FailureRecord | None:
-        """The failure of another host that is no consequence, or a host that cannot be reached."""
-        causes = [failure for failure in self._reports() if failure.own]
+    def remote_failure(self) -> FailureRecord | None:
+        """Root cause reported by another host, or the loss of another host, if there is one."""
+        causes = [failure for failure in self._reports() if failure.is_cause]
         lost = [self._loss(state) for state in self._others() if state.status == "unreachable"]
         return next(iter(causes + lost), None)
 
-    def has_heard(self, seconds: float) -> bool:
-        """Whether each other host has had the time, within the last `seconds`, to say what it knows.
+    def reports_are_complete(self, seconds: float) -> bool:
+        """True if each other host has had time to report what happened `seconds` ago.
 
-        What is read of a host that was lost at that time may have been written before: it counts from when it was written.
+        The record of a host that was lost around that time may be older than the time at which it was read: its age counts from
+        the time at which it was written.
         """
-        spoke = [state.spoke_seconds for state in self._others() if not state.gone]
-        return seconds > max([HEARING_SECONDS, *spoke])
+        ages = [state.max_record_age for state in self._others() if not state.gone]
+        return seconds > max([REPORT_SECONDS, *ages])
 
-    def last_words(self) -> FailureRecord | None:
-        """When only consequences are seen on all hosts: what all of them should say."""
+    def fallback_failure(self) -> FailureRecord | None:
+        """Common failure of all hosts when every host sees only consequences; None if it is the failure of this host."""
         left = [self._loss(state) for state in self._others() if state.status == "left"]
         return next(iter(left + self._reports(before=self.host)), None)
 
-    def say_standing(self, text: str | None) -> None:
-        """Tell the other hosts which rank stands still here, and does not just wait; None: no rank does."""
-        self.board.note(standing=text)
+    def report_straggler(self, text: str | None) -> None:
+        """Report a rank of this host that is stalled and does not only wait for other hosts; None withdraws the report."""
+        self.membership.update(straggler=text)
 
-    def standing(self) -> str | None:
-        """Which rank stands still on another host."""
-        return next((state.entry.standing for state in self._others() if state.entry.standing), None)
+    def remote_straggler(self) -> str | None:
+        """Description of a stalled rank on another host, if there is one."""
+        return next((state.record.straggler for state in self._others() if state.record.straggler), None)
 
-    def all_done(self) -> bool:
-        """Say that the ranks of this host have ended well, and look whether those of the others have."""
-        attempt = self._notice.attempt
-        self.board.note(done=attempt)
-        return all(state.entry.done >= attempt or state.status == "left" for state in self._others())
+    def all_hosts_done(self) -> bool:
+        """Mark the ranks of this host as done; True if the ranks of all other hosts are done too."""
+        attempt = self._spec.attempt
+        self.membership.update(done_attempt=attempt)
+        return all(state.record.done_attempt >= attempt or state.status == "left" for state in self._others())
 
     # After a failure
 
     def wait_for_attempt(self, cause: RankFailure | None = None) -> tuple[int, int, float]:
-        """On another host than 0: the next attempt that this host takes part in, its ranks in it, and seconds until then.
+        """Wait for the next attempt that this host takes part in; not on host 0.
+
+        Returns:
+            attempt: number of the attempt.
+            ranks: number of ranks of this host.
+            delay_seconds: time until the attempt starts.
 
         Raises:
-            WeftError: the job has ended; or host 0 has.
+            WeftError: the job or host 0 has ended.
         """
-        seen = self._notice.attempt
-        self.board.note(ready=seen + 1, standing=None)
+        last_attempt = self._spec.attempt
+        self.membership.update(ready_attempt=last_attempt + 1, straggler=None)
         while True:
-            notice = self._read()
-            self._check_host_0(notice, cause)
-            if notice.attempt > seen:
-                if self.host in notice.members:
-                    return notice.attempt, self._take(notice), notice.seconds
-                seen = notice.attempt
-                self.board.note(ready=seen + 1)
+            spec = self._read()
+            self._check_host_0(spec, cause)
+            if spec.attempt > last_attempt:
+                if self.host in spec.members:
+                    return spec.attempt, self._adopt(spec), spec.delay_seconds
+                last_attempt = spec.attempt
+                self.membership.update(ready_attempt=last_attempt + 1)
             time.sleep(POLL_SECONDS)
 
-    def wait_for_hosts(self, attempt: int, say: Callable[[str], None]) -> dict[int, int]:
-        """On host 0: ranks of each host that can take part in the next attempt; those that are lost have time to come back."""
-        end, freed = time.monotonic() + self.node_rejoin_seconds, set[str]()
+    def wait_for_hosts(self, attempt: int, log: Callable[[str], None]) -> dict[int, int]:
+        """Wait until all hosts are ready for an attempt, or until the time for lost hosts to rejoin is over; host 0 only.
+
+        Args:
+            log: prints a progress line.
+
+        Returns:
+            Number of ranks of each host that is ready.
+        """
+        end, released = time.monotonic() + self.node_rejoin_seconds, set[str]()
         while True:
-            states = {state.host: state for state in self.board.look()}
+            states = {state.host: state for state in self.membership.host_states()}
             ready = {
                 host: state.ranks
                 for host, state in states.items()
-                if host == 0 or (state.entry.ready >= attempt and not state.gone)
+                if host == 0 or (state.record.ready_attempt >= attempt and not state.gone)
             }
-            missing = [host for host in self._notice.members if host not in ready]
+            missing = [host for host in self._spec.members if host not in ready]
             if not missing or time.monotonic() > end:
                 return ready
             for host in missing:
-                if host in states and states[host].gone and states[host].entry.id not in freed:
-                    freed.add(states[host].entry.id)
-                    self.board.free(host)
-                    say(
-                        f"host {host} may come back, or be replaced, within {self.node_rejoin_seconds:g} s: start it anew"
-                    )
+                if host in states and states[host].gone and states[host].record.id not in released:
+                    released.add(states[host].record.id)
+                    self.membership.release(host)
+                    log(f"host {host} may rejoin or be replaced within {self.node_rejoin_seconds:g} s: start it again")
             time.sleep(POLL_SECONDS)
 
-    def go_on(self, attempt: int, shares: Mapping[int, int], seconds: float) -> int:
-        """On host 0: begin an attempt with so many ranks of each host; those of this one."""
-        pairs = [(host, ranks) for host, ranks in sorted(shares.items()) if ranks]
-        self._post(AttemptSpec(attempt, pairs, seconds, self._notice.facts))
-        return self._take(self._notice)
+    def start_attempt(self, attempt: int, assignment: Mapping[int, int], delay_seconds: float) -> int:
+        """Start an attempt; host 0 only.
+
+        Args:
+            assignment: number of ranks of each host.
+
+        Returns:
+            Number of ranks of this host.
+        """
+        pairs = [(host, ranks) for host, ranks in sorted(assignment.items()) if ranks]
+        self._announce(AttemptSpec(attempt, pairs, delay_seconds, self._spec.config))
+        return self._adopt(self._spec)
 
     def host_of(self, rank: int | None) -> int | None:
-        """The host that a rank of the attempt under way is on."""
-        return next((host for host, ranks in self._ranks().items() if rank in ranks), None)
+        """Host of a rank of the current attempt."""
+        return next((host for host, ranks in self._rank_ranges().items() if rank in ranks), None)
 
-    def end(self, failure: WeftError | None) -> None:
-        """Leave the others; on host 0 the job ends with it, for the same reason on every host."""
+    def close(self, failure: WeftError | None) -> None:
+        """Leave the job. On host 0 this ends the job, with the same failure on every host."""
         if self.host == 0:
-            self._post(
+            self._announce(
                 AttemptSpec(
-                    **asdict(self._notice) | {"ended": True, "failure": failure and asdict(FailureRecord.of(failure))}
+                    **asdict(self._spec)
+                    | {"ended": True, "failure": failure and asdict(FailureRecord.from_error(failure))}
                 )
             )
-        self.board.leave()
-        if self._attempt:
-            self._attempt.close()
-        self._open_until_end.close()
+        self.membership.leave()
+        if self._attempt_store:
+            self._attempt_store.close()
+        self._resources.close()
 
-    # How it is done
+    # Implementation
 
     def _read(self) -> AttemptSpec:
-        text = self.board.notice()
+        text = self.membership.announcement()
         return AttemptSpec(**known_fields(AttemptSpec, json.loads(text))) if text else AttemptSpec()
 
-    def _post(self, notice: AttemptSpec) -> None:
-        self._notice = notice
-        self.board.post(json.dumps(asdict(notice)))
+    def _announce(self, spec: AttemptSpec) -> None:
+        self._spec = spec
+        self.membership.announce(json.dumps(asdict(spec)))
 
-    def _take(self, notice: AttemptSpec) -> int:
-        self._notice, ranks = notice, notice.members[self.host]
-        self.board.note(attempt=notice.attempt, ranks=ranks, standing=None)
+    def _adopt(self, spec: AttemptSpec) -> int:
+        """Take part in an attempt; returns the number of ranks of this host."""
+        self._spec, ranks = spec, spec.members[self.host]
+        self.membership.update(attempt=spec.attempt, ranks=ranks, straggler=None)
         return ranks
 
     def _others(self) -> list[HostState]:
-        """Of this attempt."""
-        return [state for state in self.board.look() if state.host in self._notice.members and state.host != self.host]
+        """States of the other hosts of the current attempt."""
+        states = self.membership.host_states()
+        return [state for state in states if state.host in self._spec.members and state.host != self.host]
 
     def _reports(self, before: int | None = None) -> list[FailureRecord]:
-        """Of other hosts, or of those with lower numbers than `before`."""
+        """Failure reports of the other hosts, or of the hosts with numbers below `before`."""
         return [
             FailureRecord(**known_fields(FailureRecord, json.loads(state.report)))
             for state in self._others()
             if state.report and (before is None or state.host < before)
         ]
 
-    def _ranks(self) -> dict[int, range]:
-        found, first = {}, 0
-        for host, ranks in self._notice.members.items():
-            found[host] = range(first, first + ranks)
+    def _rank_ranges(self) -> dict[int, range]:
+        ranges, first = {}, 0
+        for host, ranks in self._spec.members.items():
+            ranges[host] = range(first, first + ranks)
             first += ranks
-        return found
+        return ranges
 
     def _loss(self, state: HostState) -> FailureRecord:
-        """A host that has gone, and has not said why."""
-        name, ranks = _name(state), ", ".join(map(str, self._ranks().get(state.host, ())))
-        silent = f"nothing heard for {state.silent_seconds:.0f} s"
-        if state.silent_seconds < self.board.silence_seconds:
-            silent = "its connection has ended"
-        text = f"{name} has left" if state.entry.left else f"{name} is unreachable: {silent}"
+        """Failure for a host that is gone without a report."""
+        label, ranks = _label(state), ", ".join(map(str, self._rank_ranges().get(state.host, ())))
+        reason = f"no heartbeat for {state.silent_seconds:.0f} s"
+        if state.silent_seconds < self.membership.heartbeat_timeout:
+            reason = "its connection has ended"
+        text = f"{label} has left" if state.record.left else f"{label} is unreachable: {reason}"
         text += f"; its rank{'s' if ',' in ranks else ''} {ranks} did not report a crash" if ranks else ""
-        fix = "see its output, its power and the network between the hosts"
+        fix = "see its output, and check its power and the network between the hosts"
         if state.host == 0:
-            fix += "; the job lives with host 0: start all hosts again with --resume auto, on host 0 too"
-        return FailureRecord(text, where=f"seen from {self.place}", rule=None, fix=fix, line=text)
+            fix += "; a job cannot continue without host 0: start all hosts, host 0 too, with --resume auto"
+        return FailureRecord(text, where=f"seen from {self.host_label}", rule=None, fix=fix, log_line=text)
 
-    def _check_host_0(self, notice: AttemptSpec, cause: RankFailure | None = None) -> None:
-        """Raise if the job, or host 0, has ended."""
-        if notice.ended and notice.failure:
-            raise FailureRecord(**known_fields(FailureRecord, notice.failure)).error()
-        head = self.board.look()[0]
-        if head.gone and not head.entry.left:
-            raise self._loss(head).error()
-        if notice.ended or head.gone:
+    def _check_host_0(self, spec: AttemptSpec, cause: RankFailure | None = None) -> None:
+        """Raise if the job or host 0 has ended."""
+        if spec.ended and spec.failure:
+            raise FailureRecord(**known_fields(FailureRecord, spec.failure)).to_error()
+        host_0 = self.membership.host_states()[0]
+        if host_0.gone and not host_0.record.left:
+            raise self._loss(host_0).to_error()
+        if spec.ended or host_0.gone:
             raise cause or RendezvousError(
-                f"{_name(head)} has ended while this host waited for its turn", where=self.place, fix="see its output"
+                f"{_label(host_0)} ended while this host waited for its next attempt",
+                where=self.host_label,
+                fix="see its output",
             )
 
 
 def assign_ranks(available: Mapping[int, int], total: int, blamed: int | None) -> dict[int, int]:
-    """Ranks of each host when only `total` are wanted: the host to blame gives some up first, then the last ones.
+    """Distribute `total` ranks over the hosts. The blamed host loses ranks first, then the hosts with the highest numbers.
 
     Args:
-        available: ranks by host; their sum is at least `total`.
+        available: maximum number of ranks of each host; the sum is at least `total`.
+        blamed: host of the rank that caused the last failure.
+
+    Returns:
+        Number of ranks of each host.
     """
-    shares, surplus = dict(available), sum(available.values()) - total
+    assignment, surplus = dict(available), sum(available.values()) - total
     order = sorted(available, key=lambda host: (host != blamed, -host))
     for host in order:
-        given = min(surplus, shares[host] - (host == 0))  # rank 0 is on host 0, which holds the stores
-        shares[host], surplus = shares[host] - given, surplus - given
-    return shares
+        removed = min(surplus, assignment[host] - (host == 0))  # rank 0 runs on host 0, which serves the stores
+        assignment[host], surplus = assignment[host] - removed, surplus - removed
+    return assignment
 
 
-def _name(state: HostState) -> str:
+def _label(state: HostState) -> str:
     return f"host {state.host} ({state.name})"

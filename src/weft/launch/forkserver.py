@@ -1,22 +1,22 @@
-"""Ranks that start at once: forks of a process that has imported what they need.
+"""Forkserver: ranks start in milliseconds as forks of a process that has already imported their module.
 
-Importing torch, Transformers and the rest takes a rank some seconds of a core, at the start and again at every restart. A
-forkserver imports once, in a process that computes nothing and has no threads, and forks a rank when the launcher asks for one. It
-does so twice over, and the process between goes: the system gives the rank to the launcher, which becomes its parent as of any
-process that it started.
+Importing torch, Transformers and other libraries takes each rank some seconds of CPU time, at the start and at every restart. A
+forkserver imports them once, in a process that computes nothing and has no threads. It forks a rank whenever the launcher
+requests one. It forks twice and the intermediate process exits, so that the launcher becomes the parent of the rank:
 
-    launcher          asks: arguments, environment, files     says go, waits for the rank as for its child
-    forkserver           forks                                   forgets it
-    (between)         forks, leaves
-    rank              imports nothing, waits for the go, runs main
+    process        action
+    launcher       requests a rank (arguments, environment, files); sends the start signal; waits for the rank as for its child
+    forkserver     forks the intermediate process
+    intermediate   forks the rank and exits
+    rank           waits for the start signal and runs main, without further imports
 
-The forkserver itself is a fork of the launcher, where that has one thread when it asks: then the imports of the launcher serve
-for ranks too. Elsewhere, and after it was killed, it is a new process.
+If the launcher has only one thread, the forkserver is a fork of the launcher, so that ranks reuse the imports of the
+launcher. If the launcher has more threads, or after the forkserver was killed, the forkserver is a new process.
 
-A rank that the launcher does not know of, because the forkserver was killed before it could answer, gets no go, and ends.
+If the forkserver is killed before it can report a rank to the launcher, the rank gets no start signal and ends.
 
-Linux alone can do that; elsewhere ranks start as ordinary processes. So they do where they have accelerators, whose libraries
-do not bear to be forked if an import has touched them.
+The forkserver needs Linux; on other systems ranks start as ordinary processes. Ranks with accelerators also start as ordinary
+processes, because the libraries of accelerators do not support fork once an import has initialized them.
 """
 
 import ctypes
@@ -49,60 +49,60 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class ForkServer:
-    """The process, seen from the launcher. A context manager; ranks outlive it. Killed, it is started again."""
+    """Handle of the forkserver process in the launcher; a context manager.
+
+    Ranks outlive the forkserver. A forkserver that was killed is restarted for the next rank.
+    """
 
     def __init__(self, module: str, environment: Mapping[str, str], *, fork: bool = False):
-        """
+        """Create the handle; entering the context starts the process.
+
         Args:
-            module: of the ranks; it has a function `main`, which `rank_main` runs.
-            environment: of the process, whole. What libraries read when they are loaded counts here, but in a fork.
-            fork: fork this process, if it has one thread. It must not have used threads before: OpenMP's do not bear it.
+            module: module of the ranks, with a function `main`, which `rank_main` runs.
+            environment: full environment of the forkserver, including variables that libraries read when they are loaded.
+                These variables have no effect in a fork of this process, which has loaded the libraries already.
+            fork: fork this process if it has only one thread. It must not have used OpenMP threads, which a fork loses.
         """
         self.module, self.environment, self.fork = module, dict(environment), fork
         self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
-        self.wire: socket.socket | None = None
+        self.connection: socket.socket | None = None
 
     def __enter__(self) -> "ForkServer":
         self._open(self.fork and len(os.listdir("/proc/self/task")) == 1)
         return self
 
     def _open(self, fork: bool) -> None:
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with there:
-            self.process = self._fork(here, there) if fork else self._spawn(there)
-        self.wire = here
+        parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
+            self.process = self._fork(parent_end, child_end) if fork else self._spawn(child_end)
+        self.connection = parent_end
 
-    def _fork(self, here: socket.socket, there: socket.socket) -> "ForkedProcess":
+    def _fork(self, parent_end: socket.socket, child_end: socket.socket) -> "ForkedProcess":
         launcher = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
         if child := os.fork():
             return ForkedProcess(child)
         try:
-            here.close()
+            parent_end.close()
             os.setsid()
-            for number in (
-                signal.SIGINT,
-                signal.SIGTERM,
-                signal.SIGHUP,
-                signal.SIGQUIT,
-            ):  # the launcher's, in its own group
+            for number in SIGNALS:  # remove the handlers of the launcher
                 signal.signal(number, signal.SIG_DFL)
-            with open(os.devnull) as nothing:
-                os.dup2(nothing.fileno(), 0)
+            with open(os.devnull) as devnull:
+                os.dup2(devnull.fileno(), 0)
             os.environ[LAUNCHER_VARIABLE] = str(launcher)
-            gc.freeze()  # what the launcher has made is never looked at again, and its pages stay shared
-            serve(self.module, there)
+            gc.freeze()  # the garbage collector never touches the launcher's objects, so that their pages stay shared
+            serve(self.module, child_end)
             os._exit(0)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
-    def _spawn(self, there: socket.socket) -> "subprocess.Popen[bytes]":
+    def _spawn(self, child_end: socket.socket) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
-            [sys.executable, "-m", "weft.launch.forkserver", self.module, str(there.fileno())],
+            [sys.executable, "-m", "weft.launch.forkserver", self.module, str(child_end.fileno())],
             env={**self.environment, LAUNCHER_VARIABLE: str(os.getpid())},
-            pass_fds=[there.fileno()],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -110,73 +110,73 @@ class ForkServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self.wire is not None
+        assert self.connection is not None
         assert self.process is not None
-        self.wire.close()  # it ends when nobody is left to ask
-        if kind is not None:  # it may have been asked for a rank that nobody would wait for
+        self.connection.close()  # the forkserver ends when its connection is closed
+        if kind is not None:  # a request may be pending for a rank that nobody would wait for
             self.process.kill()
         try:
             self.process.wait(5)
-        except subprocess.TimeoutExpired:  # in the middle of its imports
+        except subprocess.TimeoutExpired:  # the imports are still running
             self.process.kill()
             self.process.wait()
 
     def start(self, arguments: list[str], environment: Mapping[str, str], stdout: str, stderr: str) -> "ForkedProcess":
-        """Start a rank; waits until the imports are done.
+        """Start a rank. Waits until the imports are done.
 
         Args:
-            arguments: of the module.
-            environment: on top of the forkserver's own.
-            stdout: path of a file; empty for that of the launcher.
-            stderr: the same.
+            arguments: command-line arguments of the module.
+            environment: environment variables to add to those of the forkserver.
+            stdout: path of the output file; empty: the stdout of the launcher.
+            stderr: path of the error file; empty: the stderr of the launcher.
 
         Raises:
-            RankFailure: the forkserver has ended instead; it was killed, or the module cannot be imported, say.
+            RankFailure: the forkserver has ended, for example because the module cannot be imported.
         """
         assert self.process is not None
         if self.process.poll() is not None:  # since the last rank
-            assert self.wire is not None
-            self.wire.close()
-            self._open(fork=False)  # the launcher has threads by now
+            assert self.connection is not None
+            self.connection.close()
+            self._open(fork=False)  # the launcher may have threads now
         request = {"arguments": arguments, "environment": dict(environment), "stdout": stdout, "stderr": stderr}
-        reading, writing = os.pipe()  # for the go
-        own = _be_subreaper(True)
+        start_read, start_write = os.pipe()  # for the start signal
+        was_subreaper = _set_subreaper(True)
         try:
-            assert self.wire is not None
-            socket.send_fds(self.wire, [json.dumps(request).encode()], [reading])
-            answer = self.wire.recv(64)
-            if answer:
-                os.write(writing, b"1")
+            assert self.connection is not None
+            socket.send_fds(self.connection, [json.dumps(request).encode()], [start_read])
+            response = self.connection.recv(64)
+            if response:
+                os.write(start_write, b"1")
         except ConnectionError:
-            answer = b""
+            response = b""
         finally:
-            _be_subreaper(own)
-            os.close(reading)
-            os.close(writing)
-        if not answer:
+            _set_subreaper(was_subreaper)
+            os.close(start_read)
+            os.close(start_write)
+        if not response:
             raise self._failure()
-        return ForkedProcess(int(answer))
+        return ForkedProcess(int(response))
 
     def _failure(self) -> RankFailure:
         assert self.process is not None
         code = self.process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return RankFailure(
-            f"the process that starts ranks of {self.module} {how}",
+            f"the forkserver of {self.module} {reason}",
             where=f"process {self.process.pid}",
             fix=None if code < 0 else "its error is above",
         )
 
 
 class ForkedProcess:
-    """A child process, as `subprocess.Popen` shows one."""
+    """Forked child process, with the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int):
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it lives."""
+        """Exit code of the process, negative for a signal; None while it is running."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -184,15 +184,15 @@ class ForkedProcess:
         return self.returncode
 
     def kill(self) -> None:
-        """Send SIGKILL, if it has not been waited for."""
+        """Send SIGKILL unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float = math.inf) -> int:
-        """Its exit code, when it has ended.
+        """Wait for the end of the process; returns its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not, after so many seconds.
+            subprocess.TimeoutExpired: the process is still running after `timeout` seconds.
         """
         end = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -202,96 +202,98 @@ class ForkedProcess:
         return code
 
 
-class Handler:
-    """What torch's agent knows a rank by."""
+class RankHandler:
+    """Handle of a rank process, with the interface of torch's SubprocessHandler."""
 
     def __init__(self, proc: ForkedProcess, local_rank_id: int):
         self.proc, self.local_rank_id = proc, local_rank_id
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
-        """Send a signal to the rank, and to what it has started."""
+        """Send a signal to the rank and its child processes."""
         try:
             os.killpg(self.proc.pid, death_sig)
-        except ProcessLookupError:  # it has not come to lead its group yet
+        except ProcessLookupError:  # the rank has not created its process group yet
             os.kill(self.proc.pid, death_sig)
 
 
 class ForkServerContext(SubprocessContext):
-    """torch's context of processes, which a forkserver starts."""
+    """torch's SubprocessContext with processes that a forkserver starts."""
 
     def __init__(self, forkserver: ForkServer, **settings: Any):
         self.forkserver = forkserver
         super().__init__(entrypoint="", **settings)
 
     def _start(self) -> None:
-        for number in range(self.nprocs):  # one by one: a signal between two ranks must find those that run
-            rank = self.forkserver.start(
-                list(self.args[number]), self.envs[number], self.stdouts[number], self.stderrs[number]
+        # One by one: a signal between two starts must reach the ranks that have already started.
+        for local_rank in range(self.nprocs):
+            process = self.forkserver.start(
+                list(self.args[local_rank]), self.envs[local_rank], self.stdouts[local_rank], self.stderrs[local_rank]
             )
-            self.subprocess_handlers[number] = Handler(rank, number)  # type: ignore[assignment]
+            self.subprocess_handlers[local_rank] = RankHandler(process, local_rank)  # type: ignore[assignment]
 
 
-def _be_subreaper(wanted: bool) -> bool:
-    """Whether orphans among this process's descendants become its children; what it was before."""
+def _set_subreaper(enabled: bool) -> bool:
+    """Set whether orphaned descendants of this process become its children; returns the previous setting."""
     libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
     libc.prctl(PR_SET_CHILD_SUBREAPER + 1, ctypes.byref(before), 0, 0, 0)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0):
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
     return bool(before.value)
 
 
-# In the forkserver
+# In the forkserver process
 
 
-def serve(module: str, wire: socket.socket) -> None:
-    """Import a module, then fork a rank for each request, until the launcher has gone. In a rank it does not return."""
+def serve(module: str, connection: socket.socket) -> None:
+    """Import a module, then fork a rank for each request, until the connection is closed. Does not return in a rank."""
     from weft.launch.launcher import rank_main
 
     end_with_launcher()
     _name_this_process(PROCESS_NAME)
     main = importlib.import_module(module).main
     while True:
-        request, received, _, _ = socket.recv_fds(wire, 2**20, 1)
+        request, received, _, _ = socket.recv_fds(connection, 2**20, 1)
         if not request:
             return
-        (go,) = received
-        reading, writing = os.pipe()
-        between = os.fork()
-        if not between:
+        (start_signal,) = received
+        read_end, write_end = os.pipe()
+        intermediate = os.fork()
+        if not intermediate:
             rank = os.fork()
             if not rank:
-                os.close(reading)
-                os.close(writing)
-                wire.close()
-                if not os.read(go, 1):  # it comes when this process is a child of the launcher
+                os.close(read_end)
+                os.close(write_end)
+                connection.close()
+                if not os.read(start_signal, 1):  # it arrives when this process is a child of the launcher
                     os._exit(1)
-                os.close(go)
+                os.close(start_signal)
                 end_with_launcher()
-                _become(module, **json.loads(request))
+                _set_up_rank(module, **json.loads(request))
                 rank_main(main)
                 os._exit(0)
-            os.write(writing, str(rank).encode())
+            os.write(write_end, str(rank).encode())
             os._exit(0)
-        os.close(writing)
-        os.close(go)
-        os.waitpid(between, 0)  # the rank has its new parent
-        wire.sendall(os.read(reading, 64))
-        os.close(reading)
+        os.close(write_end)
+        os.close(start_signal)
+        os.waitpid(intermediate, 0)  # after this the launcher is the parent of the rank
+        connection.sendall(os.read(read_end, 64))
+        os.close(read_end)
 
 
-def _become(module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
+def _set_up_rank(module: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
     """Turn a fork of the forkserver into a rank."""
     os.setsid()
     os.environ.update(environment)
     sys.argv = [module, *arguments]
-    for path, number in ((stdout, 1), (stderr, 2)):
+    for path, descriptor in ((stdout, 1), (stderr, 2)):
         if path:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            os.dup2(file, number)
+            os.dup2(file, descriptor)
             os.close(file)
     _name_this_process(f"weft-rank-{environment['RANK']}")
     if threads := environment.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(int(threads))  # OpenMP has read its variable when it was loaded, in the launcher perhaps
+        # OpenMP has read OMP_NUM_THREADS when it was loaded, before this rank was forked.
+        torch.set_num_threads(int(threads))
 
 
 def _name_this_process(name: str) -> None:

@@ -1,12 +1,12 @@
-"""What a rank is doing, in a small file that its launcher reads at any time, also after the rank was killed.
+"""Memory-mapped heartbeat file of a rank. Its launcher can read the file at any time, even after the rank was killed.
 
-    pulse = Heartbeat.open()                  # in the rank; without a launcher nobody reads it
-    pulse.phase("step", 17)               # a plain call wherever something else begins
-    record = read_status(path)             # in the launcher
+    heartbeat = Heartbeat.open()              # in the rank; nobody reads it without a launcher
+    heartbeat.phase("step", 17)               # when another phase of the work begins
+    status = read_status(path)                # in the launcher
 
-The file is mapped into memory: a note costs the rank about two microseconds and no system call, and outlives it. Nothing is
-locked. Each kind of note has one writer and two places, which it fills in turn. A note carries its number and a checksum, so
-that a reader takes the newest one that is whole, whatever moment the writer was interrupted or killed at.
+The file is mapped into memory: an update costs the rank about two microseconds and no system call, and survives the rank.
+There are no locks. Each kind of record has one writer and two slots, which the writer fills in turn. A slot holds a sequence
+number and a checksum, so that a reader takes the newest complete record, whenever the writer was interrupted or killed.
 """
 
 import linecache
@@ -29,214 +29,220 @@ import torch.distributed as dist
 
 from weft.backends.shared_memory import SharedMemoryGroup
 
-HEARTBEAT_VARIABLE = "WEFT_PULSE"  # path of the file, in the environment of a rank
+HEARTBEAT_VARIABLE = "WEFT_HEARTBEAT"  # environment variable of a rank: path of its heartbeat file
 SAMPLE_SECONDS = 0.2
-LOOKS = 3  # of a sample, at most
-KNOWN_STEPS = 2  # steps after which a rank's step time is known
-PLACE_BYTES = 2048
-HEAD = Struct("qII")  # number of the note, bytes of its text, checksum
-PHASE, COLLECTIVE, SAMPLE = 0, 2, 4  # the first of the two places of each kind of note
-FINISHED = 6 * PLACE_BYTES  # where the number of collectives that have ended stands, a whole number of 8 bytes
-PULSE_BYTES = 7 * PLACE_BYTES
+SAMPLE_TRIES = 3
+MIN_TIMED_STEPS = 2  # steps after which the step time of a rank is known
+SLOT_BYTES = 2048
+HEADER = Struct("qII")  # sequence number, bytes of text, checksum
+PHASE, COLLECTIVE, SAMPLE = 0, 2, 4  # first of the two slots of each kind of record
+FINISHED = 6 * SLOT_BYTES  # offset of the number of finished collectives; a multiple of 8 bytes
+HEARTBEAT_BYTES = 7 * SLOT_BYTES
 
 TORCH, STANDARD_LIBRARY = os.path.dirname(torch.__file__) + os.sep, sysconfig.get_path("stdlib") + os.sep
 WEFT = os.path.dirname(os.path.dirname(__file__))
-CARRIERS = (
+# Packages that implement collectives: a location within them says nothing about the caller.
+LIBRARIES = (
     TORCH,
-    *(os.path.join(WEFT, room) + os.sep for room in ("cluster", "comm")),
-)  # rooms that carry out collectives
-# Inside a function of these files a rank sends, or waits for others.
+    *(os.path.join(WEFT, package) + os.sep for package in ("backends", "comm", "device", "launch", "topology")),
+)
+# A rank that is inside a function of these files sends a message or waits for other ranks.
 COMMUNICATION = (
     str(dist.distributed_c10d.__file__),
     os.path.join(TORCH, "distributed/_functional_collectives.py"),
-    *(os.path.join(WEFT, "cluster", name) for name in ("channel.py", "shared_memory.py", "store.py")),
+    *(os.path.join(WEFT, *path) for path in (("backends", "shm_p2p.py"), ("backends", "shared_memory.py"))),
+    os.path.join(WEFT, "launch", "store.py"),
 )
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank last said of itself. Times are seconds of CLOCK_MONOTONIC, which all processes of a host share."""
+    """Last status of a rank. Times are seconds of CLOCK_MONOTONIC, which all processes of a host share."""
 
     pid: int = 0
-    """0 until the rank has opened its pulse."""
+    """Process number; 0 until the rank has opened its heartbeat."""
     phase: str = "starting"
     step: int | None = None
-    began: float = 0.0
-    """When the phase began."""
+    phase_start: float = 0.0
+    """Time at which the phase began."""
     step_seconds: float = 0.0
-    """Median of its last steps; 0 before the first two have ended."""
+    """Median duration of the last steps; 0 before the first two steps have ended."""
     collectives: int = 0
-    """How many were called through shared memory."""
-    collective: str = ""
-    """The last of them: operation, bytes, format and group."""
-    inside: bool = False
-    """Whether the rank had not come back from it."""
-    where: str = ""
-    """Where the main thread was at the last sample: "FILE:LINE FUNCTION", outside torch and the standard library."""
-    call: str = ""
-    """The communication that the main thread was in at the last sample, say "all_reduce"; "" in everything else."""
-    heartbeat: float = 0.0
-    """When the last sample was taken; 0 before the first."""
+    """Number of collectives called through shared memory."""
+    last_collective: str = ""
+    """Last collective called through shared memory: operation, bytes, dtype and group."""
+    in_collective: bool = False
+    """True if the rank had not returned from the last collective."""
+    location: str = ""
+    """Location of the main thread at the last sample: "FILE:LINE FUNCTION", outside torch and the standard library."""
+    communication: str = ""
+    """Communication call of the main thread at the last sample, for example "all_reduce"; "" in other code."""
+    sampled_at: float = 0.0
+    """Time of the last sample; 0 before the first."""
 
     @property
     def waits_in(self) -> str:
-        """The collective that the rank was in, or ""."""
-        return self.collective if self.inside else self.call
+        """The collective or communication call that the rank was in, or ""."""
+        return self.last_collective if self.in_collective else self.communication
 
 
 class Heartbeat:
-    """The notes of this rank. One thread at a time may call its methods: the one that trains.
+    """Writer of this rank's heartbeat. Its methods may be called by one thread at a time: the training thread.
 
     Args:
-        memory: PULSE_BYTES that a launcher reads.
+        memory: mapped file of HEARTBEAT_BYTES bytes, which a launcher reads.
     """
 
     def __init__(self, memory: mmap.mmap):
-        self._notes = {kind: _Note(memory, kind) for kind in (PHASE, COLLECTIVE, SAMPLE)}
-        self._collective = self._notes[COLLECTIVE]
+        self._records = {kind: _DoubleBuffer(memory, kind) for kind in (PHASE, COLLECTIVE, SAMPLE)}
+        self._collective = self._records[COLLECTIVE]
         self._finished = memoryview(memory)[FINISHED : FINISHED + 8].cast("q")
-        self._began, self._in_step = time.monotonic(), False
+        self._phase_start, self._in_step = time.monotonic(), False
         self._steps: deque[float] = deque(maxlen=50)  # seconds
         self.phase("starting")
 
     @classmethod
     def open(cls) -> "Heartbeat":
-        """The pulse that the environment names, with the position of the main thread and all collectives through shared
-        memory noted from here on; without a launcher, one that nobody reads."""
+        """Open the heartbeat that the environment names; without a launcher, a heartbeat that nobody reads.
+
+        From this call on, the heartbeat also records the location of the main thread and all collectives through shared memory.
+        """
         path = os.environ.get(HEARTBEAT_VARIABLE)
         if path is None:
-            return cls(mmap.mmap(-1, PULSE_BYTES))
+            return cls(mmap.mmap(-1, HEARTBEAT_BYTES))
         with open(path, "r+b") as file:
-            pulse = cls(mmap.mmap(file.fileno(), PULSE_BYTES))
-        SharedMemoryGroup.observers.append(pulse._enter)
-        SharedMemoryGroup.leavers.append(pulse._leave)
-        threading.Thread(target=pulse._sample, name="pulse", daemon=True).start()
-        return pulse
+            heartbeat = cls(mmap.mmap(file.fileno(), HEARTBEAT_BYTES))
+        SharedMemoryGroup.observers.append(heartbeat._enter)
+        SharedMemoryGroup.leavers.append(heartbeat._leave)
+        threading.Thread(target=heartbeat._sample, name="heartbeat", daemon=True).start()
+        return heartbeat
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """Say what begins now.
+        """Record the beginning of a phase.
 
         Args:
-            name: starting, step, evaluating, saving, exporting, say. The watchdog knows how long a "step" takes.
-            step: the optimizer step it belongs to.
+            name: for example starting, step, evaluating, saving or exporting. The watchdog knows the duration of a "step".
+            step: optimizer step that the phase belongs to.
         """
         now = time.monotonic()
         if self._in_step:
-            self._steps.append(now - self._began)
-        self._began, self._in_step = now, name == "step"
-        median = statistics.median(self._steps) if len(self._steps) >= KNOWN_STEPS else 0.0
-        self._notes[PHASE].write(f"{os.getpid()}\n{now}\n{median}\n{'' if step is None else step}\n{name}")
+            self._steps.append(now - self._phase_start)
+        self._phase_start, self._in_step = now, name == "step"
+        median = statistics.median(self._steps) if len(self._steps) >= MIN_TIMED_STEPS else 0.0
+        self._records[PHASE].write(f"{os.getpid()}\n{now}\n{median}\n{'' if step is None else step}\n{name}")
 
     def _enter(self, group: dist.ProcessGroup, operation: str, size: int, dtype: torch.dtype) -> None:
         self._collective.write(f"{operation} of {size} bytes of {dtype} in group {group.group_desc}")
 
     def _leave(self) -> None:
-        self._finished[0] = self._collective.number
+        self._finished[0] = self._collective.sequence
 
     def _sample(self) -> None:
-        """Note where the main thread is, again and again."""
+        """Record the location of the main thread periodically."""
         main = threading.main_thread().ident
         while True:
-            if place := _look_at(main or 0):
-                where, call = place
-                self._notes[SAMPLE].write(f"{time.monotonic()}\n{call}\n{where}")
+            if sample := _sample_thread(main or 0):
+                location, communication = sample
+                self._records[SAMPLE].write(f"{time.monotonic()}\n{communication}\n{location}")
             time.sleep(SAMPLE_SECONDS)
 
 
-class _Note:
-    """One kind of note: its last two texts."""
+class _DoubleBuffer:
+    """Writer of one kind of record, whose last two texts stay in the file."""
 
     def __init__(self, memory: mmap.mmap, kind: int):
-        self.memory, self.kind, self.number = memory, kind, 0
+        self.memory, self.kind, self.sequence = memory, kind, 0
 
     def write(self, text: str) -> None:
-        data = text.encode(errors="replace")[: PLACE_BYTES - HEAD.size]
-        self.number += 1
-        start = (self.kind + self.number % 2) * PLACE_BYTES
-        body = start + HEAD.size
+        data = text.encode(errors="replace")[: SLOT_BYTES - HEADER.size]
+        self.sequence += 1
+        start = (self.kind + self.sequence % 2) * SLOT_BYTES
+        body = start + HEADER.size
         self.memory[body : body + len(data)] = data
-        HEAD.pack_into(self.memory, start, self.number, len(data), zlib.crc32(data, self.number))
+        HEADER.pack_into(self.memory, start, self.sequence, len(data), zlib.crc32(data, self.sequence))
 
 
 def create_heartbeat(path: Path) -> None:
-    """Make the file of a rank that has not started; for the launcher."""
-    path.write_bytes(bytes(PULSE_BYTES))  # not truncated: a rank would die of SIGBUS where there is no room any more
+    """Create the heartbeat file of a rank that has not started; called by the launcher."""
+    # Written in full: a write to a hole of a sparse file would kill the rank by SIGBUS when no space is left.
+    path.write_bytes(bytes(HEARTBEAT_BYTES))
 
 
 def read_status(path: Path) -> RankStatus:
-    """What a rank last said of itself."""
-    for _ in range(3):  # a writer may overtake a reader, not three times in a row
+    """Read the last status of a rank from its heartbeat file."""
+    for _ in range(3):  # a writer may overtake a reader once, but not three times in a row
         data = path.read_bytes()
         _, phase = _newest(data, PHASE)
-        collectives, collective = _newest(data, COLLECTIVE)
+        collectives, last_collective = _newest(data, COLLECTIVE)
         _, sample = _newest(data, SAMPLE)
         if phase:
             break
     else:
         return RankStatus()
-    pid, began, median, step, name = phase.split("\n", 4)
-    heartbeat, call, where = sample.split("\n", 2) if sample else ("0", "", "")
+    pid, phase_start, median, step, name = phase.split("\n", 4)
+    sampled_at, communication, location = sample.split("\n", 2) if sample else ("0", "", "")
     (finished,) = memoryview(data)[FINISHED : FINISHED + 8].cast("q")
     return RankStatus(
         pid=int(pid),
         phase=name,
         step=int(step) if step else None,
-        began=float(began),
+        phase_start=float(phase_start),
         step_seconds=float(median),
         collectives=collectives,
-        collective=collective,
-        inside=finished < collectives,
-        where=where,
-        call=call,
-        heartbeat=float(heartbeat),
+        last_collective=last_collective,
+        in_collective=finished < collectives,
+        location=location,
+        communication=communication,
+        sampled_at=float(sampled_at),
     )
 
 
 def _newest(data: bytes, kind: int) -> tuple[int, str]:
-    """The newest whole note of a kind, with its number; (0, "") if there is none."""
-    best, text = 0, ""
-    for start in (kind * PLACE_BYTES, (kind + 1) * PLACE_BYTES):
-        number, size, checksum = HEAD.unpack_from(data, start)
-        body = data[start + HEAD.size : start + HEAD.size + size]
-        if number > best and zlib.crc32(body, number) == checksum:
-            best, text = number, body.decode(errors="replace")
-    return best, text
+    """Sequence number and text of the newest complete record of a kind; (0, "") if there is none."""
+    newest, text = 0, ""
+    for start in (kind * SLOT_BYTES, (kind + 1) * SLOT_BYTES):
+        sequence, size, checksum = HEADER.unpack_from(data, start)
+        body = data[start + HEADER.size : start + HEADER.size + size]
+        if sequence > newest and zlib.crc32(body, sequence) == checksum:
+            newest, text = sequence, body.decode(errors="replace")
+    return newest, text
 
 
-def _look_at(thread: int) -> tuple[str, str] | None:
-    """Where a thread is, as `locate` says; None if it has ended."""
-    place = None
-    for _ in range(LOOKS):  # the thread goes on meanwhile, and a frame that it leaves no longer knows its callers
+def _sample_thread(thread: int) -> tuple[str, str] | None:
+    """Location and communication call of a thread, as returned by `locate`; None if the thread has ended."""
+    sample = None
+    for _ in range(SAMPLE_TRIES):  # the thread keeps running, and a frame that has returned no longer knows its callers
         frame = sys._current_frames().get(thread)
         if frame is None:
             return None
-        place = locate(frame)
-        del frame  # it holds the tensors of a step
-        if not _is_library(place[0]):
+        sample = locate(frame)
+        del frame  # keeps the tensors of a step alive
+        if not _is_library(sample[0]):
             break
-    return place
+    return sample
 
 
 def locate(frame: FrameType) -> tuple[str, str]:
-    """Where a thread is and, if it is in communication, in what.
+    """Find the user code that a thread is in, and the communication call made from there, if any.
 
     Returns:
-        "FILE:LINE FUNCTION" of the nearest caller outside torch, the standard library and what of Weft carries out
-        collectives; and the outermost function of torch.distributed or of shared memory that was called from there,
-        "wait" where the line waits for an asynchronous one, or "".
+        location: "FILE:LINE FUNCTION" of the nearest caller outside torch, the standard library and the parts of Weft that
+            implement collectives.
+        communication: outermost function of torch.distributed or of shared memory called from that location; "wait" if the
+            line waits for an asynchronous collective; else "".
     """
-    innermost, user, call = frame, frame, ""
+    innermost, user, communication = frame, frame, ""
     if ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0):
-        call = "wait"  # of a Work, which has no frame of its own
+        communication = "wait"  # of a Work object, which has no Python frame
     while user.f_back is not None and _is_library(user.f_code.co_filename):
         if user.f_code.co_filename in COMMUNICATION:
-            call = user.f_code.co_name
+            communication = user.f_code.co_name
         user = user.f_back
     if _is_library(user.f_code.co_filename):
         user = innermost
-    return f"{user.f_code.co_filename}:{user.f_lineno} {user.f_code.co_name}", call
+    return f"{user.f_code.co_filename}:{user.f_lineno} {user.f_code.co_name}", communication
 
 
 def _is_library(path: str) -> bool:
     standard = path.startswith((STANDARD_LIBRARY, "<frozen")) and "-packages" not in path
-    return standard or path.startswith(CARRIERS)
+    return standard or path.startswith(LIBRARIES)

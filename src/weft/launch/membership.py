@@ -1,17 +1,17 @@
-"""Launchers of several hosts tell each other how they are: who is there, who failed and why, who has left.
+"""Membership and failure detection for the launchers of a multi-host job.
 
-    store = SocketStore(path)                              # of a server on host 0; from other hosts, through a door
-    board = MembershipStore.join(store, host=0, hosts=2, ranks=4)    # waits for all hosts
-    first_rank, world_size = board.layout()
+    store = SocketStore(path)                              # served by host 0; other hosts reach it through a tunnel
+    membership = MembershipStore.join(store, host=0, hosts=2, ranks=4)    # waits for all hosts
+    first_rank, world_size = membership.layout()
     ...
-    board.report("rank 3 was killed by SIGKILL at step 17")
-    for state in board.look(): ...
-    board.post("attempt 1 has 4 ranks")                    # on host 0: a notice that all hosts read
-    board.leave()
+    membership.report_failure("rank 3 was killed by SIGKILL at step 17")
+    for state in membership.host_states(): ...
+    membership.announce("attempt 1 has 4 ranks")           # host 0 only: one text that all hosts read
+    membership.leave()
 
-Each launcher writes one key, a JSON object with a count that grows, and reads those of all others once a second. Whether a
-host is silent is judged by the clock of who looks: clocks of hosts need not agree. A host that is gone may be replaced: host
-0 frees its number, and a launcher that comes later takes it.
+Each launcher writes one key, a JSON object with an increasing heartbeat count, and reads the keys of all hosts once a second.
+Each host measures the silence of another host with its own clock, so the clocks of hosts need not agree. A host that is gone
+may be replaced: host 0 releases its host number, and a launcher that starts later takes that number.
 """
 
 import json
@@ -30,39 +30,43 @@ import torch.distributed as dist
 
 from weft.errors import RendezvousError
 
-NOBODY = "null"
-NOTICE = "notice"
-Status = Literal["here", "failed", "left", "unreachable"]
+EMPTY = "null"
+ANNOUNCEMENT = "announcement"
+Status = Literal["alive", "failed", "left", "unreachable"]
 
 
 @dataclass(frozen=True)
 class HostRecord:
-    """What a host writes into the store. `id` tells one launcher from another of the same name and process number."""
+    """Record that a host writes into the store. `id` distinguishes launchers with the same host name and process number."""
 
     id: str
     name: str
     pid: int
     ranks: int
     attempt: int = 0
-    """The one under way here."""
-    beat: int = 0
+    """Attempt under way on this host."""
+    heartbeats: int = 0
     left: bool = False
     report: str | None = None
     failed_attempt: int = -1
-    ready: int = -1
-    """The attempt that this host could take part in next."""
-    done: int = -1
-    """The last attempt whose ranks have all ended well here."""
-    standing: str | None = None
-    """Which of its ranks stands still, if one does and does not just wait for others."""
+    ready_attempt: int = -1
+    """Next attempt that this host can take part in."""
+    done_attempt: int = -1
+    """Last attempt whose ranks have all exited with code 0 on this host."""
+    straggler: str | None = None
+    """Description of a stalled rank of this host; None if no rank is stalled, or if ranks only wait for other hosts."""
 
 
 @dataclass(frozen=True)
 class HostState:
-    """A host as another one sees it.
+    """State of a host as seen by another host.
 
-    `status` is "left" if the host has said goodbye, "failed" if it has reported a failure of the attempt of who looks (or of
-    a later one), "unreachable" if neither and nothing was heard of it for too long, else "here".
+    `status` is the first of these that applies:
+
+    - "left": the host has left the job.
+    - "failed": the host has reported a failure in the observer's attempt, or in a later attempt.
+    - "unreachable": no heartbeat of the host was read for longer than the heartbeat timeout.
+    - "alive": none of the above.
     """
 
     host: int
@@ -73,17 +77,17 @@ class HostState:
     status: Status
     report: str | None
     silent_seconds: float
-    """Since something new was read of it."""
-    spoke_seconds: float
-    """Since that was written, at most: it was not there when this host read before."""
+    """Time since a new record of the host was read."""
+    max_record_age: float
+    """Upper bound of the age of the newest record in seconds: time since the last read that did not contain it yet."""
     gone: bool
-    """Whether it has left, or cannot be reached, whatever it has reported before."""
-    entry: HostRecord
-    """All that it says."""
+    """True if the host has left or is unreachable, even if its status is "failed"."""
+    record: HostRecord
+    """Newest record of the host."""
 
 
 class MembershipStore:
-    """What this launcher knows of the launchers of all hosts. A daemon thread keeps it up; `look` never waits."""
+    """State of all hosts, as known to this launcher. A daemon thread updates it; `host_states` never blocks on the network."""
 
     @classmethod
     def join(
@@ -95,189 +99,189 @@ class MembershipStore:
         ranks: int,
         timeout: float = 300.0,
         interval: float = 1.0,
-        silence_seconds: float = 15.0,
+        heartbeat_timeout: float = 15.0,
     ) -> "MembershipStore":
-        """Say that this host is there, and wait for all others; a host that takes the place of one that is gone need not.
+        """Register this host and wait for all other hosts. A host that replaces another one during a job does not wait.
 
         Args:
-            store: of this board alone, the same for all hosts; it lives on host 0.
+            store: store used by this class only, the same for all hosts and served by host 0.
             host: number of this host, from 0.
-            hosts: how many there are.
-            ranks: how many this host starts.
-            timeout: seconds to wait.
+            hosts: number of hosts.
+            ranks: number of ranks that this host starts.
+            timeout: maximum wait for the other hosts in seconds.
             interval: seconds between heartbeats.
-            silence_seconds: without a heartbeat for that long, a host counts as unreachable.
+            heartbeat_timeout: seconds without a heartbeat after which a host counts as unreachable.
 
         Raises:
-            RendezvousError: hosts do not agree how many they are, the number is taken, or somebody does not come.
+            RendezvousError: hosts disagree about the number of hosts, the host number is in use, or a host does not connect.
         """
         own_version = version("weft-train")
         if host == 0:
-            for key in (NOTICE, *map(_key, range(hosts))):
-                store.set(key, NOBODY)
+            for key in (ANNOUNCEMENT, *map(_key, range(hosts))):
+                store.set(key, EMPTY)
             store.set("version", own_version)
             store.set("hosts", str(hosts))
         try:
             store.wait(["hosts"], timedelta(seconds=timeout))
         except dist.DistError:
             raise RendezvousError(
-                f"host 0 did not come within {timeout:g} s", where=f"host {host}", fix="see the output of host 0"
+                f"host 0 did not connect within {timeout:g} s", where=f"host {host}", fix="see the output of host 0"
             ) from None
         if (other := store.get("version").decode()) != own_version:
             raise RendezvousError(
                 f"host 0 has Weft {other}, this host has Weft {own_version}",
                 where=f"host {host}",
-                rule="all hosts of a job have the same version: another may compute or send something else",
-                fix=f"install weft-train=={other} here, or the other version there",
+                rule="all hosts of a job have the same version: results and messages differ between versions",
+                fix=f"install weft-train=={other} on this host, or weft-train=={own_version} on host 0",
             )
-        if (told := int(store.get("hosts"))) != hosts or not 0 <= host < hosts:
+        if (expected := int(store.get("hosts"))) != hosts or not 0 <= host < hosts:
             raise RendezvousError(
-                f"this is host {host} of {hosts}, and host 0 speaks of {told} hosts",
+                f"this host was started as host {host} of {hosts}, but host 0 expects {expected} hosts",
                 where=f"host {host}",
-                rule="all hosts are started with the same number of hosts, and have numbers from 0",
-                fix=f"start {told} hosts with --nnodes {told} and --node-rank 0 to {told - 1}",
+                rule="all hosts are started with the same number of hosts; host numbers start at 0",
+                fix=f"start {expected} hosts with --nnodes {expected} and --node-rank 0 to {expected - 1}",
             )
-        under_way = store.get(NOTICE).decode()
-        board = cls(store, host, hosts, ranks, interval, silence_seconds)
+        announcement = store.get(ANNOUNCEMENT).decode()
+        membership = cls(store, host, hosts, ranks, interval, heartbeat_timeout)
         try:
-            board._publish()
-            if under_way == NOBODY:
-                board._wait_for_all(timeout)
+            membership._publish()
+            if announcement == EMPTY:
+                membership._wait_for_all(timeout)
         except BaseException:
-            board.leave(timeout=0)
+            membership.leave(timeout=0)
             raise
-        return board
+        return membership
 
     def __init__(
-        self, store: dist.Store, host: int, hosts: int, ranks: int, interval: float, silence_seconds: float
+        self, store: dist.Store, host: int, hosts: int, ranks: int, interval: float, heartbeat_timeout: float
     ) -> None:
-        """Use `join`."""
+        """Use `join` instead."""
         self.host = host
-        self._store, self._interval, self.silence_seconds = store, interval, silence_seconds
-        self._keys = [_key(number) for number in range(hosts)]
-        self._mine = HostRecord(secrets.token_hex(8), socket.gethostname(), os.getpid(), ranks)
-        self._text = json.dumps(asdict(self._mine))  # as it stands in the store
-        if (there := store.compare_set(_key(host), NOBODY, self._text).decode()) != self._text:
-            other = json.loads(there)
+        self._store, self._interval, self.heartbeat_timeout = store, interval, heartbeat_timeout
+        self._keys = [_key(index) for index in range(hosts)]
+        self._own_record = HostRecord(secrets.token_hex(8), socket.gethostname(), os.getpid(), ranks)
+        self._own_text = json.dumps(asdict(self._own_record))  # value of this host's key in the store
+        if (current := store.compare_set(_key(host), EMPTY, self._own_text).decode()) != self._own_text:
+            other = json.loads(current)
             raise RendezvousError(
-                f"host number {host} is taken by {other['name']} (process {other['pid']})",
+                f"host number {host} is in use by {other['name']} (process {other['pid']})",
                 where=f"host {host}",
-                rule="each host has a number of its own",
-                fix="give every host another --node-rank, and end what an earlier start has left",
+                rule="each host has a different number",
+                fix="give each host a different --node-rank, and stop processes left by an earlier start",
             )
-        self._entries: list[HostRecord | None] = [None] * hosts
-        self._heard = [time.monotonic()] * hosts
-        self._spoke, self._looked = list(self._heard), time.monotonic()
-        self._texts = [NOBODY] * hosts
-        self._notice = self._written = NOBODY
-        self._freed: dict[int, str] = {}
-        self._changes = self._published = 0
-        self._lost = self._ended = False
-        self._news = threading.Condition()  # guards all of the above
-        self._thread = threading.Thread(target=self._keep_up, name="MembershipStore", daemon=True)
+        self._records: list[HostRecord | None] = [None] * hosts
+        self._read_at = [time.monotonic()] * hosts
+        self._written_after, self._last_read = list(self._read_at), time.monotonic()
+        self._texts = [EMPTY] * hosts
+        self._announcement = self._written_announcement = EMPTY
+        self._released: dict[int, str] = {}
+        self._version = self._published_version = 0
+        self._lost = self._stopped = False
+        self._changed = threading.Condition()  # guards all attributes above
+        self._thread = threading.Thread(target=self._run, name="MembershipStore", daemon=True)
         self._thread.start()
 
     def _wait_for_all(self, timeout: float) -> None:
         def missing() -> list[int]:
-            return [number for number, entry in enumerate(self._entries) if not entry]
+            return [host for host, record in enumerate(self._records) if not record]
 
         def gone() -> dict[int, str]:
-            words = {"left": "has left", "unreachable": "cannot be reached"}
-            return {state.host: words[state.status] for state in self._look() if state.status in words}
+            descriptions = {"left": "has left", "unreachable": "is unreachable"}
+            return {state.host: descriptions[state.status] for state in self._states() if state.status in descriptions}
 
-        with self._news:
+        with self._changed:
             self._wait(lambda: self._lost or not missing() or bool(gone()), timeout)
-            late = dict.fromkeys(missing(), f"did not come within {timeout:g} s")
-            lost = dict.fromkeys(missing(), "cannot be reached") if self._lost else gone()
+            late = dict.fromkeys(missing(), f"did not connect within {timeout:g} s")
+            lost = dict.fromkeys(missing(), "is unreachable") if self._lost else gone()
         if late:
-            texts = [f"host {number} {how}" for number, how in (lost or late).items()]
+            texts = [f"host {host} {description}" for host, description in (lost or late).items()]
             raise RendezvousError(
-                f"the job cannot begin: {', '.join(texts)}",
+                f"the job cannot start: {', '.join(texts)}",
                 where=f"host {self.host}",
-                rule="all hosts of a job begin together",
-                fix="start every host; see the output of those that are missing, and the network between the hosts",
+                rule="a job starts when all of its hosts have connected",
+                fix="start all hosts; see the output of the missing hosts, and check the network between the hosts",
             )
 
     def layout(self) -> tuple[int, int]:
-        """The first rank of this host and the number of ranks of all hosts: ranks are numbered host by host."""
-        ranks = [state.ranks for state in self.look()]
+        """First rank of this host, and total number of ranks. Ranks are numbered host by host."""
+        ranks = [state.ranks for state in self.host_states()]
         return sum(ranks[: self.host]), sum(ranks)
 
-    def report(self, text: str) -> None:
-        """Tell all hosts that this one has failed in the attempt under way, and how. Comes back when it is told."""
-        self._publish(report=text, failed_attempt=self._mine.attempt)
+    def report_failure(self, text: str) -> None:
+        """Report a failure of this host in the current attempt to all hosts. Returns when the report is in the store."""
+        self._publish(report=text, failed_attempt=self._own_record.attempt)
 
-    def note(self, **changes: Any) -> None:
-        """Change the fields of this host's `HostRecord`: attempt, ranks, ready, done, standing. Does not wait."""
-        with self._news:
+    def update(self, **changes: Any) -> None:
+        """Change fields of this host's `HostRecord`. Returns at once; the thread publishes the change."""
+        with self._changed:
             self._change(changes)
 
-    def post(self, text: str) -> None:
-        """On host 0: put up a notice for all hosts, instead of the last one. Comes back when it is there."""
-        with self._news:
-            self._notice = text
+    def announce(self, text: str) -> None:
+        """Replace the announcement that all hosts read; host 0 only. Returns when the announcement is in the store."""
+        with self._changed:
+            self._announcement = text
         self._publish()
 
-    def notice(self) -> str | None:
-        """What host 0 has put up last."""
-        with self._news:
-            return None if self._notice == NOBODY else self._notice
+    def announcement(self) -> str | None:
+        """Newest announcement of host 0."""
+        with self._changed:
+            return None if self._announcement == EMPTY else self._announcement
 
-    def free(self, host: int) -> None:
-        """On host 0: let another launcher take the number of a host that is gone."""
-        with self._news:
-            self._freed[host] = self._texts[host]
+    def release(self, host: int) -> None:
+        """Allow another launcher to take the number of a host that is gone; host 0 only."""
+        with self._changed:
+            self._released[host] = self._texts[host]
             self._change({})
 
-    def look(self) -> list[HostState]:
-        """Every host that has been seen, by number, as of the last heartbeats."""
-        with self._news:
-            return self._look()
+    def host_states(self) -> list[HostState]:
+        """States of all known hosts by host number, as of the last heartbeats."""
+        with self._changed:
+            return self._states()
 
     def leave(self, timeout: float = 30.0) -> None:
-        """Say goodbye. Host 0, where the store lives, waits until the others are gone too, at most `timeout` seconds.
+        """Leave the job. Host 0, which serves the store, first waits up to `timeout` seconds until all other hosts are gone.
 
         A second call does nothing.
         """
-        if self._ended:
+        if self._stopped:
             return
         self._publish(left=True)
-        with self._news:
+        with self._changed:
             if self.host == 0:
                 gone = ("left", "unreachable")
-                self._wait(lambda: all(state.status in gone for state in self._look()), timeout)
-            self._ended = True
-            self._news.notify_all()
-        self._thread.join(self._interval)  # not for ever: the store may be out of reach
+                self._wait(lambda: all(state.status in gone for state in self._states()), timeout)
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join(self._interval)  # bounded: a call to an unreachable store may block the thread
 
     def _publish(self, **changes: Any) -> None:
-        """Change what this host says, and wait until it stands in the store, or cannot."""
-        with self._news:
-            mine = self._change(changes)
-            self._wait(lambda: self._lost or self._published >= mine, self.silence_seconds)
+        """Change the record of this host, and wait until it is in the store or the store is lost."""
+        with self._changed:
+            own_version = self._change(changes)
+            self._wait(lambda: self._lost or self._published_version >= own_version, self.heartbeat_timeout)
 
     def _change(self, changes: dict[str, Any]) -> int:
-        """The caller holds the lock; the number of this change."""
-        self._mine = replace(self._mine, **changes)
-        self._changes += 1
-        self._news.notify_all()
-        return self._changes
+        """Change the record of this host and return its new version. The caller holds the lock."""
+        self._own_record = replace(self._own_record, **changes)
+        self._version += 1
+        self._changed.notify_all()
+        return self._version
 
     def _wait(self, condition: Callable[[], bool], timeout: float) -> None:
-        """Wait for a condition, at most so long. The caller holds the lock."""
+        """Wait for a condition, up to `timeout` seconds. The caller holds the lock."""
         end = time.monotonic() + timeout
         while not condition() and (left := end - time.monotonic()) > 0:
-            self._news.wait(min(left, self._interval))  # a host becomes silent without news
+            self._changed.wait(min(left, self._interval))  # no notification comes when a host falls silent
 
-    def _look(self) -> list[HostState]:
-        return [self._state(number, entry) for number, entry in enumerate(self._entries) if entry]
+    def _states(self) -> list[HostState]:
+        return [self._state(host, record) for host, record in enumerate(self._records) if record]
 
-    def _state(self, host: int, entry: HostRecord) -> HostState:
-        silent = 0.0 if host == self.host else time.monotonic() - self._heard[host]
-        failed = entry.failed_attempt >= self._mine.attempt
-        silent_too_long = host != self.host and (self._lost or silent > self.silence_seconds)
-        status: Status = "here"
-        if entry.left:
+    def _state(self, host: int, record: HostRecord) -> HostState:
+        silent = 0.0 if host == self.host else time.monotonic() - self._read_at[host]
+        failed = record.failed_attempt >= self._own_record.attempt
+        silent_too_long = host != self.host and (self._lost or silent > self.heartbeat_timeout)
+        status: Status = "alive"
+        if record.left:
             status = "left"
         elif failed:
             status = "failed"
@@ -285,74 +289,79 @@ class MembershipStore:
             status = "unreachable"
         return HostState(
             host,
-            entry.name,
-            entry.pid,
-            entry.ranks,
-            entry.attempt,
+            record.name,
+            record.pid,
+            record.ranks,
+            record.attempt,
             status,
-            report=entry.report if failed else None,
+            report=record.report if failed else None,
             silent_seconds=silent,
-            spoke_seconds=0.0 if host == self.host else time.monotonic() - self._spoke[host],
-            gone=entry.left or silent_too_long,
-            entry=entry,
+            max_record_age=0.0 if host == self.host else time.monotonic() - self._written_after[host],
+            gone=record.left or silent_too_long,
+            record=record,
         )
 
-    def _keep_up(self) -> None:
-        """The thread. Whatever ends it, who looks is told that other hosts cannot be heard any more."""
+    def _run(self) -> None:
+        """Main function of the thread. Marks the store as lost when the thread ends for any reason."""
         try:
-            self._talk()
+            self._exchange_until_stopped()
         finally:
-            self._give_up()
+            self._mark_lost()
 
-    def _talk(self) -> None:
-        """Until the end. No other thread uses the store, which may keep this one waiting."""
-        while not self._ended:
-            with self._news:
-                self._mine = replace(self._mine, beat=self._mine.beat + 1)
-                changes, text, notice = self._changes, json.dumps(asdict(self._mine)), self._notice
-                freed, self._freed = self._freed, {}
-            looks = time.monotonic()
+    def _exchange_until_stopped(self) -> None:
+        """Exchange records once per interval. Only this thread uses the store, whose calls may block."""
+        while not self._stopped:
+            with self._changed:
+                self._own_record = replace(self._own_record, heartbeats=self._own_record.heartbeats + 1)
+                own_version, text, announcement = (
+                    self._version,
+                    json.dumps(asdict(self._own_record)),
+                    self._announcement,
+                )
+                released, self._released = self._released, {}
+            read_start = time.monotonic()
             try:
-                texts, notice = self._exchange(text, notice, freed)
+                texts, announcement = self._exchange(text, announcement, released)
             except (dist.DistError, _Replaced):
                 return
-            with self._news:
+            with self._changed:
                 for host, other in enumerate(texts):
                     if other != self._texts[host]:
-                        self._entries[host] = (
-                            None if other == NOBODY else HostRecord(**known_fields(HostRecord, json.loads(other)))
+                        self._records[host] = (
+                            None if other == EMPTY else HostRecord(**known_fields(HostRecord, json.loads(other)))
                         )
-                        self._texts[host], self._heard[host], self._spoke[host] = other, time.monotonic(), self._looked
-                self._looked = looks
+                        self._texts[host] = other
+                        self._read_at[host], self._written_after[host] = time.monotonic(), self._last_read
+                self._last_read = read_start
                 if self.host:
-                    self._notice = notice
-                self._published = changes
-                self._news.notify_all()
-                self._wait(lambda: self._ended or self._changes > self._published, self._interval)
+                    self._announcement = announcement
+                self._published_version = own_version
+                self._changed.notify_all()
+                self._wait(lambda: self._stopped or self._version > self._published_version, self._interval)
 
-    def _give_up(self) -> None:
-        """Nothing more will be heard of other hosts."""
-        with self._news:
+    def _mark_lost(self) -> None:
+        """Mark all other hosts as unreachable: no record of another host will be read again."""
+        with self._changed:
             self._lost = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
-    def _exchange(self, text: str, notice: str, freed: dict[int, str]) -> tuple[list[str], str]:
-        """Write what this host says, and read what all hosts say, and the notice."""
-        there = self._store.compare_set(self._keys[self.host], self._text, text).decode()
-        if there != text:
+    def _exchange(self, text: str, announcement: str, released: dict[int, str]) -> tuple[list[str], str]:
+        """Write the record of this host, and read the records of all hosts and the announcement."""
+        current = self._store.compare_set(self._keys[self.host], self._own_text, text).decode()
+        if current != text:
             raise _Replaced
-        self._text = text
-        for host, gone in freed.items():
-            self._store.compare_set(self._keys[host], gone, NOBODY)
-        if self.host == 0 and notice != self._written:
-            self._store.set(NOTICE, notice)
-            self._written = notice
-        *texts, notice = (found.decode() for found in self._store.multi_get([*self._keys, NOTICE]))
-        return texts, notice
+        self._own_text = text
+        for host, last_text in released.items():
+            self._store.compare_set(self._keys[host], last_text, EMPTY)
+        if self.host == 0 and announcement != self._written_announcement:
+            self._store.set(ANNOUNCEMENT, announcement)
+            self._written_announcement = announcement
+        *texts, announcement = (value.decode() for value in self._store.multi_get([*self._keys, ANNOUNCEMENT]))
+        return texts, announcement
 
 
 def known_fields(table: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """Keep the fields that this version of a dataclass has, of what another host has written."""
+    """Select the fields that exist in this version of a dataclass from fields that another host has written."""
     return {name: fields[name] for name in table.__dataclass_fields__.keys() & fields.keys()}  # type: ignore[attr-defined]
 
 

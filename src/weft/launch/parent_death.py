@@ -1,8 +1,8 @@
-"""A process that ends with its launcher, also where that is killed and can tell nobody.
+"""End a process when its launcher dies, even if the launcher is killed.
 
-Ranks that went on alone would train without a watchdog, and write into the folder of the run that takes their place. Linux
-sends them SIGKILL in the moment the launcher dies; elsewhere a thread looks every second whether it is still their parent.
-Nothing is lost by the kill that the launcher's death has not lost: checkpoints become visible whole or not at all.
+Ranks without a launcher would train without a watchdog, and write into the run folder of the job that replaces them. Linux
+sends these ranks SIGKILL as soon as the launcher dies; on other systems a thread checks every second whether the launcher is
+still the parent. The kill is safe for checkpoints: a checkpoint becomes visible only when it is complete.
 """
 
 import ctypes
@@ -12,26 +12,26 @@ import threading
 import time
 from typing import NoReturn
 
-LAUNCHER_VARIABLE = "WEFT_LAUNCHER"  # process number of the launcher, in the environment of what it starts
+LAUNCHER_VARIABLE = "WEFT_LAUNCHER"  # process number of the launcher, in the environment of its children
 POLL_SECONDS = 1.0
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def end_with_launcher() -> None:
-    """Let this process end when its launcher does; without a launcher, do nothing.
+    """Bind the lifetime of this process to its launcher; do nothing without a launcher.
 
-    The process must be a child of the launcher by now. Where the launcher has died before, this does not return. A fork of this
-    process is not bound: it calls this itself.
+    This process must already be a child of the launcher. If the launcher is already dead, the function ends this process. A
+    fork of this process does not inherit the binding and must call the function itself.
     """
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is None:
         return
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
-        threading.Thread(target=_watch, args=(int(launcher),), name="parent", daemon=True).start()
+        threading.Thread(target=_watch, args=(int(launcher),), name="parent-death", daemon=True).start()
     else:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it may have died before the line above: nothing would come any more
+    if os.getppid() != int(launcher):  # it died before the line above, so that no signal will come
         _end()
 
 
@@ -43,4 +43,4 @@ def _watch(launcher: int) -> None:
 
 def _end() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("a process outlives SIGKILL")
+    raise AssertionError("the process survived SIGKILL")

@@ -1,4 +1,4 @@
-"""What hosts of a job must know to meet: a secret token, an address of host 0, and the interfaces they have."""
+"""Rendezvous configuration of a multi-host job: secret token, endpoint of host 0, network interfaces."""
 
 import ctypes
 import fcntl
@@ -18,53 +18,61 @@ from weft.errors import RendezvousError
 TOKEN_VARIABLE = "WEFT_TOKEN"
 TOKEN = re.compile("[0-9a-fA-F]{32,}")
 MAX_TOKEN_BYTES = 4096
-SIOCGIFADDR = 0x8915  # of Linux
+SIOCGIFADDR = 0x8915  # from linux/sockios.h
 
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """Where hosts meet, and as what this one comes."""
+    """Rendezvous parameters of one host of a job."""
 
     host: int
-    """Its number, from 0."""
+    """Number of this host, from 0."""
     hosts: int
+    """Number of hosts."""
     address: str
     """IPv4 address of an interface of host 0."""
     port: int
     token: str
     interface: str | None = None
-    """Of this host, for the traffic of ranks; None: the one that leads to the address."""
+    """Network interface of this host for the traffic between ranks; None: the interface of the route to `address`."""
     encrypt: bool = False
-    """TLS for the connections between launchers; the same on all hosts. `weft.train.run.train` takes it from the job."""
+    """TLS for the connections between launchers, the same on all hosts. `weft.train.run.train` sets it from the job."""
 
 
 def parse_rendezvous(
-    host: int, hosts: int, meet: str | None, token_file: Path | None, interface: str | None
+    host: int, hosts: int, endpoint: str | None, token_file: Path | None, interface: str | None
 ) -> RendezvousConfig | None:
-    """The rendezvous that a command line describes; None for one host.
+    """Parse the rendezvous options of a command line; returns None for a single host.
 
-    The token is taken out of the environment: ranks have no use for it, and what they start might show it.
+    Removes the token from the environment: ranks do not need it, and child processes of ranks could expose it.
+
+    Args:
+        host: number of this host (--node-rank).
+        hosts: number of hosts (--nnodes).
+        endpoint: ADDRESS:PORT of host 0 (--rdzv-endpoint).
+        token_file: file with the token; by default the token is in the environment variable WEFT_TOKEN.
+        interface: network interface of this host for the traffic between ranks.
 
     Raises:
-        RendezvousError: there is no address or no token, or the number of this host does not fit.
+        RendezvousError: the endpoint or the token is missing or invalid, or the host number is not below the number of hosts.
     """
-    if hosts == 1 and host == 0 and meet is None:
+    if hosts == 1 and host == 0 and endpoint is None:
         return None
-    if meet is None or host >= hosts:
+    if endpoint is None or host >= hosts:
         raise RendezvousError(
-            f"host {host} of {hosts} " + ("has no --rdzv-endpoint" if meet is None else "does not exist"),
+            f"host {host} of {hosts} " + ("has no --rdzv-endpoint" if endpoint is None else "does not exist"),
             where="command line",
-            rule="several hosts have numbers from 0 to --nnodes - 1, and meet at an address of host 0",
-            fix="weft train JOB --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400, and the same with --node-rank 1 on the other",
+            rule="host numbers are 0 to --nnodes - 1, and --rdzv-endpoint is an address and port of host 0",
+            fix="weft train JOB --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400; on host 1 with --node-rank 1",
         )
-    address, port = parse_endpoint(meet)
+    address, port = parse_endpoint(endpoint)
     token = read_token(token_file)
-    _forget_variable(TOKEN_VARIABLE)
+    _erase_variable(TOKEN_VARIABLE)
     return RendezvousConfig(host, hosts, address, port, token, interface)
 
 
-def _forget_variable(name: str) -> None:
-    """Take a variable out of the environment, and overwrite it where the kernel shows it (/proc/PID/environ)."""
+def _erase_variable(name: str) -> None:
+    """Remove a variable from the environment, and overwrite its value in /proc/PID/environ."""
     if name not in os.environ:
         return
     getenv = ctypes.CDLL(None).getenv
@@ -75,22 +83,22 @@ def _forget_variable(name: str) -> None:
 
 
 def new_token() -> str:
-    """A fresh token for one job: 64 hexadecimal digits from the system's random source."""
+    """Create a random token for one job: 64 hexadecimal digits."""
     return secrets.token_hex(32)
 
 
 def read_token(path: Path | None = None, environment: Mapping[str, str] = os.environ) -> str:
-    """The token of the job, from a file that only its owner may read, or else from the variable WEFT_TOKEN.
+    """Read the token of the job from a private file, or from the environment variable WEFT_TOKEN if `path` is None.
 
     Raises:
-        RendezvousError: there is none, it is too short, or others may read the file. The message never shows it.
+        RendezvousError: the token is missing or too short, or other users can read the file. The message never shows the token.
     """
     if path is None:
         if not environment.get(TOKEN_VARIABLE):
             raise RendezvousError(
                 "this job has no token",
                 where=TOKEN_VARIABLE,
-                rule="hosts of one job know each other by a secret of at least 32 hexadecimal digits",
+                rule="hosts of a job authenticate each other by a secret of at least 32 hexadecimal digits",
                 fix=f"set {TOKEN_VARIABLE} to the output of `openssl rand -hex 32`, the same on every host",
             )
         return token_key(environment[TOKEN_VARIABLE].strip(), TOKEN_VARIABLE).decode()
@@ -102,52 +110,55 @@ def read_token(path: Path | None = None, environment: Mapping[str, str] = os.env
         raise RendezvousError(f"the token file cannot be read: {error.strerror}", where=str(path)) from None
     if mode & 0o077:
         raise RendezvousError(
-            f"the token file has mode {mode:03o}: others may read or change it",
+            f"the token file has mode {mode:03o}: other users can read or change it",
             where=str(path),
-            rule="only the owner may read a token",
-            fix=f"chmod 600 {path}, and make a new token if others use this host",
+            rule="only the owner can read a token file",
+            fix=f"chmod 600 {path}, and create a new token if other people use this host",
         )
     return token_key(text.decode("ascii", "replace").strip(), str(path)).decode()
 
 
 def token_key(token: str, where: str) -> bytes:
-    """The token as a key of HMAC.
+    """Convert the token into an HMAC key.
+
+    Args:
+        where: origin of the token, for the error message.
 
     Raises:
-        RendezvousError: it is too short or no hexadecimal number; `where` says whose token it is.
+        RendezvousError: the token is too short or contains other characters than hexadecimal digits.
     """
     if not TOKEN.fullmatch(token):
         raise RendezvousError(
-            f"the token has {len(token)} characters, or some that are not hexadecimal digits",
+            f"the token is invalid: it has {len(token)} characters, or characters other than hexadecimal digits",
             where=where,
             rule="at least 32 hexadecimal digits",
-            fix="make one with `openssl rand -hex 32`",
+            fix="create a token with `openssl rand -hex 32`",
         )
     return token.lower().encode()
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Address and port of "10.0.0.1:29400".
+    """Parse a rendezvous endpoint such as "10.0.0.1:29400" into its address and port.
 
     Raises:
-        RendezvousError: it is not the IPv4 address of one interface, a colon and a port.
+        RendezvousError: the text is not the IPv4 address of one interface, a colon and a port.
     """
     address, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise RendezvousError(
-            f"{text!r} is no rendezvous point",
+            f"{text!r} is not a valid rendezvous endpoint",
             rule="ADDRESS:PORT",
-            fix="write it as 10.0.0.1:29400, an address of host 0",
+            fix="use an address and port of host 0, for example 10.0.0.1:29400",
         )
     _check_address(address)
     return address, int(port)
 
 
 def own_address(rendezvous: RendezvousConfig) -> str:
-    """The address of this host on the way to host 0. Nothing is sent: connecting UDP only asks for the route.
+    """Address of this host on the route to host 0. Sends no packets: connecting a UDP socket only looks up the route.
 
     Raises:
-        RendezvousError: there is no way.
+        RendezvousError: there is no route to host 0.
     """
     if rendezvous.host == 0:
         return rendezvous.address
@@ -156,47 +167,47 @@ def own_address(rendezvous: RendezvousConfig) -> str:
             route.connect((rendezvous.address, rendezvous.port))
         except OSError as error:
             raise RendezvousError(
-                f"there is no way to {rendezvous.address}: {error.strerror}", rule="hosts of a job share a network"
+                f"no route to {rendezvous.address}: {error.strerror}", rule="hosts of a job share a network"
             ) from None
         return str(route.getsockname()[0])
 
 
 def interface_address(name: str) -> str:
-    """The first IPv4 address of a network interface of this host (Linux).
+    """First IPv4 address of a network interface of this host (Linux).
 
     Raises:
-        RendezvousError: there is no such interface, or it has no IPv4 address.
+        RendezvousError: the interface does not exist or has no IPv4 address.
     """
     if (address := _interfaces().get(name)) is None:
         raise RendezvousError(
-            f"there is no network interface {name!r} with an IPv4 address",
+            f"this host has no network interface {name!r} with an IPv4 address",
             rule="an interface of this host that is up",
-            fix=f"choose one of {_listed()}",
+            fix=f"use one of {_list_interfaces()}",
         )
     return address
 
 
 def interface_of(address: str) -> str:
-    """The network interface whose first IPv4 address this is: for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (Linux).
+    """Network interface whose first IPv4 address is `address`, for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (Linux).
 
     Raises:
-        RendezvousError: no interface of this host has it.
+        RendezvousError: no interface of this host has this address.
     """
-    for name, own in _interfaces().items():
-        if own == address:
+    for name, first_address in _interfaces().items():
+        if first_address == address:
             return name
     raise RendezvousError(
         f"no network interface of this host has the address {address}",
         rule="an address of this host",
-        fix=f"choose one of {_listed()}",
+        fix=f"use one of {_list_interfaces()}",
     )
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket at one address of this host; port 0 takes a free one.
+    """Create a listening socket at one address of this host. With port 0 the system chooses a free port.
 
     Raises:
-        RendezvousError: the address stands for every interface, is not of this host, or the port is taken.
+        RendezvousError: the address means every interface or belongs to another host, or the port is in use.
     """
     _check_address(address)
     try:
@@ -204,36 +215,36 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         raise RendezvousError(
             f"host 0 cannot listen at {address}:{port}: {error.strerror}",
-            rule="an address of this host and a port that is free",
-            fix=f"this host has {_listed()}",
+            rule="an address of this host and a free port",
+            fix=f"this host has {_list_interfaces()}",
         ) from None
 
 
 def _interfaces() -> dict[str, str]:
-    """First IPv4 address of every interface that has one."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    """First IPv4 address of every interface that has an IPv4 address."""
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_ipv4_socket:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # has none
+                answer = fcntl.ioctl(any_ipv4_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # no IPv4 address
                 continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
-def _listed() -> str:
+def _list_interfaces() -> str:
     return ", ".join(f"{name} ({address})" for name, address in _interfaces().items())
 
 
 def _check_address(address: str) -> None:
     try:
-        known = ipaddress.IPv4Address(address)
+        parsed = ipaddress.IPv4Address(address)
     except ValueError:
-        known = None
-    if known is None or known.is_unspecified or known.is_multicast:
+        parsed = None
+    if parsed is None or parsed.is_unspecified or parsed.is_multicast:
         raise RendezvousError(
             f"{address!r} is not the IPv4 address of one interface",
-            rule="a gate listens on one network that the user names, never on all of them",
-            fix=f"write an address of host 0; this host has {_listed()}",
+            rule="the tunnel server listens on one network that the user chooses, never on all networks",
+            fix=f"use an address of host 0; this host has {_list_interfaces()}",
         )

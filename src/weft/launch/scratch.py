@@ -1,7 +1,8 @@
-"""Folders in shared memory, which outlive the processes that use them, but not their run for longer than until the next launch.
+"""Scratch folders in shared memory, and their removal after the processes that used them have died.
 
-Whoever uses such a folder holds the lock in it. A folder may besides name the run that it belongs to, and stays as long as that
-run is there. The next launch removes the others: by the lock and by the run's identity, never by the name of a folder alone.
+A process that uses a scratch folder holds a lock in it. A folder may also belong to a run: it then survives the processes, as
+long as the folder of the run exists. Each launch removes all other scratch folders of the user. It decides by the lock and by
+the identity of the run, never by the name of the folder alone.
 """
 
 import json
@@ -19,51 +20,51 @@ from weft.lock import Lock, take_lock
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "weft-"
 LOCK, RUN = "lock", "run.json"  # files in such a folder
-LEAST_FREE_BYTES, LEAST_FREE_FILES = 2**24, 2**10  # shared memory is not used where less is left
-LOCK_SECONDS = 5.0  # until another process has looked whether a folder may go
-MOST_BYTES = 4096  # of the files that say who a folder belongs to
+MIN_FREE_BYTES, MIN_FREE_FILES = 2**24, 2**10  # below these limits shared memory is not used
+LOCK_SECONDS = 5.0  # maximum wait for another process that checks whether the folder can be removed
+MAX_OWNER_BYTES = 4096  # size of the files that identify the run of a folder
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder that only this user can read, in shared memory where there is room; it goes at the end of the block."""
-    parent = SHARED_MEMORY if _has_room(SHARED_MEMORY) else None  # else that of temporary files
+    """Create a private folder, in shared memory if it has space, and remove it at the end of the block."""
+    parent = SHARED_MEMORY if _has_space(SHARED_MEMORY) else None  # None: the folder of temporary files
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         lock = take_lock(folder / f".{LOCK}")
         assert lock is not None
-        (folder / f".{LOCK}").rename(folder / LOCK)  # nobody finds it before it is held
+        (folder / f".{LOCK}").rename(folder / LOCK)  # becomes visible to other processes when it is already locked
         try:
             yield folder
         finally:
             lock.release()
 
 
-def _has_room(parent: Path) -> bool:
+def _has_space(parent: Path) -> bool:
     try:
         free = os.statvfs(parent)
     except OSError:
         return False
-    room = free.f_bavail * free.f_frsize >= LEAST_FREE_BYTES and (not free.f_files or free.f_favail >= LEAST_FREE_FILES)
-    return room and os.access(parent, os.W_OK | os.X_OK)
+    has_space = free.f_bavail * free.f_frsize >= MIN_FREE_BYTES and (
+        not free.f_files or free.f_favail >= MIN_FREE_FILES
+    )
+    return has_space and os.access(parent, os.W_OK | os.X_OK)
 
 
 def hold_for_run(folder: Path, id_file: Path, run_id: str) -> Lock:
-    """Make a folder that stays as long as its run, and hold it together with other processes of that run.
-
-    What it held for another run is removed.
+    """Create a folder that exists as long as its run, and hold a shared lock on it. Files of another run are removed.
 
     Args:
-        folder: in shared memory; named after the run.
-        id_file: where the run folder says which run it is.
-        run_id: what it says.
+        folder: path in shared memory, named after the run.
+        id_file: file in the run folder that contains the identity of the run.
+        run_id: identity of the run.
 
     Raises:
-        OSError: it cannot be made, belongs to another user, or processes of another run hold it.
+        OSError: the folder cannot be created, belongs to another user, or is locked by processes of another run.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_private(folder):
-        raise PermissionError(f"{folder} is open to others: what it holds cannot be trusted")
+        raise PermissionError(f"{folder} is open to other users: its contents cannot be trusted")
     if not belongs_to(folder, id_file, run_id):
         lock = _wait_for_lock(folder, shared=False)
         for path in folder.iterdir():
@@ -77,7 +78,7 @@ def hold_for_run(folder: Path, id_file: Path, run_id: str) -> Lock:
 
 
 def belongs_to(folder: Path, id_file: Path, run_id: str) -> bool:
-    """Whether a folder that only this user can read holds what a run has left there."""
+    """True if only this user can read a folder and the folder belongs to the given run."""
     owner = {"file": str(id_file.resolve()), "id": run_id}
     return os.path.lexists(folder) and _is_private(folder) and _read_owner(folder) == owner
 
@@ -91,24 +92,28 @@ def _wait_for_lock(folder: Path, *, shared: bool) -> Lock:
     end = time.monotonic() + LOCK_SECONDS
     while (lock := take_lock(folder / LOCK, shared=shared)) is None:
         if time.monotonic() > end:
-            raise BlockingIOError(f"{folder} is held by processes of another run")
+            raise BlockingIOError(f"{folder} is locked by processes of another run")
         time.sleep(0.02)
     return lock
 
 
 def remove_leftovers() -> list[Path]:
-    """Remove the folders of this user's dead processes that no run needs any more; which they were."""
-    gone = []
+    """Remove scratch folders of this user whose processes are dead and whose run, if any, no longer exists.
+
+    Returns:
+        Paths of the removed folders.
+    """
+    removed = []
     for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for folder in parent.glob(f"{PREFIX}*"):
-            with suppress(OSError):  # it may go at any moment
-                if _is_leftover(folder):
-                    gone.append(folder)
-    return gone
+            with suppress(OSError):  # another process may remove it at the same time
+                if _remove_if_leftover(folder):
+                    removed.append(folder)
+    return removed
 
 
-def _is_leftover(folder: Path) -> bool:
-    """Whether a folder was one; it is gone then."""
+def _remove_if_leftover(folder: Path) -> bool:
+    """Remove a folder if it is not in use and not needed; True if it was removed."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or not (folder / LOCK).exists():
         return False
@@ -125,7 +130,7 @@ def _is_leftover(folder: Path) -> bool:
 
 
 def _is_needed(folder: Path) -> bool:
-    """Whether a folder belongs to a run that is there; also where that cannot be known, as on a disk that is not mounted."""
+    """True if a folder belongs to an existing run, or if this is unknown because the disk of the run is not mounted."""
     owner = _read_owner(folder)
     if owner is None:
         return False
@@ -144,6 +149,6 @@ def _read_owner(folder: Path) -> dict[str, str] | None:
 def _read(path: Path) -> str:
     try:
         with path.open(encoding="utf-8") as file:
-            return file.read(MOST_BYTES).strip()
+            return file.read(MAX_OWNER_BYTES).strip()
     except (OSError, ValueError):
         return ""

@@ -1,13 +1,15 @@
-"""A store of keys for the processes of a job, which no other user of the host reaches.
+"""Key-value store for the processes of a job, as a torch.distributed Store on a Unix socket.
 
     server = StoreServer(folder / "store")      # in the launcher; the folder is private
-    store = SocketStore(folder / "store")       # in each process: what torch.distributed takes for a Store
+    store = SocketStore(folder / "store")       # in each process: a torch.distributed.Store
 
-torch's TCPStore answers everybody who can open a connection to its port, which on one host are all its users. This one listens
-at a Unix socket: who may reach it is decided by the permissions of its folder. Between hosts its connections pass `gate`.
+torch's TCPStore serves every process that can connect to its port, on a single host the processes of all users. This store
+listens at a Unix socket, so that the permissions of its folder control the access. Between hosts, `tunnel` forwards the
+connections.
 
-A request is one byte that names what is wanted, then fields; an answer is fields. Fields are a count, then each with its length
-before it (`struct` ">I"). Who asks for a key that is not there yet gets the answer when it is.
+Protocol: a request is one byte (the operation) and a list of fields; a response is a list of fields. A list of fields is
+encoded as the number of fields, followed by each field with its length before it (`struct` ">I"). The response to a request
+for a missing key is sent when the key is set.
 """
 
 import asyncio
@@ -22,22 +24,22 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-LARGEST = 2**30  # bytes of a field, and number of fields: no more is read
-STORE_VARIABLE = "WEFT_STORE"  # in the environment of ranks: the path of the socket
-LONGEST_PATH = 107  # bytes, of the address of a Unix socket
+MAX_LENGTH = 2**30  # maximum bytes of a field, and maximum number of fields
+STORE_VARIABLE = "WEFT_STORE"  # environment variable of ranks: path of the socket
+MAX_PATH_BYTES = 107  # maximum length of the address of a Unix socket
 SET, ADD, COMPARE_SET, CHECK, WAIT, GET, DELETE, COUNT = range(8)
 BACKLOG = 4096
 FOUND, LATE = b"+", b"-"
 
 
 class StoreServer:
-    """Holds the keys, and serves them in a daemon thread.
+    """Server of the store, in a daemon thread.
 
     Args:
-        path: of the socket that it makes; in a folder that only this user can enter.
+        path: path of the socket to create, in a folder that only this user can enter.
 
     Raises:
-        OSError: the socket cannot be made.
+        OSError: the socket cannot be created.
     """
 
     def __init__(self, path: Path):
@@ -51,7 +53,7 @@ class StoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections. A second call does nothing."""
+        """Close all connections. A second call does nothing."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -67,14 +69,14 @@ class StoreServer:
         server = self._loop.run_until_complete(asyncio.start_unix_server(self._accept, sock=listener))
         self._loop.run_forever()
         server.close()
-        self._loop.run_until_complete(self._end_all())
+        self._loop.run_until_complete(self._cancel_all())
         self._loop.close()
 
-    async def _end_all(self) -> None:
+    async def _cancel_all(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # sockets of closed writers are closed in the next turn
+        await asyncio.sleep(0)  # the event loop closes the sockets of closed writers in its next iteration
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = self._loop.create_task(self._serve(reader, writer))
@@ -84,34 +86,34 @@ class StoreServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                kind = (await reader.readexactly(1))[0]
-                writer.write(_packed(await self._answer(kind, await _read_fields(reader))))
+                operation = (await reader.readexactly(1))[0]
+                writer.write(_encode_fields(await self._respond(operation, await _read_fields(reader))))
                 await writer.drain()
         except (OSError, EOFError, ValueError, IndexError):
-            pass  # it has gone, or says what no client says
+            pass  # the client has disconnected or sent an invalid request
         finally:
             writer.close()
 
-    async def _answer(self, kind: int, fields: list[bytes]) -> list[bytes]:
+    async def _respond(self, operation: int, fields: list[bytes]) -> list[bytes]:
         values = self._values
-        if kind == SET:
+        if operation == SET:
             for key, value in zip(fields[::2], fields[1::2], strict=True):
                 self._put(key, value)
             return []
-        if kind == ADD:
+        if operation == ADD:
             key, amount = fields
             self._put(key, b"%d" % (int(values.get(key, b"0")) + int(amount)))
             return [values[key]]
-        if kind == COMPARE_SET:  # as torch's: a key that is not there counts as one without a value
+        if operation == COMPARE_SET:  # as in torch: a missing key compares equal to an empty value
             key, expected, desired = fields
             if values.get(key, b"") == expected:
                 self._put(key, desired)
             return [values.get(key, expected)]
-        if kind == CHECK:
+        if operation == CHECK:
             return [FOUND if all(key in values for key in fields) else LATE]
-        if kind == DELETE:
+        if operation == DELETE:
             return [FOUND if values.pop(fields[0], None) is not None else LATE]
-        if kind == COUNT:
+        if operation == COUNT:
             return [b"%d" % len(values)]
         seconds, *keys = fields
         try:
@@ -120,7 +122,7 @@ class StoreServer:
                     await self._wait(key)
         except TimeoutError:
             return [LATE]
-        return [FOUND] if kind == WAIT else [FOUND, *(values[key] for key in keys)]
+        return [FOUND] if operation == WAIT else [FOUND, *(values[key] for key in keys)]
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
@@ -140,104 +142,104 @@ class StoreServer:
 
 
 class SocketStore(dist.Store):
-    """The store behind a Unix socket, for one process and all its threads. Its methods mean what those of torch's Store do.
+    """Client of a `StoreServer`, with the interface of torch.distributed.Store. Thread-safe.
 
     Args:
-        path: of the socket.
-        timeout: how long `get` and `wait` wait.
+        path: path of the socket.
+        timeout: timeout of `get` and `wait`.
 
-    Every method raises dist.DistNetworkError when the server has gone; `get` and `wait` raise dist.DistStoreError when a key
-    does not come in time.
+    Every method raises dist.DistNetworkError when the server is gone. `get` and `wait` raise dist.DistStoreError when a key is
+    not set within the timeout.
     """
 
     def __init__(self, path: Path, timeout: timedelta = timedelta(seconds=300)):
         super().__init__()
         self.path = path
         self.set_timeout(timeout)
-        self._idle: list[socket.socket] = []  # a call takes a connection of its own: another may wait for long
+        self._idle: list[socket.socket] = []  # each call uses its own connection, because another call may block
         self._idle.append(self._connect())
 
     def close(self) -> None:
-        """End the connections that are not in use."""
+        """Close the connections that are not in use."""
         while self._idle:
             self._idle.pop().close()
 
     def clone(self) -> "SocketStore":
-        """Another client of the same server."""
-        return SocketStore(self.path, self._patience)
+        """Create another client of the same server."""
+        return SocketStore(self.path, self._default_timeout)
 
     @property
-    def _patience(self) -> timedelta:
-        return self.timeout  # type: ignore[attr-defined] # the stubs lack it
+    def _default_timeout(self) -> timedelta:
+        return self.timeout  # type: ignore[attr-defined] # missing in the stubs
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Give a key a value."""
-        self._ask(SET, [key, value])
+        """Set the value of a key."""
+        self._request(SET, [key, value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Give keys values, all at once."""
-        self._ask(SET, [text for pair in zip(keys, values, strict=True) for text in pair])
+        """Set the values of several keys atomically."""
+        self._request(SET, [text for pair in zip(keys, values, strict=True) for text in pair])
 
     def get(self, key: str) -> bytes:
-        """The value of a key, when there is one."""
+        """Wait until a key is set; returns its value."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys, when all have one."""
-        return self._await(GET, keys, self._patience)
+        """Wait until all keys are set; returns their values."""
+        return self._request_keys(GET, keys, self._default_timeout)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which begins as 0; the sum."""
-        return int(self._ask(ADD, [key, str(amount)])[0])
+        """Add to an integer value, which starts at 0; returns the sum."""
+        return int(self._request(ADD, [key, str(amount)])[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Give a key a value if it has the one that is expected, or none and "" is; the value that it has then."""
-        return self._ask(COMPARE_SET, [key, expected, desired])[0]
+        """Set a key to `desired` if its value is `expected` ("" also matches a missing key); returns the value of the key."""
+        return self._request(COMPARE_SET, [key, expected, desired])[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have a value."""
-        return self._ask(CHECK, keys)[0] == FOUND
+        """True if all keys are set."""
+        return self._request(CHECK, keys)[0] == FOUND
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all keys have a value."""
-        self._await(WAIT, keys, timeout or self._patience)
+        """Wait until all keys are set."""
+        self._request_keys(WAIT, keys, timeout or self._default_timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; whether it was there."""
-        return self._ask(DELETE, [key])[0] == FOUND
+        """Delete a key; True if it was set."""
+        return self._request(DELETE, [key])[0] == FOUND
 
     def num_keys(self) -> int:
-        """How many keys have a value."""
-        return int(self._ask(COUNT, [])[0])
+        """Number of keys that are set."""
+        return int(self._request(COUNT, [])[0])
 
     def has_extended_api(self) -> bool:
-        """Whether there are multi_get and multi_set; torch asks."""
+        """True: the store has multi_get and multi_set. Called by torch."""
         return True
 
-    deleteKey, getNumKeys = delete_key, num_keys  # as torch's C++ calls them
+    deleteKey, getNumKeys = delete_key, num_keys  # names that torch's C++ code calls
 
-    def _await(self, kind: int, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
-        status, *values = self._ask(kind, [str(timeout.total_seconds()), *keys])
+    def _request_keys(self, operation: int, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
+        status, *values = self._request(operation, [str(timeout.total_seconds()), *keys])
         if status != FOUND:
-            raise dist.DistStoreError(f"{', '.join(keys)} did not come within {timeout.total_seconds():g} s")
+            raise dist.DistStoreError(f"{', '.join(keys)} not set within {timeout.total_seconds():g} s")
         return values
 
-    def _ask(self, kind: int, fields: Iterable[str | bytes]) -> list[bytes]:
+    def _request(self, operation: int, fields: Iterable[str | bytes]) -> list[bytes]:
         try:
             connection = self._idle.pop() if self._idle else self._connect()
         except IndexError:  # another thread took the last one
             connection = self._connect()
         try:
             texts = [field.encode() if isinstance(field, str) else bytes(field) for field in fields]
-            connection.sendall(bytes([kind]) + _packed(texts))
-            answer = _receive_fields(connection)
+            connection.sendall(bytes([operation]) + _encode_fields(texts))
+            response = _receive_fields(connection)
         except BaseException as error:
-            connection.close()  # an answer may be on its way
+            connection.close()  # a late response must not be read by the next request
             if isinstance(error, OSError | EOFError):
-                raise dist.DistNetworkError(f"the store at {self.path} has gone: {error or 'no answer'}") from None
+                raise dist.DistNetworkError(f"the store at {self.path} is gone: {error or 'no answer'}") from None
             raise
         self._idle.append(connection)
-        return answer
+        return response
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -250,29 +252,30 @@ class SocketStore(dist.Store):
 
 
 class StoreRendezvous(StaticTCPRendezvous):
-    """Where torch's elastic agents meet: at a store that is there already.
+    """Static rendezvous of torch's elastic agents at an existing store.
 
     Args:
-        path: of its socket on this host.
-        rank, world_size: number of this agent, and how many there are.
-        seconds: that one waits for another.
+        path: path of the store's socket on this host.
+        rank, world_size: index of this agent, and number of agents.
+        seconds: timeout for the other agents.
     """
 
     def __init__(self, path: Path, rank: int, world_size: int, seconds: float):
-        super().__init__("localhost", 0, rank, world_size, run_id="weft", timeout=int(seconds))  # nothing listens there
+        # The address is not used.
+        super().__init__("localhost", 0, rank, world_size, run_id="weft", timeout=int(seconds))
         self.path = path
         self._store = SocketStore(path, timedelta(seconds=seconds))
 
 
 def listen_at(path: Path) -> socket.socket:
-    """A listening Unix socket at a path that is free.
+    """Create a listening Unix socket at an unused path.
 
     Raises:
-        OSError: it cannot be made; where the path is too long, its words name the way out.
+        OSError: the socket cannot be created. If the path is too long, the message names the fix.
     """
-    if len(str(path).encode()) > LONGEST_PATH:
+    if len(str(path).encode()) > MAX_PATH_BYTES:
         raise OSError(
-            f"{path} has more than {LONGEST_PATH} bytes, too many for a socket: set TMPDIR to a shorter folder"
+            f"{path} is longer than {MAX_PATH_BYTES} bytes, the limit of a Unix socket: set TMPDIR to a shorter path"
         )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -284,27 +287,30 @@ def listen_at(path: Path) -> socket.socket:
     return listener
 
 
-def _packed(fields: Sequence[bytes]) -> bytes:
-    pieces = [struct.pack(">I", len(fields))]
+def _encode_fields(fields: Sequence[bytes]) -> bytes:
+    parts = [struct.pack(">I", len(fields))]
     for field in fields:
-        pieces += struct.pack(">I", len(field)), field
-    return b"".join(pieces)
+        parts += struct.pack(">I", len(field)), field
+    return b"".join(parts)
 
 
-def _number(data: bytes) -> int:
-    (number,) = struct.unpack(">I", data)
-    if number > LARGEST:
-        raise ValueError(number)
-    return int(number)
+def _decode_length(data: bytes) -> int:
+    (length,) = struct.unpack(">I", data)
+    if length > MAX_LENGTH:
+        raise ValueError(length)
+    return int(length)
 
 
 async def _read_fields(reader: asyncio.StreamReader) -> list[bytes]:
-    count = _number(await reader.readexactly(4))
-    return [await reader.readexactly(_number(await reader.readexactly(4))) for _ in range(count)]
+    count = _decode_length(await reader.readexactly(4))
+    return [await reader.readexactly(_decode_length(await reader.readexactly(4))) for _ in range(count)]
 
 
 def _receive_fields(connection: Any) -> list[bytes]:
-    return [_receive(connection, _number(_receive(connection, 4))) for _ in range(_number(_receive(connection, 4)))]
+    return [
+        _receive(connection, _decode_length(_receive(connection, 4)))
+        for _ in range(_decode_length(_receive(connection, 4)))
+    ]
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
@@ -312,6 +318,6 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     view = memoryview(data)
     while view:
         if not (size := connection.recv_into(view)):
-            raise EOFError("it ended the connection")
+            raise EOFError("the server closed the connection")
         view = view[size:]
     return bytes(data)

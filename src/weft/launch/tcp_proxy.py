@@ -1,4 +1,4 @@
-"""Forwarding of connections, by asyncio in a daemon thread: what `Gate` and `Door` share."""
+"""TCP and Unix socket forwarding by asyncio in a daemon thread: base of `TunnelServer` and `TunnelClient`."""
 
 import asyncio
 import socket
@@ -12,17 +12,17 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class TcpProxy:
-    """Base of `Gate` and `Door`: a listener and its connections, served by an event loop in a daemon thread."""
+    """Listener whose connections an event loop in a daemon thread serves; base of `TunnelServer` and `TunnelClient`."""
 
-    def __init__(self, listener: socket.socket, silence_seconds: float):
-        self._silence_seconds = silence_seconds
+    def __init__(self, listener: socket.socket, keepalive_timeout: float):
+        self._keepalive_timeout = keepalive_timeout
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, args=(listener,), name=type(self).__name__, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to listen, and end all connections. A second call does nothing."""
+        """Stop listening and close all connections. A second call does nothing."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -38,16 +38,16 @@ class TcpProxy:
         self._loop.run_forever()
         if server:
             server.close()
-        self._loop.run_until_complete(self._end_all())
+        self._loop.run_until_complete(self._cancel_all())
         self._loop.close()
         listener.close()
 
-    async def _end_all(self) -> None:
+    async def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # sockets of closed writers are closed in the next turn
+        await asyncio.sleep(0)  # the event loop closes the sockets of closed writers in its next iteration
 
     async def _listen(self, listener: socket.socket) -> asyncio.Server | None:
         raise NotImplementedError
@@ -58,19 +58,19 @@ class TcpProxy:
         task.add_done_callback(self._tasks.discard)
 
 
-def watch(connection: socket.socket, silence_seconds: float) -> None:
-    """Let the kernel end a connection when the other host is silent, and send small messages at once."""
-    probe_seconds = max(1, round(silence_seconds / 4))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio does so for sockets of getaddrinfo only
+def set_keepalive(connection: socket.socket, timeout: float) -> None:
+    """Let the kernel close a connection whose other host does not answer for `timeout` seconds; disable Nagle's algorithm."""
+    probe_seconds = max(1, round(timeout / 4))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it only for sockets of getaddrinfo
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_seconds * 1000))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout * 1000))
 
 
-async def pass_on(one: Streams, other: Streams) -> None:
-    """Pass bytes on in both directions, until one side ends."""
-    await asyncio.gather(_pipe(one[0], other[1]), _pipe(other[0], one[1]))
+async def forward(first: Streams, second: Streams) -> None:
+    """Forward bytes in both directions until one side closes its connection."""
+    await asyncio.gather(_pipe(first[0], second[1]), _pipe(second[0], first[1]))
 
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,9 +79,9 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(data)
             await writer.drain()
     except OSError:
-        pass  # a side that is lost ends the connection, as one that leaves
+        pass  # a lost side ends the connection, like a side that closes it
     except asyncio.CancelledError:
-        writer.transport.abort()  # the loop ends now; TLS would still say goodbye
+        writer.transport.abort()  # the loop is stopping: there is no time for the closing messages of TLS
         raise
     finally:
         writer.close()

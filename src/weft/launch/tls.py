@@ -4,8 +4,9 @@
     context = make_context(token, server_side=False)   # on another host
 
 Every host derives the same Ed25519 key and the same self-signed certificate, so no certificate has to be distributed. Both
-sides of a connection present this certificate and accept no other, hence only hosts with the token complete a handshake. TLS
-1.3 makes new session keys for each connection: a recorded connection cannot be decrypted, even with the token.
+sides of a connection present this certificate and accept no other certificate. Only hosts with the token can therefore
+complete a handshake. TLS 1.3 creates new session keys for each connection: a recorded connection cannot be decrypted, even
+with the token.
 """
 
 import hmac
@@ -21,14 +22,15 @@ from weft.launch.rendezvous import token_key
 from weft.launch.scratch import scratch_folder
 
 SERVER_NAME = "weft"
-VALID = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)  # wide: clocks of hosts need not agree
+# A wide range, because the clocks of hosts need not agree.
+VALID = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 GLOO_TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 GLOO_FILES = ("PKEY", "CERT", "CA_FILE")
 PROBE = "import sys; import torch.distributed as dist; dist.ProcessGroupGloo.create_device(interface=sys.argv[1])"
 
 
 def make_context(token: str, *, server_side: bool) -> ssl.SSLContext:
-    """TLS context that presents the certificate of the job, and requires the same certificate from the other side.
+    """Create a TLS context that presents the certificate of the job and requires it from the other side.
 
     Raises:
         RendezvousError: the library `cryptography` is not installed.
@@ -37,8 +39,9 @@ def make_context(token: str, *, server_side: bool) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     if server_side:
-        context.num_tickets = 0  # no session is resumed: each connection proves the key anew
-    with scratch_folder() as folder:  # OpenSSL reads files only; in memory, so that the key is never on a disk
+        context.num_tickets = 0  # no session is resumed: each connection proves possession of the key
+    # OpenSSL reads only files. The scratch folder is in memory, so that the key is never on a disk.
+    with scratch_folder() as folder:
         file = folder / "launchers.pem"
         file.write_bytes(derive_identity(token, "launchers"))
         context.load_cert_chain(file)
@@ -47,10 +50,10 @@ def make_context(token: str, *, server_side: bool) -> ssl.SSLContext:
 
 
 def gloo_variables(token: str, folder: Path, interface: str) -> dict[str, str]:
-    """Environment variables that make gloo encrypt the connections of ranks; empty where this PyTorch's gloo has no TLS.
+    """Environment variables that make gloo encrypt the connections of ranks; empty if gloo of this PyTorch has no TLS.
 
     Args:
-        folder: private to this user; gloo reads the key there as long as ranks run.
+        folder: directory for the key, which must be private to this user and exist as long as ranks run.
         interface: network interface of this host.
 
     Raises:
@@ -65,16 +68,16 @@ def gloo_variables(token: str, folder: Path, interface: str) -> dict[str, str]:
 
 
 def _has_gloo_transport(variables: dict[str, str], interface: str) -> bool:
-    """Whether gloo makes a device; tried in a process of its own, as gloo keeps the first transport that it is asked for."""
+    """True if gloo can create a device with these variables. Tried in a new process: gloo caches its first transport."""
     command = [sys.executable, "-c", PROBE, interface]
     return subprocess.run(command, env=os.environ | variables, capture_output=True).returncode == 0
 
 
 def derive_identity(token: str, purpose: str) -> bytes:
-    """PEM of the Ed25519 private key and the self-signed certificate: the same bytes on every host with the token.
+    """Derive the Ed25519 private key and the self-signed certificate from the token, in PEM; the same bytes on every host.
 
     Args:
-        purpose: ranks get another key than launchers, so that no rank can pass for a launcher.
+        purpose: "launchers" or "ranks". Their keys differ, so that a rank cannot impersonate a launcher.
 
     Raises:
         RendezvousError: the library `cryptography` is not installed.
@@ -87,10 +90,10 @@ def derive_identity(token: str, purpose: str) -> bytes:
         raise RendezvousError(
             "the library cryptography is not installed",
             where="cluster.encrypt = true",
-            rule="it makes the certificate of TLS",
+            rule="cluster.encrypt needs it to create the TLS certificate",
             fix='pip install "weft-train[encrypt]" on every host, or set cluster.encrypt = false',
         ) from None
-    seed = hmac.digest(token_key(token, "the token of TLS"), f"weft TLS key of {purpose}".encode(), "sha256")
+    seed = hmac.digest(token_key(token, "token of TLS"), f"weft TLS key of {purpose}".encode(), "sha256")
     key = Ed25519PrivateKey.from_private_bytes(seed)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, SERVER_NAME)])
     certificate = (

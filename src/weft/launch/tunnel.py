@@ -1,33 +1,35 @@
-"""Bring a store of host 0 within reach of the other hosts of a job, and of nobody else.
+"""Authenticated TCP tunnel to the stores of host 0.
 
-A store (`store`) listens at a Unix socket that only this user can reach, and between hosts stand a gate on host 0 and a door
-on each other host:
+A store (`store`) listens at a Unix socket that only its user can reach. For a multi-host job, a tunnel server runs on host 0,
+and a tunnel client on each other host:
 
-    gate = TunnelServer("10.0.0.1", 29400, token)                           # on host 0
-    gate.open("ranks", path_of_the_store)
-    door = TunnelClient("10.0.0.1", 29400, token, "ranks", folder / "ranks")  # on another host; the folder is private
-    SocketStore(door.path)                                          # there: as if the store were on this host
+    server = TunnelServer("10.0.0.1", 29400, token)                              # on host 0
+    server.add_store("ranks", path_of_the_store)
+    client = TunnelClient("10.0.0.1", 29400, token, "ranks", folder / "ranks")   # on another host; the folder is private
+    SocketStore(client.path)                                                     # used like a store of this host
 
-For each connection anew, door and gate prove to each other that they know the token of the job; then bytes are passed on.
-Messages of the proof have a fixed length, and nothing in them is evaluated:
+For each connection, client and server prove to each other that they know the token of the job. After this handshake the tunnel
+forwards bytes. The messages of the handshake have a fixed length, and nothing in them is evaluated:
 
-    gate to door   magic, nonce of the gate
-    door to gate   nonce of the door, name of the store (zeros behind), HMAC("door" + both nonces + name)
-    gate to door   verdict; who is refused gets no more
-    (both)         with `encrypt`: TLS handshake (`tls`); all that follows is encrypted
-    gate to door   HMAC("gate" + verdict + both nonces + name)
+    server to client   magic, nonce of the server
+    client to server   nonce of the client, name of the store (padded with zeros), HMAC("client" + both nonces + name)
+    server to client   verdict; a refused client gets no further message
+    (both)             with `encrypt`: TLS handshake (`tls`); all following bytes are encrypted
+    server to client   HMAC("server" + verdict + both nonces + name)
 
-The token never travels, and a recorded conversation is worth nothing, since nonces are new each time. The magic says whether
-the gate encrypts, and a door that does otherwise gives up. TLS begins after the proof of the door, so that a stranger never
-costs a handshake. It ends before the proof of the gate, which ties the encrypted connection to this conversation: nobody can
-lead the door of one store to the connection of another.
+The token is never sent, and a recorded handshake cannot be replayed, because the nonces are new each time. The magic tells
+whether the server encrypts; a client with another setting of `encrypt` gives up. TLS starts after the proof of the client, so
+that an unauthenticated client costs no TLS handshake. The TLS handshake ends before the proof of the server, which binds the
+encrypted connection to this handshake: an attacker cannot connect the client of one store to the connection of another store.
 
-Without `encrypt`, what follows the proof is neither encrypted nor signed: the gate keeps out strangers who reach the port, not
-somebody who can read or change packets between the hosts. Connections of gloo and NCCL between ranks do not pass the gate.
+Without `encrypt`, the bytes after the handshake are neither encrypted nor authenticated: the tunnel keeps out clients without
+the token, but not an attacker who can read or change packets between the hosts. The connections of gloo and NCCL between ranks
+do not use the tunnel.
 
-Strangers cannot keep others out by their number either. Until it has proved itself a connection costs no task and no thread,
-and of each address only so many are kept: one more pushes out the oldest of that address, and where there are too many in all,
-the oldest of the address that has most. A proof takes milliseconds, so that those of the job's hosts are not among the oldest.
+A flood of connections cannot keep the hosts of the job out. An unauthenticated connection needs no task and no thread. The
+number of unauthenticated connections is limited, both per address and in total. At a limit, a new connection evicts the oldest
+one of its own address, or the oldest one of the address with the most connections. A handshake takes milliseconds, so that a
+host of the job is not evicted.
 """
 
 import asyncio
@@ -45,220 +47,227 @@ from pathlib import Path
 from weft.errors import RendezvousError
 from weft.launch.rendezvous import TOKEN_VARIABLE, listen, token_key
 from weft.launch.store import BACKLOG, listen_at
-from weft.launch.tcp_proxy import Streams, TcpProxy, pass_on, watch
+from weft.launch.tcp_proxy import Streams, TcpProxy, forward, set_keepalive
 from weft.launch.tls import SERVER_NAME, make_context
 
 LOOPBACK = "127.0.0.1"
-MAGIC, MAGIC_TLS = b"weft-gate-01", b"weft-gate-s1"
+MAGIC, MAGIC_TLS = b"weft-tcp-001", b"weft-tls-001"
 NONCE_BYTES, NAME_BYTES, PROOF_BYTES = 32, 16, 32
 FOUND, ABSENT, REFUSED = b"+", b"-", b"x"  # verdicts
 REQUEST_BYTES = NONCE_BYTES + NAME_BYTES + PROOF_BYTES
 HANDSHAKE_SECONDS = 5.0
-MAX_PENDING, MAX_PENDING_OF_ONE = 1024, 256  # proofs under way: of all addresses, and of one
-ACCEPTED_AT_ONCE = 64  # before those who wait are heard again
+MAX_PENDING, MAX_PENDING_PER_ADDRESS = 1024, 256  # unauthenticated connections
+ACCEPT_BATCH = 64  # connections accepted before pending connections are read again
 SWEEP_SECONDS = 0.25
-MAX_STRANGERS = 4096  # addresses whose refusals are counted one by one
-SILENCE_SECONDS = 20.0
+MAX_COUNTED_ADDRESSES = 4096  # addresses with their own count of refusals
+KEEPALIVE_TIMEOUT = 20.0
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Visitor:
-    """Somebody at the gate who has not proved anything yet."""
+class _PendingClient:
+    """Connection of a client that has not authenticated yet."""
 
     connection: socket.socket
     address: str
     nonce: bytes
-    """The gate's nonce for this visitor."""
-    came: float
-    said: bytes = b""
+    """Nonce of the server for this connection."""
+    accepted_at: float
+    received: bytes = b""
 
 
 class TunnelServer(TcpProxy):
-    """Listens on one address of host 0 and lets those who know the token reach the stores that are open.
+    """Tunnel server: listens at one address of host 0 and connects authenticated clients to the stores of this host.
 
-    Each refused connection is counted in `refused`; the log says who it was, less and less often for the same address.
+    `refused` counts the refused connections. The log names their addresses, at a decreasing rate for each address.
 
     Args:
         address: IPv4 address of one interface of this host.
-        port: 0 takes a free one; `port` tells which.
-        token: of `weft.launch.rendezvous.read_token`.
-        encrypt: TLS 1.3 for all connections; doors must do the same.
-        silence_seconds: a connection whose other host does not answer for that long is ended (TCP_USER_TIMEOUT and
-            keepalive probes, so an idle connection to a host that is gone ends too).
+        port: port to listen at; with 0 the system chooses one, see the attribute `port`.
+        token: token of the job; see `weft.launch.rendezvous.read_token`.
+        encrypt: use TLS 1.3 for all connections; clients must have the same setting.
+        keepalive_timeout: seconds without an answer of the other host after which a connection is closed. Uses
+            TCP_USER_TIMEOUT and keepalive probes, so that an idle connection to a lost host is closed too.
 
     Raises:
-        RendezvousError: the address stands for every interface, is not of this host, or its port is taken; or TLS needs a
+        RendezvousError: the address means every interface or belongs to another host, the port is in use, or TLS needs a
             library that is not installed.
     """
 
     def __init__(
-        self, address: str, port: int, token: str, *, encrypt: bool = False, silence_seconds: float = SILENCE_SECONDS
+        self,
+        address: str,
+        port: int,
+        token: str,
+        *,
+        encrypt: bool = False,
+        keepalive_timeout: float = KEEPALIVE_TIMEOUT,
     ):
         self.refused = 0
-        self._key = token_key(token, "the token of the gate")
+        self._key = token_key(token, "token of the tunnel server")
         self._tls = make_context(token, server_side=True) if encrypt else None
         self._magic = MAGIC_TLS if encrypt else MAGIC
         self._stores: dict[bytes, Path] = {}
-        self._pending: dict[str, dict[_Visitor, None]] = {}  # by address, in order of arrival
-        self._strangers: Counter[str] = Counter()
+        self._pending: dict[str, dict[_PendingClient, None]] = {}  # by address, in order of arrival
+        self._refusals: Counter[str] = Counter()  # by address
         listener = listen(address, port)
         self.address, self.port = listener.getsockname()
-        super().__init__(listener, silence_seconds)
+        super().__init__(listener, keepalive_timeout)
 
-    def open(self, name: str, path: Path) -> None:
-        """Lead doors with this name to the Unix socket of a store on this host."""
+    def add_store(self, name: str, path: Path) -> None:
+        """Accept clients for a store of this host, which listens at the Unix socket `path`."""
         self._stores[_padded(name)] = path
 
-    def shut(self, name: str) -> None:
-        """Lead nobody there any more. Connections that stand go on."""
+    def remove_store(self, name: str) -> None:
+        """Accept no more clients for a store. Existing connections stay open."""
         del self._stores[_padded(name)]
 
     async def _listen(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._loop.add_reader(listener, self._accept, listener)
-        self._start(self._send_away_the_slow())
+        self._start(self._refuse_slow_clients())
 
     def _accept(self, listener: socket.socket) -> None:
-        """Called when somebody has come: greet them. No task is made, so that a flood of them costs little."""
-        for _ in range(ACCEPTED_AT_ONCE):
+        """Accept new connections and send them the magic and a nonce. Creates no task, so that a flood is cheap."""
+        for _ in range(ACCEPT_BATCH):
             try:
                 connection, (address, _) = listener.accept()
             except BlockingIOError:
                 return
             except OSError:  # this process has no file descriptor left
-                self._push_out(self._greediest())
+                self._evict_oldest(self._busiest_address())
                 return
-            visitor = _Visitor(connection, address, secrets.token_bytes(NONCE_BYTES), time.monotonic())
+            client = _PendingClient(connection, address, secrets.token_bytes(NONCE_BYTES), time.monotonic())
             connection.setblocking(False)
-            self._pending.setdefault(address, {})[visitor] = None
-            self._loop.add_reader(connection, self._hear, visitor)
-            if len(self._pending[address]) > MAX_PENDING_OF_ONE:
-                self._push_out(address)
+            self._pending.setdefault(address, {})[client] = None
+            self._loop.add_reader(connection, self._receive, client)
+            if len(self._pending[address]) > MAX_PENDING_PER_ADDRESS:
+                self._evict_oldest(address)
             elif sum(map(len, self._pending.values())) > MAX_PENDING:
-                self._push_out(self._greediest())
+                self._evict_oldest(self._busiest_address())
             try:
-                connection.send(self._magic + visitor.nonce)  # it fits into any buffer
+                connection.send(self._magic + client.nonce)  # fits into any socket buffer
             except OSError:
-                self._refuse(visitor, "left without a proof")
+                self._refuse(client, "closed without a proof")
 
-    def _greediest(self) -> str | None:
-        """The address that most of those who wait come from."""
+    def _busiest_address(self) -> str | None:
+        """Address with the most pending connections."""
         return max(self._pending, key=lambda address: len(self._pending[address]), default=None)
 
-    def _push_out(self, address: str | None) -> None:
+    def _evict_oldest(self, address: str | None) -> None:
         if address is not None:
-            self._refuse(next(iter(self._pending[address])), "pushed out by later ones")
+            self._refuse(next(iter(self._pending[address])), "evicted by newer connections")
 
-    def _hear(self, visitor: _Visitor) -> None:
-        """Called when a visitor has said something."""
+    def _receive(self, client: _PendingClient) -> None:
+        """Read from a pending connection; check its proof when the request is complete."""
         try:
-            heard = visitor.connection.recv(REQUEST_BYTES - len(visitor.said))
+            data = client.connection.recv(REQUEST_BYTES - len(client.received))
         except BlockingIOError:
             return
         except OSError:
-            heard = b""
-        if not heard:
-            return self._refuse(visitor, "left without a proof")
-        visitor.said += heard
-        if len(visitor.said) < REQUEST_BYTES:
+            data = b""
+        if not data:
+            return self._refuse(client, "closed without a proof")
+        client.received += data
+        if len(client.received) < REQUEST_BYTES:
             return
-        request, proof = visitor.said[:-PROOF_BYTES], visitor.said[-PROOF_BYTES:]
-        if not hmac.compare_digest(proof, _proof(self._key, b"door" + visitor.nonce + request)):
-            return self._refuse(visitor, "wrong token", REFUSED)
-        self._forget(visitor)
-        self._start(self._lead(visitor, request))
+        request, proof = client.received[:-PROOF_BYTES], client.received[-PROOF_BYTES:]
+        if not hmac.compare_digest(proof, _proof(self._key, b"client" + client.nonce + request)):
+            return self._refuse(client, "wrong token", REFUSED)
+        self._remove_pending(client)
+        self._start(self._serve(client, request))
 
-    def _refuse(self, visitor: _Visitor, reason: str, verdict: bytes = b"") -> None:
-        if visitor in self._pending.get(visitor.address, ()):
-            self._forget(visitor)
-            self._count(visitor.address, reason)
+    def _refuse(self, client: _PendingClient, reason: str, verdict: bytes = b"") -> None:
+        if client in self._pending.get(client.address, ()):
+            self._remove_pending(client)
+            self._count_refusal(client.address, reason)
             with suppress(OSError):
-                visitor.connection.send(verdict)
-            visitor.connection.close()
+                client.connection.send(verdict)
+            client.connection.close()
 
-    def _forget(self, visitor: _Visitor) -> None:
-        """It waits no more."""
-        self._loop.remove_reader(visitor.connection)
-        mine = self._pending[visitor.address]
-        del mine[visitor]
-        if not mine:
-            del self._pending[visitor.address]
+    def _remove_pending(self, client: _PendingClient) -> None:
+        self._loop.remove_reader(client.connection)
+        of_address = self._pending[client.address]
+        del of_address[client]
+        if not of_address:
+            del self._pending[client.address]
 
-    async def _send_away_the_slow(self) -> None:
+    async def _refuse_slow_clients(self) -> None:
         try:
             while True:
                 await asyncio.sleep(SWEEP_SECONDS)
                 before = time.monotonic() - HANDSHAKE_SECONDS
-                for visitors in list(self._pending.values()):
-                    for visitor in [visitor for visitor in visitors if visitor.came < before]:
-                        self._refuse(visitor, f"no proof within {HANDSHAKE_SECONDS:g} s")
+                for clients in list(self._pending.values()):
+                    for client in [client for client in clients if client.accepted_at < before]:
+                        self._refuse(client, f"no proof within {HANDSHAKE_SECONDS:g} s")
         finally:
-            for visitors in self._pending.values():
-                for visitor in visitors:
-                    visitor.connection.close()
+            for clients in self._pending.values():
+                for client in clients:
+                    client.connection.close()
 
-    async def _lead(self, visitor: _Visitor, request: bytes) -> None:
-        """Take somebody who has the token to the store that they ask for, if it is there."""
+    async def _serve(self, client: _PendingClient, request: bytes) -> None:
+        """Connect an authenticated client to the store that it requests, if that store exists."""
         try:
             store = await asyncio.open_unix_connection(self._stores[request[NONCE_BYTES:]])
         except (KeyError, OSError):
             store = None
         verdict = ABSENT if store is None else FOUND
         try:
-            watch(visitor.connection, self._silence_seconds)
-            visitor.connection.send(verdict)  # it fits into any buffer
+            set_keepalive(client.connection, self._keepalive_timeout)
+            client.connection.send(verdict)  # fits into any socket buffer
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                streams = await self._accept_streams(visitor.connection)
-        except OSError as error:  # TimeoutError and SSLError are two of them
-            visitor.connection.close()
+                streams = await self._accept_streams(client.connection)
+        except OSError as error:  # includes TimeoutError and SSLError
+            client.connection.close()
             if store is not None:
                 store[1].close()
-            return self._count(visitor.address, f"no connection after its proof: {error or 'no answer'}")
-        streams[1].write(_proof(self._key, b"gate" + verdict + visitor.nonce + request))
+            return self._count_refusal(client.address, f"no connection after its proof: {error or 'no answer'}")
+        streams[1].write(_proof(self._key, b"server" + verdict + client.nonce + request))
         if store is None:
             streams[1].close()
         else:
-            await pass_on(streams, store)
+            await forward(streams, store)
 
     async def _accept_streams(self, connection: socket.socket) -> Streams:
-        """Streams of an accepted connection, after the TLS handshake if there is one; asyncio has them for clients only."""
+        """Streams of an accepted connection, after the TLS handshake if any. asyncio has such a function only for clients."""
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await self._loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
         return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)
 
-    def _count(self, peer: str, reason: str) -> None:
+    def _count_refusal(self, peer: str, reason: str) -> None:
         self.refused += 1
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._strangers.clear()
-        self._strangers[peer] += 1
-        number = self._strangers[peer]
-        if number & (number - 1) == 0:  # 1, 2, 4, 8 ...: nobody fills the log
-            log.warning("%s was refused at %s:%d: %s (number %d)", peer, self.address, self.port, reason, number)
+        if len(self._refusals) >= MAX_COUNTED_ADDRESSES:
+            self._refusals.clear()
+        self._refusals[peer] += 1
+        count = self._refusals[peer]
+        if count & (count - 1) == 0:  # 1, 2, 4, 8 ...: the log cannot be flooded
+            log.warning(
+                "refused a connection from %s at %s:%d: %s (refusal %d)", peer, self.address, self.port, reason, count
+            )
 
 
 class TunnelClient(TcpProxy):
-    """Listens at a Unix socket of this host, and leads every connection through the gate to one store of host 0.
+    """Tunnel client: listens at a Unix socket of this host, and forwards each connection to one store of host 0.
 
-    It is there when the way has been proven once: it waits for the gate and the store.
+    The constructor waits until the server is up and has the store, and until one handshake has succeeded.
 
     Args:
-        address, port: of the gate.
-        token: the same as the gate's.
-        name: of the store, as host 0 calls it.
-        path: of the socket that it makes, in a folder that only this user can enter.
-        timeout: seconds to wait for gate and store, at the start and for every connection later.
-        encrypt: the same as the gate's.
-        silence_seconds: as for `TunnelServer`. After a break that is shorter everything goes on; a longer one ends the
-            connections on both hosts, and who used them gets an error.
+        address, port: endpoint of the server.
+        token: token of the job, as on the server.
+        name: name of the store on the server.
+        path: path of the Unix socket to create, in a folder that only this user can enter.
+        timeout: seconds to wait for the server and the store, in the constructor and for every later connection.
+        encrypt: use TLS 1.3, as on the server.
+        keepalive_timeout: as for `TunnelServer`. Connections survive a shorter interruption of the network. A longer one closes
+            the connections on both hosts, and their users get an error.
 
     Raises:
-        RendezvousError: the token or `encrypt` is not the gate's, something else listens there, there was no way within
-            `timeout`, or TLS needs a library that is not installed.
-        OSError: the socket cannot be made.
+        RendezvousError: the token or `encrypt` differs from the server, another program listens at the address, the server
+            could not be reached within `timeout`, or TLS needs a library that is not installed.
+        OSError: the Unix socket cannot be created.
     """
 
     def __init__(
@@ -271,25 +280,25 @@ class TunnelClient(TcpProxy):
         *,
         timeout: float = 60.0,
         encrypt: bool = False,
-        silence_seconds: float = SILENCE_SECONDS,
+        keepalive_timeout: float = KEEPALIVE_TIMEOUT,
     ):
-        self._gate, self._timeout, self.path = (address, port), timeout, path
-        self._key, self._name = token_key(token, "the token of the door"), _padded(name)
+        self._server, self._timeout, self.path = (address, port), timeout, path
+        self._key, self._name = token_key(token, "token of the tunnel client"), _padded(name)
         self._tls = make_context(token, server_side=False) if encrypt else None
-        super().__init__(listen_at(path), silence_seconds)
+        super().__init__(listen_at(path), keepalive_timeout)
         try:
-            asyncio.run_coroutine_threadsafe(self._prove(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._check_connection(), self._loop).result()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """As of `TcpProxy`; the socket goes too."""
+        """Close the tunnel and remove the Unix socket."""
         super().close()
         self.path.unlink(missing_ok=True)
 
-    async def _prove(self) -> None:
-        (await self._reach())[1].close()
+    async def _check_connection(self) -> None:
+        (await self._connect())[1].close()
 
     async def _listen(self, listener: socket.socket) -> asyncio.Server:
         return await asyncio.start_unix_server(
@@ -298,40 +307,45 @@ class TunnelClient(TcpProxy):
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            gate = await self._reach()
+            server = await self._connect()
         except RendezvousError as error:
             log.warning("%s", error)
             writer.close()
         else:
-            await pass_on((reader, writer), gate)
+            await forward((reader, writer), server)
 
-    async def _reach(self) -> Streams:
-        """A connection to the store, tried again until it stands: a link may be down for a moment, a gate not up yet."""
-        meet = "{}:{}".format(*self._gate)
+    async def _connect(self) -> Streams:
+        """Connect to the store. Retries until the timeout, because the network or the server may not be up yet."""
+        endpoint = "{}:{}".format(*self._server)
         end, pause = self._loop.time() + self._timeout, 0.05
         while True:
             try:
                 async with asyncio.timeout(min(HANDSHAKE_SECONDS, max(0.1, end - self._loop.time()))):
-                    return await self._dial(meet)
-            except (OSError, EOFError) as error:  # TimeoutError is one of the first
+                    return await self._try_connect(endpoint)
+            except (OSError, EOFError) as error:  # OSError includes TimeoutError
                 if self._loop.time() + pause > end:
                     raise RendezvousError(
-                        f"no way to host 0 within {self._timeout:g} s: {error or 'no answer'}",
-                        where=meet,
-                        rule="host 0 listens at this address and has the store open",
+                        f"host 0 could not be reached within {self._timeout:g} s: {error or 'no answer'}",
+                        where=endpoint,
+                        rule="host 0 listens at this address and serves the store",
                         fix="start host 0; check the address, the port and the firewall",
                     ) from None
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    async def _dial(self, meet: str) -> Streams:
-        """One attempt. OSError, EOFError: not now; RendezvousError: never."""
+    async def _try_connect(self, endpoint: str) -> Streams:
+        """Try once to connect to the store.
+
+        Raises:
+            OSError, EOFError: the attempt failed; a later one may succeed.
+            RendezvousError: no attempt can succeed.
+        """
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             connection.setblocking(False)
-            await self._loop.sock_connect(connection, self._gate)
-            watch(connection, self._silence_seconds)
-            nonce, request, verdict = await self._prove_token(connection, meet)
+            await self._loop.sock_connect(connection, self._server)
+            set_keepalive(connection, self._keepalive_timeout)
+            nonce, request, verdict = await self._prove_token(connection, endpoint)
         except BaseException:
             connection.close()
             raise
@@ -339,45 +353,51 @@ class TunnelClient(TcpProxy):
             name = SERVER_NAME if self._tls else None
             reader, writer = await asyncio.open_connection(sock=connection, ssl=self._tls, server_hostname=name)
         except ssl.SSLError as error:
-            raise _no_gate(meet, error) from None
+            raise _wrong_server(endpoint, error) from None
         try:
             proof = await reader.readexactly(PROOF_BYTES)
-            if not hmac.compare_digest(proof, _proof(self._key, b"gate" + verdict + nonce + request)):
-                raise _no_gate(meet)
+            if not hmac.compare_digest(proof, _proof(self._key, b"server" + verdict + nonce + request)):
+                raise _wrong_server(endpoint)
             if verdict != FOUND:
-                raise ConnectionRefusedError(f"the store {self._name.rstrip(bytes(1)).decode()!r} is not open there")
+                raise ConnectionRefusedError(f"it does not serve the store {self._name.rstrip(bytes(1)).decode()!r}")
             return reader, writer
         except ssl.SSLError as error:  # in TLS 1.3 a server refuses a client's certificate after the client's handshake
             writer.close()
-            raise _no_gate(meet, error) from None
+            raise _wrong_server(endpoint, error) from None
         except BaseException:
             writer.close()
             raise
 
-    async def _prove_token(self, connection: socket.socket, meet: str) -> tuple[bytes, bytes, bytes]:
-        """Say the proof of the door; nonce of the gate, request of the door, and verdict of the gate."""
+    async def _prove_token(self, connection: socket.socket, endpoint: str) -> tuple[bytes, bytes, bytes]:
+        """Send the proof of the client; returns the server's nonce, the client's request and the server's verdict."""
         magic = await self._receive(connection, len(MAGIC))
         if magic != (MAGIC_TLS if self._tls else MAGIC):
-            raise _other_encryption(meet, self._tls is not None) if magic in (MAGIC, MAGIC_TLS) else _no_gate(meet)
+            if magic in (MAGIC, MAGIC_TLS):
+                raise _encryption_mismatch(endpoint, self._tls is not None)
+            raise _wrong_server(endpoint)
         nonce = await self._receive(connection, NONCE_BYTES)
         request = secrets.token_bytes(NONCE_BYTES) + self._name
-        await self._loop.sock_sendall(connection, request + _proof(self._key, b"door" + nonce + request))
+        await self._loop.sock_sendall(connection, request + _proof(self._key, b"client" + nonce + request))
         verdict = await self._receive(connection, 1)
         if verdict == REFUSED:
             raise RendezvousError(
-                "the gate of host 0 refused the token of this host",
-                where=meet,
+                "host 0 refused the token of this host",
+                where=endpoint,
                 rule="all hosts of a job have the same token",
                 fix=f"give every host the same {TOKEN_VARIABLE} or token file",
             )
         return nonce, request, verdict
 
     async def _receive(self, connection: socket.socket, count: int) -> bytes:
-        """Exactly so many bytes: what follows may be TLS. EOFError: there are fewer."""
+        """Receive exactly `count` bytes: the following bytes may belong to TLS.
+
+        Raises:
+            EOFError: the connection ended before.
+        """
         data = b""
         while len(data) < count:
             if not (part := await self._loop.sock_recv(connection, count - len(data))):
-                raise EOFError("the gate ended the connection")
+                raise EOFError("the server closed the connection")
             data += part
         return data
 
@@ -392,19 +412,19 @@ def _proof(key: bytes, text: bytes) -> bytes:
     return hmac.digest(key, text, "sha256")
 
 
-def _no_gate(meet: str, error: ssl.SSLError | None = None) -> RendezvousError:
+def _wrong_server(endpoint: str, error: ssl.SSLError | None = None) -> RendezvousError:
     return RendezvousError(
-        "what listens there is not the gate of this job" + (f": {error}" if error else ""),
-        where=meet,
-        rule="the gate proves that it knows the token",
+        "the server at this address is not the tunnel server of this job" + (f": {error}" if error else ""),
+        where=endpoint,
+        rule="the tunnel server proves that it knows the token",
         fix="check the address and port of host 0",
     )
 
 
-def _other_encryption(meet: str, encrypt: bool) -> RendezvousError:
+def _encryption_mismatch(endpoint: str, encrypt: bool) -> RendezvousError:
     return RendezvousError(
         f"this host has cluster.encrypt = {str(encrypt).lower()}, host 0 has {str(not encrypt).lower()}",
-        where=meet,
-        rule="all hosts of a job encrypt their connections, or none does",
-        fix="set cluster.encrypt to the same on all hosts",
+        where=endpoint,
+        rule="all hosts of a job have the same setting of cluster.encrypt",
+        fix="set cluster.encrypt to the same value on all hosts",
     )

@@ -1,11 +1,11 @@
-"""Who is to blame when the ranks of a host do not go on: the one that died by itself, or the one that stands still.
+"""Root-cause detection for dead or hung ranks of a host.
 
-    watchdog = Watchdog(log_dir, pulses, Timeouts(), say)      # in the launcher
-    failure = watchdog.poll(processes)                       # about ten times a second
+    watchdog = Watchdog(log_dir, heartbeat_dir, Timeouts(), log)      # in the launcher
+    failure = watchdog.poll(processes)                                # about ten times a second
 
-A rank that dies takes the others with it, and a rank that stands still makes all of them wait. What they say then is a
-consequence. The watchdog tells it from the cause by the exit codes, the reports and the pulses of all ranks, and by what the
-guardians of other hosts say.
+A rank that dies takes the other ranks with it, and all ranks wait for a rank that is stalled. The errors of the other ranks are
+then only consequences. The watchdog finds the cause from the exit codes, error reports and heartbeats of all ranks of this
+host, and from the reports of the watchdogs on other hosts.
 """
 
 import json
@@ -27,12 +27,12 @@ from weft.launch.heartbeat import RankStatus, read_status
 from weft.launch.oom_kills import ControlGroup, resident_bytes
 
 TAIL_LINES = 12
-GRACE_SECONDS = 0.5  # for the cause to be seen, when only a consequence has been seen
-SILENT_SECONDS = 3.0  # a pulse beats five times a second
+GRACE_SECONDS = 0.5  # time for the cause to appear after a consequence
+MAX_SAMPLE_AGE = 3.0  # seconds; a heartbeat samples five times a second
 STOPPED = {"T": "stopped by a signal", "t": "held by a debugger"}  # states of /proc/PID/stat
 REFUSED = 2  # exit code of refused input: not a failure of the job
 
-# How a rank speaks of a peer that is gone: the consequence of another rank's failure, not the failure.
+# Error texts of a rank that has lost a peer: consequences of the failure of another rank.
 CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -40,361 +40,382 @@ CONSEQUENCES = (
     "ncclRemoteError",
     "remote process exited",
     "Timed out waiting",
-    "did not come within",
+    "did not join a collective within",
+    "not set within",
 )
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds after which the watchdog speaks."""
+    """Timeouts of the watchdog in seconds."""
 
     stopped: float = 5.0
-    """A rank that a signal or a debugger has stopped is named."""
-    slow: float = 10.0
-    """A rank that is still in its step is named, at the earliest."""
-    slow_steps: float = 3.0
-    """It is named after so many median step times, if that is longer."""
+    """Report a rank that a signal or a debugger has stopped."""
+    slow_step: float = 10.0
+    """Report a rank that is still in its step; the minimum for this case."""
+    slow_step_factor: float = 3.0
+    """Report a rank that is still in its step after this many median step times, if this is longer than `slow_step`."""
     other: float = 600.0
-    """A rank that is in its first two steps, or in anything but a step, and makes no progress there, is named."""
-    patience: float = 600.0
-    """The job is ended when no rank has made progress. It must be less than the timeout of process groups."""
+    """Report a rank without progress in one of its first two steps, or in a phase that is not a step."""
+    hang: float = 600.0
+    """End the job when no rank has made progress. Must be shorter than the timeout of process groups."""
 
 
 class Cause(IntEnum):
-    """How near an end is to the cause of all; the lowest is blamed."""
+    """Causes of a rank's end, from the most to the least likely root cause. The rank with the lowest value is blamed."""
 
     OWN = 0
     ABORT = 1  # gloo and NCCL abort a process that lost its peer
     TERMINATED = 2
-    LEFT = 3  # with exit code 0, while others were at work
+    EARLY_EXIT = 3  # with code 0, while other ranks were still running
     CONSEQUENCE = 4
 
 
 @dataclass
-class _Track:
-    """What has been seen of one rank."""
+class _RankTrack:
+    """History of one rank, as seen by the watchdog. Times are seconds of CLOCK_MONOTONIC."""
 
-    record: RankStatus
-    since: float
-    """When its phase or step began."""
-    active: float
-    """When it last made progress."""
-    state: str = ""
-    """Why it is stopped, or ""."""
-    stopped: float = 0.0
-    """Since when."""
-    left: bool = False
-    """Whether it has ended with exit code 0."""
+    status: RankStatus
+    phase_start: float
+    """Time at which the rank's phase or step began."""
+    last_progress: float
+    """Time at which the rank last made progress."""
+    stop_reason: str = ""
+    """Reason why the process is stopped, or ""."""
+    stopped_at: float = 0.0
+    exited: bool = False
+    """True if the rank has exited with code 0."""
     resident: int = 0
-    """Bytes of memory that it had when it was last looked at."""
+    """Bytes of resident memory at the last poll."""
 
 
 class Watchdog:
-    """Watches the ranks of one host through one attempt of a job.
+    """Monitor of the ranks of one host during one attempt of a job.
 
     Args:
-        log_dir: where the ranks log, and where `rank_main` reports errors.
-        pulses: folder with the pulse of each rank.
-        say: receives what the user must know at once, one line at a time.
-        coordinator: the hosts of the job, if there are several.
+        log_dir: directory of the ranks' logs and of the error reports of `rank_main`.
+        heartbeat_dir: directory with the heartbeat file of each rank.
+        log: prints messages for the user, one line per call.
+        coordinator: connection to the other hosts of the job, if there are several.
     """
 
     def __init__(
         self,
         log_dir: Path,
-        pulses: Path,
-        limits: Timeouts,
-        say: Callable[[str], None],
+        heartbeat_dir: Path,
+        timeouts: Timeouts,
+        log: Callable[[str], None],
         coordinator: JobCoordinator | None = None,
     ):
-        self.log_dir, self.pulses, self.limits, self.say, self.coordinator = log_dir, pulses, limits, say, coordinator
-        self.host = coordinator.place if coordinator else platform.node()
-        self.group = ControlGroup.of_this_process()
-        self.memory_kills = self.group.kills() if self.group else None  # before this attempt
-        self.furthest = -1  # step that a rank has come to
-        self.ended: dict[int, float] = {}  # ranks that have ended, and when that was seen
-        self.tracks: dict[int, _Track] = {}
-        # A rank that was named, or waits for one of another host; its `_standing` at that time; since when it stands still.
+        self.log_dir, self.heartbeat_dir, self.timeouts, self.log = log_dir, heartbeat_dir, timeouts, log
+        self.coordinator = coordinator
+        self.host = coordinator.host_label if coordinator else platform.node()
+        self.cgroup = ControlGroup.of_this_process()
+        self.oom_kills = self.cgroup.kills() if self.cgroup else None  # before this attempt
+        self.furthest_step = -1  # over all ranks
+        self.ended_at: dict[int, float] = {}  # time at which a rank was first seen to have ended
+        self.tracks: dict[int, _RankTrack] = {}
+        # The straggler that was reported, or a rank that waits for a straggler on another host: the rank, its progress marker
+        # at that time, and the time since when it is stalled.
         self.incident: tuple[int, Any, float] | None = None
-        self.overdue: float | None = None  # since when a rank is
+        self.overdue_since: float | None = None
 
     def poll(self, processes: Mapping[int, "Popen[Any]"]) -> RankFailure | None:
-        """Look at all ranks of this host, once; say what is new.
+        """Check all ranks of this host once and report changes.
 
         Args:
-            processes: by number of the rank.
+            processes: process of each rank, by global rank.
 
         Returns:
-            Why the job must end, if it must: a rank failed, none has made progress for too long, or another host is lost. The
-            rank or host has been named, and the other hosts know.
+            The failure that ends the job, if any: a rank failed, no rank has made progress for too long, or another host is
+            lost. The failure has then been logged and reported to the other hosts.
         """
         codes = {rank: process.poll() for rank, process in processes.items()}
         for rank, process in processes.items():
-            self._follow(rank, process.pid)
-        places = self.log_dir, self.pulses  # the second where the disk is full
-        found = {rank: [read_report(place, rank) for place in places] for rank in codes}
+            self._update(rank, process.pid)
+        folders = self.log_dir, self.heartbeat_dir  # ranks report to the second one when the disk is full
+        found = {rank: [read_report(folder, rank) for folder in folders] for rank in codes}
         reports = {rank: next(filter(None, both)) for rank, both in found.items() if any(both)}
         for rank, code in codes.items():
             if code is not None or rank in reports:
-                self.ended.setdefault(rank, time.time())
-        if self.coordinator and (trouble := self.coordinator.trouble()):
-            return self._repeat(trouble)
+                self.ended_at.setdefault(rank, time.time())
+        if self.coordinator and (remote := self.coordinator.remote_failure()):
+            return self._adopt(remote)
         failed = {rank for rank, code in codes.items() if code or rank in reports}
         if failed:
-            causes = {rank: _cause(codes[rank], reports.get(rank, {})) for rank in self.ended}
+            causes = {rank: _cause(codes[rank], reports.get(rank, {})) for rank in self.ended_at}
             culprit = min(
-                causes, key=lambda rank: (causes[rank], reports.get(rank, {}).get("seconds", self.ended[rank]))
+                causes, key=lambda rank: (causes[rank], reports.get(rank, {}).get("seconds", self.ended_at[rank]))
             )
-            waited = time.time() - min(self.ended[rank] for rank in failed)
-            own = causes[culprit] == Cause.OWN
-            if not own and len(self.ended) < len(codes) and waited < GRACE_SECONDS:
+            waited = time.time() - min(self.ended_at[rank] for rank in failed)
+            is_cause = causes[culprit] == Cause.OWN
+            if not is_cause and len(self.ended_at) < len(codes) and waited < GRACE_SECONDS:
                 return None
-            if not own and self.coordinator:
-                if not self.coordinator.has_heard(waited):
+            if not is_cause and self.coordinator:
+                if not self.coordinator.reports_are_complete(waited):
                     return None
-                if words := self.coordinator.last_words():
-                    return self._repeat(words)
-            return self._report_death(culprit, codes[culprit] or 0, reports.get(culprit, {}), own)
+                if fallback := self.coordinator.fallback_failure():
+                    return self._adopt(fallback)
+            return self._report_death(culprit, codes[culprit] or 0, reports.get(culprit, {}), is_cause)
         for rank, code in codes.items():
-            self.tracks[rank].left = code == 0
-        return self._watch()
+            self.tracks[rank].exited = code == 0
+        return self._check_progress()
 
     # After a signal
 
     def unfinished_work(self) -> str:
-        """The work that the ranks of this host finish after a signal, in words; "" if no pulse names a step."""
-        records = [read_status(self.pulses / str(rank)) for rank in sorted(self.tracks)]
-        record = next((record for record in records if record.step is not None), None)
-        if record is None:
+        """Description of the work that the ranks of this host finish after a signal; "" if no heartbeat names a step."""
+        records = [read_status(self.heartbeat_dir / str(rank)) for rank in sorted(self.tracks)]
+        status = next((status for status in records if status.step is not None), None)
+        if status is None:
             return ""
-        if record.phase == "step":
-            return f"finishing step {record.step}"
-        return f"{record.phase} after step {record.step}, then ending"
+        if status.phase == "step":
+            return f"finishing step {status.step}"
+        return f"{status.phase} after step {status.step}, then ending"
 
     def shows_progress(self, processes: Mapping[int, "Popen[Any]"]) -> bool:
-        """True if the pulse of a rank that still runs shows progress within the time that the limits allow."""
+        """True if a running rank has made progress within the hang timeout, according to its heartbeat."""
         for rank, process in processes.items():
-            self._follow(rank, process.pid)
+            self._update(rank, process.pid)
         now = time.monotonic()
-        living = [self.tracks[rank] for rank, process in processes.items() if process.poll() is None]
-        return any(track.record.pid and now - track.active <= self._patience(track) for track in living)
+        running = [self.tracks[rank] for rank, process in processes.items() if process.poll() is None]
+        return any(track.status.pid and now - track.last_progress <= self._hang_seconds(track) for track in running)
 
-    # Death
+    # Dead ranks
 
-    def _repeat(self, failure: FailureRecord) -> RankFailure:
-        """Say what another host has said."""
-        if failure.line:
-            self.say(failure.line)
-        return failure.error()
+    def _adopt(self, failure: FailureRecord) -> RankFailure:
+        """Log the failure of another host, and return it as the failure of this host."""
+        if failure.log_line:
+            self.log(failure.log_line)
+        return failure.to_error()
 
-    def _tell(self, failure: RankFailure, own: bool, line: str) -> RankFailure:
-        """Say it, here and to the other hosts."""
-        if line:
-            self.say(line)
+    def _report(self, failure: RankFailure, is_cause: bool, log_line: str) -> RankFailure:
+        """Log a failure of this host and report it to the other hosts."""
+        if log_line:
+            self.log(log_line)
         if self.coordinator:
-            self.coordinator.report(failure, own, line)
+            self.coordinator.report_failure(failure, is_cause, log_line)
         return failure
 
-    def _report_death(self, rank: int, code: int, report: dict[str, Any], own: bool) -> RankFailure:
-        """Name a dead rank, and make the error of the job."""
+    def _report_death(self, rank: int, code: int, report: dict[str, Any], is_cause: bool) -> RankFailure:
+        """Report a dead rank and return the error of the job."""
         code = report.get("exit_code", code)
-        for_memory = self._killed_for_memory(rank) if code == -signal.SIGKILL else ""
+        by_oom = self._describe_oom_kill(rank) if code == -signal.SIGKILL else ""
         by_signal = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-        how = for_memory or by_signal or f"left with exit code {code}"
+        description = by_oom or by_signal or f"exited with code {code}"
         if code == 0:
-            how += " while others were at work"
-        line = ""
+            description += " while other ranks were still running"
+        log_line = ""
         if code != REFUSED or not report.get("fields"):
             stack = report.get("traceback", "").rstrip().splitlines()
             reason = f" ({stack[-1]})" if stack else ""
-            line = f"rank {rank} on {self.host} {how}{reason}{self._position(rank)}{self._log(rank, report)}"
+            position, log_reference = self._last_position(rank), self._log_reference(rank, report)
+            log_line = f"rank {rank} on {self.host} {description}{reason}{position}{log_reference}"
         if fields := report.get("fields"):
             error = RankFailure(**fields | {"where": fields["where"] or f"rank {rank}", "rank": rank})
             error.exit_code = code
-            return self._tell(error, own, line)
+            return self._report(error, is_cause, log_line)
         log = self._log_path(rank, report)
         lines = log.read_text(errors="replace").rstrip().splitlines()[-TAIL_LINES:] if log.exists() else []
-        place = f" on {self.host}" if self.coordinator else ""
-        fix = "if nobody sent it, the kernel did for want of memory: see dmesg" if code == -signal.SIGKILL else None
+        on_host = f" on {self.host}" if self.coordinator else ""
+        fix = "if nobody sent this signal, the kernel was out of memory: see dmesg" if code == -signal.SIGKILL else None
         error = RankFailure(
-            "\n".join([f"rank {rank}{place} {how}", *(f"  | {text}" for text in lines)]),
+            "\n".join([f"rank {rank}{on_host} {description}", *(f"  | {text}" for text in lines)]),
             rank=rank,
-            where=str(log) if log.exists() else "its output is above",
-            fix="allow more memory, or use less of it: `weft memory` says what takes how much" if for_memory else fix,
+            where=str(log) if log.exists() else "see its output above",
+            fix="raise the memory limit or use less memory: `weft memory` shows the largest parts" if by_oom else fix,
         )
-        return self._tell(error, own, line)
+        return self._report(error, is_cause, log_line)
 
-    def _killed_for_memory(self, rank: int) -> str:
-        """How a rank was killed, if the counters of its control group prove that it was for want of memory."""
-        if self.group is None or (self.group.kills() or 0) <= (self.memory_kills or 0):
+    def _describe_oom_kill(self, rank: int) -> str:
+        """Description of an out-of-memory kill, if the counters of the control group prove one; else ""."""
+        if self.cgroup is None or (self.cgroup.kills() or 0) <= (self.oom_kills or 0):
             return ""
-        limit, had = self.group.limit(), self.tracks[rank].resident
-        allowed = f"limit {limit / 2**30:.1f} GiB, " if limit else ""
-        return f"was killed by the kernel for memory ({allowed}it had {had / 2**30:.1f} GiB)"
+        limit, resident = self.cgroup.limit(), self.tracks[rank].resident
+        limit_text = f"limit {limit / 2**30:.1f} GiB, " if limit else ""
+        return f"was killed by the kernel: out of memory ({limit_text}resident {resident / 2**30:.1f} GiB)"
 
     def _log_path(self, rank: int, report: dict[str, Any]) -> Path:
         return self.log_dir / f"rank-{rank}.{'traceback' if report else 'err'}"
 
-    def _log(self, rank: int, report: dict[str, Any]) -> str:
+    def _log_reference(self, rank: int, report: dict[str, Any]) -> str:
         log = self._log_path(rank, report)
         return f"; log {log}" if log.exists() else ""
 
-    def _position(self, rank: int) -> str:
-        """Where a rank is or was, as far as its pulse says."""
-        record = self.tracks[rank].record
-        if not record.pid:
+    def _last_position(self, rank: int) -> str:
+        """Phase, collective and location of a rank, as far as its heartbeat contains them."""
+        status = self.tracks[rank].status
+        if not status.pid:
             return ""
-        text = f"; {_phase(record)}"
-        if record.collectives:
-            text += f", {'inside' if record.inside else 'after'} {record.collective} (collective {record.collectives})"
-        if record.heartbeat < record.began:  # the last sample is of the phase before
+        text = f"; {_phase(status)}"
+        if status.collectives:
+            relation = "inside" if status.in_collective else "after"
+            text += f", {relation} {status.last_collective} (collective {status.collectives})"
+        if status.sampled_at < status.phase_start:  # the last sample belongs to the previous phase
             return text
         return (
             text
-            + (f", in {record.call}" if record.call and not record.inside else "")
-            + f", last seen at {record.where}"
+            + (f", in {status.communication}" if status.communication and not status.in_collective else "")
+            + f", last seen at {status.location}"
         )
 
-    # Standing still
+    # Stalled ranks
 
-    def _follow(self, rank: int, pid: int) -> None:
-        """Read the pulse of a rank and the state of its process."""
-        now, record = time.monotonic(), read_status(self.pulses / str(rank))
-        track = self.tracks.setdefault(rank, _Track(record, since=now, active=now))
-        before, track.record = track.record, record
-        self.furthest = max(self.furthest, -1 if record.step is None else record.step)
-        if record.began != before.began:
-            track.since = record.began
-        state = STOPPED.get(process_state(pid), "")
-        if state and not track.state:
-            track.stopped = now
-        track.state = state
+    def _update(self, rank: int, pid: int) -> None:
+        """Update the track of a rank from its heartbeat and its process state."""
+        now, status = time.monotonic(), read_status(self.heartbeat_dir / str(rank))
+        track = self.tracks.setdefault(rank, _RankTrack(status, phase_start=now, last_progress=now))
+        before, track.status = track.status, status
+        self.furthest_step = max(self.furthest_step, -1 if status.step is None else status.step)
+        if status.phase_start != before.phase_start:
+            track.phase_start = status.phase_start
+        stop_reason = STOPPED.get(process_state(pid), "")
+        if stop_reason and not track.stop_reason:
+            track.stopped_at = now
+        track.stop_reason = stop_reason
         track.resident = resident_bytes(pid) or track.resident
-        no_pulse = not record.pid and not state  # a rank without a pulse is watched for its death and for a stop
-        if no_pulse or _progress(record) != _progress(before):
-            track.active = now
+        # A rank without a heartbeat is monitored only for its end and for a stop.
+        no_heartbeat = not status.pid and not stop_reason
+        if no_heartbeat or _progress(status) != _progress(before):
+            track.last_progress = now
 
-    def _watch(self) -> RankFailure | None:
-        """Name a rank that stands still, once; end the job when none has made progress for too long."""
+    def _check_progress(self) -> RankFailure | None:
+        """Report a stalled rank once; return a failure when no rank has made progress within the hang timeout."""
         now = time.monotonic()
-        living = [track for track in self.tracks.values() if not track.left]
-        self._note_end_of_incident(now)
-        if not any(self._is_overdue(track, now) for track in living):
-            self.overdue = None
-        elif self.overdue is None:
-            self.overdue = now
-        if self.incident is None and self.overdue is not None:
-            self._name_who_stands_still(now)
-        if not living or any(now - track.active <= self._patience(track) for track in living):
+        running = [track for track in self.tracks.values() if not track.exited]
+        self._check_incident_over(now)
+        if not any(self._is_overdue(track, now) for track in running):
+            self.overdue_since = None
+        elif self.overdue_since is None:
+            self.overdue_since = now
+        if self.incident is None and self.overdue_since is not None:
+            self._report_straggler(now)
+        if not running or any(now - track.last_progress <= self._hang_seconds(track) for track in running):
             return None
-        rank, why, waits = find_straggler(self.tracks, now)
+        rank, reason, waits = find_straggler(self.tracks, now)
         track = self.tracks[rank]
-        elsewhere = None
+        remote = None
         if waits and self.coordinator:
-            elsewhere = self.coordinator.standing()
-            if elsewhere is None and not self.coordinator.has_heard(now - track.active - self._patience(track)):
-                return None  # the watchdog of another host may know
-        text = f"rank {rank} made no progress for {now - track.active:.0f} s in {_phase(track.record)}: {why}"
+            remote = self.coordinator.remote_straggler()
+            hanging = now - track.last_progress - self._hang_seconds(track)
+            if remote is None and not self.coordinator.reports_are_complete(hanging):
+                return None  # the watchdog of another host may know the straggler
+        seconds = f"{now - track.last_progress:.0f} s"
+        text = f"rank {rank} made no progress for {seconds} in {_phase(track.status)}: {reason}"
         error = RankFailure(
-            f"no rank of this host made progress for {now - track.active:.0f} s: {elsewhere}" if elsewhere else text,
-            rank=None if elsewhere else rank,
-            where=f"rank {rank} on {self.host}{self._log(rank, {})}",
-            rule=f"a job is ended when no rank has made progress for {self.limits.patience:g} s",
-            fix="look at the place that is named; allow more patience if it needs the time: guard.hang_timeout_seconds",
+            f"no rank of this host made progress for {seconds}: {remote}" if remote else text,
+            rank=None if remote else rank,
+            where=f"rank {rank} on {self.host}{self._log_reference(rank, {})}",
+            rule=f"a job ends when no rank has made progress for {self.timeouts.hang:g} s",
+            fix="see the code at the location above; if it needs more time, raise guard.hang_timeout_seconds",
         )
-        return self._tell(error, own=elsewhere is None, line="")
+        return self._report(error, is_cause=remote is None, log_line="")
 
-    def _name_who_stands_still(self, now: float) -> None:
-        rank, why, waits = find_straggler(self.tracks, now)
+    def _report_straggler(self, now: float) -> None:
+        rank, reason, waits = find_straggler(self.tracks, now)
         track = self.tracks[rank]
-        since = track.stopped if track.state else track.since if _has_step_time(track.record) else track.active
-        text = f"rank {rank} on {self.host} stands still in {_phase(track.record)} for {now - since:.0f} s: {why}"
-        text += self._log(rank, {})
+        phase_start = track.phase_start if _has_step_time(track.status) else track.last_progress
+        since = track.stopped_at if track.stop_reason else phase_start
+        text = (
+            f"rank {rank} on {self.host} has been stalled in {_phase(track.status)} for {now - since:.0f} s: {reason}"
+        )
+        text += self._log_reference(rank, {})
         if self.coordinator and waits:
-            if elsewhere := self.coordinator.standing():
-                text = elsewhere
-            elif self.overdue is not None and not self.coordinator.has_heard(now - self.overdue):
-                return  # the watchdog of another host may know, or the host is lost
+            if remote := self.coordinator.remote_straggler():
+                text = remote
+            elif self.overdue_since is not None and not self.coordinator.reports_are_complete(now - self.overdue_since):
+                return  # the watchdog of another host may know the straggler, or that host is lost
         elif self.coordinator:
-            self.coordinator.say_standing(text)
-        self.incident = rank, self._standing(rank), since
-        self.say(text)
+            self.coordinator.report_straggler(text)
+        self.incident = rank, self._progress_marker(rank), since
+        self.log(text)
 
-    def _note_end_of_incident(self, now: float) -> None:
+    def _check_incident_over(self, now: float) -> None:
         if self.incident is None:
             return
         rank, before, since = self.incident
-        if self._standing(rank) != before:
-            self.say(f"rank {rank} goes on after {now - since:.0f} s")
+        if self._progress_marker(rank) != before:
+            self.log(f"rank {rank} continues after {now - since:.0f} s")
             self.incident = None
             if self.coordinator:
-                self.coordinator.say_standing(None)
-            for track in self.tracks.values():  # they have lost the same time
-                track.since = track.active = now
+                self.coordinator.report_straggler(None)
+            for track in self.tracks.values():  # all ranks have lost the same time
+                track.phase_start = track.last_progress = now
 
-    def _standing(self, rank: int) -> Any:
-        """What is the same as long as a rank stands still, or as long as others wait for one that has left."""
-        ranks = list(self.tracks) if self.tracks[rank].left else [rank]
+    def _progress_marker(self, rank: int) -> Any:
+        """Value that is constant as long as a rank is stalled, or as long as other ranks wait for a rank that has exited."""
+        ranks = list(self.tracks) if self.tracks[rank].exited else [rank]
         tracks = [self.tracks[rank] for rank in ranks]
-        return [(t.record.began if _has_step_time(t.record) else _progress(t.record), t.state) for t in tracks]
+        return [
+            (t.status.phase_start if _has_step_time(t.status) else _progress(t.status), t.stop_reason) for t in tracks
+        ]
 
-    def _is_overdue(self, track: _Track, now: float) -> bool:
-        if track.state and now - track.stopped > self.limits.stopped:
+    def _is_overdue(self, track: _RankTrack, now: float) -> bool:
+        if track.stop_reason and now - track.stopped_at > self.timeouts.stopped:
             return True
-        if _has_step_time(track.record):
-            return now - track.since > max(self.limits.slow, self.limits.slow_steps * track.record.step_seconds)
-        return now - track.active > self.limits.other
+        if _has_step_time(track.status):
+            slow_seconds = self.timeouts.slow_step_factor * track.status.step_seconds
+            return now - track.phase_start > max(self.timeouts.slow_step, slow_seconds)
+        return now - track.last_progress > self.timeouts.other
 
-    def _patience(self, track: _Track) -> float:
-        return max(self.limits.patience, self.limits.slow_steps * track.record.step_seconds)
+    def _hang_seconds(self, track: _RankTrack) -> float:
+        return max(self.timeouts.hang, self.timeouts.slow_step_factor * track.status.step_seconds)
 
 
-def find_straggler(tracks: Mapping[int, _Track], now: float) -> tuple[int, str, bool]:
-    """The rank for which the others wait, why we believe so, and whether it seems to wait itself.
+def find_straggler(tracks: Mapping[int, _RankTrack], now: float) -> tuple[int, str, bool]:
+    """Find the rank that the other ranks wait for.
 
-    First a rank that is stopped or whose heartbeat ended, then one whose main thread is not in a collective, then one that
-    has left, then the one that has called the fewest collectives.
+    The candidates are, in this order: ranks that are stopped, ranks whose heartbeat ended, ranks whose main thread is not in a
+    collective, ranks that have exited, all ranks. Among them it is the rank that has called the fewest collectives.
+
+    Returns:
+        rank: the straggler.
+        reason: evidence for this choice.
+        waits: True if the straggler seems to wait for other ranks itself.
     """
-    living = {rank: track for rank, track in tracks.items() if not track.left}
-    waiting = [rank for rank, track in living.items() if track.record.waits_in]
-    stopped = [rank for rank, track in living.items() if track.state]
-    silent = [rank for rank, track in living.items() if 0 < track.record.heartbeat < now - SILENT_SECONDS]
-    busy = [rank for rank, track in living.items() if track.record.pid and not track.record.waits_in]
-    left = [rank for rank in tracks if rank not in living]
-    suspects = stopped or silent or busy or left or list(tracks)
-    rank = min(suspects, key=lambda rank: (tracks[rank].record.collectives, tracks[rank].since))
-    record = tracks[rank].record
-    at = f" at {record.where}" if record.where else ""
+    running = {rank: track for rank, track in tracks.items() if not track.exited}
+    waiting = [rank for rank, track in running.items() if track.status.waits_in]
+    stopped = [rank for rank, track in running.items() if track.stop_reason]
+    silent = [rank for rank, track in running.items() if 0 < track.status.sampled_at < now - MAX_SAMPLE_AGE]
+    busy = [rank for rank, track in running.items() if track.status.pid and not track.status.waits_in]
+    exited = [rank for rank in tracks if rank not in running]
+    suspects = stopped or silent or busy or exited or list(tracks)
+    rank = min(suspects, key=lambda rank: (tracks[rank].status.collectives, tracks[rank].phase_start))
+    status = tracks[rank].status
+    at = f" at {status.location}" if status.location else ""
     if stopped:
-        why = f"{tracks[rank].state}{at}"
+        reason = f"{tracks[rank].stop_reason}{at}"
     elif silent:
-        why = f"its heartbeat ended {now - record.heartbeat:.0f} s ago{at}, perhaps in native code that holds Python's lock"
-    elif busy:
-        why = f"its main thread is{at}, not in a collective"
-    elif left:
-        why = "it left with exit code 0"
-    else:
-        why = (
-            f"all wait, and no rank has called fewer collectives ({record.collectives}): it is in {record.waits_in}{at}"
+        reason = (
+            f"its heartbeat ended {now - status.sampled_at:.0f} s ago{at}; native code may be holding Python's lock"
         )
-        return rank, why, True
+    elif busy:
+        reason = f"its main thread is{at}, not in a collective"
+    elif exited:
+        reason = "it exited with code 0"
+    else:
+        reason = (
+            f"all ranks wait, and no rank has called fewer collectives ({status.collectives}): "
+            f"it is in {status.waits_in}{at}"
+        )
+        return rank, reason, True
     others = [other for other in waiting if other != rank]
     if others:
         names = ", ".join(map(str, others[:8])) + (" ..." if len(others) > 8 else "")
         verb = f"rank {names} waits" if len(others) == 1 else f"ranks {names} wait"
-        why += f", while {verb} in {tracks[others[0]].record.waits_in} at {tracks[others[0]].record.where}"
-    return rank, why, False
+        reason += f", while {verb} in {tracks[others[0]].status.waits_in} at {tracks[others[0]].status.location}"
+    return rank, reason, False
 
 
 def read_report(log_dir: Path, rank: int) -> dict[str, Any]:
-    """What `rank_main` wrote of the error of a rank; {} if it wrote nothing."""
+    """Read the error report that `rank_main` wrote for a rank; {} if there is none."""
     with suppress(FileNotFoundError):
         return json.loads((log_dir / f"rank-{rank}.error").read_text(encoding="utf-8"))
     return {}
 
 
 def process_state(pid: int) -> str:
-    """One letter, as `ps` shows it: R, S, D, T, Z ...; "" where there is no /proc, or no such process."""
+    """State letter of a process, as printed by `ps`: R, S, D, T, Z ...; "" without /proc or without such a process."""
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         return os.fsdecode(file.read().rpartition(b")")[2].split()[0])
     return ""
@@ -403,21 +424,24 @@ def process_state(pid: int) -> str:
 def _cause(code: int | None, report: dict[str, Any]) -> Cause:
     if report:
         return Cause.CONSEQUENCE if any(mark in report["traceback"] for mark in CONSEQUENCES) else Cause.OWN
-    own = {0: Cause.LEFT, -signal.SIGTERM: Cause.TERMINATED, -signal.SIGABRT: Cause.ABORT}
-    return own.get(code or 0, Cause.OWN)
+    causes = {0: Cause.EARLY_EXIT, -signal.SIGTERM: Cause.TERMINATED, -signal.SIGABRT: Cause.ABORT}
+    return causes.get(code or 0, Cause.OWN)
 
 
-def _has_step_time(record: RankStatus) -> bool:
-    """Whether a rank is in a step, and how long its steps take is known."""
-    return record.phase == "step" and record.step_seconds > 0
+def _has_step_time(status: RankStatus) -> bool:
+    """True if a rank is in a step and its median step time is known."""
+    return status.phase == "step" and status.step_seconds > 0
 
 
-def _progress(record: RankStatus) -> tuple[Any, ...]:
-    """What changes when a rank goes on. In a step, once their time is known, a loop in its code is no progress."""
-    return record.began, record.collectives, "" if _has_step_time(record) else record.where
+def _progress(status: RankStatus) -> tuple[Any, ...]:
+    """Value that changes when a rank makes progress.
+
+    In a step whose usual duration is known, the location does not count: a loop within the step is no progress.
+    """
+    return status.phase_start, status.collectives, "" if _has_step_time(status) else status.location
 
 
-def _phase(record: RankStatus) -> str:
-    if record.step is None:
-        return record.phase
-    return f"step {record.step}" if record.phase == "step" else f"{record.phase} at step {record.step}"
+def _phase(status: RankStatus) -> str:
+    if status.step is None:
+        return status.phase
+    return f"step {status.step}" if status.phase == "step" else f"{status.phase} at step {status.step}"

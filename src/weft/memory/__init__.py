@@ -1,1 +1,1 @@
-"""Holding less at once."""
+"""Memory savings: recompute, offload, split weights and quantized states, and accounting of live memory."""

@@ -1,4 +1,4 @@
-"""The optimizer's update in parts, so that what it needs beside its inputs is bounded."""
+"""Optimizer update in chunks of parameters, to bound its temporary memory."""
 
 from collections.abc import Iterator
 
@@ -6,50 +6,51 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-LARGEST_PART, SMALLEST_PART = 2**26, 2**20  # bytes of parameters
-PARTS = 24
+LARGEST_CHUNK, SMALLEST_CHUNK = 2**26, 2**20  # bytes of parameters
+CHUNKS = 24  # at least, within the bounds
 
 
-def chunked_step(optimizer: torch.optim.Optimizer, part_bytes: int | None = None) -> None:
-    """`optimizer.step()`, a few parameters at a time; their gradients are dropped on the way.
+def chunked_step(optimizer: torch.optim.Optimizer, chunk_bytes: int | None = None) -> None:
+    """Run `optimizer.step()` on a chunk of parameters at a time, and free the gradients of each chunk after its update.
 
-    An optimizer leaves parameters without gradient alone: it steps once a part, and sees the gradients of that part only. So
-    split weights (`weights.py`) are joined, and states that are away (`optimizer_state.py`) are here, for a part at a time.
-    Any optimizer will do that treats each parameter by itself.
+    Optimizers skip parameters without a gradient, so each call of `step` gets the gradients of one chunk only. Split weights
+    (`weights.py`) are unpacked, and offloaded states (`optimizer_state.py`) are on the device, for one chunk at a time. Works
+    with any optimizer that updates each parameter independently.
 
     Args:
-        optimizer: over local or sharded parameters.
-        part_bytes: of the parameters that step together; a larger parameter steps alone. None: a 24th of all, within bounds.
+        optimizer: optimizer over local or sharded parameters.
+        chunk_bytes: bytes of the parameters per chunk; a larger parameter is a chunk by itself. None: a 24th of all
+            parameters, between 1 and 64 MiB.
     """
     with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = {parameter: parameter.grad for parameter in with_gradient}
     for parameter in with_gradient:
         parameter.grad = None
-    total = sum(map(_own_bytes, with_gradient))
-    parts = list(_parts(with_gradient, part_bytes or min(max(total // PARTS, SMALLEST_PART), LARGEST_PART)))
-    away = getattr(optimizer, "away_states", None)
-    for part, following in zip(parts, [*parts[1:], []], strict=False):  # no part where nothing has a gradient
-        if away:
-            away.expect(part + following)
-        for parameter in part:
+    total = sum(map(_local_bytes, with_gradient))
+    chunks = list(_chunks(with_gradient, chunk_bytes or min(max(total // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)))
+    offloaded = getattr(optimizer, "away_states", None)
+    for chunk, following in zip(chunks, [*chunks[1:], []], strict=False):  # no chunk if no parameter has a gradient
+        if offloaded:
+            offloaded.prefetch(chunk + following)
+        for parameter in chunk:
             parameter.grad = gradients.pop(parameter)
         optimizer.step()
-        for parameter in part:
+        for parameter in chunk:
             parameter.grad = None
 
 
-def _parts(parameters: list[Tensor], part_bytes: int) -> Iterator[list[Tensor]]:
-    part: list[Tensor] = []
+def _chunks(parameters: list[Tensor], chunk_bytes: int) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
     size = 0
     for parameter in parameters:
-        if part and size + _own_bytes(parameter) > part_bytes:
-            yield part
-            part, size = [], 0
-        part.append(parameter)
-        size += _own_bytes(parameter)
-    if part:
-        yield part
+        if chunk and size + _local_bytes(parameter) > chunk_bytes:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(parameter)
+        size += _local_bytes(parameter)
+    if chunk:
+        yield chunk
 
 
-def _own_bytes(parameter: Tensor) -> int:
+def _local_bytes(parameter: Tensor) -> int:
     return parameter.to_local().nbytes if isinstance(parameter, DTensor) else parameter.nbytes

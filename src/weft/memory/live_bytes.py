@@ -1,4 +1,4 @@
-"""Memory by counting: the bytes of all live tensor storages, by what they hold, in a real run and in a dry one."""
+"""Exact accounting of memory: bytes of all live tensor storages by kind, in a real run or a dry run."""
 
 import weakref
 from collections import Counter
@@ -18,64 +18,64 @@ from weft.memory.storages import plain_parts
 Kind = Literal["parameters", "buffers", "optimizer", "gradients", "gathered parameters", "activations"]
 OUTSIDE = "casts, loss, backward and update"
 Moment = tuple[str, bool]
-"""The part of the model whose forward it is in, and whether it is in backward."""
+"""(part of the model whose forward is running, True in backward)."""
 Reference = weakref.ref[torch.UntypedStorage]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensor storages inside its context: `current` by kind now, `at_peak` by kind at the fullest moment.
+    """Dispatch mode that counts live tensor storages: `current` by kind, and `at_peak` by kind at the peak.
 
-    Seen are the results of every operation, also in backward, and what `track` and `track_training` were given. A storage
-    counts once, however many views it has; of a DTensor the local shard counts. Kinds go by identity: what was not named
-    is "activations", with temporaries and the buffers of communication. Not seen are scratch memory inside one operation,
-    what an allocator rounds up or keeps, and memory that processes share.
+    Counted are the results of every operation, in backward too, and the tensors given to `track` and `track_training`. A
+    storage counts once, however many views it has; of a DTensor, the local shard counts. Storages of kinds that were not given
+    are "activations", including temporaries and communication buffers. Not counted are scratch memory inside an operation,
+    allocator rounding and caches, and memory shared between processes.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.current: Counter[Kind] = Counter()
         self.moments: dict[Moment, Counter[Kind]] = {}
-        """The fullest moment of each part of the model, in forward and in backward."""
+        """Bytes by kind at the peak of each part of the model, in forward and in backward."""
         self.roles: Counter[str] = Counter()
         self.roles_at_peak: Counter[str] = Counter()
-        """Of "activations": by the part of the model in whose forward they were made, if `watch_roles` was called."""
-        self.made_peak: tuple[str, list[tuple[int, ...]], str] = "", [], OUTSIDE
-        """The operation that made the fullest moment, the shapes of its results, and in which part of the model."""
+        """Bytes of "activations" at the peak, by the part of the model that made them, if `track_roles` was called."""
+        self.peak_operation: tuple[str, list[tuple[int, ...]], str] = "", [], OUTSIDE
+        """Operation at the peak, shapes of its results, and part of the model."""
         self.total = self.peak = 0
         self._totals: Counter[Moment] = Counter()
-        """Of `moments`."""
+        """Total bytes at the peaks in `moments`."""
         self._inside: list[str] = []
-        # By id of the storage, which is unique while it lives.
+        # Keys are ids of storages, which are unique during the lifetime of a storage.
         self._live: dict[int, tuple[Reference, int, Kind, str]] = {}
         self._resizable: set[int] = set()
-        """Storages that FSDP2 frees, and allocates again, by resizing them: no operation tells of it."""
-        self._left_out: dict[int, torch.UntypedStorage] = {}
+        """Storages that FSDP2 frees and reallocates by resizing them, which no operation shows."""
+        self._excluded: dict[int, torch.UntypedStorage] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     @property
     def at_peak(self) -> Counter[Kind]:
-        """Of the fullest moment."""
+        """Bytes by kind at the peak."""
         return max(self.moments.values(), key=Counter.total, default=Counter())
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         for hook in self._hooks:
             hook.remove()
-        self._settle()
+        self._update_resized()
 
     def track(self, kind: Kind, tensors: Iterable[Tensor | None]) -> None:
-        """Count tensors that exist already, or give those that are counted another kind."""
+        """Count existing tensors, or change the kind of tensors that are already counted."""
         for tensor in tensors:
             for part in plain_parts(tensor):
                 self._set(part.untyped_storage(), kind)
-        self._note_peak("what was there before")
+        self._update_peak("existing tensors")
 
-    def watch_roles(self, model: nn.Module, anatomy: Anatomy) -> None:
-        """Tell activations apart by the part of the model that makes them.
+    def track_roles(self, model: nn.Module, anatomy: Anatomy) -> None:
+        """Attribute activations to the parts of the model that make them.
 
         Args:
-            model: parallelized; a pipeline may have left some of it.
-            anatomy: of the whole model.
+            model: parallelized model; a pipeline may have removed parts of it.
+            anatomy: anatomy of the full model.
         """
 
         def enter(role: str) -> Callable[..., None]:
@@ -90,31 +90,31 @@ class LiveBytes(TorchDispatchMode):
                 self._hooks.append(module.register_forward_pre_hook(enter(role), prepend=True))
                 self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count what is elsewhere, though in a dry run it looks as if it were here: on the host, or on a disk."""
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Exclude tensors that are on the host or on disk, which a dry run cannot tell from tensors on the device."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._left_out[id(storage)] = storage
+            self._excluded[id(storage)] = storage
 
     def track_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Count what a model holds between two steps, and know its gradients when they come.
+        """Count the persistent tensors of a training, and label its gradients as they are computed.
 
-        Gathers the weights of each unit of FSDP2 once: every rank must call it, after the first step.
+        Gathers the weights of each FSDP2 unit once, so every rank must call it, after the first step.
 
         Args:
-            model: parallelized.
-            optimizer: over its parameters.
+            model: parallelized model.
+            optimizer: optimizer over the parameters of the model.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for pool in pools_of(model, optimizer).values():
             if pool.is_off_device:
-                self.leave_out(pool.rooms)
+                self.exclude(pool.blocks)
         self.track("parameters", parameters)
         self.track("buffers", model.buffers())
-        reducer: Any = getattr(model, "gradient_reducer", None)  # of zero = 0, whose gradients are in buckets that stay
+        reducer: Any = getattr(model, "gradient_reducer", None)  # with zero = 0, gradients are in persistent buckets
         self.track("gradients", (bucket.flat for bucket in (reducer.buckets if reducer else ())))
         self.track("optimizer", (value for state in optimizer.state.values() for value in state.values()))
-        feedback: Any = getattr(model, "feedback", None)  # of compressed reductions
+        feedback: Any = getattr(model, "feedback", None)  # error feedback of compressed reductions
         self.track("optimizer", feedback.all_tensors() if feedback else ())
         known = set(map(id, parameters))
         for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
@@ -125,18 +125,18 @@ class LiveBytes(TorchDispatchMode):
             known.update(map(id, gathered))
             parameters += gathered
             unit.reshard()
-        self._settle()
+        self._update_resized()
         self.peak, self.moments = self.total, {}
         self._totals.clear()
-        self._note_peak("what was there before")
+        self._update_peak("existing tensors")
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(lambda p: self.track("gradients", [p.grad]))
             for parameter in parameters
             if parameter.requires_grad
         ]
 
-    def _settle(self) -> None:
-        """Look at the storages that may have been resized without an operation."""
+    def _update_resized(self) -> None:
+        """Recount the storages that may have been resized without an operation."""
         for key in self._resizable:
             reference, size, kind, _ = self._live[key]
             storage = reference()
@@ -145,25 +145,25 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper (DTensor) goes first; its operations on local tensors come back here
+            return NotImplemented  # a wrapper (DTensor) runs first; its operations on local tensors come back here
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "fsdp":  # what it copies into was allocated a moment ago
-            self._settle()
+        if func.namespace == "fsdp":  # its output was just allocated by a resize
+            self._update_resized()
         kind: Kind = "activations"
         if func is torch.ops.aten._to_copy.default and self._kind_of(args[0]) == "gradients":
-            kind = "gradients"  # in another format, where FSDP2 adds them up over micro-batches
+            kind = "gradients"  # cast by FSDP2 to the dtype in which it accumulates over micro-batches
         made = find_tensors(result)
         for tensor in made:
-            self._see(tensor, kind)
-        self._note_peak(func, made)
+            self._count(tensor, kind)
+        self._update_peak(func, made)
         return result
 
     def _kind_of(self, tensor: Tensor) -> Kind | None:
         entry = self._live.get(id(tensor.untyped_storage()))
         return entry and entry[2]
 
-    def _see(self, tensor: Tensor, kind: Kind) -> None:
-        """Count the storage of a result, unless it is that of an input."""
+    def _count(self, tensor: Tensor, kind: Kind) -> None:
+        """Count the storage of a result, unless it is the storage of an input."""
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -177,7 +177,7 @@ class LiveBytes(TorchDispatchMode):
         if key in self._live:
             reference, _, _, role = self._live[key]
             self._add(key, -1)
-        elif key in self._left_out or (storage.device.type == "cpu" and storage.is_shared()):
+        elif key in self._excluded or (storage.device.type == "cpu" and storage.is_shared()):
             return
         else:
             reference = weakref.ref(storage, lambda _: self._free(key))
@@ -191,15 +191,15 @@ class LiveBytes(TorchDispatchMode):
         if kind == "activations":
             self.roles[role] += sign * size
 
-    def _note_peak(self, operation: Any, made: Sequence[Tensor] = ()) -> None:
+    def _update_peak(self, operation: Any, made: Sequence[Tensor] = ()) -> None:
         moment = (self._inside or [OUTSIDE])[-1], torch._C._current_graph_task_id() >= 0
         if self.total > self._totals[moment]:
-            self._settle()
+            self._update_resized()
         if self.total > self._totals[moment]:
             self._totals[moment], self.moments[moment] = self.total, self.current.copy()
         if self.total > self.peak:
             self.peak, self.roles_at_peak = self.total, self.roles.copy()
-            self.made_peak = str(operation), [tuple(tensor.shape) for tensor in made], moment[0]
+            self.peak_operation = str(operation), [tuple(tensor.shape) for tensor in made], moment[0]
 
     def _free(self, key: int) -> None:
         self._add(key, -1)
@@ -208,12 +208,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _parts_of(anatomy: Anatomy) -> dict[str, list[str]]:
-    """Names of modules by role; one may be inside another, and then counts by itself."""
-    found: dict[str, list[str]] = {"embedding": [anatomy.embedding], "head": [anatomy.head]}
+    """Names of modules by role; a module inside another counts for its own role."""
+    modules: dict[str, list[str]] = {"embedding": [anatomy.embedding], "head": [anatomy.head]}
     for block in anatomy.blocks:
         own = {"attention": block.attention, "recurrence": block.recurrence, "mlp": block.mlp, "experts": block.experts}
         for role, names in {"block": (block.name,), **own, "norm": block.norms}.items():
-            found.setdefault(role, []).extend(names)
+            modules.setdefault(role, []).extend(names)
     if anatomy.final_norm:
-        found.setdefault("norm", []).append(anatomy.final_norm)
-    return found
+        modules.setdefault("norm", []).append(anatomy.final_norm)
+    return modules

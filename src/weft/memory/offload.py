@@ -1,12 +1,12 @@
-"""Offloaded activations: what forward keeps for backward waits on the host, or on a disk (MindSpeed, swap attention).
+"""Activation offload: tensors saved for backward are kept on the host or on disk (MindSpeed, swap attention).
 
     forward      block 1 | block 2 | block 3 | ...          ... | block 3 | block 2 | block 1      backward
-    away                 | block 1 | block 2 | ...
-    back                                                 ... 3 | block 2 | block 1 |
+    offload              | block 1 | block 2 | ...
+    prefetch                                             ... 3 | block 2 | block 1 |
 
-Copies run on streams of their own: out while the next modules compute, and back `ahead` modules before their backward. What
-goes is what autograd saves inside chosen modules: every storage once, however many operations keep a view of it; but not
-weights, which are at rest elsewhere, nor what is too small to be worth a copy.
+Copies run on separate streams: to the host while the next modules compute, and back `prefetch` modules before their backward.
+Offloaded is what autograd saves inside the chosen modules: each storage once, however many operations save a view of it.
+Weights and tensors too small to be worth a copy stay on the device.
 """
 
 import math
@@ -21,164 +21,166 @@ from torch import Tensor, nn
 
 from weft.device.device import Device
 from weft.errors import PlanError
-from weft.memory.pool import Pool, mapped_files, pinned_memory, shaped
+from weft.memory.pool import Pool, mapped_files, pinned_memory, typed_view
 from weft.plan import Memory
 
 SMALLEST = 4096  # bytes
 
 
 class Offload:
-    """Where activations of a model wait, and in which order they are wanted again.
+    """Offload manager of a model: destination, budget and prefetch order of its activations.
 
     Args:
-        device: that they are computed on.
-        pool: of the memory where they wait.
-        budget: bytes of it that they may take; what finds no room stays on the device. One tensor at least.
-        ahead: modules whose activations come back before they are asked for.
+        device: device that computes the activations.
+        pool: memory pool of the destination.
+        budget: maximum bytes of offloaded activations; the rest stays on the device. Must hold at least one tensor.
+        prefetch: number of modules whose activations are fetched ahead of their backward.
     """
 
-    def __init__(self, device: Device, pool: Pool, budget: float = math.inf, ahead: int = 1):
-        self.device, self.pool, self.budget, self.ahead = device, pool, budget, ahead
+    def __init__(self, device: Device, pool: Pool, budget: float = math.inf, prefetch: int = 1):
+        self.device, self.pool, self.budget, self.prefetch = device, pool, budget, prefetch
         self.incoming, self.outgoing = device.stream(), device.stream()
         self.last: OffloadGroup | None = None
 
     def begin_forward(self, *_: object) -> None:
-        """What comes now has nothing before it that backward would ask for next."""
+        """Reset the prefetch order at the start of a forward."""
         self.last = None
 
-    def begin(self, module: nn.Module) -> Callable[[Tensor], Any]:
-        """A module runs forward: what takes the tensors that autograd saves, and gives what stands for them."""
+    def begin_module(self, module: nn.Module) -> Callable[[Tensor], Any]:
+        """Start a module's forward; return the pack hook for the tensors that autograd saves in it."""
         weights = {id(parameter.untyped_storage()) for parameter in _weights(module)}
         self.last = OffloadGroup(self, self.last, weights)
-        return self.last.send
+        return self.last.offload_tensor
 
     def check_size(self, size: int) -> None:
-        """Raises:
-        PlanError: bytes that would not fit if nothing else were there.
+        """Refuse a tensor that is larger than the budget.
+
+        Raises:
+            PlanError: the tensor would not fit even if nothing else were offloaded.
         """
         if size > self.budget:
             raise PlanError(
-                f"{self.budget} bytes do not hold one activation, of {size} bytes",
+                f"{self.budget} bytes cannot hold one activation of {size} bytes",
                 where="plan.memory.offload_bytes",
-                rule="a tensor leaves the device as a whole",
-                fix=f"set plan.memory.offload_bytes to {size} at least, or leave it out for all activations",
+                rule="the budget must hold at least one tensor",
+                fix=f"set plan.memory.offload_bytes to {size} or more, or to 0 for all activations",
             )
 
 
 @dataclass(eq=False)
 class OffloadGroup:
-    """What one module keeps in one forward."""
+    """Offloaded activations of one module in one forward."""
 
     offload: Offload
     before: "OffloadGroup | None"
-    """Of the module before, in the same forward."""
+    """Group of the previous module in the same forward."""
     weights: set[int]
-    """Ids of their storages."""
-    boxes: "WeakSet[OffloadedStorage]" = field(default_factory=WeakSet)
+    """Ids of the storages of the module's weights."""
+    storages: "WeakSet[OffloadedStorage]" = field(default_factory=WeakSet)
     known: dict[int, tuple[Any, int, Any]] = field(default_factory=dict)
-    """By id of a storage, which is unique while it lives: itself, the version of what is in it, and its box."""
+    """(weak reference to the storage, its version, weak reference to its `OffloadedStorage`) by id of a live storage."""
     is_fetched: bool = False
 
-    def send(self, tensor: Tensor) -> Any:
-        """Begin to send a tensor away; what stands for it, which is the tensor itself where it stays."""
+    def offload_tensor(self, tensor: Tensor) -> Any:
+        """Start offloading a tensor. Returns an `OffloadedTensor`, or the tensor itself if it stays on the device."""
         if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided:
             return tensor.detach()
         storage = tensor.untyped_storage()
         if id(storage) in self.weights or storage.nbytes() < SMALLEST:
             return tensor.detach()
-        known, version, own = self.known.get(id(storage), (None, 0, None))
-        box = own() if known is not None and known() is storage and version == tensor._version else None
-        if box is None:
+        known, version, reference = self.known.get(id(storage), (None, 0, None))
+        offloaded = reference() if known is not None and known() is storage and version == tensor._version else None
+        if offloaded is None:
             self.offload.check_size(storage.nbytes())
             if self.offload.pool.live + storage.nbytes() > self.offload.budget:
                 return tensor.detach()
-            whole = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
-            box = OffloadedStorage(self, whole)
-            self.boxes.add(box)
-            self.known[id(storage)] = ref(storage), tensor._version, ref(box)
-        box.claims += 1
-        return OffloadedTensor(box, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+            full = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+            offloaded = OffloadedStorage(self, full)
+            self.storages.add(offloaded)
+            self.known[id(storage)] = ref(storage), tensor._version, ref(offloaded)
+        offloaded.uses += 1
+        return OffloadedTensor(offloaded, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def fetch(self) -> None:
-        """Begin to bring everything back, once."""
+        """Start fetching all activations of the group, once."""
         if not self.is_fetched:
             self.is_fetched = True
-            for box in self.boxes:
-                box.fetch()
+            for storage in self.storages:
+                storage.fetch()
 
 
 class OffloadedStorage:
-    """The contents of one storage, away."""
+    """Contents of one storage, on the host or on disk."""
 
-    def __init__(self, group: OffloadGroup, whole: Tensor):
+    def __init__(self, group: OffloadGroup, full: Tensor):
         offload = self.offload = group.offload
-        self.group, self.place = group, whole.device
-        self.room = offload.pool.take(whole.nbytes)
-        self.home = shaped(self.room, whole)
-        self.claims = self.asked = 0
-        """How many operations keep it; and how many of them have asked for it in this backward."""
-        self.here: Tensor | None = None
-        self.arrived: Any = None
+        self.group, self.device = group, full.device
+        self.block = offload.pool.allocate(full.nbytes)
+        self.contents = typed_view(self.block, full)
+        self.uses = self.restored = 0
+        """Number of operations that saved it, and number of operations that have restored it in this backward."""
+        self.on_device: Tensor | None = None
+        self.fetched: Any = None
         offload.outgoing.wait_stream(offload.device.current_stream())
-        offload.outgoing.wait_stream(offload.incoming)  # the room may be where something has just come back from
+        offload.outgoing.wait_stream(offload.incoming)  # the block may still be the source of a fetch
         with offload.outgoing:
-            self.home.copy_(whole, non_blocking=True)
-            self.left = offload.outgoing.record_event()
-        if self.place.type != "cpu":  # its memory is free when the copy is made
-            whole.record_stream(offload.outgoing)
+            self.contents.copy_(full, non_blocking=True)
+            self.offloaded = offload.outgoing.record_event()
+        if self.device.type != "cpu":  # keeps the memory until the copy is done
+            full.record_stream(offload.outgoing)
 
     def fetch(self) -> None:
-        """Begin to bring it back."""
+        """Start fetching it to the device."""
         offload = self.offload
-        offload.incoming.wait_event(self.left)
+        offload.incoming.wait_event(self.offloaded)
         with offload.incoming:
-            self.here = torch.empty_like(self.home, device=self.place)
-            self.here.copy_(self.home, non_blocking=True)
-            self.arrived = offload.incoming.record_event()
+            self.on_device = torch.empty_like(self.contents, device=self.device)
+            self.on_device.copy_(self.contents, non_blocking=True)
+            self.fetched = offload.incoming.record_event()
 
-    def open(self) -> Tensor:
-        """What is in it, for one of the operations that keep it; and begin to bring what will be wanted next."""
+    def restore(self) -> Tensor:
+        """Wait for the fetched contents, for one of the operations that saved it; start fetching the next groups."""
         group: OffloadGroup | None = self.group
-        for _ in range(self.offload.ahead + 1):
+        for _ in range(self.offload.prefetch + 1):
             if group is not None:
                 group.fetch()
                 group = group.before
-        if self.here is None:  # a graph that runs once more
+        if self.on_device is None:  # backward runs a second time over the same graph
             self.fetch()
-        here = self.here
-        assert here is not None
+        restored = self.on_device
+        assert restored is not None
         stream = self.offload.device.current_stream()
-        stream.wait_event(self.arrived)
-        if self.place.type != "cpu":
-            here.record_stream(stream)
-        self.asked += 1
-        if self.asked == self.claims:
-            self.asked, self.here = 0, None
-        return here
+        stream.wait_event(self.fetched)
+        if self.device.type != "cpu":
+            restored.record_stream(stream)
+        self.restored += 1
+        if self.restored == self.uses:
+            self.restored, self.on_device = 0, None
+        return restored
 
     def __del__(self) -> None:
-        self.offload.pool.give(self.room)
+        self.offload.pool.release(self.block)
 
 
 class OffloadedTensor(NamedTuple):
-    """Stands for a tensor that autograd saved."""
+    """Handle that autograd saves in place of an offloaded tensor."""
 
-    box: OffloadedStorage
+    storage: OffloadedStorage
     dtype: torch.dtype
     size: Any
     stride: Any
     offset: Any
 
-    def again(self) -> Tensor:
-        return self.box.open().view(self.dtype).as_strided(self.size, self.stride, self.offset)
+    def restore(self) -> Tensor:
+        return self.storage.restore().view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 def build_offload(memory: Memory, device: Device) -> Offload:
-    """What `plan.memory` says of activations that wait elsewhere.
+    """Offload manager for `plan.memory`.
 
     Args:
-        memory: of the plan; its files are made when they are needed.
-        device: that activations are computed on.
+        memory: memory settings of the plan; spill files are created when they are needed.
+        device: device that computes the activations.
     """
     on_disk = memory.offload_to == "disk"
     make = mapped_files(Path(memory.offload_dir)) if on_disk else pinned_memory(device.type)
@@ -187,6 +189,6 @@ def build_offload(memory: Memory, device: Device) -> Offload:
 
 
 def _weights(module: nn.Module) -> list[Tensor]:
-    """What stands in the places of parameters now: in forward they may be gathered, cast, or parts."""
-    found = [weight for part in module.modules() for weight in part._parameters.values() if weight is not None]
-    return [weight for weight in found if not hasattr(weight, "__tensor_flatten__")]
+    """Tensors now in place of the parameters: in forward they may be gathered, cast or sharded."""
+    weights = [weight for part in module.modules() for weight in part._parameters.values() if weight is not None]
+    return [weight for weight in weights if not hasattr(weight, "__tensor_flatten__")]

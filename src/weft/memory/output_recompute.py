@@ -1,14 +1,14 @@
-"""Recompute without keeping the output: what cheap operations made is not kept for backward, but made again from their inputs.
+"""Output recompute: outputs of cheap operations are not saved for backward, but recomputed from their inputs.
 
-Ordinary recompute of an activation function saves nothing: its output is the input of the next matrix, which keeps it for its
-own backward. MindSpeed empties the storage of the output after that matrix has run, and fills it again in a hook in front of
-the matrix's backward. Here nothing is emptied: in the place of the output, autograd keeps a note of how it was made, so that
-the storage goes when forward has no more use for it. Whatever needs it in backward gets it made again, once.
+Ordinary recompute of an activation function saves no memory: its output is the input of the next matmul, which saves it for
+its own backward. MindSpeed empties the storage of the output after that matmul, and refills it in a hook before the matmul's
+backward. Here nothing is emptied: instead of the output, autograd saves a record of the operation that made it, so that the
+storage is freed when forward no longer uses it. The first backward operation that needs the output recomputes it, once.
 
     tape = Tape()
-    with tape.keeping():             # around a block: what its operations keep for backward passes by the tape
+    with tape.packing():             # around a block: intercepts the tensors that its operations save for backward
         ...
-        with tape.recording():          # around a norm, or an activation function: notes which cheap operation made what
+        with tape.recording():          # around a norm or an activation function: records its cheap operations
             ...
 """
 
@@ -26,15 +26,15 @@ CHEAP = {
     *(aten._to_copy.default, aten.mean.dim, aten.sum.dim_IntList, aten.var_mean.correction),
     *(aten.native_layer_norm.default, aten._fused_rms_norm.default),
 }
-"""Operations that are as cheap as those on single elements, which torch marks; each looks at its input once."""
+"""Cheap operations besides the pointwise ones, which torch tags; each reads its input once."""
 
 
-class View(NamedTuple):
-    """A tensor by what it looks at."""
+class RecomputedTensor(NamedTuple):
+    """Handle that autograd saves in place of an output: a view of a result of a recorded operation."""
 
-    note: "OpRecord"
+    record: "OpRecord"
     result: int
-    """Which one of the operation."""
+    """Index among the results of the operation."""
     size: Any
     stride: Any
     offset: Any
@@ -42,208 +42,212 @@ class View(NamedTuple):
     def of(self, results: Any) -> Tensor:
         return results[self.result].as_strided(self.size, self.stride, self.offset)
 
-    def again(self) -> Tensor:
-        """The tensor, for one of the places that claim it; its note keeps it until the last."""
-        note = self.note
-        made = note.make() if note.made is None else note.made
-        note.claims -= 1
-        note.made = made if note.claims > 0 or note.for_good else None
+    def restore(self) -> Tensor:
+        """Recompute the tensor, for one of the operations that saved it; the results are kept until the last of them."""
+        record = self.record
+        made = record.make() if record.made is None else record.made
+        record.pending_uses -= 1
+        record.made = made if record.pending_uses > 0 or record.permanent else None
         return self.of(made)
 
 
 class OpRecord:
-    """How some tensors were made."""
+    """Operation and arguments that made some tensors."""
 
     def __init__(self, operation: Any, arguments: Any):
         self.operation = operation
-        self._start_from(arguments)
-        self.settled = False
-        self.claims = 0
-        """How many places in the graph have still to be given one of the results."""
+        self._set_arguments(arguments)
+        self.detached = False
+        self.pending_uses = 0
+        """Number of saved handles whose tensors have not been restored yet."""
         self.made: list[Tensor] | None = None
-        """The results again, while there are claims; for good, where they cannot be made once more."""
-        self.for_good = False
+        """Recomputed results, while uses are pending; kept permanently if they cannot be recomputed a second time."""
+        self.permanent = False
 
-    def _start_from(self, arguments: Any) -> None:
-        leaves = _flat(arguments)  # once: chains are walked for whatever is kept
+    def _set_arguments(self, arguments: Any) -> None:
+        leaves = _leaves(arguments)  # computed once, because chains are walked for every saved tensor
         self.arguments = arguments
-        """(args, kwargs); in the place of a tensor that is noted itself, a `View`; or what else has a tensor `again`."""
-        self.before = [leaf.note for leaf in leaves if isinstance(leaf, View)]
+        """(args, kwargs); a recorded tensor is replaced by a `RecomputedTensor`, an offloaded one by its own handle."""
+        self.before = [leaf.record for leaf in leaves if isinstance(leaf, RecomputedTensor)]
         self.inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.versions = [tensor._version for tensor in self.inputs]
 
     def chain(self) -> list["OpRecord"]:
-        """The notes that it takes to make the results, inputs first, this one last; none beyond what is made already."""
+        """Records needed to recompute the results, inputs first and this record last, up to results already recomputed."""
         found: dict[OpRecord, None] = {}
         self._visit(found)
         return list(found)
 
     def _visit(self, found: dict["OpRecord", None]) -> None:
         if self not in found and self.made is None:
-            for note in self.before:
-                note._visit(found)
+            for record in self.before:
+                record._visit(found)
             found[self] = None
 
     def is_valid(self) -> bool:
-        """Whether all that it starts from is what it was."""
-        return all([tensor._version for tensor in note.inputs] == note.versions for note in self.chain())
+        """True if no tensor at the start of the chain was changed in place."""
+        return all([tensor._version for tensor in record.inputs] == record.versions for record in self.chain())
 
     def starts_from(self, storages: set[int]) -> bool:
-        """Whether something that it starts from lies in one of these storages."""
-        return any(id(tensor.untyped_storage()) in storages for note in self.chain() for tensor in note.inputs)
+        """True if a tensor at the start of the chain is in one of these storages."""
+        return any(id(tensor.untyped_storage()) in storages for record in self.chain() for tensor in record.inputs)
 
-    def settle(self, keep: Callable[[Tensor], Any]) -> None:
-        """Let go of the graph that inputs are a part of, which may be the one that keeps this note.
+    def detach_inputs(self, pack: Callable[[Tensor], Any]) -> None:
+        """Detach the inputs from their graph, which may be the graph that holds this record.
 
         Args:
-            keep: what becomes of an input.
+            pack: returns the form in which an input is saved.
         """
-        for note in self.chain():
-            if not note.settled:
-                note._start_from(_each(note.arguments, lambda leaf: keep(leaf) if isinstance(leaf, Tensor) else leaf))
-                note.settled = True
+        for record in self.chain():
+            if not record.detached:
+                record._set_arguments(
+                    _map_leaves(record.arguments, lambda leaf: pack(leaf) if isinstance(leaf, Tensor) else leaf)
+                )
+                record.detached = True
 
     def make(self) -> list[Tensor]:
-        """The results, made again."""
+        """Recompute the results."""
         if not self.is_valid():
             raise RuntimeError(
-                f"what {self.operation} made in forward cannot be made again: an input was changed in place since; "
-                "leave this role out of plan.memory.recompute"
+                f"the output of {self.operation} cannot be recomputed: an input was changed in place after forward; "
+                "remove this role from plan.memory.recompute"
             )
         made: dict[OpRecord, list[Tensor]] = {}
 
-        def look(leaf: Any) -> Any:
-            if isinstance(leaf, View):
-                return leaf.of(made.get(leaf.note) or leaf.note.made)
-            return leaf.again() if hasattr(leaf, "again") else leaf
+        def resolve(leaf: Any) -> Any:
+            if isinstance(leaf, RecomputedTensor):
+                return leaf.of(made.get(leaf.record) or leaf.record.made)
+            return leaf.restore() if hasattr(leaf, "restore") else leaf
 
         with torch.no_grad():
-            for note in self.chain():
-                args, kwargs = _each(note.arguments, look)
-                made[note] = _tensors(note.operation(*args, **kwargs))
-                if note.claims > 0:  # it will be asked for itself
-                    note.made = made[note]
+            for record in self.chain():
+                args, kwargs = _map_leaves(record.arguments, resolve)
+                made[record] = _tensors(record.operation(*args, **kwargs))
+                if record.pending_uses > 0:  # its results are saved themselves
+                    record.made = made[record]
         return made[self]
 
 
 class Tape:
-    """Notes of one forward of one block. Backward reads them, in any order, and as often as a graph is run."""
+    """Records of one forward of a block. Backward reads them in any order, and each time the graph runs."""
 
     def __init__(self) -> None:
-        self.notes: dict[int, tuple[ref[torch.UntypedStorage], int, OpRecord, int]] = {}
-        """By id of the storage of a result, which is unique while it lives: with the version of what is in it."""
-        self.claimed: list[OpRecord] = []
-        self.keep: Callable[[Tensor], Any] = torch.Tensor.detach
-        """What becomes of a tensor that is kept, and is not noted: itself, or something that has it `again`."""
+        self.records: dict[int, tuple[ref[torch.UntypedStorage], int, OpRecord, int]] = {}
+        """(weak reference to the storage, its version, record, index of the result) by id of the storage of a result."""
+        self.used: list[OpRecord] = []
+        self.pack_other: Callable[[Tensor], Any] = torch.Tensor.detach
+        """Pack hook for saved tensors without a record."""
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Let what is kept for backward, and was noted, be made again."""
+    def packing(self) -> Iterator[None]:
+        """Save recorded outputs as handles that recompute them. A context manager."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
-        self.notes.clear()  # the graph has those that it needs
-        self.claimed.clear()
+        self.records.clear()  # the graph holds the records that it needs
+        self.used.clear()
 
     def recording(self) -> TorchDispatchMode:
-        """OpRecord cheap operations. A context manager, inside of `keeping`."""
-        return _Noting(self)
+        """Record cheap operations. A context manager, used inside `packing`."""
+        return _RecordMode(self)
 
     @contextmanager
-    def keeping_by(self, keep: Callable[[Tensor], Any]) -> Iterator[None]:
-        """Let what is kept, and is not noted, be kept in another way."""
-        before, self.keep = self.keep, keep
+    def packing_others_with(self, pack: Callable[[Tensor], Any]) -> Iterator[None]:
+        """Use another pack hook for saved tensors without a record. A context manager."""
+        before, self.pack_other = self.pack_other, pack
         try:
             yield
         finally:
-            self.keep = before
+            self.pack_other = before
 
-    def find(self, tensor: Tensor) -> View | None:
-        """How a tensor was made, if that is known."""
+    def find(self, tensor: Tensor) -> RecomputedTensor | None:
+        """Handle of a recorded tensor; None if the tensor has no record or was changed in place."""
         if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided:
             return None
-        storage, version, note, result = self.notes.get(id(tensor.untyped_storage()), (None, 0, None, 0))
-        if note is None or storage is None or storage() is None or tensor._version != version:  # changed in place since
+        storage, version, record, result = self.records.get(id(tensor.untyped_storage()), (None, 0, None, 0))
+        if record is None or storage is None or storage() is None or tensor._version != version:
             return None
-        return View(note, result, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return RecomputedTensor(record, result, tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def note(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Keep how a result was made."""
-        taken: set[int] = set()
+    def record(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record an operation with its results."""
+        read: set[int] = set()
 
-        def look(leaf: Any) -> Any:
+        def resolve(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            taken.add(id(leaf.untyped_storage()))
+            read.add(id(leaf.untyped_storage()))
             return self.find(leaf) or leaf
 
-        note = OpRecord(operation, _each((args, kwargs), look))
-        for number, tensor in enumerate(_tensors(result)):
+        record = OpRecord(operation, _map_leaves((args, kwargs), resolve))
+        for index, tensor in enumerate(_tensors(result)):
             storage = tensor.untyped_storage()
-            if id(storage) not in taken:  # else the operation has only looked at an input
-                self.notes[id(storage)] = ref(storage), tensor._version, note, number
+            if id(storage) not in read:  # otherwise the result is a view of an input
+                self.records[id(storage)] = ref(storage), tensor._version, record, index
 
-    def before_change(self, tensors: list[Tensor]) -> None:
-        """Make at once what could not be made any more when an operation has changed these tensors in place."""
+    def before_mutation(self, tensors: list[Tensor]) -> None:
+        """Recompute immediately what could not be recomputed after an operation has changed these tensors in place."""
         storages = {id(tensor.untyped_storage()) for tensor in tensors}
-        for note in self.claimed:
-            if not note.for_good and note.starts_from(storages):
-                note.made, note.for_good = note.make(), True
+        for record in self.used:
+            if not record.permanent and record.starts_from(storages):
+                record.made, record.permanent = record.make(), True
 
     def _pack(self, tensor: Tensor) -> Any:
         view = self.find(tensor)
-        if view is None or not view.note.is_valid():
-            return self.keep(tensor)
-        view.note.settle(self.keep)
-        view.note.claims += 1
-        if view.note.claims == 1:
-            self.claimed.append(view.note)
+        if view is None or not view.record.is_valid():
+            return self.pack_other(tensor)
+        view.record.detach_inputs(self.pack_other)
+        view.record.pending_uses += 1
+        if view.record.pending_uses == 1:
+            self.used.append(view.record)
         return view
 
 
 def _unpack(kept: Any) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.again()
+    return kept if isinstance(kept, Tensor) else kept.restore()
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Arguments of an operation with each leaf changed. They are plain lists, tuples and dicts, and come with every operation:
-    torch's own trees, which can be of anything, take three to ten times as long."""
+def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply a function to each leaf of an operation's arguments, which are plain lists, tuples and dicts.
+
+    This runs for every operation, and torch's pytrees, which support any container, take three to ten times as long.
+    """
     if type(value) in (list, tuple):
-        return type(value)([_each(item, change) for item in value])
+        return type(value)([_map_leaves(item, change) for item in value])
     if type(value) is dict:
-        return {name: _each(item, change) for name, item in value.items()}
+        return {name: _map_leaves(item, change) for name, item in value.items()}
     return change(value)
 
 
-def _flat(value: Any) -> list[Any]:
-    """The leaves of arguments, or of results."""
+def _leaves(value: Any) -> list[Any]:
+    """Leaves of arguments or results."""
     if type(value) in (list, tuple):
-        return [leaf for item in value for leaf in _flat(item)]
-    return _flat(list(value.values())) if type(value) is dict else [value]
+        return [leaf for item in value for leaf in _leaves(item)]
+    return _leaves(list(value.values())) if type(value) is dict else [value]
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in _flat(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
-class _Noting(TorchDispatchMode):
+class _RecordMode(TorchDispatchMode):
     def __init__(self, tape: Tape):
         super().__init__()
         self.tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper (DTensor) goes first; its operations on local tensors come back here
+            return NotImplemented  # a wrapper (DTensor) runs first; its operations on local tensors come back here
         kwargs = kwargs or {}
-        if func._schema.is_mutable and self.tape.claimed:
-            self.tape.before_change(_tensors((args, kwargs)))
+        if func._schema.is_mutable and self.tape.used:
+            self.tape.before_mutation(_tensors((args, kwargs)))
         result = func(*args, **kwargs)
         if is_cheap(func) and all(tensor.is_floating_point() for tensor in _tensors(result)):
-            self.tape.note(func, args, kwargs, result)
+            self.tape.record(func, args, kwargs, result)
         return result
 
 
 def is_cheap(operation: Any) -> bool:
-    """Whether an operation is made again rather than its result kept: it reads its inputs once, changes none, and is exact."""
+    """True if an operation is recomputed: it is cheap, deterministic, and changes none of its inputs."""
     tags = operation.tags
     if operation._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
         return False

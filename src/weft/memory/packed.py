@@ -1,4 +1,4 @@
-"""Tensors that are float32 to all that reads or writes them, and are held in another form."""
+"""Packed tensors: float32 to every operation, but stored in another format."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,39 +15,39 @@ aten = torch.ops.aten
 
 
 class PackedTensor(Tensor):
-    """Every operation sees float32 numbers, unpacked for as long as it runs; what it writes is packed again.
+    """Tensor that is unpacked to float32 for each operation; in-place results are packed again.
 
-    A subclass says how (`joined`, `write`), which plain tensors hold the numbers (`__tensor_flatten__`, `with_parts`), and
-    which operations need no unpacking (`OWN`). Views write through.
+    A subclass defines the conversion (`unpack`, `pack_`), the plain tensors that store the values (`__tensor_flatten__`,
+    `with_parts`), and the operations that need no unpacking (`OWN`). Views write through to their base.
     """
 
     OWN: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     @abstractmethod
-    def joined(self) -> Tensor:
-        """The numbers, float32, in memory of their own."""
+    def unpack(self) -> Tensor:
+        """The values as a new float32 tensor."""
 
     @abstractmethod
-    def write(self, values: Tensor) -> None:
-        """Let it hold other numbers, float32 of the same shape."""
+    def pack_(self, values: Tensor) -> None:
+        """Replace the values, given as float32 of the same shape, in place."""
 
     @abstractmethod
     def with_parts(self, parts: Sequence[Tensor]) -> "PackedTensor":
-        """The same, held by other plain tensors, in the order of `plain_parts`."""
+        """Same format and metadata over other plain tensors, in the order of `plain_parts`."""
 
     def view_by(self, view: Callable[[Tensor], Any]) -> Any:
-        """What a view operation gives of it: one view, or several."""
-        found = view(torch.empty(self.shape, device="meta"))
-        if isinstance(found, Tensor):
-            return Window(self, view, found)
+        """Apply a view operation; returns one view, or a list of views."""
+        result = view(torch.empty(self.shape, device="meta"))
+        if isinstance(result, Tensor):
+            return PackedView(self, view, result)
 
-        def part_of(number: int) -> Callable[[Tensor], Tensor]:
-            return lambda values: view(values)[number]
+        def nth(index: int) -> Callable[[Tensor], Tensor]:
+            return lambda values: view(values)[index]
 
-        return [Window(self, part_of(number), part) for number, part in enumerate(found)]
+        return [PackedView(self, nth(index), part) for index, part in enumerate(result)]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self.joined()})"
+        return f"{type(self).__name__}({self.unpack()})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -57,65 +57,63 @@ class PackedTensor(Tensor):
             return own(func, *args, **kwargs)
         if func.is_view and func is not aten.view.dtype:
             return args[0].view_by(lambda values: func(values, *args[1:], **kwargs))
-        written: list[tuple[PackedTensor, Tensor]] = []
+        unpacked: list[tuple[PackedTensor, Tensor]] = []
 
-        def join_argument(value: PackedTensor) -> Tensor:
-            written.append((value, value.joined()))
-            return written[-1][1]
+        def unpack(value: PackedTensor) -> Tensor:
+            unpacked.append((value, value.unpack()))
+            return unpacked[-1][1]
 
-        found = func(
-            *tree_map_only(PackedTensor, join_argument, args), **tree_map_only(PackedTensor, join_argument, kwargs)
-        )
+        result = func(*tree_map_only(PackedTensor, unpack, args), **tree_map_only(PackedTensor, unpack, kwargs))
         if not func._schema.is_mutable:
-            return found
-        for packed, values in written:
-            packed.write(values)
-        # What comes back is what was written into: the caller's, not the joined numbers.
-        return tree_map_only(Tensor, lambda value: next((w for w, v in written if v is value), value), found)
+            return result
+        for packed, values in unpacked:
+            packed.pack_(values)
+        # An in-place operation returns its argument: the caller's tensor, not the unpacked values.
+        return tree_map_only(Tensor, lambda value: next((p for p, v in unpacked if v is value), value), result)
 
 
-class Window(PackedTensor):
-    """A view of a packed tensor whose form has no views of its own: reads and writes through the whole of it."""
+class PackedView(PackedTensor):
+    """View of a packed tensor whose format has no views: reads and writes go through the full tensor."""
 
     @staticmethod
-    def __new__(cls, whole: PackedTensor, view: Callable[[Tensor], Tensor], like: Tensor) -> "Window":
-        return Tensor._make_wrapper_subclass(cls, like.shape, dtype=whole.dtype, device=whole.device)
+    def __new__(cls, full: PackedTensor, view: Callable[[Tensor], Tensor], like: Tensor) -> "PackedView":
+        return Tensor._make_wrapper_subclass(cls, like.shape, dtype=full.dtype, device=full.device)
 
-    def __init__(self, whole: PackedTensor, view: Callable[[Tensor], Tensor], like: Tensor):
+    def __init__(self, full: PackedTensor, view: Callable[[Tensor], Tensor], like: Tensor):
         """
         Args:
-            whole: the tensor.
-            view: gives the part of the numbers of the whole.
-            like: of the shape of the part.
+            full: tensor that the view is of.
+            view: function from the values of `full` to the values of the view.
+            like: tensor with the shape of the view.
         """
-        self.whole, self.view_of, self.like = whole, view, like
+        self.full, self.view_of, self.like = full, view, like
 
-    def joined(self) -> Tensor:
-        return self.view_of(self.whole.joined())
+    def unpack(self) -> Tensor:
+        return self.view_of(self.full.unpack())
 
-    def write(self, values: Tensor) -> None:
-        numbers = self.whole.joined()
-        self.view_of(numbers).copy_(values)
-        self.whole.write(numbers)
+    def pack_(self, values: Tensor) -> None:
+        all_values = self.full.unpack()
+        self.view_of(all_values).copy_(values)
+        self.full.pack_(all_values)
 
-    def with_parts(self, parts: Sequence[Tensor]) -> "Window":
-        return Window(self.whole.with_parts(parts), self.view_of, self.like)
+    def with_parts(self, parts: Sequence[Tensor]) -> "PackedView":
+        return PackedView(self.full.with_parts(parts), self.view_of, self.like)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["whole"], None
+        return ["full"], None
 
 
-def join_packed(tensor: Tensor) -> Tensor:
-    """The float32 numbers of a packed tensor, in memory of their own; any other tensor as it is."""
-    return tensor.joined() if isinstance(tensor, PackedTensor) else tensor
+def unpack_tensor(tensor: Tensor) -> Tensor:
+    """Values of a packed tensor as a new float32 tensor; any other tensor unchanged."""
+    return tensor.unpack() if isinstance(tensor, PackedTensor) else tensor
 
 
 def with_parts(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
-    """A tensor of the same form whose plain parts are others: a plain tensor is its own part.
+    """Tensor of the same format over other plain tensors; a plain tensor is replaced itself.
 
     Args:
-        tensor: plain or packed.
-        replace: gives for a plain tensor another of its shape and format.
+        tensor: plain or packed tensor.
+        replace: maps a plain tensor to another of the same shape and dtype.
     """
     if isinstance(tensor, PackedTensor):
         return tensor.with_parts([replace(part) for part in plain_parts(tensor)])
@@ -123,16 +121,16 @@ def with_parts(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def copy_parts(target: Tensor, source: Tensor) -> None:
-    """Copy what holds the numbers, as it is, on the current stream.
+    """Copy the stored values without conversion, on the current stream.
 
     Args:
-        target: of the same form as `source`, on any device.
-        source: plain or packed.
+        target: tensor of the same format as `source`, on any device.
+        source: plain or packed tensor.
     """
-    for one, other in zip(plain_parts(target), plain_parts(source), strict=True):
-        one.copy_(other, non_blocking=True)
+    for target_part, source_part in zip(plain_parts(target), plain_parts(source), strict=True):
+        target_part.copy_(source_part, non_blocking=True)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Not on the meta device, and not in a dry run."""
+    """False on the meta device and in a dry run."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))

@@ -1,6 +1,7 @@
-"""Host memory for what leaves the device: rooms that are handed out, come back, and are handed out again.
+"""Memory pool for offloaded tensors.
 
-Pinned memory is slow to get, and a file's is slower: a room that was given back serves the next who asks for about its size.
+Pinned memory is slow to allocate, and file-backed memory is slower, so a released block is reused for the next request of
+about its size.
 """
 
 import os
@@ -13,91 +14,96 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STEPS = 8  # sizes of rooms to each doubling: a room is at most an eighth larger than what is asked for
-SMALLEST = 4096
+STEPS = 8  # block sizes per power of two: a block is at most an eighth larger than the request
+SMALLEST = 4096  # bytes
 
 
 class Pool:
-    """Rooms of memory of one kind. Not for several threads at once.
+    """Pool of memory blocks of one kind. Not thread-safe.
 
-    Counters, in bytes: `requested` since the beginning, of which `reused` came from rooms that were there; `live` is handed
-    out now, at most `peak` so far; `held` is what the pool has in all, so that `held - live` lies idle.
+    Counters, in bytes:
+
+        requested   sum of all requests since the beginning
+        reused      part of `requested` that was served from released blocks
+        live        currently allocated
+        peak        maximum of `live`
+        held        size of all blocks of the pool; `held - live` is free
     """
 
     def __init__(self, make: Callable[[int], Tensor], *, is_off_device: bool = True):
         """
         Args:
-            make: gives so many bytes, [bytes] uint8.
-            is_off_device: whether that is other memory than the device's own, for which it is not counted.
+            make: size in bytes -> new block, [bytes] uint8.
+            is_off_device: True if the blocks are not in the device's own memory, and do not count for it.
         """
         self.make, self.is_off_device = make, is_off_device
-        self.rooms: list[Tensor] = []
-        self.free: dict[int, list[Tensor]] = defaultdict(list)
+        self.blocks: list[Tensor] = []
+        self.free_blocks: dict[int, list[Tensor]] = defaultdict(list)
         self.requested = self.reused = self.live = self.peak = self.held = 0
 
-    def take(self, size: int) -> Tensor:
-        """A room of at least `size` bytes, [bytes] uint8, with anything in it."""
-        step = room_size(size)
+    def allocate(self, size: int) -> Tensor:
+        """Return a block of at least `size` bytes, [bytes] uint8, uninitialized."""
+        step = block_size(size)
         self.requested += size
-        if self.free[step]:
+        if self.free_blocks[step]:
             self.reused += size
-            room = self.free[step].pop()
+            block = self.free_blocks[step].pop()
         else:
-            room = self.make(step)
-            self.rooms.append(room)
+            block = self.make(step)
+            self.blocks.append(block)
             self.held += step
         self.live += step
         self.peak = max(self.peak, self.live)
-        return room
+        return block
 
-    def give(self, room: Tensor) -> None:
-        """Take back what `take` handed out."""
-        self.live -= room.numel()
-        self.free[room.numel()].append(room)
+    def release(self, block: Tensor) -> None:
+        """Return a block to the pool."""
+        self.live -= block.numel()
+        self.free_blocks[block.numel()].append(block)
 
     def counters(self) -> dict[str, int]:
-        """The counters, by name."""
+        """Counters by name."""
         return {name: getattr(self, name) for name in ("requested", "reused", "live", "peak", "held")}
 
 
 def pools_of(model: Any, optimizer: Any) -> dict[str, Pool]:
-    """The pools that are in use in a training, by what waits in them."""
+    """Pools used by a training: of "activations" and of "optimizer" states."""
     users = {"activations": getattr(model, "offload", None), "optimizer": getattr(optimizer, "away_states", None)}
     return {name: user.pool for name, user in users.items() if user and user.pool.requested}
 
 
-def shaped(room: Tensor, like: Tensor) -> Tensor:
-    """The beginning of a room, as a contiguous tensor of the shape and format of another."""
-    return room[: like.nbytes].view(like.dtype).view(like.shape)
+def typed_view(block: Tensor, like: Tensor) -> Tensor:
+    """Start of a block as a contiguous tensor with the shape and dtype of another tensor."""
+    return block[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-def room_size(size: int) -> int:
-    """The size of the room for so many bytes."""
+def block_size(size: int) -> int:
+    """Size of the block for a request of `size` bytes."""
     size = max(size, SMALLEST)
     step = (1 << (size - 1).bit_length()) // 2 // STEPS
     return -(-size // step) * step
 
 
 def pinned_memory(device_type: str) -> Callable[[int], Tensor]:
-    """Host memory that a device of this type copies to and from while it computes."""
+    """Allocator of host memory that supports asynchronous copies from and to this type of device."""
     return lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=device_type != "cpu")
 
 
 def mapped_files(folder: Path) -> Callable[[int], Tensor]:
-    """Memory that the system keeps in files without a name, and in main memory only as long as there is room.
+    """Allocator of memory-mapped unnamed files, whose pages the system may write back to disk.
 
     Args:
-        folder: on a disk. What is in it goes when the process ends, however it ends.
+        folder: directory on a disk. The files disappear when the process ends, however it ends.
 
-    Raises (when memory is made):
-        OSError: the disk has not that much room.
+    Raises (at allocation):
+        OSError: the disk has not enough space.
     """
 
     def make(size: int) -> Tensor:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".weft-")
         try:
-            os.posix_fallocate(descriptor, 0, size)  # else a full disk would be a bus error, much later
+            os.posix_fallocate(descriptor, 0, size)  # without it, a full disk causes a bus error much later
             return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
         finally:
             os.close(descriptor)

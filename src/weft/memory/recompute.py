@@ -1,15 +1,15 @@
-"""Computing again in backward what forward did not keep (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+"""Activation recompute (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
 
-What a block keeps for backward, by what `plan.memory.recompute` names:
+What a block saves for backward, by the entries of `plan.memory.recompute`:
 
-    block         its input, and what is computed again runs once more as a whole: forward a second time
-    attention     in the place of all inside: the input of the attention
-    mlp           the same of the feed-forward part, experts inside
-    activation    all but what activation functions, and the products of gates, make: `rebuild.py`, at next to no cost
-    norm          all but what norms make, the copies in float32 among it
+    block         its input; the full block runs forward a second time
+    attention     the input of the attention, instead of everything inside it
+    mlp           the input of the feed-forward part (or experts), instead of everything inside it
+    activation    everything but the outputs of activation functions and of gating: `output_recompute.py`, nearly free
+    norm          everything but the outputs of norms, and their float32 copies
 
-Attention that is computed again and outputs that are made again go together; and what a module keeps may wait elsewhere
-(`offload.py`), be it the input that a block is computed again from.
+"attention" can be combined with "activation" and "norm". Whatever a module saves can also be offloaded (`offload.py`), even the
+input from which a block is recomputed.
 """
 
 from collections.abc import Callable
@@ -27,123 +27,127 @@ from weft.memory.offload import Offload
 from weft.memory.output_recompute import Tape
 from weft.plan import Memory
 
-Scene = AbstractContextManager[Any]
-Remember = Callable[[nn.Module], Callable[[], Scene]]
+RecomputeContext = AbstractContextManager[Any]
+CaptureContext = Callable[[nn.Module], Callable[[], RecomputeContext]]
 
 
-def keep_less(
-    model: nn.Module, anatomy: Anatomy, own: set[str], memory: Memory, remember: Remember, offload: Offload
+def apply_recompute(
+    model: nn.Module, anatomy: Anatomy, own: set[str], memory: Memory, capture_context: CaptureContext, offload: Offload
 ) -> None:
-    """Let blocks keep less for backward, or keep it elsewhere, in place. Gradients are the same, bit by bit.
+    """Apply recompute and activation offload to the blocks of a model, in place. Gradients stay bit-equal.
 
     Args:
-        model: split over all axes but data.
-        anatomy: of the whole model.
-        own: names of the blocks that are here.
-        memory: of the plan.
-        remember: called in forward with a module; what it returns is called in backward, and sets the scene for that forward
-            again: weights in flight, places of dropout.
-        offload: where activations of `memory.offload` wait.
+        model: model, sharded over all axes but data.
+        anatomy: anatomy of the full model.
+        own: names of the blocks on this rank.
+        memory: memory settings of the plan.
+        capture_context: called with a module in forward. It returns a function that backward calls for a context in which the
+            module runs forward again with the same gathered weights and dropout positions.
+        offload: offload manager for the activations of `memory.offload`.
     """
     if memory.offload:
         model.register_forward_pre_hook(offload.begin_forward)
-    for number, block in enumerate(anatomy.blocks):
+    for index, block in enumerate(anatomy.blocks):
         if block.name not in own:
             continue
-        recomputes = number % memory.recompute_interval == 0
-        again = modules_of(block, memory.recompute) if recomputes else ()
-        noted = noted_modules(block, memory) if recomputes else ()
-        sent = modules_of(block, memory.offload)
+        is_recomputed = index % memory.recompute_interval == 0
+        checkpointed = modules_of(block, memory.recompute) if is_recomputed else ()
+        recorded = output_recompute_modules(block, memory) if is_recomputed else ()
+        offloaded = modules_of(block, memory.offload)
         tapes: list[Tape] = []
-        for name in again:
+        for name in checkpointed:
             module = model.get_submodule(name)
-            module.forward = partial(_run_again, module.forward, module, remember)
-        for name in noted:
+            module.forward = partial(_checkpointed, module.forward, module, capture_context)
+        for name in recorded:
             module = model.get_submodule(name)
-            module.forward = partial(_noted, module.forward, tapes)
-        for name in sent:
+            module.forward = partial(_recording, module.forward, tapes)
+        for name in offloaded:
             module = model.get_submodule(name)
-            module.forward = partial(_sent, module.forward, module, tapes, offload)
-        if noted or sent:
+            module.forward = partial(_offloading, module.forward, module, tapes, offload)
+        if recorded or offloaded:
             module = model.get_submodule(block.name)
-            module.forward = partial(_taped, module.forward, tapes)
+            module.forward = partial(_with_tape, module.forward, tapes)
 
 
-def follow_library_recompute(model: nn.Module, remember: Remember) -> None:
-    """Let the recompute of Transformers (`model.gradient_checkpointing_enable`) see the weights of forward, in place.
+def patch_library_recompute(model: nn.Module, capture_context: CaptureContext) -> None:
+    """Make the recompute of Transformers (`model.gradient_checkpointing_enable`) use the weights of forward, in place.
 
-    It runs the forward of a layer once more without its hooks, which show it its weights in flight.
+    That recompute runs the forward of a layer a second time without its hooks, which provide the gathered weights.
 
     Args:
-        model: split over all axes but data.
-        remember: as in `keep_less`.
+        model: model, sharded over all axes but data.
+        capture_context: as in `apply_recompute`.
     """
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def wrap(*_: object) -> None:
-        for layer in layers:  # the user may change the function between two forwards
+        for layer in layers:  # at each forward, because the user may change the function between two forwards
             own = getattr(layer, "_gradient_checkpointing_func", None)
             if own is not None and getattr(own, "func", None) is not _recompute_layer:
-                layer._gradient_checkpointing_func = partial(_recompute_layer, own, layer, remember)
+                layer._gradient_checkpointing_func = partial(_recompute_layer, own, layer, capture_context)
 
     model.register_forward_pre_hook(wrap)
 
 
 def _recompute_layer(
-    recompute: Callable[..., Any], layer: nn.Module, remember: Remember, forward: Callable[..., Any], *args: Any
+    recompute: Callable[..., Any],
+    layer: nn.Module,
+    capture_context: CaptureContext,
+    forward: Callable[..., Any],
+    *args: Any,
 ) -> Any:
-    scene, runs = remember(layer), [nullcontext()]
+    context, runs = capture_context(layer), [nullcontext()]
 
     def run(*inputs: Any) -> Any:
-        with runs.pop() if runs else scene():  # first in forward, as things are
+        with runs.pop() if runs else context():  # the first run is forward itself, which needs no context
             return forward(*inputs)
 
     return recompute(run, *args)
 
 
 def modules_of(block: Block, roles: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the modules of some roles."""
+    """Names of the modules with one of these roles."""
     names = {"block": (block.name,), "attention": block.attention, "mlp": block.mlp}
     return tuple(name for role, own in names.items() if role in roles for name in own)
 
 
-def noted_modules(block: Block, memory: Memory) -> tuple[str, ...]:
-    """Names of the modules inside of which results of cheap operations are made again; none is inside another."""
+def output_recompute_modules(block: Block, memory: Memory) -> tuple[str, ...]:
+    """Names of the outermost modules whose outputs of cheap operations are recomputed."""
     roles = {"norm": block.norms, "activation": block.mlp}
     names = [name for role, names in roles.items() if role in memory.recompute for name in names]
-    return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+    return tuple(name for name in names if not any(name.startswith(f"{outer}.") for outer in names))
 
 
-def _run_again(forward: Any, module: nn.Module, remember: Remember, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(forward: Any, module: nn.Module, capture_context: CaptureContext, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    scene = remember(module)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), scene()), **kwargs)
+    context = capture_context(module)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), context()), **kwargs)
 
 
-def _taped(forward: Any, tapes: list[Tape], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a block."""
+def _with_tape(forward: Any, tapes: list[Tape], *args: Any, **kwargs: Any) -> Any:
+    """Forward of a block with output recompute or offload inside."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     tapes.append(Tape())
     try:
-        with tapes[-1].keeping():
+        with tapes[-1].packing():
             return forward(*args, **kwargs)
     finally:
         tapes.pop()
 
 
-def _noted(forward: Any, tapes: list[Tape], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module inside."""
+def _recording(forward: Any, tapes: list[Tape], *args: Any, **kwargs: Any) -> Any:
+    """Forward of a module with output recompute."""
     if not tapes:
         return forward(*args, **kwargs)
     with tapes[-1].recording():
         return forward(*args, **kwargs)
 
 
-def _sent(forward: Any, module: nn.Module, tapes: list[Tape], offload: Offload, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module whose activations wait elsewhere."""
+def _offloading(forward: Any, module: nn.Module, tapes: list[Tape], offload: Offload, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a module whose activations are offloaded."""
     if not tapes:
         return forward(*args, **kwargs)
-    with tapes[-1].keeping_by(offload.begin(module)):
+    with tapes[-1].packing_others_with(offload.begin_module(module)):
         return forward(*args, **kwargs)

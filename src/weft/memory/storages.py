@@ -1,4 +1,4 @@
-"""Where the numbers of a tensor are."""
+"""Access to the plain tensors inside DTensors and tensor subclasses."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 
 def plain_parts(tensor: Any) -> list[Tensor]:
-    """The plain tensors that hold its numbers: of a DTensor its shard, of a split weight its planes; of another thing none."""
+    """Plain tensors that hold the values: the shard of a DTensor, the planes of a split weight; [] if it is no tensor."""
     if not isinstance(tensor, Tensor):
         return []
     if hasattr(tensor, "__tensor_flatten__"):
@@ -17,12 +17,12 @@ def plain_parts(tensor: Any) -> list[Tensor]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Of a DTensor the shard itself, of which no operation is recorded; any other tensor as it is."""
+    """Shard of a DTensor, without recording an operation; any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def put_local(state: dict[str, Any], name: str, local: Tensor) -> None:
-    """Let an optimizer's state be another local tensor, which may be on another device than its mesh."""
+    """Replace the local tensor of an optimizer state, possibly on another device than the mesh of its DTensor."""
     if isinstance(state[name], DTensor):
         state[name]._local_tensor = local
     else:

@@ -1,19 +1,21 @@
-"""Weights and master weights in the memory of one: 32 bits a parameter, as two planes of 16.
+"""Split weights: master weight and bfloat16 weight in 32 bits per parameter, as two planes of 16 bits.
 
-Mixed precision keeps a float32 master weight for the update and a bfloat16 weight for forward and backward: 6 bytes. But a
-bfloat16 is half of a float32. Kept as two planes, the upper one rounded, a parameter is both in 4 bytes (MindSpeed,
+Mixed precision keeps a float32 master weight for the update and a bfloat16 weight for forward and backward: 6 bytes. But
+a bfloat16 is the upper half of a float32. Stored as two planes, with the upper plane rounded, both fit in 4 bytes (MindSpeed,
 reuse-fp32-param):
 
     bits of the master weight     s eeeeeeee mmmmmmm|mmmmmmmm mmmmmmmm       u
     u + 0x8000                    s eeeeeeee mmmmmmm|mmmmmmmm mmmmmmmm
     planes                        high: bfloat16    |low: int16
 
-The carry into the upper half rounds it to the nearest bfloat16, ties away from zero; taking 0x8000 off the joined planes
-gives back u, exactly. A cast rounds ties to even instead, and an even bfloat16 is the rounding of 65537 float32 numbers: one
-more than 16 bits can tell apart. With `even` one bit a weight, in a plane of its own, tells the two that are left; only ties
-(a low half of 0x8000) ever look at it. Then high is what a cast of u gives, bit for bit.
+The carry rounds the upper half to the nearest bfloat16, with ties away from zero. Subtracting 0x8000 from the joined planes
+restores u exactly.
 
-Infinities, zeros and subnormals are exact too. A NaN stays a NaN, without its payload. Needs a little-endian machine.
+A cast rounds ties to even instead. An even bfloat16 is then the rounding of 65537 float32 values, one more than 16 bits can
+distinguish: the two ties have the same low half, 0x8000. With `even`, one more bit per weight, in a third plane, distinguishes
+them, and the upper plane is bit-equal to a cast of u.
+
+Infinities, zeros and subnormals are also exact. A NaN stays a NaN, without its payload. Requires a little-endian machine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,13 +34,13 @@ aten = torch.ops.aten
 
 
 def split(values: Tensor, high: Tensor, low: Tensor, *, even: bool = False) -> None:
-    """Write float32 numbers into two planes.
+    """Split float32 values into two planes.
 
     Args:
-        values: float32, contiguous.
-        high: bfloat16, of the same size, contiguous.
-        low: int16, of the same size, contiguous.
-        even: round ties to even, not away from zero.
+        values: contiguous float32 tensor.
+        high: contiguous bfloat16 tensor of the same size.
+        low: contiguous int16 tensor of the same size.
+        even: round ties to even instead of away from zero.
     """
     values = _plain_nan(values)
     for bits, upper, lower in _blocks(values.view(torch.int32), high.view(torch.int16), low):
@@ -49,39 +51,39 @@ def split(values: Tensor, high: Tensor, low: Tensor, *, even: bool = False) -> N
 
 
 def join(high: Tensor, low: Tensor, *, even: bool = False) -> Tensor:
-    """The float32 numbers of two planes, contiguous, of the shape of `high`; with `even`, ties as if they were rounded up."""
-    found = torch.empty(high.shape, dtype=torch.float32, device=high.device)
-    for bits, upper, lower in _blocks(found.view(torch.int32), high.view(torch.int16), low):
+    """Join two planes to contiguous float32 values of the shape of `high`; with `even`, all ties as if rounded up."""
+    values = torch.empty(high.shape, dtype=torch.float32, device=high.device)
+    for bits, upper, lower in _blocks(values.view(torch.int32), high.view(torch.int16), low):
         bits.view(torch.int16)[1::2] = upper
         bits.view(torch.int16)[0::2] = lower
         bits.sub_((lower < 0).to(torch.int32) << 16 if even else HALF)
-    return found
+    return values
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of flat tensors that stay in a core's cache while they are worked on; on an accelerator, what keeps it busy."""
+    """Split flat tensors into blocks that fit the cache of a CPU core, or that saturate an accelerator."""
     size = 2**17 if tensors[0].device.type == "cpu" and has_values(tensors[0]) else 2**26
     return zip(*(tensor.reshape(-1).split(size) for tensor in tensors), strict=True)
 
 
 def _plain_nan(values: Tensor) -> Tensor:
-    """NaNs without their payload: rounding could carry it out of the number, or leave infinity."""
+    """Drop the payload of NaNs: rounding could overflow it into the sign, or turn the NaN into infinity."""
     if has_values(values) and values.sum().isnan():
         return torch.where(values.isnan(), torch.nan, values)
     return values
 
 
 class SplitWeight(PackedTensor):
-    """A float32 tensor that lives in two planes. Made by `split_weights`.
+    """Float32 tensor stored in two planes. Created by `split_weights`.
 
-    Views are views of the planes. The cast to bfloat16 is the upper plane itself, without a copy; FSDP2
-    gathers that plane alone.
+    Views are views of the planes. A cast to bfloat16 returns the upper plane without a copy, and FSDP2 gathers only that
+    plane.
     """
 
     high: Tensor
     low: Tensor
     ties: Tensor | None
-    """With ties to even: a bit for each number in the storage of `low`, eight a byte: a tie that was rounded down."""
+    """With `even`: one bit per element of the storage of `low`, eight per byte, set for a tie that was rounded down."""
 
     @staticmethod
     def __new__(cls, high: Tensor, low: Tensor, ties: Tensor | None = None) -> "SplitWeight":
@@ -99,12 +101,12 @@ class SplitWeight(PackedTensor):
 
     @classmethod
     def empty(cls, shape: Any, device: torch.device, *, even: bool) -> "SplitWeight":
-        """Memory without contents."""
+        """Uninitialized weight."""
         high, low = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.int16))
         ties = torch.zeros(-(-low.numel() // 8), dtype=torch.uint8, device=device) if even else None
         return cls(high, low, ties)
 
-    def joined(self) -> Tensor:
+    def unpack(self) -> Tensor:
         high, low = self.high.contiguous(), self.low.contiguous()
         values = join(high, low, even=self.ties is not None)
         if self.ties is not None and has_values(low):
@@ -112,29 +114,29 @@ class SplitWeight(PackedTensor):
             values.view(-1).view(torch.int32)[index] += ((self.ties[byte] >> bit) & 1).to(torch.int32) << 16
         return values
 
-    def write(self, values: Tensor) -> None:
+    def pack_(self, values: Tensor) -> None:
         high, low = self.high.contiguous(), self.low.contiguous()
         split(values.contiguous(), high, low, even=self.ties is not None)
-        if high is not self.high:  # of a view that is not: both planes have the same strides
+        if high is not self.high:  # a non-contiguous view; both planes have the same strides
             self.high.copy_(high)
             self.low.copy_(low)
         if self.ties is not None and has_values(low):
             index, byte, bit = self._ties()
             down = (values.reshape(-1).view(torch.int32)[index] >> 16) & 1 ^ 1
             touched, inverse = byte.unique(return_inverse=True)
-            places = torch.arange(8, dtype=torch.uint8, device=byte.device)
-            bits = (self.ties[touched, None] >> places) & 1
+            shifts = torch.arange(8, dtype=torch.uint8, device=byte.device)
+            bits = (self.ties[touched, None] >> shifts) & 1
             bits[inverse, bit.long()] = down.to(torch.uint8)
-            self.ties[touched] = (bits << places).sum(1, dtype=torch.uint8)
+            self.ties[touched] = (bits << shifts).sum(1, dtype=torch.uint8)
 
     def _ties(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where ties are: their numbers in this view, row by row, and their byte and bit in `ties`."""
+        """Positions of the ties: flat index in this view, and byte and bit in `ties`."""
         index = rest = (self.low == TIE).reshape(-1).nonzero()[:, 0]
-        place = torch.full_like(index, int(self.low.storage_offset()))
+        offset = torch.full_like(index, int(self.low.storage_offset()))
         for size, stride in zip(reversed(self.low.shape), reversed(self.low.stride()), strict=True):
-            place += rest % size * stride
+            offset += rest % size * stride
             rest = rest // size
-        return index, place >> 3, (place & 7).to(torch.uint8)
+        return index, offset >> 3, (offset & 7).to(torch.uint8)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["high", "low"] + ["ties"] * (self.ties is not None), None
@@ -147,20 +149,20 @@ class SplitWeight(PackedTensor):
         return SplitWeight(*parts)
 
     def view_by(self, view: Callable[[Tensor], Any]) -> Any:
-        """A view of each plane."""
+        """Apply a view operation to each plane."""
         high, low = view(self.high), view(self.low)
         if isinstance(high, Tensor):
             return SplitWeight(high, low, self.ties)
         return [SplitWeight(*planes, self.ties) for planes in zip(high, low, strict=True)]
 
-    # What FSDP2 asks of a parameter that is not gathered as it is.
+    # FSDP2's hooks for a custom all-gather
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What this rank gives: the upper plane. Where the last ranks have fewer rows, they fill up."""
+        """Input of the all-gather: the upper plane, padded where the last ranks have fewer rows."""
         rows = self.high.shape[0]
-        if self.high.shape[1:] != outer_size[1:]:  # cut along another dim, evenly
+        if self.high.shape[1:] != outer_size[1:]:  # sharded along another dim, evenly
             return (self.high,), None
         missing = -(-outer_size[0] // mesh.size()) - rows
         return (torch.cat([self.high, self.high.new_zeros(missing, *outer_size[1:])]) if missing else self.high,), None
@@ -168,18 +170,18 @@ class SplitWeight(PackedTensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """What forward computes with: what came, where it came."""
+        """Weight for forward: the gathered upper plane, in the gather buffer."""
         return None if out is not None else (gathered[0], ())
 
 
 def split_weights(model: nn.Module, *, even: bool) -> None:
-    """Give a model's float32 parameters the form of two planes, in place, with their values.
+    """Convert a model's float32 parameters to split weights, in place, with their values.
 
     Args:
-        model: split over all axes but data; on any device, the meta device included.
+        model: model, sharded over all axes but data; on any device, including meta.
         even: round ties to even.
     """
-    done: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays one
+    done: dict[nn.Parameter, nn.Parameter] = {}  # keeps tied weights tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dtype == torch.float32:
@@ -195,11 +197,11 @@ def _split(tensor: Tensor, even: bool) -> Tensor:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     weight = SplitWeight.empty(tensor.shape, tensor.device, even=even)
     if not tensor.is_meta:
-        weight.write(tensor)
+        weight.pack_(tensor)
     return weight
 
 
-# Operations that need not join the planes, or whose result lives in planes too.
+# Operations that do not need joined planes, or whose result is a split weight
 
 
 def _cast(func: Any, weight: SplitWeight, **kwargs: Any) -> Tensor:
@@ -208,7 +210,7 @@ def _cast(func: Any, weight: SplitWeight, **kwargs: Any) -> Tensor:
         return weight.high.detach()
     if kwargs.get("dtype") in (None, torch.float32):
         return _copy_of(weight, device)
-    return func(weight.joined(), **kwargs)
+    return func(weight.unpack(), **kwargs)
 
 
 def _clone(func: Any, weight: SplitWeight, **_: Any) -> Tensor:
@@ -218,12 +220,12 @@ def _clone(func: Any, weight: SplitWeight, **_: Any) -> Tensor:
 def _copy_of(weight: SplitWeight, device: torch.device) -> SplitWeight:
     copy = SplitWeight.empty(weight.shape, device, even=weight.ties is not None)
     if not copy.is_meta:
-        copy.write(weight.joined().to(device))
+        copy.pack_(weight.unpack().to(device))
     return copy
 
 
 def _empty(func: Any, weight: SplitWeight, shape: Any = None, **kwargs: Any) -> Tensor:
-    """empty_like, which a module moves by, and new_empty and new_zeros, which FSDP2 cuts shards by."""
+    """empty_like (used by Module.to), and new_empty and new_zeros (used by FSDP2 for shards)."""
     shape, device = weight.shape if shape is None else shape, kwargs.get("device") or weight.device
     if kwargs.get("dtype") not in (None, torch.float32):
         return torch.empty(shape, dtype=kwargs["dtype"], device=device)
@@ -235,16 +237,16 @@ def _zeros(func: Any, weight: SplitWeight, shape: Any, **kwargs: Any) -> Tensor:
 
 
 def _plain_zeros(func: Any, weight: SplitWeight, **kwargs: Any) -> Tensor:
-    """zeros_like, which an optimizer makes its state by: a plain tensor."""
+    """zeros_like (used by optimizers for their states): a plain tensor."""
     return func(weight.high, **{**kwargs, "dtype": kwargs.get("dtype") or torch.float32})
 
 
-def _write(func: Any, target: Any, source: Tensor, *_: Any) -> Tensor:
+def _copy(func: Any, target: Any, source: Tensor, *_: Any) -> Tensor:
     if not isinstance(target, SplitWeight):
         assert isinstance(source, SplitWeight)
-        return func(target, source.joined())
-    values = source.joined() if isinstance(source, SplitWeight) else source
-    target.write(values.to(target.device, torch.float32).expand(target.shape))
+        return func(target, source.unpack())
+    values = source.unpack() if isinstance(source, SplitWeight) else source
+    target.pack_(values.to(target.device, torch.float32).expand(target.shape))
     return target
 
 
@@ -255,5 +257,5 @@ SplitWeight.OWN = {
     aten.new_empty.default: _empty,
     aten.new_zeros.default: _zeros,
     aten.zeros_like.default: _plain_zeros,
-    aten.copy_.default: _write,
+    aten.copy_.default: _copy,
 }

@@ -1,4 +1,4 @@
-"""The charts of a report and of a plan: data and axes."""
+"""Charts of training reports and plans: data series and axes."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,21 +10,21 @@ from weft.observe.chart import (
     NEUTRAL,
     Axis,
     BarRow,
+    GanttBar,
     Series,
-    Span,
     bar_chart,
+    format_value,
     gantt_chart,
     line_chart,
     linear_axis,
     log_axis,
-    number,
 )
 from weft.parallel.pipeline.gantt import Bar
 from weft.train.metrics import Evaluation, StepMetrics
 
-FEWEST_SMOOTHED = 50  # steps: a mean over fewer says nothing that the line itself does not
-MOST_SLOTS = 4000  # of a pipeline that is drawn
-KINDS = {  # of a pipeline's slots
+FEWEST_SMOOTHED = 50  # minimum number of steps for a smoothed line
+MOST_SLOTS = 4000  # maximum number of pipeline slots to draw
+KINDS = {  # kinds of pipeline slots
     "F": "forward",
     "B": "backward",
     "I": "gradient of inputs",
@@ -35,24 +35,24 @@ KINDS = {  # of a pipeline's slots
 
 
 def column(rows: Sequence[StepMetrics], name: str) -> np.ndarray:
-    """One field over all steps as float64 [num_steps]; None, NaN and infinity become NaN, which charts omit."""
+    """One field over all steps as float64 [num_steps]; None and infinity become NaN, which charts omit."""
     values = np.array([getattr(row, name) for row in rows], dtype=np.float64)
     return np.where(np.isfinite(values), values, np.nan)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Mean under a bell of about a twentieth of the steps, centred so that it does not lag. [num_steps] float64."""
+    """Smooth with a centred Hann window of about a twentieth of the steps; float64 [num_steps]."""
     window = np.hanning(2 * (len(values) // 40) + 3)
     known = np.isfinite(values)
     total = np.convolve(np.where(known, values, 0), window)
     weight = np.convolve(known, window)
     half = len(window) // 2
-    with np.errstate(invalid="ignore"):  # no known value near: 0 / 0, which charts omit
+    with np.errstate(invalid="ignore"):  # 0 / 0 = NaN without finite values in the window; charts omit it
         return (total / weight)[half : half + len(values)]
 
 
 def loss_figure(rows: Sequence[StepMetrics], evaluations: Sequence[Evaluation], baselines: Mapping[str, float]) -> str:
-    """Training loss, of many steps smoothed too, and held-out loss, against the losses of models that only count."""
+    """Chart of training loss (for long runs also smoothed) and held-out loss, with the losses of the count-based baselines."""
     steps, loss = _steps(rows), column(rows, "loss")
     series = [Series("each step", steps, loss)]
     if len(rows) >= FEWEST_SMOOTHED:
@@ -67,7 +67,7 @@ def loss_figure(rows: Sequence[StepMetrics], evaluations: Sequence[Evaluation], 
 
 
 def grad_norm_figure(rows: Sequence[StepMetrics], clip_norm: float) -> str:
-    """Gradient norm before clipping, the norm it is clipped to (0: none), and the steps that were skipped."""
+    """Chart of the gradient norm before clipping, with the clipping threshold (0: none) and the skipped steps."""
     steps = _steps(rows)
     series = [Series("gradient norm", steps, column(rows, "grad_norm"))]
     if clip_norm > 0:
@@ -81,18 +81,18 @@ def step_figure(
     rows: Sequence[StepMetrics],
     name: str,
     title: str,
-    label: Callable[[float], str] = number,
+    label: Callable[[float], str] = format_value,
     *,
     with_median: bool = False,
 ) -> str:
-    """One field over the steps, from zero, and its median.
+    """Chart of one field over the steps, with an axis from zero.
 
     Args:
-        rows: the steps.
-        name: of the field.
-        title: of its axis, with its unit.
-        label: text of a value.
-        with_median: whether a line marks the median.
+        rows: metrics of all steps.
+        name: name of the field.
+        title: title of the vertical axis, with the unit.
+        label: callable that formats a value.
+        with_median: True to draw a line at the median.
     """
     steps, values = _steps(rows), column(rows, name)
     series, known = [Series(title, steps, values)], values[np.isfinite(values)]
@@ -103,7 +103,7 @@ def step_figure(
 
 
 def memory_figure(memory: Mapping[str, Mapping[str, float]]) -> str:
-    """Bytes by kind, as measured beside as predicted: {"measured": {kind: bytes}, "predicted": {kind: bytes}}."""
+    """Bar chart of bytes by kind, for sources such as {"measured": {kind: bytes}, "predicted": {kind: bytes}}."""
     unit, divisor = unit_of_bytes(max((size for sizes in memory.values() for size in sizes.values()), default=0))
     kinds = dict.fromkeys(kind for sizes in memory.values() for kind in sizes)
     rows = [
@@ -114,34 +114,34 @@ def memory_figure(memory: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def unit_of_bytes(most: float) -> tuple[str, int]:
-    """The unit in which sizes up to `most` bytes are read best, and its bytes."""
+    """Suitable unit for sizes up to `most` bytes, and its size in bytes."""
     units = ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
     return next((unit for unit in units if most >= unit[1]), ("bytes", 1))
 
 
 def unit_of_seconds(most: float) -> tuple[str, float]:
-    """The unit in which times up to `most` seconds are read best, and its seconds."""
+    """Suitable unit for times up to `most` seconds, and its size in seconds."""
     units = ("s", 1.0), ("ms", 1e-3)
     return next((unit for unit in units if most >= unit[1]), ("μs", 1e-6))
 
 
 def format_bytes(size: float) -> str:
-    """Bytes with four digits and their unit."""
+    """Format bytes with four digits and a unit."""
     unit, divisor = unit_of_bytes(size)
     return f"{size / divisor:.4g} {unit}"
 
 
 def pipeline_figure(timeline: Sequence[Bar], title: str, unit: float = 1.0) -> str:
-    """A pipeline's schedule: one lane a rank, its slots over time.
+    """Gantt chart of a pipeline schedule: one lane per rank.
 
     Args:
-        timeline: the slots.
-        title: of the axis of time.
-        unit: of it, in that of the timeline.
+        timeline: slots of all ranks.
+        title: title of the time axis.
+        unit: unit of the time axis, in units of the timeline.
     """
-    lanes: dict[str, list[Span]] = {}
+    lanes: dict[str, list[GanttBar]] = {}
     for bar in sorted(timeline, key=lambda bar: bar.rank):
-        span = Span(bar.start / unit, bar.end / unit, bar.label, KINDS[bar.kind])
+        span = GanttBar(bar.start / unit, bar.end / unit, bar.label, KINDS[bar.kind])
         lanes.setdefault(f"rank {bar.rank}", []).append(span)
     return gantt_chart(lanes, title)
 
@@ -151,11 +151,11 @@ def _steps(rows: Sequence[StepMetrics]) -> np.ndarray:
 
 
 def _across(name: str, steps: np.ndarray, value: float) -> Series:
-    """A dashed line over all steps."""
+    """Dashed horizontal line over all steps."""
     return Series(name, steps[[0, -1]], np.array([value, value]), NEUTRAL, "dash")
 
 
 def _step_axis(series: Sequence[Series]) -> Axis:
-    """The steps of all lines, from zero unless they begin far from it."""
+    """Axis of the steps of all series; starts at zero if the first step is at most a tenth of the last one."""
     steps = np.concatenate([one.x for one in series])
     return linear_axis(steps, zero=bool(steps.min() <= steps.max() / 10), tight=True)

@@ -1,6 +1,6 @@
-"""One self-contained HTML page: its style, and small functions that make escaped pieces of it.
+"""Self-contained HTML page: style sheet, and functions that build escaped fragments.
 
-Every argument named `html` is markup made by these functions; every other text is escaped here.
+Each argument named `html` is markup built by these functions. All other arguments are plain text and are escaped here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,11 @@ from html import escape
 
 from weft.observe.style import STYLE
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # nothing is loaded, and no script runs
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the page loads nothing and runs no scripts
 
 
 def document(title: str, html: Iterable[str]) -> str:
-    """The whole page: the given parts inside `<main>`."""
+    """Complete page with the given fragments inside `<main>`."""
     content = "\n".join(html)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -33,12 +33,12 @@ def document(title: str, html: Iterable[str]) -> str:
 
 
 def header(kicker: str, title: str, line: str) -> str:
-    """The page's heading, with a word above it and a line of facts below it."""
+    """Page heading, with a short label above it and a line of facts below it."""
     return f'<header><p class="kicker">{escape(kicker)}</p><h1>{escape(title)}</h1><p>{escape(line)}</p></header>'
 
 
 def notice(title: str, lines: Sequence[str]) -> str:
-    """A box that says what is missing; nothing where nothing is."""
+    """Notice box with a list of lines; empty without lines."""
     if not lines:
         return ""
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
@@ -46,7 +46,7 @@ def notice(title: str, lines: Sequence[str]) -> str:
 
 
 def key_figures(figures: Iterable[tuple[str, str, str]]) -> str:
-    """A row of (name, value, note)."""
+    """Row of key figures, each a (name, value, note)."""
     cards = (
         f'<div class="card"><dt>{escape(name)}</dt><dd class="value">{escape(value)}</dd>'
         f'<dd class="note">{escape(note)}</dd></div>'
@@ -56,22 +56,22 @@ def key_figures(figures: Iterable[tuple[str, str, str]]) -> str:
 
 
 def section(title: str, *html: str) -> str:
-    """A heading and what stands below it."""
+    """Section with a heading."""
     return f"<section><h2>{escape(title)}</h2>{''.join(html)}</section>"
 
 
 def lead(text: str) -> str:
-    """A sentence below a heading."""
+    """Lead sentence below a heading."""
     return f'<p class="lead">{escape(text)}</p>'
 
 
 def group(kind: str, html: Iterable[str]) -> str:
-    """Parts side by side; `kind` is a class of the style sheet: plots or columns."""
+    """Fragments side by side; `kind` is a class of the style sheet: "plots" or "columns"."""
     return f'<div class="{kind}">{"".join(html)}</div>'
 
 
 def plot(name: str, html: str, title: str, caption: str, *, wide: bool = False, tall: bool = False) -> str:
-    """A card with a chart; the caption says in words what the chart shows. `name` is its id in the page."""
+    """Card with a chart and a caption that describes it in words. `name` is the id of the element."""
     label = escape(f"{title}: {caption}")
     return (
         f'<figure class="card{" wide" * wide}{" tall" * tall}"><figcaption><h3>{escape(title)}</h3><p>{escape(caption)}</p>'
@@ -80,7 +80,7 @@ def plot(name: str, html: str, title: str, caption: str, *, wide: bool = False, 
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in a card; the first cell of a row is its heading, and each other one names its column for narrow pages."""
+    """Table in a card. The first cell of a row is its heading; the other cells carry their column name for narrow pages."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
 
     def cells(rest: Sequence[str]) -> str:
@@ -94,15 +94,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def folded(summary: str, html: str) -> str:
-    """Content behind a line that opens it."""
+    """Collapsible content with a summary line."""
     return f"<details><summary>{escape(summary)}</summary>{html}</details>"
 
 
 def preformatted(text: str) -> str:
-    """Text as it is, in a card."""
+    """Preformatted text in a card."""
     return f'<pre class="card">{escape(text)}</pre>'
 
 
 def absent(text: str) -> str:
-    """What stands where something was not recorded."""
+    """Placeholder card for data that were not recorded."""
     return f'<p class="card absent">{escape(text)}</p>'

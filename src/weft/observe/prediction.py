@@ -1,4 +1,4 @@
-"""What `weft plan` had predicted of a run beside what the run measured: time, memory and messages, and which term is off."""
+"""Comparison of the prediction of `weft plan` with the measurements of a run: step time, memory and communication."""
 
 import statistics
 from dataclasses import dataclass
@@ -6,60 +6,64 @@ from dataclasses import dataclass
 from weft.observe.record import RunRecord
 from weft.plan import Prediction
 
-WARM_UP = 2  # steps that are not counted: the first makes caches and states, the second is watched
+WARM_UP = 2  # excluded steps: the first one creates caches and optimizer states, the second one records memory
 TOLERANCE = {"time": 0.15, "memory": 0.05, "bytes": 0.01}
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One figure, predicted and measured."""
+class Comparison:
+    """One quantity, predicted and measured."""
 
     name: str
     kind: str
-    """time (seconds), memory or bytes."""
+    """Kind of quantity: "time" (seconds), "memory" (bytes) or "bytes" (communication volume)."""
     predicted: float
     measured: float
 
     @property
     def off(self) -> float:
-        """Measured over predicted, less one."""
+        """Relative error: measured / predicted - 1."""
         return self.measured / self.predicted - 1 if self.predicted else float("inf") * bool(self.measured)
 
     @property
     def is_off(self) -> bool:
-        """Whether it is beyond the tolerance of its kind."""
+        """True if the error exceeds the tolerance of the kind."""
         return abs(self.off) > TOLERANCE[self.kind]
 
 
-def compare(run: RunRecord) -> list[Compared]:
-    """Predicted beside measured figures; empty where the plan has no prediction for its micro-batch or no step was measured."""
+def compare(run: RunRecord) -> list[Comparison]:
+    """Compare predicted and measured quantities.
+
+    Empty if no step was measured, or if the plan has no prediction for the job's micro-batch size.
+    """
     found: Prediction | None = run.job.plan.prediction if run.job else None
     rows = run.rows[WARM_UP:] or run.rows
     if run.job is None or found is None or not rows or found.micro_batch != run.job.train.micro_batch_size:
         return []
-    lines = [Compared("step", "time", found.step_seconds, statistics.median(row.step_seconds for row in rows))]
+    lines = [Comparison("step", "time", found.step_seconds, statistics.median(row.step_seconds for row in rows))]
     watched = next((row for row in run.rows if row.peak), None)
-    if watched is not None and watched.peak and "parameters" in found.memory:  # counted by a dry run, of the same rank
+    # "parameters" is a key if the memory was counted by a dry run of the same rank, not by formula.
+    if watched is not None and watched.peak and "parameters" in found.memory:
         measured: dict[str, int] = {}
         for name, size in watched.peak.items():
             kind = name.partition(":")[0]
             measured[kind] = measured.get(kind, 0) + size
-        lines.append(Compared("memory", "memory", sum(found.memory.values()), sum(measured.values())))
+        lines.append(Comparison("memory", "memory", sum(found.memory.values()), sum(measured.values())))
         lines += [
-            Compared(f"memory: {kind}", "memory", found.memory.get(kind, 0), size) for kind, size in measured.items()
+            Comparison(f"memory: {kind}", "memory", found.memory.get(kind, 0), size) for kind, size in measured.items()
         ]
     sent: dict[str, float] = {}
     for where, counts in (rows[-1].comm or {}).items():
         axis = where.partition(" ")[0]
         sent[axis] = sent.get(axis, 0) + counts["bytes"]
     lines += [
-        Compared(f"sent over {axis}", "bytes", size, sent.get(axis, 0)) for axis, size in found.sent_bytes.items()
+        Comparison(f"sent over {axis}", "bytes", size, sent.get(axis, 0)) for axis, size in found.sent_bytes.items()
     ]
     return lines
 
 
-def in_words(lines: list[Compared]) -> list[tuple[str, ...]]:
-    """Rows of a table: name, predicted, measured, how far off, marked where beyond tolerance."""
+def table_rows(lines: list[Comparison]) -> list[tuple[str, ...]]:
+    """Table rows: name, predicted, measured, relative error; errors beyond the tolerance are marked "(off)"."""
     rows = []
     for line in lines:
         unit, scale = ("s", 1.0) if line.kind == "time" else ("MB", 1e6)

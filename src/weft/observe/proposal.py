@@ -1,4 +1,4 @@
-"""What `weft plan` found, on the terminal and as a plan that runs."""
+"""Output of `weft plan`: tables for the terminal, and the plan file."""
 
 import math
 from pathlib import Path
@@ -11,109 +11,108 @@ from weft.observe.figures import format_bytes
 from weft.planner.costmodel.step_time import CALIBRATED, UNCALIBRATED
 from weft.planner.search.propose import Proposal, describe, planned
 from weft.planner.search.search import EQUAL, TERMS, reason
-from weft.planner.search.strategy import in_words, predict
+from weft.planner.search.strategy import cluster_text, predict
 
-WORTH = 0.005  # less than that is not said
-MEMORY = ("states", "activations", "transient", "reserve", "framework")  # what the memory of a layout consists of
-WIDTH = 150  # letters of a line, at least: rather wrapped than cut
+MIN_GAIN = 0.005  # minimum relative gain of compressed gradients that is printed
+MEMORY = ("states", "activations", "transient", "reserve", "framework")  # terms of a memory estimate
+WIDTH = 150  # minimum line width in characters, so that table cells are not truncated
 
 
 def print_proposal(found: Proposal) -> None:
-    """Print the best layouts, where time and memory of the first go, what was not chosen and why, and what it costs."""
+    """Print the best layouts, time and memory of the chosen one by term, the reasons against alternatives, and the cost."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)
     first, cost = found.best[0], found.costs[0]
-    console.print(f"{in_words(found.space.cluster)}, {parameters_in_words(found.space.shape.parameters)}")
+    console.print(f"{cluster_text(found.space.cluster)}, {parameters_in_words(found.space.shape.parameters)}")
     timed = ["by operators"] * bool(found.by_operators)
     columns = ("step", "tokens/s", "MFU", "memory", "slower", *timed)
     table = Table("layout", *(Column(name, justify="right") for name in columns))
-    for number, (choice, its) in enumerate(zip(found.best, found.costs, strict=True)):
+    for index, (choice, its) in enumerate(zip(found.best, found.costs, strict=True)):
         table.add_row(
             describe(choice),
             f"{choice.time.seconds * found.scalar:.3g} s",
             f"{its.tokens_per_second:,.0f}",
             "" if its.mfu is None else f"{its.mfu:.1%}",
             format_bytes(choice.memory.total),
-            compared(found.slower[number]) if number else "chosen",
-            *(f"{found.by_operators[number].seconds:.3g} s" for _ in timed),
+            compared(found.slower[index]) if index else "chosen",
+            *(f"{found.by_operators[index].seconds:.3g} s" for _ in timed),
         )
     console.print(table)
     if any(abs(slower) < EQUAL for slower in found.slower[1:]):
         console.print(
-            f"Predictions within {EQUAL:.0%} of each other are equal: the layout with the fewest techniques is chosen."
+            f"Step times within {EQUAL:.0%} of each other count as equal; among them the layout with the fewest techniques "
+            "is chosen."
         )
     calibrated = found.scalar != 1
     low, high = (first.time.seconds * found.scalar * factor for factor in (CALIBRATED if calibrated else UNCALIBRATED))
     how = "calibrated" if calibrated else "not calibrated on this machine"
-    console.print(f"Nine of ten such predictions, {how}, are met within {low:.3g} to {high:.3g} s.")
+    console.print(f"90 % interval of the measured step time ({how}): {low:.3g} to {high:.3g} s.")
     console.print(terms_table(found))
     for choice, why in found.refused:
         console.print(f"refused: {describe(choice)}: {why}", markup=False)
-    console.print("Why not another value, with the best of all others beside it:")
-    for direction in found.directions:
-        console.print(f"  {reason(direction, first, found.space.cluster)}", markup=False)
+    console.print("Best layout with another value of one setting, compared with the chosen one:")
+    for alternative in found.alternatives:
+        console.print(f"  {reason(alternative, first, found.space.cluster)}", markup=False)
     for axis, why in found.space.unsplit.items():
         if axis != "ep" or found.space.shape.experts:
             console.print(f"  {axis}: {why}", markup=False)
     for name, seconds in found.compressed.items():
-        if (gained := seconds / first.time.seconds - 1) < -WORTH:
-            console.print(f"gradients compressed, {name}: {gained:+.1%}", markup=False)
-    leaner = [
+        if (gained := seconds / first.time.seconds - 1) < -MIN_GAIN:
+            console.print(f"gradients compressed to {name}: {gained:+.1%}", markup=False)
+    lower_memory = [
         f"within {format_bytes(choice.memory.total)}: {describe(choice)}, {choice.time.seconds / first.time.seconds - 1:+.1%}"
-        for choice in found.leaner
+        for choice in found.lower_memory
     ]
-    for line in dict.fromkeys(leaner):  # a small model's best layout fits into every share of the memory
+    for line in dict.fromkeys(lower_memory):  # the same line may occur for several shares of the memory
         console.print(line, markup=False)
     if found.fewest:
         cluster, choice = found.fewest
         console.print(
-            f"fewest devices: {cluster.num_devices}, {choice.time.seconds * found.scalar:.3g} s a step: {describe(choice)}"
+            f"fewest devices: {cluster.num_devices}, {choice.time.seconds * found.scalar:.3g} s per step: {describe(choice)}"
         )
-    parts = [f"{cost.dollars_per_trillion_tokens:,.0f} dollars a trillion tokens"] * bool(
+    parts = [f"{cost.dollars_per_trillion_tokens:,.0f} dollars per trillion tokens"] * bool(
         cost.dollars_per_trillion_tokens
     )
-    parts += [f"{cost.dollars_per_month:,.0f} dollars a month"] * bool(cost.dollars_per_month)
-    parts += [f"{cost.joules_per_token:.3g} J a token"] * bool(cost.joules_per_token)
+    parts += [f"{cost.dollars_per_month:,.0f} dollars per month"] * bool(cost.dollars_per_month)
+    parts += [f"{cost.joules_per_token:.3g} J per token"] * bool(cost.joules_per_token)
     if math.isfinite(cost.checkpoint_seconds):
-        parts.append(
-            f"{cost.goodput:.1%} of the time makes progress, with a checkpoint every {cost.checkpoint_seconds:,.0f} s"
-        )
+        parts.append(f"goodput {cost.goodput:.1%}, with a checkpoint every {cost.checkpoint_seconds:,.0f} s")
     if parts:
         console.print("; ".join(parts))
 
 
 def parameters_in_words(count: float) -> str:
-    """A number of parameters with its unit: 0.14 M parameters, 30.5 B parameters."""
+    """Number of parameters as text: "0.14 M parameters", "30.5 B parameters"."""
     return f"{count / 1e9:.3g} B parameters" if count >= 1e9 else f"{count / 1e6:.3g} M parameters"
 
 
 def compared(slower: float) -> str:
-    """Relative difference of a predicted time to the chosen one's, or that it is within the uncertainty of both."""
+    """Relative difference of a predicted step time from the chosen one's as text; "equal" within the planner's uncertainty."""
     return "equal" if abs(slower) < EQUAL else f"{slower:+.1%}"
 
 
 def terms_table(found: Proposal) -> Table:
-    """Where the seconds and the bytes of the first layout go."""
+    """Table of the step time and the peak memory of the chosen layout by term."""
     first = found.best[0]
-    table = Table("of the first", Column("s", justify="right"), "", Column("memory", justify="right"))
+    table = Table("chosen layout", Column("s", justify="right"), "", Column("memory", justify="right"))
     times = [(name, value * found.scalar) for term, name in TERMS.items() if (value := getattr(first.time, term))]
     bytes_ = [(name, getattr(first.memory, name)) for name in MEMORY]
     if found.traces:
         fullest = max(found.traces, key=lambda trace: trace.count.peak)
         bytes_ = [(f"{name}, counted on rank {fullest.rank}", size) for name, size in fullest.count.peak_bytes.items()]
-    for number in range(max(len(times), len(bytes_))):
-        time = (times[number][0], f"{times[number][1]:.3g}") if number < len(times) else ("", "")
-        size = (bytes_[number][0], format_bytes(bytes_[number][1])) if number < len(bytes_) else ("", "")
+    for index in range(max(len(times), len(bytes_))):
+        time = (times[index][0], f"{times[index][1]:.3g}") if index < len(times) else ("", "")
+        size = (bytes_[index][0], format_bytes(bytes_[index][1])) if index < len(bytes_) else ("", "")
         table.add_row(*time, *size)
     return table
 
 
 def write_plan(found: Proposal, path: Path) -> None:
-    """Write the plan of the first layout with its prediction: `plan = "PATH"` in the job, with its micro-batch, runs it."""
+    """Write the plan of the chosen layout with its prediction, and print the command that trains with it."""
     first = found.best[0]
     job = planned(found.job, found.space, first.layout)
     scalar = found.scalar
-    if found.by_operators:  # they are nearer than formulas
+    if found.by_operators:  # more accurate than the formulas
         first, scalar = first._replace(time=found.by_operators[0]), 1.0
     plan = job.plan.model_copy(update={"prediction": predict(found.space, first, found.traces, scalar)})
     path.write_text(tomli_w.dumps(plan.model_dump(exclude_none=True)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The page of `weft plan`: the best layouts as charts, and why not others."""
+"""HTML page of `weft plan`: charts of the best layouts, and the reasons against alternatives."""
 
 from pathlib import Path
 
@@ -10,41 +10,46 @@ from weft.parallel.pipeline.gantt import bars
 from weft.planner.costmodel.timeline import timeline_of
 from weft.planner.search.propose import Proposal, describe
 from weft.planner.search.search import EQUAL, TERMS, reason, setting_in_words
-from weft.planner.search.strategy import in_words
+from weft.planner.search.strategy import cluster_text
 
 
 def write_page(found: Proposal, path: Path) -> None:
-    """Write one page that opens anywhere: the best layouts by what their time and memory consist of, and why not others."""
+    """Write one self-contained page: time and memory of the best layouts by term, and the reasons against alternatives."""
     first = found.best[0]
-    title = f"{parameters_in_words(found.space.shape.parameters)} on {in_words(found.space.cluster)}"
+    title = f"{parameters_in_words(found.space.shape.parameters)} on {cluster_text(found.space.cluster)}"
     rows = [
         (
             setting_in_words(d.setting, d.value),
             describe(d.choice) if d.choice else "–",
             reason(d, first, found.space.cluster).partition(": ")[2],
         )
-        for d in found.directions
+        for d in found.alternatives
     ]
     lead = (
-        f"Predictions that differ by less than {EQUAL:.0%} are equal, as the planner is not more exact. "
-        "Of equal layouts the one with the fewest techniques is chosen; it is the first here."
+        f"Step times that differ by less than {EQUAL:.0%} count as equal, because that is the accuracy of the planner. "
+        "Among equal layouts, the one with the fewest techniques is chosen; it is listed first."
     )
     plots = [
-        page.plot("plot-time", _time_chart(found), "Time of a step", f"Chosen: {describe(first)}.", wide=True),
-        page.plot("plot-memory", _memory_chart(found), "Memory of the fullest rank", "The same layouts.", wide=True),
+        page.plot("plot-time", _time_chart(found), "Step time by term", f"Chosen: {describe(first)}.", wide=True),
+        page.plot(
+            "plot-memory", _memory_chart(found), "Peak memory by term", "The same layouts, fullest rank.", wide=True
+        ),
     ]
     content = [
         page.header("Weft plan", title, describe(first)),
         page.key_figures(_cards(found)),
-        page.section("The best layouts", page.lead(lead), page.group("plots", plots)),
-        page.section("Why not another", page.table(("Setting", "Best layout with it", "Compared"), rows)),
+        page.section("Best layouts", page.lead(lead), page.group("plots", plots)),
+        page.section(
+            "Why not another layout",
+            page.table(("Setting", "Best layout with it", "Compared with the chosen one"), rows),
+        ),
         *_pipeline(found),
     ]
     path.write_text(page.document(f"{title} · Weft", content), encoding="utf-8")
 
 
 def _cards(found: Proposal) -> list[tuple[str, str, str]]:
-    """The first row of the page: (name, value, note)."""
+    """Key figures of the chosen layout as (name, value, note)."""
     first, cost = found.best[0], found.costs[0]
     seconds = first.time.seconds * found.scalar
     unit, size = unit_of_seconds(seconds)
@@ -53,9 +58,9 @@ def _cards(found: Proposal) -> list[tuple[str, str, str]]:
         ("Throughput", f"{cost.tokens_per_second:,.0f}", "tokens/s"),
     ]
     if cost.mfu is not None:
-        cards.append(("MFU", f"{cost.mfu:.1%}", "causal attention, nothing counted twice"))
-    cards.append(("Memory", format_bytes(first.memory.total), "fullest rank"))
-    cards.append(("Layouts", f"{found.size:,}", "in the space"))
+        cards.append(("MFU", f"{cost.mfu:.1%}", "causal attention, without recomputation"))
+    cards.append(("Peak memory", format_bytes(first.memory.total), "fullest rank"))
+    cards.append(("Layouts", f"{found.size:,}", "in the search space"))
     return cards
 
 
@@ -88,9 +93,9 @@ def _pipeline(found: Proposal) -> list[str]:
     unit, size = unit_of_seconds(timeline.makespan * found.scalar)
     if len(drawn) > figures.MOST_SLOTS:
         plot = page.absent(
-            f"The schedule has {len(drawn):,} slots, too many to draw; weft plan --timeline writes them."
+            f"The schedule has {len(drawn):,} slots, too many to draw; weft plan --timeline writes them to a file."
         )
     else:
         chart = figures.pipeline_figure(drawn, unit, size / found.scalar)
-        plot = page.plot("plot-pipeline", chart, "Pipeline", "Forward and backward of one step, by rank of pp.")
+        plot = page.plot("plot-pipeline", chart, "Pipeline", "Forward and backward of one step, by pp rank.")
     return [page.section("Pipeline", plot)]

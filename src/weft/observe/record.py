@@ -1,7 +1,6 @@
-"""The files of a run folder, read back: what a report knows about a run.
+"""Reader for the files of a run folder: `metrics.jsonl`, `evaluations.jsonl`, `job.toml` and `run.json`.
 
-`metrics.jsonl`, `evaluations.jsonl`, `job.toml` and `run.json`; all of them may be missing, as after a run that was
-aborted.
+Each file may be missing, for example after an aborted run.
 """
 
 from dataclasses import dataclass
@@ -20,33 +19,33 @@ class Facts(BaseModel):
     """Contents of run.json: totals of a run. Each entry may be missing or null."""
 
     run_id: str | None = None
-    """Random name of the run, kept when it is resumed."""
+    """Random id of the run; unchanged by a resume."""
     model_type: str | None = None
-    """Family of the model, as its configuration names it."""
+    """Model family, from its configuration."""
     parameters: int | None = None
     active_parameters: int | None = None
-    """Parameters that one token meets."""
+    """Active parameters per token."""
     world_size: int | None = None
     """Number of ranks."""
     device: str | None = None
     steps: int | None = None
     seconds: float | None = None
-    """Wall clock of the whole run."""
+    """Wall-clock time of the full run."""
     environment: dict[str, str] | None = None
-    """Versions of libraries, system and cores."""
+    """Versions of libraries, operating system and number of cores."""
     memory: dict[str, dict[str, float]] | None = None
     """Bytes of rank 0 by kind, under "measured" and "predicted"."""
     baselines: dict[str, float] | None = None
-    """Held-out cross entropy of counting models, in nats: unigram and bigram."""
+    """Held-out cross entropy in nats of the count-based baselines, unigram and bigram."""
     anatomy: dict[str, str | int | list[str]] | None = None
-    """Names of modules, or their number, by role."""
+    """Module names, or their number, by role."""
     sample: str | None = None
     """Generated text."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run folder holds; an absent file leaves its field empty."""
+    """Contents of a run folder; the field of a missing file is empty."""
 
     rows: list[StepMetrics]
     evaluations: list[Evaluation]
@@ -56,17 +55,17 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read the files of a run folder that are there.
+    """Read the existing files of a run folder.
 
     Raises:
-        DataError: there is no such folder, or a file in it is damaged.
-        JobError: `job.toml` is no job of this version.
+        DataError: the folder does not exist, or a file in it is damaged.
+        JobError: `job.toml` is not a job of this version.
     """
     if not folder.is_dir():
         raise DataError(
             f"there is no folder {folder}",
-            rule="a report is made from the folder a run wrote",
-            fix="name the job's `out` folder",
+            rule="a report is generated from a run folder",
+            fix="give the folder named by `out` in the job",
         )
     steps, evaluations, job = folder / "metrics.jsonl", folder / "evaluations.jsonl", folder / "job.toml"
     return RunRecord(
@@ -87,19 +86,19 @@ def _read_facts(path: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is damaged: {problem}",
             rule="run.json is one JSON object, written by Weft",
-            fix="remove it; the page goes without",
+            fix="delete run.json; the report can be generated without it",
         ) from None
 
 
 def missing(run: RunRecord) -> list[str]:
-    """What a complete run would have left in the folder, one sentence each."""
+    """List the data that are missing compared with a complete run, one sentence each."""
     found = []
     if not run.rows:
-        found.append("metrics.jsonl holds no step: nothing can be plotted over steps.")
+        found.append("metrics.jsonl contains no steps: there are no plots over steps.")
     elif run.job and run.rows[-1].step < run.job.train.steps:
-        found.append(f"The last step on record is {run.rows[-1].step} of {run.job.train.steps}.")
+        found.append(f"The last recorded step is {run.rows[-1].step} of {run.job.train.steps}.")
     if not run.evaluations:
-        found.append("evaluations.jsonl holds no evaluation: the held-out loss is not known.")
+        found.append("evaluations.jsonl contains no evaluations: the held-out loss is not known.")
     if run.job is None:
         found.append("job.toml is missing: the job and its plan are not known.")
     if not run.facts:

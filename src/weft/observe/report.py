@@ -1,4 +1,4 @@
-"""report.html: what a run did, on one page that opens anywhere, made from the files in the run folder alone."""
+"""Training report: one self-contained page, `report.html`, generated from the files of a run folder."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ from weft.errors import PlanError
 from weft.job import Job
 from weft.observe import figures, page
 from weft.observe.figures import format_bytes
-from weft.observe.prediction import compare, in_words
+from weft.observe.prediction import compare, table_rows
 from weft.observe.record import RunRecord, missing, read_run
 from weft.parallel.pipeline.gantt import bars
 from weft.parallel.pipeline.plan_schedule import plan_timeline
@@ -24,18 +24,18 @@ from weft.train.metrics import StepMetrics, format_count, format_seconds
 
 
 def write_report(run: Path) -> Path:
-    """Write `report.html` into a run folder: one page with figures, plots, plan, job and environment. Needs no network.
+    """Write `report.html` into a run folder: one offline page with key figures, plots, plan, job and environment.
 
     Args:
-        run: the folder a run wrote; an aborted run's will do.
+        run: run folder; an aborted run is supported.
 
     Returns:
         The path of the page.
 
     Raises:
-        DataError: there is no such folder, or a file in it is damaged.
-        JobError: `job.toml` is no job of this version.
-        OSError: it cannot be written; an earlier one stays.
+        DataError: the folder does not exist, or a file in it is damaged.
+        JobError: `job.toml` is not a job of this version.
+        OSError: the page cannot be written; an existing page is kept.
     """
     record = read_run(run)
     title = " · ".join([_family(record), *_size(record.facts)])
@@ -76,7 +76,7 @@ def write_report(run: Path) -> Path:
 
 
 def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
-    """The first row of the page: (name, value, note). MFU is left out where it is not known."""
+    """Key figures of the run as (name, value, note); without MFU if it is not known."""
     rows, unknown = run.rows, "–"
     cards = [
         ("Final loss", f"{rows[-1].loss:.4f}", f"from {rows[0].loss:.4f}") if rows else ("Final loss", unknown, "")
@@ -99,7 +99,7 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def best_baseline_beaten(held_out_loss: float, baselines: Mapping[str, float]) -> tuple[str, str]:
-    """The lowest baseline above the held-out loss, and by how much the model is better."""
+    """Lowest baseline above the held-out loss, and the model's margin in nats."""
     if not baselines:
         return "–", "not measured"
     beaten = {loss: name for name, loss in baselines.items() if held_out_loss < loss}
@@ -109,16 +109,16 @@ def best_baseline_beaten(held_out_loss: float, baselines: Mapping[str, float]) -
 
 
 def _pools(row: StepMetrics) -> str:
-    """What waits elsewhere, and how well its memory is used."""
+    """Offload pools: peak and reserved memory, and the share of requests served by free blocks."""
     return "".join(
-        f" The {name} that wait elsewhere take {format_bytes(counts['peak'])} at most, of {format_bytes(counts['held'])} held; "
-        f"{counts['reused'] / counts['requested']:.0%} of what was asked for was there."
+        f" Offloaded {name}: peak {format_bytes(counts['peak'])} of {format_bytes(counts['held'])} reserved; "
+        f"{counts['reused'] / counts['requested']:.0%} of the requested bytes reused free blocks."
         for name, counts in (row.pools or {}).items()
     )
 
 
 def _communication(rows: list[StepMetrics]) -> str:
-    """What a step sends along each axis, and how much of the step that takes."""
+    """Table of the communication over each axis: volume, messages, and exposed and overlapped time."""
     sent, step_seconds = rows[-1].comm or {}, statistics.median(row.step_seconds for row in rows)
     lines = []
     for where, counts in sent.items():
@@ -133,18 +133,28 @@ def _communication(rows: list[StepMetrics]) -> str:
             speed = f"{counts['bytes'] / (exposed + hidden) / 1e6:.3g} MB/s" if exposed + hidden else ""
             times = [f"{exposed:.3g} s", f"{hidden:.3g} s", f"{exposed / step_seconds:.1%}", speed]
         axis, _, link = where.partition(" ")
-        link = {"host": "inside a host", "between": "between hosts"}.get(link, "")
+        link = {"host": "intra-node", "between": "inter-node"}.get(link, "")
         volume = f"{counts['bytes'] / 1e6:.4g} MB"
         lines.append((axis, link, ", ".join(operations), volume, f"{counts['messages']:g}", *times))
-    columns = ("axis", "link", "operations", "a step", "messages", "exposed", "hidden", "of the step", "speed")
-    return page.table(columns, lines) if lines else page.absent("Ranks sent nothing.")
+    columns = (
+        "axis",
+        "link",
+        "operations",
+        "sent per step",
+        "messages",
+        "exposed",
+        "overlapped",
+        "exposed share of step",
+        "bandwidth",
+    )
+    return page.table(columns, lines) if lines else page.absent("No communication was recorded.")
 
 
 def _overflows(rows: list[StepMetrics]) -> str:
-    """In how many steps gradients overflowed, by rank of pp."""
+    """Sentence with the number of steps with gradient overflow per pipeline rank; empty without overflow."""
     counts = Counter(stage for row in rows for stage in row.overflowed)
-    by_stage = ", ".join(f"{counts[stage]} on rank {stage} of pp" for stage in sorted(counts))
-    return f" Steps whose gradients were not finite: {by_stage}." if counts else ""
+    by_stage = ", ".join(f"{counts[stage]} on pp rank {stage}" for stage in sorted(counts))
+    return f" Steps with non-finite gradients: {by_stage}." if counts else ""
 
 
 def _loss_plot(run: RunRecord) -> str:
@@ -153,7 +163,7 @@ def _loss_plot(run: RunRecord) -> str:
         return page.absent("No step was recorded.")
     baselines = run.facts.get("baselines", {})
     held_out = f" Held-out loss {evaluations[-1].held_out_loss:.4f}." if evaluations else ""
-    against = f" Dashed: models that only count ({', '.join(baselines)})." if baselines else ""
+    against = f" Dashed: count-based baselines ({', '.join(baselines)})." if baselines else ""
     return page.plot(
         "plot-loss",
         figures.loss_figure(rows, evaluations, baselines),
@@ -164,10 +174,10 @@ def _loss_plot(run: RunRecord) -> str:
 
 
 def _usage(run: Path, sample: str | None) -> str:
-    """A program that loads the export with plain Transformers and generates; `sample` gives its first words as the prompt."""
+    """Code example that loads the export with Transformers and generates text; the prompt is the first words of `sample`."""
     export = (run / "export").resolve()
     if not (export / "config.json").exists():
-        return page.absent(f"This run left no export. Make one from a checkpoint: weft export {run} TO --step STEP")
+        return page.absent(f"This run has no export. Create one from a checkpoint: weft export {run} TO --step STEP")
     prompt = " ".join((sample or "The").split(" ")[:4])[:40]
     lines = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -179,10 +189,10 @@ def _usage(run: Path, sample: str | None) -> str:
         "written = model.generate(**inputs, max_new_tokens=40, do_sample=True)",
         "print(tokenizer.decode(written[0], skip_special_tokens=True))",
     ]
-    if not (export / "tokenizer_config.json").exists():  # the data were token ids
+    if not (export / "tokenizer_config.json").exists():  # the run was trained on token ids
         lines[0] = "import torch\nfrom transformers import AutoModelForCausalLM"
         lines[4:] = [
-            "ids = torch.tensor([[1, 2, 3]])  # this run was given token ids, so there is no tokenizer",
+            "ids = torch.tensor([[1, 2, 3]])  # this run was trained on token ids, without a tokenizer",
             "print(model.generate(ids, max_new_tokens=40, do_sample=True))",
         ]
     return page.preformatted("\n".join(lines))
@@ -203,13 +213,13 @@ def _optimization_plots(run: RunRecord) -> str:
             "plot-learning-rate",
             figures.step_figure(rows, "learning_rate", "learning rate"),
             "Learning rate",
-            f"At most {max(row.learning_rate for row in rows):.3g}.",
+            f"Maximum: {max(row.learning_rate for row in rows):.3g}.",
         ),
     ]
     if any(row.loss_scale != 1 for row in rows):
         figure = figures.step_figure(rows, "loss_scale", "loss scale")
         plots.append(
-            page.plot("plot-loss-scale", figure, "Loss scale", f"{rows[-1].loss_scale:g} at the end.", wide=True)
+            page.plot("plot-loss-scale", figure, "Loss scale", f"Final value: {rows[-1].loss_scale:g}.", wide=True)
         )
     return page.group("plots", plots)
 
@@ -224,7 +234,7 @@ def _resource_plots(run: RunRecord) -> str:
                 "plot-throughput",
                 figures.step_figure(rows, "tokens_per_second", "tokens per second", format_count, with_median=True),
                 "Throughput",
-                f"Over all ranks, {format_count(sum(row.tokens for row in rows))} target tokens in all.",
+                f"Sum over all ranks; {format_count(sum(row.tokens for row in rows))} target tokens in total.",
             ),
             page.plot(
                 "plot-step-time",
@@ -235,74 +245,74 @@ def _resource_plots(run: RunRecord) -> str:
         ]
     if memory:
         figure = figures.memory_figure(memory)
-        plots.append(page.plot("plot-memory", figure, "Memory by kind", "As measured and as predicted.", wide=True))
+        plots.append(page.plot("plot-memory", figure, "Memory by kind", "Measured and predicted.", wide=True))
     else:
         plots.append(page.absent("Memory by kind was not recorded."))
     watched = next((row for row in rows if row.peak), None)
     if watched is not None and watched.peak:
         figure = figures.memory_figure({"measured": watched.peak})
-        words = f"Of step {watched.step} on rank 0, at its fullest moment, made by {watched.peak_maker}."
-        plots.append(
-            page.plot("plot-peak", figure, "Where the memory of a step goes", words + _pools(rows[-1]), wide=True)
-        )
+        words = f"Step {watched.step} on rank 0 at its memory peak, reached by {watched.peak_maker}."
+        plots.append(page.plot("plot-peak", figure, "Peak memory of a step", words + _pools(rows[-1]), wide=True))
     return page.group("plots", plots)
 
 
 def _prediction(run: RunRecord) -> list[str]:
-    """What the planner had said, beside what was measured."""
+    """Section that compares the planner's prediction with the measurement; empty without a prediction."""
     lines = compare(run)
-    table = page.table(("weft plan", "predicted", "measured", "off by"), in_words(lines))
+    table = page.table(("weft plan", "predicted", "measured", "error"), table_rows(lines))
     return [page.section("Predicted and measured", table)] if lines else []
 
 
 def _pipeline_plot(job: Job) -> str:
-    """One step of the pipeline as it is planned: of every stage, forward and each part of a backward take 1."""
+    """Chart of the planned pipeline schedule; forward and each part of a backward take 1 unit of time on every stage."""
     train, plan = job.train, job.plan
     micro_batches = count_micro_batches(train.global_batch_size, train.micro_batch_size, plan.parallel.data_ranks)
     try:
         timeline = plan_timeline(plan, micro_batches)
-    except PlanError as error:  # a schedule of the user's own that is no longer where it was
+    except PlanError as error:  # the file of a custom schedule no longer exists
         return page.absent(error.what)
     idle = sum(timeline.bubble_rate) / len(timeline.bubble_rate)
     held = ", ".join(map(str, timeline.peak_in_flight))
     caption = (
-        f"{plan.pipeline.schedule} with {micro_batches} micro-batches, if every stage takes as long: ranks idle {idle:.1%} of "
-        f"a step, and hold the activations of {held} micro-batches of a stage."
+        f"{plan.pipeline.schedule} with {micro_batches} micro-batches, assuming equal stages: the ranks idle for {idle:.1%} "
+        f"of a step; maximum micro-batches in flight by rank: {held}."
     )
     drawn = bars(timeline)
     if len(drawn) > figures.MOST_SLOTS:
-        return page.absent(f"{caption} Its {len(drawn):,} slots are too many to draw.")
-    figure = figures.pipeline_figure(drawn, "time, in forwards of one stage")
+        return page.absent(f"{caption} The schedule has {len(drawn):,} slots, too many to draw.")
+    figure = figures.pipeline_figure(drawn, "time, in units of one stage's forward")
     return page.plot("plot-pipeline", figure, "Pipeline", caption)
 
 
 def _plan_tables(job: Job | None) -> list[str]:
-    """The settings of the plan that differ from their defaults; folded, all others and the whole job."""
+    """Plan settings that differ from their defaults; collapsed below: all other settings, and the full job."""
     if job is None:
         return [page.absent("job.toml is missing.")]
-    changed, others = [], []
+    changed, defaults = [], []
     for name in Plan.model_fields:
-        if name == "prediction":  # which has a section of its own
+        if name == "prediction":  # shown in a separate section
             continue
         table = getattr(job.plan, name)
         for key, field in type(table).model_fields.items():
             value, default = getattr(table, key), field.get_default(call_default_factory=True)
             meaning = field.description or ""
             if value == default:
-                others.append((f"{name}.{key}", _setting(value), meaning))
+                defaults.append((f"{name}.{key}", _setting(value), meaning))
             else:
                 changed.append((f"{name}.{key}", _setting(value), _setting(default), meaning))
     return [
         page.table(["Setting", "Value", "Default", "Meaning"], changed)
         if changed
-        else page.absent("All settings have their defaults."),
-        page.folded(f"{len(others)} settings at their defaults", page.table(["Setting", "Value", "Meaning"], others)),
-        page.folded("The whole job, job.toml", page.preformatted(job.to_toml())),
+        else page.absent("All settings have their default values."),
+        page.folded(
+            f"{len(defaults)} settings with default values", page.table(["Setting", "Value", "Meaning"], defaults)
+        ),
+        page.folded("Full job (job.toml)", page.preformatted(job.to_toml())),
     ]
 
 
 def _setting(value: Any) -> str:
-    """A value of the plan as text."""
+    """Plan value as text."""
     if isinstance(value, tuple | list):
         return ", ".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -318,7 +328,7 @@ def _about(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _names(value: Any) -> str:
-    """Names of modules, or their number; of many names the first, the last and how many."""
+    """Module names or their number as text; more than three names are shortened to first, last and count."""
     names = value if isinstance(value, list) else [value]
     return ", ".join(map(str, names)) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)})"
 
@@ -328,7 +338,7 @@ def _text(text: str | None, absent: str) -> str:
 
 
 def _family(run: RunRecord) -> str:
-    """Family of the model as recorded, else by the name of what the job points to."""
+    """Model family as recorded, otherwise from the job's model config or path."""
     if "model_type" in run.facts or run.job is None:
         return run.facts.get("model_type", "A model")
     model = run.job.model
@@ -339,7 +349,7 @@ def _family(run: RunRecord) -> str:
 
 
 def _size(facts: Mapping[str, Any]) -> Iterable[str]:
-    """Number of parameters, and of those that one token meets where they are fewer."""
+    """Number of parameters, and of active parameters if it differs."""
     count = facts.get("parameters")
     if count is None:
         return
@@ -357,11 +367,11 @@ def _summary(run: RunRecord) -> str:
     if "device" in facts:
         parts.append(str(facts["device"]))
     if "seconds" in facts:
-        parts.append(f"{format_seconds(facts['seconds'])} in all")
+        parts.append(f"{format_seconds(facts['seconds'])} in total")
     return " · ".join(parts)
 
 
 def _median(rows: list[StepMetrics], name: str) -> float | None:
-    """Median of a field over the steps where it is known and finite."""
+    """Median of a field over the steps with a finite value; None if there are none."""
     values = figures.column(rows, name)
     return float(np.nanmedian(values)) if np.isfinite(values).any() else None

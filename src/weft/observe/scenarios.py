@@ -1,44 +1,47 @@
-"""What `weft advise` says, on the terminal."""
+"""Terminal output of `weft advise`."""
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.search.propose import describe
-from weft.planner.search.scenarios import Option, Scenario, recommended
-from weft.planner.search.strategy import in_words
+from weft.planner.search.scenarios import Scenario, ScenarioPlan, recommended
+from weft.planner.search.strategy import cluster_text
 
-WIDTH = 150  # letters of a line, at least: rather wrapped than cut
+WIDTH = 150  # minimum line width in characters, so that table cells are not truncated
 
 
-def print_options(scenario: Scenario, cluster: ClusterSpec, found: list[Option], days: float) -> None:
-    """Print a line a model, and which of them to take."""
+def print_plans(scenario: Scenario, cluster: ClusterSpec, found: list[ScenarioPlan], days: float) -> None:
+    """Print one table row per model, and the recommended model."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, WIDTH)
-    console.print(f"{scenario.name} on {in_words(cluster)}: {scenario.note}")
-    numbers = ("rows a step", "step", "tokens/s", "MFU", "GiB", "tokens, billions", "days", "dollars")
-    table = Table("model", "best plan", *(Column(name, justify="right") for name in numbers))
-    for option in found:
-        if option.choice is None or option.cost is None:
-            table.add_row(option.model, "nothing fits")
+    console.print(f"{scenario.name} on {cluster_text(cluster)}: {scenario.note}")
+    columns = ("rows per step", "step", "tokens/s", "MFU", "GiB", "tokens, billions", "days", "dollars")
+    table = Table("model", "best plan", *(Column(name, justify="right") for name in columns))
+    for plan in found:
+        if plan.choice is None or plan.cost is None:
+            table.add_row(plan.model, "no plan fits")
             continue
         table.add_row(
-            option.model,
-            describe(option.choice),
-            f"{option.global_batch:,}",
-            f"{option.choice.time.seconds:.3g} s",
-            f"{option.cost.tokens_per_second:,.0f}",
-            "" if option.cost.mfu is None else f"{option.cost.mfu:.0%}",
-            f"{option.choice.memory.total / GIB:.0f}",
-            f"{option.tokens / 1e9:,.1f}",
-            f"{option.days:,.3g}",
-            f"{option.dollars:,.0f}" if option.dollars else "",
+            plan.model,
+            describe(plan.choice),
+            f"{plan.global_batch:,}",
+            f"{plan.choice.time.seconds:.3g} s",
+            f"{plan.cost.tokens_per_second:,.0f}",
+            "" if plan.cost.mfu is None else f"{plan.cost.mfu:.0%}",
+            f"{plan.choice.memory.total / GIB:.0f}",
+            f"{plan.tokens / 1e9:,.1f}",
+            f"{plan.days:,.3g}",
+            f"{plan.dollars:,.0f}" if plan.dollars else "",
         )
     console.print(table)
     best = recommended(found, days)
     if best and best.choice:
         console.print(
-            f"Take {best.model}: the largest that is trained in {days:g} days, in {best.days:.3g}. {describe(best.choice)}"
+            f"Recommended: {best.model}, the largest model that can be trained within {days:g} days "
+            f"({best.days:.3g} days). Plan: {describe(best.choice)}"
         )
     else:
-        console.print(f"None is trained in {days:g} days: take more devices, fewer tokens or more time.")
+        console.print(
+            f"No model can be trained within {days:g} days: use more devices or fewer tokens, or allow more time."
+        )

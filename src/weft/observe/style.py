@@ -1,4 +1,4 @@
-"""The style sheet of all pages: light and dark, wide, narrow and printed."""
+"""Style sheet of all pages: light and dark mode, wide and narrow screens, print."""
 
 STYLE = """
 :root {

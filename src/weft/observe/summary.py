@@ -1,4 +1,4 @@
-"""The last words of a run on the terminal."""
+"""Terminal summary at the end of a run."""
 
 import shlex
 import shutil
@@ -10,13 +10,13 @@ from rich.table import Column, Table
 
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.job import Job
-from weft.observe.prediction import compare, in_words
+from weft.observe.prediction import compare, table_rows
 from weft.observe.record import read_run
 from weft.train.checkpoints import checkpoint_folder
 
 
 def print_summary(folder: Path, report: Path | None) -> None:
-    """Print what a run reached, a sample of its text, and where its files are."""
+    """Print final losses, a text sample, the paths of the results, and the comparison with the plan's prediction."""
     run = read_run(folder)
     baselines, sample = run.facts.get("baselines") or {}, run.facts.get("sample")
     console, lines = Console(), dict[str, str]()
@@ -31,27 +31,30 @@ def print_summary(folder: Path, report: Path | None) -> None:
     if report:
         lines["report"] = str(report)
     if sample:
-        console.rule("a sample of its text")
+        console.rule("sample text")
         console.print(sample, markup=False, highlight=False)
         console.rule()
-    for name, text in lines.items():  # a path stays on its line, however long
+    for name, text in lines.items():  # without line breaks in long paths
         console.print(f"{name:<18}{text}", markup=False, highlight=False, soft_wrap=True)
     if compared := compare(run):
         planned = Table("weft plan", *(Column(name, justify="right") for name in ("predicted", "measured", "")))
-        for row in in_words(compared):
+        for row in table_rows(compared):
             planned.add_row(*row)
         console.print(planned)
     elif run.job and (found := run.job.plan.prediction) and found.micro_batch != run.job.train.micro_batch_size:
         console.print(
-            f"The plan's prediction is for train.micro_batch_size = {found.micro_batch}; this run had {run.job.train.micro_batch_size}."
+            f"The plan's prediction is for train.micro_batch_size = {found.micro_batch}; "
+            f"this run used {run.job.train.micro_batch_size}."
         )
 
 
 def print_end(job: Job, report: Path | None, argv: Sequence[str]) -> None:
-    """Print what a run reached; if a signal ended it, also where it is saved, and the command that resumes it.
+    """Print the summary of a run; for an interrupted run also its newest checkpoint and the command that resumes it.
 
     Args:
-        argv: the command that trained.
+        job: job of the run.
+        report: path of the report, if there is one.
+        argv: command line of the run.
     """
     print_summary(Path(job.out), report)
     rows, saved = read_run(Path(job.out)).rows, next(iter(list_checkpoints(checkpoint_folder(job))), None)
@@ -59,24 +62,26 @@ def print_end(job: Job, report: Path | None, argv: Sequence[str]) -> None:
         return
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if saved is None:
-        return console.print("no checkpoint was saved: the same command begins again")
+        return console.print("no checkpoint was saved: the same command starts the run again from the first step")
     if not rows or step_of(saved) >= rows[-1].step:
         console.print(f"saved after step {step_of(saved)} in {saved}")
     else:
-        console.print(f"the newest checkpoint is of step {step_of(saved)}, in {saved}: steps after it are repeated")
+        console.print(
+            f"the newest checkpoint is from step {step_of(saved)}, in {saved}: later steps are repeated on resume"
+        )
     console.print(f"resume with: {resume_command(argv)}")
 
 
 def resume_command(argv: Sequence[str]) -> str:
-    """The command that resumes an interrupted one: the same options, with `--resume auto`.
+    """Command that resumes an interrupted run: the same options with `--resume auto`.
 
     Args:
-        argv: of the interrupted command, its program first.
+        argv: command line of the interrupted run, including the program.
     """
     program, *arguments = argv
     kept: list[str] = []
-    for number, argument in enumerate(arguments):
-        value = number > 0 and arguments[number - 1] == "--resume"
+    for index, argument in enumerate(arguments):
+        value = index > 0 and arguments[index - 1] == "--resume"
         if argument != "--resume" and not value and not argument.startswith("--resume="):
             kept.append(argument)
     found = shutil.which(Path(program).name)

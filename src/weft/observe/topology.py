@@ -1,4 +1,4 @@
-"""A topology as tables for the terminal, and as JSON."""
+"""Output of a topology: tables for the terminal, and JSON."""
 
 import json
 from collections.abc import Sequence
@@ -11,16 +11,17 @@ from rich.table import Column, Table
 from weft.topology.measurement import Measurement, find_slow
 from weft.topology.topology import UNKNOWN, Topology, format_rate, format_seconds, save_text
 
-MOST_RANKS = 16  # of a table with a column a rank
+MOST_RANKS = 16  # maximum number of ranks for a table with one column per rank
 
 
 def print_topology(topology: Topology, measured: Measurement | None, source: str, lines: Sequence[str] = ()) -> None:
-    """Print bandwidth and latency between ranks (of many ranks, between hosts), the classes of links, and what is slow.
+    """Print bandwidth and latency between ranks (with many ranks, between hosts), the link classes and the slow links.
 
     Args:
-        measured: what the topology was made from; None if it was declared.
-        source: where it comes from.
-        lines: over which links axes run.
+        topology: topology to print.
+        measured: measurement behind the topology; None if it was declared.
+        source: origin of the topology, in words.
+        lines: lines about the links that each parallel axis uses.
     """
     ranks = topology.world_size
     wide = 20 + 8 * ranks if ranks <= MOST_RANKS else 0
@@ -41,14 +42,14 @@ def print_topology(topology: Topology, measured: Measurement | None, source: str
 
 
 def notes(measured: Measurement | None) -> list[str]:
-    """What is slow, and what was not measured."""
+    """Lines about slow links and about pairs of ranks that were not measured."""
     if measured is None or measured.world_size == 1:
         return []
-    found = find_slow(measured) or ["no link is slow for its kind"]
+    found = find_slow(measured) or ["no link is slow compared with other links of its class"]
     if measured.rounds < measured.all_rounds:
         found.append(
-            f"there was time for {measured.rounds} of {measured.all_rounds} rounds; "
-            "other pairs are taken to be as those of the same hosts, or of the same kind (more --seconds measure more)"
+            f"only {measured.rounds} of {measured.all_rounds} rounds were measured in the given time; the other pairs of ranks "
+            "are assumed equal to measured pairs of the same hosts or class (increase --seconds to measure more)"
         )
     return found
 
@@ -56,7 +57,7 @@ def notes(measured: Measurement | None) -> list[str]:
 def write_topology(
     topology: Topology, measured: Measurement | None, source: str, lines: Sequence[str], path: Path
 ) -> None:
-    """Write all figures as JSON: topology, measurement, slow links, axes."""
+    """Write topology, measurement, slow links and axes as JSON."""
     facts = {
         "source": source,
         "topology": topology.model_dump(),
@@ -68,36 +69,36 @@ def write_topology(
 
 
 def _matrices(topology: Topology, measured: Measurement | None) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes/s and seconds from row to column, as measured, or of the classes; NaN where nothing is known."""
+    """Bandwidth (bytes/s) and latency (s) from row to column, measured or by link class; NaN where unknown."""
     if measured is not None:
         return measured.rates(), measured.latencies()
     rates = np.array([*(link.bytes_per_second for link in topology.links), np.nan])
     latencies = np.array([*(link.latency_seconds for link in topology.links), np.nan])
-    return rates[topology.classes], latencies[topology.classes]  # UNKNOWN is the last place
+    return rates[topology.classes], latencies[topology.classes]  # UNKNOWN is -1, the index of the appended NaN
 
 
 def _matrix(topology: Topology, title: str, values: np.ndarray) -> Table:
-    """A row and a column a rank; a line between hosts."""
+    """Table with one row and one column per rank, and a separator between hosts."""
     several = len(topology.hosts) > 1
     table = Table(Column(title, no_wrap=True), *(Column(str(rank), justify="right") for rank in range(len(values))))
-    for number, host in enumerate(topology.hosts):
-        mine = topology.ranks_of(number)
+    for index, host in enumerate(topology.hosts):
+        mine = topology.ranks_of(index)
         for rank in mine:
-            cells = [_number(value) for value in values[rank]]
+            cells = [_format_value(value) for value in values[rank]]
             name = f"{rank}  {host.name}" if several and rank == mine[0] else str(rank)
             table.add_row(name, *cells, end_section=rank == mine[-1])
     return table
 
 
 def _hosts(topology: Topology, rates: np.ndarray, latencies: np.ndarray) -> Table:
-    """A row a host: medians inside and to others, and the bandwidth that all its ranks share."""
-    names = ("inside", "to other hosts", "together")
+    """Table with one row per host: median bandwidth and latency inside and to other hosts, and the host's total bandwidth."""
+    names = ("inside", "to other hosts", "total")
     right = [Column(name, justify="right", no_wrap=True) for name in names]
     table = Table(Column("host", no_wrap=True), "ranks", *right)
-    numbers = topology.host_numbers
-    for number, host in enumerate(topology.hosts):
-        mine, others = numbers == number, numbers != number
-        span = topology.ranks_of(number)
+    host_of_rank = topology.host_of_rank
+    for index, host in enumerate(topology.hosts):
+        mine, others = host_of_rank == index, host_of_rank != index
+        span = topology.ranks_of(index)
         cells = []
         for there in (mine, others):
             block = np.ix_(mine, there)
@@ -114,13 +115,13 @@ def _hosts(topology: Topology, rates: np.ndarray, latencies: np.ndarray) -> Tabl
 
 
 def _classes(topology: Topology) -> Table:
-    """A row a class of links."""
+    """Table with one row per link class."""
     right = [Column(name, justify="right") for name in ("pairs", "bandwidth", "latency")]
-    table = Table("class of links", "where", *right)
-    numbers, upper = topology.host_numbers, np.triu(topology.classes != UNKNOWN)
-    inside = numbers[:, None] == numbers[None]
-    for place, link in enumerate(topology.links):
-        pairs = upper & (topology.classes == place)
+    table = Table("link class", "where", *right)
+    host_of_rank, upper = topology.host_of_rank, np.triu(topology.classes != UNKNOWN)
+    inside = host_of_rank[:, None] == host_of_rank[None]
+    for index, link in enumerate(topology.links):
+        pairs = upper & (topology.classes == index)
         where = [
             name for name, level in (("inside hosts", inside), ("between hosts", ~inside)) if (pairs & level).any()
         ]
@@ -129,12 +130,12 @@ def _classes(topology: Topology) -> Table:
     return table
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _number(value: float) -> str:
-    """Three digits, or all before the point; nothing for NaN."""
+def _format_value(value: float) -> str:
+    """Format a value with three significant digits, or as an integer from 1,000; empty for NaN."""
     if np.isnan(value):
         return ""
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

@@ -1,10 +1,10 @@
-"""Regions whose matrices multiply in chunks beside their communication (`weft.comm.overlap`), in unmodified modules.
+"""Async tensor parallelism: chunked matmuls overlapped with their collectives (`weft.comm.overlap`), in unmodified modules.
 
-In front of a region stands no collective but an `LazyGather`: a tensor that knows the shape of what a collective would give, and
-has no memory. The first column-parallel matrix that is called with one computes the products of all that share it, its fan,
-from the input that is not gathered; the others find theirs there. Anything else that is done with an `LazyGather` calls for the
-collective, and goes on with what it gives: modules that we know nothing of stay correct. A row-parallel matrix multiplies and
-reduces at once.
+The input of a region is a `LazyGather` instead of the result of an all-gather: a tensor with the shape of the gathered input
+but without memory. The first column-parallel linear layer that is called with it computes the outputs of all layers that share
+this input, overlapped with the gather; the calls of the other layers return outputs that are already computed. Any other
+operation on a `LazyGather` runs the all-gather and uses its result, so that unknown modules stay correct. A row-parallel
+linear layer computes its matmul and the reduction over ranks together, in chunks.
 """
 
 import re
@@ -20,41 +20,41 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.comm import collectives
 from weft.comm.overlap import (
-    Later,
+    DeferGrad,
     Overlap,
-    multiply_copied,
-    multiply_gathered,
-    multiply_reduced,
-    multiply_scattered,
+    all_gather_matmul,
+    copy_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
 )
 from weft.errors import ModelError
-from weft.parallel.pipeline.weight_gradients import Product, WeightGradients
+from weft.parallel.pipeline.weight_gradients import DeferredMatmul, WeightGradientQueue
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class RegionBoundary:
-    """Of a region: how hidden states enter it, in chunks."""
+    """Boundary of a tensor-parallel region: the collective that its input needs, computed in chunks."""
 
     overlap: Overlap
     sp: bool
-    """Whether ranks hold a part of the sequence each outside of the region."""
+    """True if each rank holds a part of the sequence outside of the region (sequence parallelism)."""
     dim: int
-    """That is split, if they do."""
-    queue: WeightGradients | None
-    """Of the gradients of matrices, where backward is split."""
+    """Tensor dim that sequence parallelism splits."""
+    queue: WeightGradientQueue | None
+    """Queue of deferred weight gradients, if the pipeline schedule splits backward."""
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """What the region sees in the place of its input."""
-        return _Await.apply(hidden, self, GatherSource(hidden, self))
+        """Input of the region: a `LazyGather` of the hidden states."""
+        return _LazyGatherFunction.apply(hidden, self, GatherSource(hidden, self))
 
     def gather(self, x: Tensor) -> Tensor:
-        """What all ranks have, at once."""
+        """All-gather over the ranks, without chunks."""
         return collectives.gather_dim(x, self.overlap.group, self.dim) if self.sp else x
 
     def sum_gradients(self, gradient: Tensor) -> Tensor:
-        """The transpose of `gather`."""
+        """Backward of `gather`: reduce-scatter, or all-reduce without sequence parallelism."""
         if self.sp:
             return collectives.reduce_scatter_dim(gradient, self.overlap.group, self.dim)
         return collectives.start_all_reduce(gradient.contiguous().clone(), self.overlap.group).wait()
@@ -62,52 +62,57 @@ class RegionBoundary:
 
 @dataclass(eq=False)
 class GatherSource:
-    """What an `LazyGather` is made from, on demand."""
+    """Deferred all-gather of a `LazyGather`, and the matmuls computed from it."""
 
     x: Tensor
-    """The input, as it comes to the border."""
-    border: RegionBoundary
-    whole: Tensor | None = None
-    """What the collective gives, if someone has called for it."""
-    products: dict[nn.Module, Tensor] = field(default_factory=dict)
-    """Outputs of matrices that have not been asked for yet."""
+    """Input before the all-gather."""
+    boundary: RegionBoundary
+    gathered: Tensor | None = None
+    """Result of the all-gather, if an operation has needed it."""
+    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+    """Outputs that are computed but not yet returned, by linear layer."""
 
     def gather(self) -> Tensor:
-        """Call for the collective, once."""
-        if self.whole is None:
-            self.whole = self.border.gather(self.x.detach())
-        return self.whole
+        """Run the all-gather on the first call; later calls return the same tensor."""
+        if self.gathered is None:
+            self.gathered = self.boundary.gather(self.x.detach())
+        return self.gathered
 
-    def multiply(self, module: nn.Module, fan: list[nn.Module]) -> Tensor:
-        """The output of one matrix of a fan; its first call computes all of them, in recompute once more."""
-        if module not in self.products:
-            overlap, x = self.border.overlap, self.x
-            matrices, biases, later = zip(*(_operands(one, x, self.border.queue) for one in fan), strict=True)
-            if self.border.sp:
-                found = multiply_gathered(x, matrices, biases, overlap, self.border.dim, later)
+    def multiply(self, module: nn.Module, columns: list[nn.Module]) -> Tensor:
+        """Output of one column-parallel linear layer.
+
+        The first call computes the outputs of all `columns`; a call from recompute computes them again.
+        """
+        if module not in self.outputs:
+            overlap, x = self.boundary.overlap, self.x
+            matrices, biases, later = zip(
+                *(_operands(column, x, self.boundary.queue) for column in columns), strict=True
+            )
+            if self.boundary.sp:
+                outputs = all_gather_matmul(x, matrices, biases, overlap, self.boundary.dim, later)
             else:
-                found = multiply_copied(x, matrices, biases, overlap, later)
-            self.products = dict(zip(fan, found, strict=True))
-        return self.products.pop(module)
+                outputs = copy_matmul(x, matrices, biases, overlap, later)
+            self.outputs = dict(zip(columns, outputs, strict=True))
+        return self.outputs.pop(module)
 
 
 class LazyGather(Tensor):
-    """The shape of what a collective would give; any operation on it calls for that, and takes it."""
+    """Placeholder with the shape of an all-gathered tensor; any operation on it runs the all-gather and uses the result."""
 
     source: GatherSource
 
     @staticmethod
     def __new__(cls, source: GatherSource) -> "LazyGather":
         x, shape = source.x, list(source.x.shape)
-        if source.border.sp:
-            shape[source.border.dim] *= source.border.overlap.ranks
+        if source.boundary.sp:
+            shape[source.boundary.dim] *= source.boundary.overlap.ranks
         return Tensor._make_wrapper_subclass(cls, shape, dtype=x.dtype, device=x.device)
 
     def __init__(self, source: GatherSource):
         self.source = source
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return [], None  # holds no memory of its own
+        return [], None  # has no memory
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LazyGather({tuple(self.shape)})"
@@ -122,98 +127,110 @@ class LazyGather(Tensor):
         if any(isinstance(value, LazyGather) for value in written):
             raise ModelError(
                 f"{func} changes the hidden states of a region in place",
-                rule="with plan.comm.overlap_chunks > 1, a region does not write into its input",
+                rule="with plan.comm.overlap_chunks > 1, a region must not modify its input in place",
                 fix="set plan.comm.overlap_chunks = 1",
             )
-        taken, named = tree_map_only(LazyGather, lambda awaited: awaited.source.gather(), (args, kwargs or {}))
-        return func(*taken, **named)
+        gathered_args, gathered_kwargs = tree_map_only(
+            LazyGather, lambda lazy: lazy.source.gather(), (args, kwargs or {})
+        )
+        return func(*gathered_args, **gathered_kwargs)
 
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-class _Await(torch.autograd.Function):
+class _LazyGatherFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, border: RegionBoundary, source: GatherSource) -> Tensor:
-        ctx.border = border
+    def forward(ctx: Any, x: Tensor, boundary: RegionBoundary, source: GatherSource) -> Tensor:
+        ctx.boundary = boundary
         return LazyGather(source)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.border.sum_gradients(gradient), None, None
+        return ctx.boundary.sum_gradients(gradient), None, None
 
 
-def share_gather(region: nn.Module, own_name: str, columns: tuple[re.Pattern[str], ...], rows: re.Pattern[str]) -> bool:
-    """Let the column-parallel matrices of a region take their products from an `LazyGather`, if it has no other first matrices.
+def share_gather(
+    region: nn.Module, own_name: str, column_names: tuple[re.Pattern[str], ...], row_names: re.Pattern[str]
+) -> bool:
+    """Let the column-parallel linear layers of a region share one chunked all-gather of their input, in place.
 
     Args:
-        region: with its own part of each matrix.
-        own_name: of the region itself, where it is a matrix.
-        columns: names of column-parallel matrices whose input is the region's.
-        rows: names of row-parallel matrices.
+        region: module with this rank's part of each weight.
+        own_name: name of the region itself, if it is a linear layer.
+        column_names: names of the column-parallel layers whose input is the input of the region.
+        row_names: names of the row-parallel layers.
 
     Returns:
-        Whether it was done. Not for a region with a matrix that keeps all its outputs (the latent queries of DeepSeek), nor
-        where another library has wrapped a matrix.
+        True if the region was changed. It is left as it is if one of its first layers is not split (the latent queries of
+        DeepSeek), if another library has wrapped one of these layers, or if their numbers of inputs differ.
     """
-    fan: list[Any] = []
+    column_modules: list[Any] = []
     for name, module in region.named_modules():
         last = (name or own_name).rpartition(".")[2]
-        if isinstance(module, nn.Linear | Conv1D) and not rows.fullmatch(last):
-            if not any(pattern.fullmatch(last) for pattern in columns) or not is_plain(module):
+        if isinstance(module, nn.Linear | Conv1D) and not row_names.fullmatch(last):
+            if not any(pattern.fullmatch(last) for pattern in column_names) or not is_plain(module):
                 return False
-            fan.append(module)
-    if len({in_features(module) for module in fan}) != 1:
+            column_modules.append(module)
+    if len({in_features(module) for module in column_modules}) != 1:
         return False
-    for module in fan:
+    for module in column_modules:
         module.multiplies_in_chunks = True
-        module.forward = partial(_take_product, module, fan)
+        module.forward = partial(_column_forward, module, column_modules)
     return True
 
 
-def reduce_at_once(module: Any, border: RegionBoundary) -> None:
-    """Let a row-parallel matrix give sums over ranks, in place: this rank's part of the sequence, or all of it."""
+def fuse_reduction(module: Any, boundary: RegionBoundary) -> None:
+    """Overlap the matmul of a row-parallel linear layer with the reduction of its output over ranks, in place.
+
+    The output is this rank's part of the sequence with sequence parallelism, and the full sequence without it.
+    """
     module.multiplies_in_chunks = True
-    module.forward = partial(_multiply_and_reduce, module, border)
+    module.forward = partial(_row_forward, module, boundary)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a matrix runs its class's own forward."""
+    """True if a linear layer runs the unmodified forward of its class."""
     return type(module) in (nn.Linear, Conv1D) and "forward" not in vars(module)
 
 
 def in_features(module: Any) -> int:
-    """Inputs of a column-parallel matrix."""
+    """Number of input features of a linear layer."""
     return int(module.nx if isinstance(module, Conv1D) else module.in_features)
 
 
-def _take_product(module: Any, fan: list[nn.Module], x: Tensor) -> Tensor:
+def _column_forward(module: Any, columns: list[nn.Module], x: Tensor) -> Tensor:
     if isinstance(x, LazyGather):
-        return x.source.multiply(module, fan)
+        return x.source.multiply(module, columns)
     return F.linear(x, _rows_first(module, module.weight), module.bias)
 
 
-def _multiply_and_reduce(module: Any, border: RegionBoundary, x: Tensor) -> Tensor:
-    matrix, bias, later = _operands(module, x, border.queue)
-    if border.sp:
-        return multiply_scattered(x, matrix, bias, border.overlap, border.dim, later)
-    return multiply_reduced(x, matrix, bias, border.overlap, later)
+def _row_forward(module: Any, boundary: RegionBoundary, x: Tensor) -> Tensor:
+    matrix, bias, later = _operands(module, x, boundary.queue)
+    if boundary.sp:
+        return matmul_reduce_scatter(x, matrix, bias, boundary.overlap, boundary.dim, later)
+    return matmul_all_reduce(x, matrix, bias, boundary.overlap, later)
 
 
-def _operands(module: Any, x: Tensor, queue: WeightGradients | None) -> tuple[Tensor, Tensor | None, Later | None]:
-    """Matrix with its outputs as rows, bias, and where the gradient of the matrix goes if it is computed later: behind that of
-    the input `x`, so not where that has none."""
+def _operands(
+    module: Any, x: Tensor, queue: WeightGradientQueue | None
+) -> tuple[Tensor, Tensor | None, DeferGrad | None]:
+    """Weight [outputs, inputs], bias, and the callback that defers the weight gradient.
+
+    There is no callback, and the weight gradient is computed in backward, if the input `x` needs no gradient: the deferred
+    gradient is queued by the backward of `x`.
+    """
     weight, later = module.weight, None
     shares = getattr(module, "shares_gradients", False)
     if queue is not None and torch.is_grad_enabled() and weight.requires_grad and x.requires_grad and not shares:
-        later = partial(_leave_product, queue, weight, isinstance(module, Conv1D))
+        later = partial(_defer_matmul, queue, weight, isinstance(module, Conv1D))
         weight = weight.detach()
     return _rows_first(module, weight), module.bias, later
 
 
-def _leave_product(queue: WeightGradients, weight: Tensor, transposed: bool, left: Tensor, right: Tensor) -> None:
-    queue.products.append(Product(weight, right, left) if transposed else Product(weight, left, right))
+def _defer_matmul(queue: WeightGradientQueue, weight: Tensor, transposed: bool, left: Tensor, right: Tensor) -> None:
+    queue.pending.append(DeferredMatmul(weight, right, left) if transposed else DeferredMatmul(weight, left, right))
 
 
 def _rows_first(module: nn.Module, weight: Tensor) -> Tensor:

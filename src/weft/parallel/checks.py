@@ -1,4 +1,4 @@
-"""What tensor parallelism refuses, before anything is split: heads and units that do not divide, and unknown roles."""
+"""Checks before tensor parallelism: divisible heads and hidden units, and a known role for every weight."""
 
 import re
 from typing import Any
@@ -26,60 +26,61 @@ from weft.parallel.tp_rules import (
 )
 
 
-def check_tensors(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
-    """Refuse a number of tp ranks that heads, KV heads or hidden units cannot be divided by, and what has no known role.
+def check_tp(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
+    """Refuse a tp degree that does not divide heads, KV heads or hidden units, and weights without a known role.
 
     Raises:
-        PlanError: with the numbers; where another number of ranks would do, with all that pass.
+        PlanError: the model cannot be split over `tp` ranks. Where other degrees are possible, the fix lists all of them.
     """
     try:
-        _check_number(model, anatomy, tp)
+        _check_degree(model, anatomy, tp)
     except PlanError as error:
         if error.fix is None:
             heads = count_heads(model.config.get_text_config())
-            holding = [number for number in divisors(heads) if number == 1 or _holds(model, anatomy, number)]
-            error.fix = f"set plan.parallel.tp to {one_of(holding)}"
+            valid = [degree for degree in divisors(heads) if degree == 1 or _is_valid(model, anatomy, degree)]
+            error.fix = f"set plan.parallel.tp to {one_of(valid)}"
         raise
 
 
-def _holds(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> bool:
+def _is_valid(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> bool:
     try:
-        _check_number(model, anatomy, tp)
+        _check_degree(model, anatomy, tp)
     except PlanError:
         return False
     return True
 
 
 def divisors(number: int) -> list[int]:
-    """Of a positive number, ascending, itself included."""
+    """Divisors of a positive number, ascending, including the number itself."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def one_of(numbers: list[int]) -> str:
-    """`4`, or `one of 1, 2, 4`."""
+    """Text of the choices in a fix: "4", or "one of 1, 2, 4"."""
     return ("one of " if len(numbers) > 1 else "") + ", ".join(map(str, numbers))
 
 
-def _check_number(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
-    """What a wrong number of ranks breaks has no fix yet: `check_tensors` finds one."""
+def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
+    """Refuse one tp degree. Errors that another degree avoids are raised without a fix, which `check_tp` adds."""
     config = model.config.get_text_config()
     check_decoder(model, anatomy, "tp")
-    _check_rest(model, anatomy)
+    _check_outer_weights(model, anatomy)
     heads, kv_heads = count_heads(config), count_kv_heads(config)
     if heads % tp:
         raise _refusal(anatomy, f"{heads} attention heads cannot be divided by tp = {tp}")
     if kv_heads % tp and tp % kv_heads:
-        raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by them")
+        raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by {kv_heads}")
     for block in anatomy.blocks:
         for name in (child for part in block.attention + block.mlp for child in _children(model, part)):
             last = name.rpartition(".")[2]
             packed = PACKED_QUERY_KEY_VALUE.fullmatch(last) or PACKED_UP.fullmatch(last)
             if packed and not block.is_moe and anatomy.family not in PACKED_FAMILIES:
                 raise PlanError(
-                    f"the order of rows in {name} is not known",
+                    f"the row order of {name} is not known",
                     where=f"plan.parallel.tp, model_type {anatomy.family}",
-                    rule=f"a matrix that holds several projections is split where their order is known: {PACKED_FAMILIES}",
-                    fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tp_rules.py this family",
+                    rule="a weight that packs several projections is split only in families whose row order is known: "
+                    + ", ".join(PACKED_FAMILIES),
+                    fix="set plan.parallel.tp = 1, or add this family to PACKED_FAMILIES in src/weft/parallel/tp_rules.py",
                 )
         for name in block.attention:
             _check_attention(name, model.get_submodule(name), config, tp)
@@ -88,20 +89,20 @@ def _check_number(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
 
 
 def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str) -> None:
-    """Refuse to split what is not one stack of decoder blocks, each with its own attention over the same tokens.
+    """Refuse to split a model that is not one stack of decoder blocks with one self-attention each.
 
     Args:
-        model: whole.
+        model: full model.
         anatomy: its roles.
-        axis: of the plan.
+        axis: axis of the plan that would split it ("tp" or "cp").
 
     Raises:
-        PlanError: blocks attend to an encoder, have several attentions in one, or carry a state along the sequence.
+        PlanError: a block attends to an encoder, has several attentions, or is recurrent along the sequence.
     """
     for block in anatomy.blocks:
         if block.recurrence:
             raise PlanError(
-                f"{block.recurrence[0]} carries a state along the sequence",
+                f"{block.recurrence[0]} is recurrent along the sequence",
                 where=f"plan.parallel.{axis}, model_type {anatomy.family}",
                 rule="tensor and context parallelism split softmax attention and MLPs",
                 fix=f"set plan.parallel.{axis} = 1",
@@ -116,20 +117,23 @@ def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str) -> None:
             raise PlanError(
                 what,
                 where=f"plan.parallel.{axis}, model_type {anatomy.family}",
-                rule="decoder-only language models are split: one attention a block, over the tokens of the block",
+                rule="only decoder-only language models are split: one attention per block, over the tokens of the block",
                 fix=f"set plan.parallel.{axis} = 1",
             )
 
 
-def _check_rest(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    """What is neither in a block nor at the ends would compute with a part of the sequence, and its gradient be a part."""
+def _check_outer_weights(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    """Refuse weights outside of blocks, embedding, final norm and head.
+
+    Such weights would see a part of the sequence only, and their gradients would be partial sums.
+    """
     known = {anatomy.embedding, anatomy.head, anatomy.final_norm}
     blocks = tuple(f"{block.name}." for block in anatomy.blocks)
     for name, module in model.named_modules():
         has_weights = any(True for _ in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding)
         makes_positions = name.endswith("embed_positions") and not isinstance(module, nn.Embedding)
         if (has_weights or makes_positions) and name not in known and not f"{name}.".startswith(blocks):
-            raise _unknown_role(name, "besides embeddings, blocks, final norm and head, nothing is split")
+            raise _unknown_role(name, "only embeddings, blocks, the final norm and the head are split")
 
 
 def _unknown_role(name: str, rule: str) -> PlanError:
@@ -137,7 +141,7 @@ def _unknown_role(name: str, rule: str) -> PlanError:
         f"tensor parallelism does not know the role of {name}",
         where="plan.parallel.tp",
         rule=rule,
-        fix="set plan.parallel.tp = 1, or teach src/weft/parallel/tp_rules.py this name",
+        fix="set plan.parallel.tp = 1, or add this name to src/weft/parallel/tp_rules.py",
     )
 
 
@@ -152,55 +156,59 @@ def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> N
         own = [key for key, _ in module.named_parameters(recurse=False) if not PER_HEAD.fullmatch(key)]
         norm = PROJECTION_NORM.fullmatch(child.rpartition(".")[2])
         if own and not norm and not isinstance(module, nn.Linear | Conv1D):
-            raise _unknown_role(f"{name}.{child or own[0]}", "weights inside attention are split by heads")
+            raise _unknown_role(
+                f"{name}.{child or own[0]}", "weights inside attention are split by head, according to their names"
+            )
         if norm and any(parameter.ndim > 1 for parameter in module.parameters()):
-            raise _unknown_role(f"{name}.{child}", "a norm of queries or keys has one weight for each feature")
-    _check_own_heads(name, attention, heads, kv_heads)
+            raise _unknown_role(f"{name}.{child}", "a norm of queries or keys has one weight per feature")
+    _check_kv_heads(name, attention, heads, kv_heads)
     packed = any(PACKED_QUERY_KEY_VALUE.fullmatch(child) for child, _ in attention.named_children())
     wide = any(True for _ in wide_norms(attention))
     if kv_heads % tp and (packed or wide):
-        reason = "stand in one matrix with the queries" if packed else "are normalised all at once"
+        reason = "packs queries and KV heads in one weight" if packed else "normalises all KV heads together"
         raise PlanError(
-            f"{kv_heads} KV heads cannot be divided by tp = {tp}, and those of {name} {reason}",
+            f"{kv_heads} KV heads cannot be divided by tp = {tp}, and {name} {reason}",
             where="plan.parallel.tp",
-            rule="KV heads are copied to several ranks only where they have a matrix and a norm of their own",
+            rule="KV heads are replicated on several ranks only if their weight is separate and their norm is per head",
         )
 
 
-def _check_own_heads(name: str, attention: Any, heads: int, kv_heads: int) -> None:
-    """Heads of this attention are as many as the configuration says, where its own sizes tell."""
+def _check_kv_heads(name: str, attention: Any, heads: int, kv_heads: int) -> None:
+    """Refuse an attention whose number of KV heads, read from its weights, differs from the configuration."""
     head_dim, groups = getattr(attention, "head_dim", None), getattr(attention, "num_key_value_groups", None)
     keys = getattr(attention, "k_proj", None)
     found = out_features(keys) // head_dim if keys is not None and head_dim and hasattr(keys, "weight") else kv_heads
     if found != kv_heads or (groups is not None and groups * kv_heads != heads):
         raise PlanError(
-            f"{name} has another number of KV heads than the {kv_heads} of the configuration",
+            f"{name} has another number of KV heads than the {kv_heads} in the configuration",
             where="plan.parallel.tp",
-            rule="heads are shared by tp ranks by the numbers of the configuration",
+            rule="heads are divided among tp ranks by the numbers in the configuration",
             fix="set plan.parallel.tp = 1",
         )
 
 
 def _check_matrices(name: str, part: nn.Module, known: tuple[re.Pattern[str], ...], tp: int) -> None:
-    """Every matrix below a part has a role, and those with outputs for every head or hidden unit can be cut."""
+    """Refuse unknown weights in a part of a block, and hidden units that tp does not divide."""
     for child, module in part.named_modules():
         full = f"{name}.{child}" if child else name
         last = full.rpartition(".")[2]
         if isinstance(module, nn.Linear | Conv1D) and not any(pattern.fullmatch(last) for pattern in known):
             raise _unknown_role(
-                full, f"a matrix is split by rows or columns according to its name; {last} is not among the known ones"
+                full, f"a linear layer is split by rows or columns according to its name; {last} is not a known name"
             )
-        # A single number, as of a learned activation, is the same for every hidden unit.
+        # A scalar, such as the parameter of a learned activation, is the same for every hidden unit.
         wide = any(parameter.numel() > 1 for parameter in module.parameters(recurse=False))
         if wide and known is MLP_MATRICES and not isinstance(module, nn.Linear | Conv1D):
-            raise _unknown_role(full, "weights inside an MLP are split by hidden units")
+            raise _unknown_role(
+                full, "weights inside an MLP are split by hidden unit, and only those of linear layers are known"
+            )
         if isinstance(module, nn.Linear | Conv1D) and known is MLP_MATRICES:
             units = inner_features(module, last)
             if units % tp:
                 raise PlanError(
                     f"{units} hidden units of {full} cannot be divided by tp = {tp}",
                     where="plan.parallel.tp",
-                    rule="every tp rank has as many hidden units of an MLP",
+                    rule="every tp rank has the same number of hidden units of an MLP",
                 )
 
 
@@ -208,5 +216,6 @@ def _refusal(anatomy: Anatomy, what: str) -> PlanError:
     return PlanError(
         what,
         where=f"plan.parallel.tp, model_type {anatomy.family}",
-        rule="every tp rank has as many whole heads; with fewer KV heads than ranks, as many ranks for each KV head",
+        rule="every tp rank has the same number of heads; with fewer KV heads than ranks, every KV head is on the same "
+        "number of ranks",
     )

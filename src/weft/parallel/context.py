@@ -1,18 +1,18 @@
-"""Context parallelism: attention over sequences that are split over the ranks of `cp`, as Ulysses x ring on any grid.
+"""Context parallelism: attention over sequences split over the ranks of `cp`, as a grid of Ulysses x ring.
 
-cp = ulysses x ring, and ranks of one Ulysses group are neighbours: cp rank = ring rank * ulysses + Ulysses rank. The sequence
-is cut into 2 x ring chunks, and ring rank r holds chunks r and 2 ring - 1 - r, so that all have equal causal work (zigzag;
-Brandon et al., Striped Attention, 2023, for the problem). Such a part is cut once more over its Ulysses ranks. Attention then
-goes in three moves:
+cp = ulysses x ring, and the ranks of one Ulysses group are consecutive: cp rank = ring rank * ulysses + Ulysses rank. The
+sequence is cut into 2 x ring chunks, and ring rank r holds chunks r and 2 ring - 1 - r, so that all ranks have equal causal
+work (zigzag; the imbalance is described by Brandon et al., Striped Attention, 2023). The tokens of a ring rank are split again
+over its Ulysses ranks. Attention then takes three steps:
 
-    all-to-all      a part of the sequence with all heads -> all tokens of the ring part, a share of the heads
+    all-to-all      from a part of the tokens with all heads to all tokens of the ring rank with a part of the heads
                     (Jacobs et al., DeepSpeed Ulysses, 2023)
-    ring            queries stay, keys and values travel; partial results merge by their softmax denominators
+    ring            queries stay, keys and values are sent around; partial results are merged by log-sum-exp
                     (Liu et al., Ring Attention, 2023)
-    all-to-all      back
+    all-to-all      inverse of the first step
 
-Token i sees key j if both are of one document and 0 <= i - j < window. The visible pairs of two chunks are cut into blocks
-that need no mask wherever that is possible, and what nobody sees is not computed.
+Token i attends to key j if both belong to the same document and 0 <= i - j < window. The visible pairs of two chunks are cut
+into blocks, most of which need no mask. Blocks without visible pairs are skipped.
 """
 
 import math
@@ -32,37 +32,38 @@ from weft.compute.attention import (
     PLAIN,
     AttentionBlock,
     Primitive,
-    merge_part,
+    accumulation_dtype,
+    merge_attention,
     primitive,
-    read_sights,
+    read_visibility,
     visible_blocks,
-    wide,
 )
-from weft.compute.dropout import dropout_keep
+from weft.compute.dropout import dropout_mask
 from weft.errors import ModelError, PlanError
 from weft.topology.mesh import context_rank, ranks_along
 
-PLAIN_BLOCK = 2048  # tokens on a side of a block where the matrix of scores is really made
-# Arguments of attention functions in Transformers 5.17 to 5.23 that change the result and are not known here.
+PLAIN_BLOCK = 2048  # max_side side of a block, in tokens, where the score matrix is materialised
+# Arguments of attention functions in Transformers 5.17 to 5.23 that change the result and are not supported.
 UNKNOWN_ARGUMENTS = ("position_bias", "indices", "block_indices", "sinks")
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """How one rank takes part in context parallelism."""
+    """Process groups and grid position of one rank for context parallelism."""
 
     ulysses_group: dist.ProcessGroup | None
-    """Ranks that trade heads for tokens, in the order of cp ranks; None if ulysses is 1."""
+    """Ranks of the Ulysses all-to-all, in the order of cp ranks; None if ulysses is 1."""
     ring_group: dist.ProcessGroup | None
-    """Ranks among which keys and values travel, in the order of cp ranks; None if ring is 1."""
+    """Ranks of the ring, in the order of cp ranks; None if ring is 1."""
     ulysses: int
     ring: int
     rank: int
-    """Of cp."""
+    """Rank along cp."""
     tile: int = 512
-    """Tokens on a side up to which a block may be computed under a mask instead of being cut further."""
+    """Largest side of a block that is computed with a mask, in tokens; larger blocks are cut further."""
     ulysses_chunks: int = 1
-    """Groups in which the heads of a rank travel, at most: as many as divide those of its keys and values."""
+    """Maximum number of head chunks per Ulysses all-to-all. The number used is the max_side common divisor with the KV heads of
+    a rank."""
 
     @property
     def ulysses_rank(self) -> int:
@@ -74,37 +75,38 @@ class ContextParallel:
 
 
 def sequence_parts(ulysses: int, ring: int) -> int:
-    """Number of parts that a sequence is cut into: its length is a multiple of it."""
+    """Number of parts that a sequence is cut into; the length of the sequence must be a multiple of it."""
     return 2 * ring * ulysses if ring > 1 else ulysses
 
 
 def check_sequence(seq_len: int, ulysses: int, ring: int) -> None:
-    """Raises PlanError unless a sequence can be split over the grid."""
+    """Raise PlanError unless a sequence can be split over the grid."""
     parts = sequence_parts(ulysses, ring)
     if seq_len % parts:
         raise PlanError(
             f"a sequence of {seq_len} tokens cannot be split for ulysses {ulysses} x ring {ring}",
             where="parallel.cp",
-            rule=f"seq_len is a multiple of {parts}: of ulysses, or of 2 x ring x ulysses if ring is larger than 1",
+            rule=f"seq_len is a multiple of {parts} (ulysses, or 2 x ring x ulysses if ring is larger than 1)",
             fix=f"pad rows to {seq_len + -seq_len % parts} tokens (data.seq_len of a job, or pad_to_multiple_of={parts} of a "
             "collator), or use fewer ranks of cp",
         )
 
 
 def check_heads(heads: int, kv_heads: int, ulysses: int) -> None:
-    """Raises PlanError unless heads can be split over the ranks of Ulysses."""
+    """Raise PlanError unless heads can be split over the ranks of Ulysses."""
     if heads % kv_heads or heads % ulysses:
         fewer = f"set plan.parallel.cp_ulysses to {math.gcd(heads, ulysses)}, for a longer ring"
         raise PlanError(
-            f"{heads} query heads with {kv_heads} heads of keys and values cannot be split over ulysses {ulysses}",
+            f"{heads} query heads with {kv_heads} KV heads cannot be split over ulysses {ulysses}",
             where="plan.parallel.cp, plan.parallel.cp_ulysses",
-            rule="ulysses, and the heads of keys and values, divide the query heads that a rank has after tensor parallelism",
+            rule="ulysses and the number of KV heads both divide the number of query heads that a rank has after tensor "
+            "parallelism",
             fix="set plan.parallel.cp to 1" if heads % kv_heads else fewer,
         )
 
 
 def ring_chunks(seq_len: int, ring: int, rank: int) -> tuple[range, ...]:
-    """The natural positions of the tokens that a ring rank holds, as one range or two."""
+    """Natural positions of the tokens of a ring rank, as one or two ranges."""
     if ring == 1:
         return (range(seq_len),)
     size = seq_len // (2 * ring)
@@ -112,12 +114,12 @@ def ring_chunks(seq_len: int, ring: int, rank: int) -> tuple[range, ...]:
 
 
 def zigzag_indices(seq_len: int, ranks: int, rank: int) -> Tensor:
-    """The natural positions of the tokens that a rank of a ring holds, int64 [seq_len / ranks]."""
+    """Natural positions of the tokens of a ring rank, int64 [seq_len / ranks]."""
     return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in ring_chunks(seq_len, ranks, rank)])
 
 
 def natural_positions(seq_len: int, ulysses: int, ring: int, rank: int) -> Tensor:
-    """The natural positions of the tokens that a cp rank holds, int64 [seq_len / (ulysses * ring)].
+    """Natural positions of the tokens of a cp rank, int64 [seq_len / (ulysses * ring)].
 
     Raises:
         PlanError: the sequence cannot be split over this grid.
@@ -127,22 +129,22 @@ def natural_positions(seq_len: int, ulysses: int, ring: int, rank: int) -> Tenso
 
 
 def own_positions(seq_len: int, mesh: DeviceMesh) -> Tensor:
-    """The natural positions of this rank's tokens, int64 [seq_len / cp]; see `natural_positions`."""
+    """Natural positions of the tokens of this rank, int64 [seq_len / cp]; see `natural_positions`."""
     return natural_positions(seq_len, ranks_along(mesh, "cp_ulysses"), ranks_along(mesh, "cp_ring"), context_rank(mesh))
 
 
-# Attention over a ring
+# Ring attention
 
 
 @dataclass(frozen=True)
-class _Ring:
-    """All that is not a tensor: who takes part, and what this rank computes at each step."""
+class _RingConfig:
+    """Non-tensor arguments of ring attention: the group, and the blocks that this rank computes at each step."""
 
     group: dist.ProcessGroup | None
     ranks: int
     rank: int
     chunks: list[tuple[range, ...]]
-    """Of each ring rank."""
+    """Natural positions of the tokens of each ring rank."""
     steps: list[list[AttentionBlock]]
     primitive: Primitive
     scale: float
@@ -150,56 +152,59 @@ class _Ring:
     dropout: float
     seed: int
     first_head: int
-    row_numbers: Tensor
+    row_ids: Tensor
 
-    def query_place(self, block: AttentionBlock) -> tuple[slice, slice, slice]:
+    def query_index(self, block: AttentionBlock) -> tuple[slice, slice, slice]:
+        """Index of the queries of a block in the queries of this rank."""
         return block.rows, slice(None), _local(block.queries, self.chunks[self.rank])
 
-    def key_place(self, block: AttentionBlock, step: int) -> tuple[slice, slice, slice]:
-        """Where a block's keys are in the part that is here at a step."""
+    def key_index(self, block: AttentionBlock, step: int) -> tuple[slice, slice, slice]:
+        """Index of the keys of a block in the keys that this rank holds at a step."""
         return block.rows, slice(None), _local(block.keys, self.chunks[(self.rank - step) % self.ranks])
 
     def arguments(self, block: AttentionBlock, q: Tensor) -> dict[str, Any]:
-        """What the primitive is told about a block, for the local queries of all rows."""
-        arguments: dict[str, Any] = {"bias": None, "causal": block.form == "causal", "scale": self.scale}
-        if block.form == "masked":
-            hidden = ~block.sight.mask(block.queries, block.keys)
+        """Keyword arguments of the attention primitive for a block, given the local queries of all rows."""
+        arguments: dict[str, Any] = {"bias": None, "causal": block.kind == "causal", "scale": self.scale}
+        if block.kind == "masked":
+            hidden = ~block.visibility.mask(block.queries, block.keys)
             bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -math.inf)
             arguments["bias"] = bias.to(q.device, non_blocking=True)[None, None]
         if self.softcap is not None:
             arguments["softcap"] = self.softcap
         if self.dropout > 0:
             arange = partial(torch.arange, device=q.device)
-            rows, heads = self.row_numbers[block.rows], arange(self.first_head, self.first_head + q.shape[1])
+            rows, heads = self.row_ids[block.rows], arange(self.first_head, self.first_head + q.shape[1])
             queries, keys = (arange(tokens.start, tokens.stop) for tokens in (block.queries, block.keys))
-            arguments["keep"] = dropout_keep(self.seed, rows, heads, queries, keys, rate=self.dropout)
+            arguments["keep"] = dropout_mask(self.seed, rows, heads, queries, keys, rate=self.dropout)
         return arguments
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _RingConfig) -> Tensor:
         own = kv = torch.cat([k, v], -1)
         key_size, value_size = k.shape[-1], v.shape[-1]
-        out = q.new_empty((*q.shape[:-1], value_size), dtype=wide(q.dtype))
-        lse = q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+        out = q.new_empty((*q.shape[:-1], value_size), dtype=accumulation_dtype(q.dtype))
+        lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
         for step, blocks in enumerate(ring.steps):
             last = step == ring.ranks - 1
             if not last:
-                following = _send_on(kv, ring, tag=0)
+                next_kv = _send_recv(kv, ring, tag=0)
             keys, values = kv.split([key_size, value_size], -1)
             for block in blocks:
-                here, there = ring.query_place(block), ring.key_place(block, step)
-                part, part_lse = ring.primitive.forward(q[here], keys[there], values[there], **ring.arguments(block, q))
-                if block.queries == block.keys:  # the first of its queries
-                    out[here], lse[here] = part, part_lse
+                q_slice, k_slice = ring.query_index(block), ring.key_index(block, step)
+                part, part_lse = ring.primitive.forward(
+                    q[q_slice], keys[k_slice], values[k_slice], **ring.arguments(block, q)
+                )
+                if block.queries == block.keys:  # the first block of these queries
+                    out[q_slice], lse[q_slice] = part, part_lse
                 else:
-                    merge_part(out[here], lse[here], part, part_lse)
+                    merge_attention(out[q_slice], lse[q_slice], part, part_lse)
             if not last:
-                kv = following.wait()
-        if sinks is not None:  # one more key for every query, with a value of zero
+                kv = next_kv.wait()
+        if sinks is not None:  # an attention sink is one more key for every query, with value zero
             sink = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
-            merge_part(out, lse, torch.zeros((), dtype=out.dtype, device=out.device), sink)
+            merge_attention(out, lse, torch.zeros((), dtype=out.dtype, device=out.device), sink)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, own, out, lse, sinks)
         ctx.ring, ctx.sizes = ring, (key_size, value_size)
@@ -209,42 +214,48 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, kv, out, lse, sinks = ctx.saved_tensors
-        ring: _Ring = ctx.ring
-        dq = torch.zeros_like(q, dtype=wide(q.dtype))
-        sums: _Transfer | None = None
+        ring: _RingConfig = ctx.ring
+        dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
+        dkv_transfer: _RingTransfer | None = None
         for step, blocks in enumerate(ring.steps):
             last = step == ring.ranks - 1
             if not last:
-                following = _send_on(kv, ring, tag=0)
+                next_kv = _send_recv(kv, ring, tag=0)
             keys, values = kv.split(ctx.sizes, -1)
-            dkv = torch.zeros_like(kv, dtype=wide(kv.dtype))
+            dkv = torch.zeros_like(kv, dtype=accumulation_dtype(kv.dtype))
             dk, dv = dkv.split(ctx.sizes, -1)
             for block in blocks:
-                here, there = ring.query_place(block), ring.key_place(block, step)
+                q_slice, k_slice = ring.query_index(block), ring.key_index(block, step)
                 block_dq, block_dk, block_dv = ring.primitive.backward(
-                    grad[here], q[here], keys[there], values[there], out[here], lse[here], **ring.arguments(block, q)
+                    grad[q_slice],
+                    q[q_slice],
+                    keys[k_slice],
+                    values[k_slice],
+                    out[q_slice],
+                    lse[q_slice],
+                    **ring.arguments(block, q),
                 )
-                dq[here] += block_dq
-                dk[there] += block_dk
-                dv[there] += block_dv
-            if sums is not None:  # what earlier ranks found for these keys comes behind them
-                dkv += sums.wait()
+                dq[q_slice] += block_dq
+                dk[k_slice] += block_dk
+                dv[k_slice] += block_dv
+            if dkv_transfer is not None:  # gradients of these keys that earlier ranks computed
+                dkv += dkv_transfer.wait()
             if ring.ranks > 1:
-                sums = _send_on(dkv, ring, tag=1)
+                dkv_transfer = _send_recv(dkv, ring, tag=1)
             if not last:
-                kv = following.wait()
-        if sums is not None:  # the last hop went home
-            dkv = sums.wait()
+                kv = next_kv.wait()
+        if dkv_transfer is not None:  # the last transfer returned the gradients to the rank of their keys
+            dkv = dkv_transfer.wait()
         dk, dv = dkv.to(kv.dtype).split(ctx.sizes, -1)
         dsinks = None
         if sinks is not None:
-            share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # of the sink in each softmax
+            share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # probability of the sink in each softmax
             dsinks = -(share * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
         return dq.to(q.dtype), dk, dv, dsinks, None
 
 
 def _local(tokens: range, chunks: tuple[range, ...]) -> slice:
-    """Where tokens of one chunk stand in a rank's part."""
+    """Slice of tokens of one chunk within the tokens of a rank, given its chunks."""
     offset = 0
     for chunk in chunks:
         if tokens.start in chunk:
@@ -253,8 +264,8 @@ def _local(tokens: range, chunks: tuple[range, ...]) -> slice:
     return slice(offset + tokens.start - chunk.start, offset + tokens.stop - chunk.start)
 
 
-class _Transfer(NamedTuple):
-    """A tensor on its way from the rank before."""
+class _RingTransfer(NamedTuple):
+    """Receive in flight from the previous rank of the ring."""
 
     received: Tensor
     works: list[dist.Work]
@@ -265,31 +276,38 @@ class _Transfer(NamedTuple):
         return self.received
 
 
-def _send_on(x: Tensor, ring: _Ring, tag: int) -> _Transfer:
-    """Start to send a tensor to the next rank, and to take the one of the rank before."""
+def _send_recv(x: Tensor, ring: _RingConfig, tag: int) -> _RingTransfer:
+    """Start to send a tensor to the next rank of the ring, and to receive one from the previous rank."""
     received = torch.empty_like(x)
     send = dist.P2POp(dist.isend, x, group=ring.group, tag=tag, group_peer=(ring.rank + 1) % ring.ranks)
-    take = dist.P2POp(dist.irecv, received, group=ring.group, tag=tag, group_peer=(ring.rank - 1) % ring.ranks)
-    return _Transfer(received, dist.batch_isend_irecv([send, take]))
+    receive = dist.P2POp(dist.irecv, received, group=ring.group, tag=tag, group_peer=(ring.rank - 1) % ring.ranks)
+    return _RingTransfer(received, dist.batch_isend_irecv([send, receive]))
 
 
-# Heads for tokens, and back
+# Ulysses all-to-all
 
 
-def _trade_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
-    """[ranks, B, H / ranks, S, *] -> [B, H / ranks, S * ranks, *]: all tokens of the group for a share of the heads, in one
-    message, which is awaited by the call of what is returned."""
+def _gather_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
+    """Start one all-to-all that gathers tokens and splits heads.
+
+    Args:
+        tensors: [ranks, B, H / ranks, S, *] each.
+        group: ranks of Ulysses.
+
+    Returns:
+        A function that waits for the all-to-all and returns [B, H / ranks, S * ranks, *] for each tensor.
+    """
     wait = start_all_to_all(torch.cat([x.flatten(1) for x in tensors], 1), group)
 
-    def take() -> list[Tensor]:
+    def wait_for_tokens() -> list[Tensor]:
         pieces = wait().split([x[0].numel() for x in tensors], 1)
         return [piece.view(x.shape).movedim(0, 2).flatten(2, 3) for piece, x in zip(pieces, tensors, strict=True)]
 
-    return take
+    return wait_for_tokens
 
 
-def _trade_heads(x: Tensor, group: dist.ProcessGroup, ranks: int) -> Callable[[], Tensor]:
-    """[B, H, S, D] -> [B, ranks, H, S / ranks, D], the way back."""
+def _gather_heads(x: Tensor, group: dist.ProcessGroup, ranks: int) -> Callable[[], Tensor]:
+    """Start the inverse all-to-all, [B, H, S, D] -> [B, ranks, H, S / ranks, D]; returns a function that waits for it."""
     wait = start_all_to_all(x.unflatten(2, (ranks, -1)).movedim(2, 0), group)
     return lambda: wait().movedim(0, 1)
 
@@ -310,31 +328,32 @@ def attend(
     rows: Tensor | None = None,
     first_head: int = 0,
 ) -> Tensor:
-    """Causal attention of this rank's tokens over the whole sequence, with gradients.
+    """Differentiable causal attention of the tokens of this rank over the full sequence.
 
     Args:
-        q: [B, Hq, S / cp, D], the tokens of `natural_positions`, in that order.
+        q: [B, Hq, S / cp, D], tokens in the order of `natural_positions`.
         k: [B, Hkv, S / cp, D]; Hq is a multiple of Hkv.
         v: [B, Hkv, S / cp, Dv].
-        documents: integers [B, S], the document of every token of the whole rows in natural order, the same on all ranks;
-            None if every row is one document. A document is a run of equal numbers. It is read on the host: on an
-            accelerator, keep it in host memory, or every call waits for the device.
-        context: who takes part.
+        documents: integers [B, S], document index of every token of the full rows in natural order, the same on all ranks;
+            None if every row is one document. A document is a run of equal indices. The tensor is read on the host: keep it
+            in host memory, otherwise every call synchronises with the device.
+        context: groups and position of this rank.
         scale: factor on the scores.
-        window: keys that a token sees at most, itself included; all by default.
-        softcap: cap of the scores as in Gemma 2; computed without the fast operators.
-        sinks: [Hq], one more score per head in the denominator of the softmax (GPT-OSS). Its gradient is this rank's part:
-            the sum over the ranks of cp is the gradient.
-        dropout: share of the probabilities to drop; computed without the fast operators.
-        seed: of the dropout, another one for each layer and step. With one seed on all ranks, every grid drops the same.
-        rows: int64 [B], numbers of the rows that tell the dropout them apart; by default 0, 1, ...
-        first_head: number of the first query head here, where tensor parallelism has split them.
+        window: maximum number of keys that a token attends to, including itself; None for all.
+        softcap: cap of the scores as in Gemma 2; disables the fused operators.
+        sinks: [Hq], one more score per head in the denominator of the softmax (GPT-OSS). Its gradient is a partial sum: add
+            the gradients of all cp ranks.
+        dropout: fraction of the probabilities to drop; disables the fused operators.
+        seed: seed of the dropout; use another one for each layer and step. With the same seed on all ranks, every grid drops
+            the same probabilities.
+        rows: int64 [B], identifiers of the rows for dropout; 0, 1, ... by default.
+        first_head: index of the first local query head, if tensor parallelism has split the heads.
 
     Returns:
         [B, Hq, S / cp, Dv]
 
     Raises:
-        PlanError: the sequence or the heads cannot be split over the grid, or `documents` has another shape.
+        PlanError: the sequence or the heads cannot be split over the grid, or the shape of `documents` is wrong.
     """
     heads, kv_heads, seq_len = q.shape[1], k.shape[1], q.shape[2] * context.ulysses * context.ring
     check_sequence(seq_len, context.ulysses, context.ring)
@@ -344,23 +363,25 @@ def attend(
             raise PlanError(
                 f"documents of shape {tuple(documents.shape)} for {len(q)} rows of {seq_len} tokens",
                 where="context parallelism",
-                rule="documents name every token of the whole rows, on all ranks of cp",
-                fix="give the rows' documents before they are split",
+                rule="documents has an index for every token of the full rows, on all ranks of cp",
+                fix="pass the documents of the full rows, before the rows are split",
             )
         documents = documents.cpu()
     rows = torch.arange(len(q), device=q.device) if rows is None else rows
     plain = softcap is not None or dropout > 0 or primitive(q.device.type) is PLAIN
     chunks = [ring_chunks(seq_len, context.ring, rank) for rank in range(context.ring)]
-    mine, largest = chunks[context.ring_rank], PLAIN_BLOCK if plain else None
+    own_chunks, max_side = chunks[context.ring_rank], PLAIN_BLOCK if plain else None
     steps = [
         [
             block
-            for rows, sight in read_sights(documents, window)
-            for block in visible_blocks(rows, sight, mine, chunks[context.ring_rank - step], context.tile, largest)
+            for rows, visibility in read_visibility(documents, window)
+            for block in visible_blocks(
+                rows, visibility, own_chunks, chunks[context.ring_rank - step], context.tile, max_side
+            )
         ]
         for step in range(context.ring)
     ]
-    ring = _Ring(
+    ring = _RingConfig(
         context.ring_group,
         context.ring,
         context.ring_rank,
@@ -376,33 +397,36 @@ def attend(
     )
     if context.ulysses_group is None:
         return _RingAttention.apply(q, k, v, sinks, ring)
-    return _attend_in_groups(q, k, v, sinks, ring, context, context.ulysses_group)
+    return _attend_ulysses(q, k, v, sinks, ring, context, context.ulysses_group)
 
 
-def _attend_in_groups(
+def _attend_ulysses(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    ring: _Ring,
+    ring: _RingConfig,
     context: ContextParallel,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Ulysses around the ring, some heads at a time: those of a group travel while those before them are attended to."""
+    """Ulysses around ring attention, in chunks of heads.
+
+    The all-to-all of a chunk overlaps with the attention of the chunk before it.
+    """
     ranks, heads, kv_heads = context.ulysses, q.shape[1], k.shape[1]
-    repeats = math.lcm(kv_heads, ranks) // kv_heads  # until every rank can have whole heads
+    repeats = math.lcm(kv_heads, ranks) // kv_heads  # so that ulysses divides the number of KV heads
     k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
-    groups = math.gcd(context.ulysses_chunks, k.shape[1] // ranks)
-    # [groups, ranks, B, heads of a rank in a group, S / cp, D]
-    parts = [x.unflatten(1, (ranks, groups, -1)).movedim((1, 2), (1, 0)) for x in (q, k, v)]
-    coming = [_trade_tokens(tensors, group) for tensors in zip(*parts, strict=True)]
-    size, going = heads // ranks // groups, []
-    for number, take in enumerate(coming):
-        first = context.ulysses_rank * size * groups + number * size
+    num_chunks = math.gcd(context.ulysses_chunks, k.shape[1] // ranks)
+    # [chunks, ranks, B, heads of a rank in a chunk, S / cp, D]
+    parts = [x.unflatten(1, (ranks, num_chunks, -1)).movedim((1, 2), (1, 0)) for x in (q, k, v)]
+    inputs = [_gather_tokens(tensors, group) for tensors in zip(*parts, strict=True)]
+    size, outputs = heads // ranks // num_chunks, []
+    for index, wait_for_tokens in enumerate(inputs):
+        first = context.ulysses_rank * size * num_chunks + index * size
         own_sinks = None if sinks is None else sinks[first : first + size]
-        out = _RingAttention.apply(*take(), own_sinks, replace(ring, first_head=ring.first_head + first))
-        going.append(_trade_heads(out, group, ranks))
-    return torch.cat([wait() for wait in going], 2).flatten(1, 2)
+        out = _RingAttention.apply(*wait_for_tokens(), own_sinks, replace(ring, first_head=ring.first_head + first))
+        outputs.append(_gather_heads(out, group, ranks))
+    return torch.cat([wait() for wait in outputs], 2).flatten(1, 2)
 
 
 def context_attention(
@@ -415,30 +439,35 @@ def context_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`attend` as an attention function of Transformers' AttentionInterface, whose name it is registered under by the caller.
+    """Attention function for Transformers' AttentionInterface that calls `attend`.
 
     Args:
-        module: an attention module, with a `ContextParallel` as `module.context`.
-        query, key, value: this rank's tokens, [B, H, S / cp, D].
-        attention_mask: no mask, but the documents of the whole rows: integers [B, 1, 1, S], best in host memory, or None.
-            Transformers passes masks of four dims on as they are.
+        module: attention module with a `ContextParallel` as `module.context`.
+        query, key, value: tokens of this rank, [B, H, S / cp, D].
+        attention_mask: document indices of the full rows in place of a mask: integers [B, 1, 1, S], preferably in host
+            memory, or None. Transformers passes four-dimensional masks through unchanged.
         scaling: factor on the scores; 1 / sqrt(D) by default.
-        dropout: by the place that `weft.parallel.dropout` set on the module; without one, by the place in this batch and a
-            seed from torch's default generator of the host.
-        kwargs: `sliding_window`, `softcap` and `s_aux` (sinks) are honoured; see `refuse_unknown_attention` for others.
+        dropout: fraction of the probabilities to drop. What is dropped depends on the `DropoutContext` that
+            `weft.parallel.dropout` has set as `module.place`; without it, on the index in this batch and a seed from the
+            default generator of torch on the host.
+        kwargs: `sliding_window`, `softcap` and `s_aux` (sinks) are supported; see `check_attention_arguments` for others.
 
     Returns:
-        [B, S / cp, Hq, Dv], and None for the probabilities, which are never all in one place.
+        [B, S / cp, Hq, Dv], and None for the probabilities, which no rank has in full.
 
     Raises:
-        ModelError: the model attends in a way that this function does not know.
+        ModelError: the attention of the model has a feature that this function does not support.
         PlanError: see `attend`.
     """
-    refuse_unknown_attention(module, kwargs)
+    check_attention_arguments(module, kwargs)
     drop: dict[str, Any] = {}
     if dropout > 0:
-        place = getattr(module, "place", None)
-        drop = place.of_attention(module) if place else {"seed": int(torch.randint(2**31, (), device="cpu"))}
+        dropout_context = getattr(module, "place", None)
+        drop = (
+            dropout_context.attention_arguments(module)
+            if dropout_context
+            else {"seed": int(torch.randint(2**31, (), device="cpu"))}
+        )
     out = attend(
         query,
         key,
@@ -455,28 +484,31 @@ def context_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def refuse_unknown_attention(module: Any, kwargs: dict[str, Any]) -> None:
-    """Raises ModelError if what a family passes to its attention function, or keeps in its mask alone, would be lost."""
+def check_attention_arguments(module: Any, kwargs: dict[str, Any]) -> None:
+    """Raise ModelError if an attention has a feature that `attend` would ignore.
+
+    Such a feature is an unknown argument of the attention function, or a rule that only the attention mask contains.
+    """
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     causal = kwargs.get("is_causal")
     layer_types = getattr(config, "layer_types", None)
     kind = layer_types[layer] if layer_types and layer is not None else None
-    window_is_lost = not kwargs.get("sliding_window") and (
+    window_in_mask_only = not kwargs.get("sliding_window") and (
         kind == "sliding_attention" or ("sliding_window" not in kwargs and kind is None and _has_window(config))
     )
     problems = {
         "attention that is not causal": not (getattr(module, "is_causal", True) if causal is None else causal),
-        "a sliding window that only its mask knows": window_is_lost,
+        "a sliding window that is only in its mask": window_in_mask_only,
         f"{kind} layers": kind not in (None, "full_attention", "sliding_attention"),
         **{f"the argument {name}": kwargs.get(name) is not None for name in UNKNOWN_ARGUMENTS},
         "probabilities as an output": bool(kwargs.get("output_attentions")),
     }
-    found = [name for name, is_there in problems.items() if is_there]
-    if found:
+    unsupported = [name for name, is_used in problems.items() if is_used]
+    if unsupported:
         raise ModelError(
-            f"{type(module).__name__} uses {' and '.join(found)}",
+            f"{type(module).__name__} uses {' and '.join(unsupported)}",
             where="context parallelism",
-            rule="attention over a split sequence knows causality, documents, sliding windows, caps and sinks",
+            rule="attention over a split sequence supports causality, documents, sliding windows, softcaps and sinks",
             fix="run this model with cp = 1",
         )
 

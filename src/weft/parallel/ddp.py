@@ -1,10 +1,11 @@
-"""Replicated data parallelism (ZeRO stage 0): every rank holds all state, and gradients are averaged while backward runs.
+"""Distributed data parallelism (ZeRO stage 0): full model state on every rank, gradients all-reduced during backward.
 
-Gradients live in flat buckets, one for each block, that are made once; a bucket is reduced as soon as its last gradient is
-there, behind the backward of the blocks before it (Li et al., PyTorch Distributed, 2020). Sharded data parallelism over one
-rank would do the same with two more copies of weights and gradients, every step, and without the overlap.
+Gradients are views of flat buckets, one for each block, which are allocated once. A bucket is all-reduced as soon as its last
+gradient is computed, overlapped with the backward of earlier blocks (Li et al., PyTorch Distributed, 2020). FSDP with one
+shard would give the same result, with two more copies of weights and gradients every step and without this overlap.
 
-A compressed reduction has two messages, one after the other: the second of a bucket leaves when two more buckets are full.
+A compressed all-reduce sends two messages in sequence. The second message of a bucket starts when the first messages of two
+more buckets are in flight.
 """
 
 from typing import Any, NamedTuple
@@ -25,20 +26,20 @@ from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import CONTEXT_AXES, join_axes
 
-IN_FLIGHT = 2  # buckets whose first messages are on the way, before the second message of an earlier one leaves
+IN_FLIGHT = 2  # buckets with their first message in flight before the second message of an earlier bucket starts
 
 
-def replicate_data_parallel(
+def apply_ddp(
     model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None
 ) -> None:
-    """Average gradients over the data ranks, in place, by the end of each backward.
+    """Average gradients over the data ranks by the end of each backward, in place.
 
     Args:
-        model: on any device, the meta device included; all ranks hold equal weights. Has its `feedback`.
+        model: model on any device, including meta, with the same weights on all ranks. `model.feedback` is set.
         anatomy: its roles.
         plan: resolved, with zero = 0.
-        mesh: with the axes of `weft.topology.mesh`; all data ranks are on dp_replicate.
-        expert_mesh: the same ranks as experts see them; None where experts are split like all else.
+        mesh: device mesh with the axes of `weft.topology.mesh`; all data ranks are on dp_replicate.
+        expert_mesh: device mesh of the experts over the same ranks; None if experts use `mesh`.
     """
     group = join_axes(mesh, ("dp_replicate", *CONTEXT_AXES)).get_group()
     units = [Unit(block.name, group) for block in reversed(anatomy.blocks)]
@@ -47,25 +48,25 @@ def replicate_data_parallel(
         units = [Unit(name, experts) for block in reversed(anatomy.blocks) for name in block.experts] + units
     reducer = GradientReducer([*units, Unit("", group)], model.feedback, plan.comm.compress_scope)
     model.gradient_reducer = reducer
-    # Weights may still be on the meta device: their hooks wait for the first forward.
+    # Weights may still be on the meta device, so buckets and gradient hooks are created in the first forward.
     model.register_forward_pre_hook(reducer.prepare)
     if plan.precision.param_dtype != plan.precision.update:
         _cast_in_forward(model, anatomy, DTYPES[plan.precision.param_dtype])
 
 
 class Unit(NamedTuple):
-    """Parameters whose gradients travel together."""
+    """Group of parameters whose gradients are reduced together."""
 
     module: str
-    """Name of the module that has them, those of earlier units apart."""
+    """Name of the module whose parameters the unit contains, except parameters of earlier units."""
     group: dist.ProcessGroup
     """Ranks whose gradients are averaged."""
     makes_momentum: bool = True
-    """Whether this reduction is the one that makes momenta of gradients, where momenta are what is compressed."""
+    """True if this reduction computes the momentum of the gradients, for compressions that reduce momentum (1-bit Adam)."""
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether ranks of tp or ep hold a part of it each, not a copy."""
+    """True if a parameter is sharded over the ranks of tp or ep, not replicated."""
     if not isinstance(parameter, DTensor):
         return False
     axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
@@ -73,8 +74,10 @@ def is_split(parameter: Tensor) -> bool:
 
 
 class Bucket:
-    """Gradients of some parameters, side by side in one tensor, and behind them one number for each parameter: the share of
-    ranks that have a gradient of it. A parameter that no rank uses has no gradient, and an optimizer leaves it alone.
+    """Flat buffer with the gradients of some parameters.
+
+    After the gradients the buffer has one element for each parameter: the fraction of ranks that have a gradient of it. A
+    parameter that no rank uses keeps `grad = None`, so that the optimizer skips it.
     """
 
     def __init__(
@@ -88,31 +91,33 @@ class Bucket:
         sizes = [local.numel() for local in locals_]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=locals_[0].dtype, device=locals_[0].device)
         self.gradients, self.used = self.flat.split([sum(sizes), len(sizes)])
-        pieces = self.gradients.split(sizes)
-        views = [piece.view_as(local) for piece, local in zip(pieces, locals_, strict=True)]
-        self.views = [_like(view, p) for view, p in zip(views, parameters, strict=True)]
-        self.missing = len(parameters)
-        self.absent: list[int] = []
+        flat_views = self.gradients.split(sizes)
+        views = [flat_view.view_as(local) for flat_view, local in zip(flat_views, locals_, strict=True)]
+        self.views = [_as_gradient(view, p) for view, p in zip(views, parameters, strict=True)]
+        self.num_pending = len(parameters)
+        self.missing_gradients: list[int] = []
         self.works: list[AllReduce | PlainAllReduce] = []
 
     def reduce(self) -> None:
-        """Start the average over ranks; a parameter without gradient on this rank adds zeros."""
-        self.absent = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
+        """Start to average over ranks; a parameter without a gradient on this rank contributes zeros."""
+        self.missing_gradients = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
         self.used.fill_(1)
-        for index in self.absent:
+        for index in self.missing_gradients:
             self.views[index].zero_()
             self.used[index] = 0
-        self.missing = len(self.parameters)
+        self.num_pending = len(self.parameters)
         unit, feedback = self.unit, self.feedback
         if feedback is None:
             self.works = [PlainAllReduce(self.name, self.flat, unit.group)]
             return
         if feedback.is_on and self.levels.outer_size > 1:
             momentum = unit.makes_momentum
-            main: Any = AllReduce(self.name, self.gradients, self.levels, feedback, momentum=momentum)
+            gradient_work: Any = AllReduce(self.name, self.gradients, self.levels, feedback, momentum=momentum)
         else:
-            main = PlainAllReduce(self.name, self.gradients, unit.group, feedback if unit.makes_momentum else None)
-        self.works = [main, PlainAllReduce(f"{self.name}.used", self.used, unit.group)]
+            gradient_work = PlainAllReduce(
+                self.name, self.gradients, unit.group, feedback if unit.makes_momentum else None
+            )
+        self.works = [gradient_work, PlainAllReduce(f"{self.name}.used", self.used, unit.group)]
 
     def advance(self) -> None:
         """Start the second message of a compressed reduction."""
@@ -120,22 +125,22 @@ class Bucket:
             work.advance()
 
     def wait(self) -> None:
-        """End the reduction. The host waits for the device only where this rank lacks a gradient."""
+        """Wait for the reduction. The host synchronises with the device only if this rank has no gradient of some parameter."""
         for work in self.works:
             work.wait()
         self.works = []
-        if not has_values(self.flat):  # a dry run, in which no rank uses what this one does not
+        if not has_values(self.flat):  # in a dry run a parameter without a gradient on this rank has none on any rank
             return
-        used = self.used[self.absent].tolist() if self.absent else []
-        for index, share in zip(self.absent, used, strict=True):
-            # What compressed messages of earlier steps have left out may come in a step that does not use the parameter.
-            arrived = self.feedback is not None and bool(to_local(self.views[index]).any())
-            if share > 0 or arrived:
+        used = self.used[self.missing_gradients].tolist() if self.missing_gradients else []
+        for index, fraction in zip(self.missing_gradients, used, strict=True):
+            # Error feedback from earlier steps may be added in a step that does not use the parameter.
+            has_feedback = self.feedback is not None and bool(to_local(self.views[index]).any())
+            if fraction > 0 or has_feedback:
                 self.parameters[index].grad = self.views[index]
 
 
-def _like(view: Tensor, parameter: Tensor) -> Tensor:
-    """A local gradient, as the gradient of its parameter."""
+def _as_gradient(view: Tensor, parameter: Tensor) -> Tensor:
+    """Local gradient as a tensor of the same kind as its parameter: a DTensor if the parameter is one."""
     if isinstance(parameter, DTensor):
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(view, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
@@ -143,60 +148,66 @@ def _like(view: Tensor, parameter: Tensor) -> Tensor:
 
 
 class GradientReducer:
-    """Moves gradients into buckets as they are made, and reduces full buckets if this backward is the step's last."""
+    """Collects gradients in buckets during backward, and all-reduces full buckets in the last backward of a step."""
 
     def __init__(self, units: list[Unit], feedback: Feedback | None = None, compress_scope: str = "all"):
         """
         Args:
-            units: in the order of backward.
-            feedback: of reductions that are compressed; None where none is.
-            compress_scope: which of them are, as in the plan.
+            units: groups of parameters, in the order of backward.
+            feedback: error feedback of compressed reductions; None without compression.
+            compress_scope: reductions that are compressed, as in the plan.
         """
         self.units, self.feedback, self.compress_scope = units, feedback, compress_scope
-        makes_momenta = feedback is not None and feedback.takes_momentum
-        self.communicates = makes_momenta or any(unit.group.size() > 1 for unit in units)
+        reduces_momentum = feedback is not None and feedback.takes_momentum
+        self.communicates = reduces_momentum or any(unit.group.size() > 1 for unit in units)
         self.last_micro_batch = True
         self.buckets: list[Bucket] = []
         self.reducing: list[Bucket] = []
         self.finish_is_queued = False
 
     def prepare(self, model: nn.Module, _: object) -> None:
-        """Make the buckets, once, one a unit, in the order of backward."""
+        """Forward pre-hook that creates the buckets on its first call, one per unit, in the order of backward."""
         if self.buckets:
             return
-        rest = {id(p): p for p in model.parameters() if p.requires_grad}
+        remaining = {id(p): p for p in model.parameters() if p.requires_grad}
         for unit in self.units:
-            inside = [p for p in model.get_submodule(unit.module).parameters() if rest.pop(id(p), None) is not None]
-            for part in self._parts(inside):
+            members = [
+                p for p in model.get_submodule(unit.module).parameters() if remaining.pop(id(p), None) is not None
+            ]
+            for part in self._split_buckets(members):
                 self.buckets.append(Bucket(part, unit, self.feedback, self.compress_scope))
         for index, bucket in enumerate(self.buckets):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.register_post_accumulate_grad_hook(self._keeper(index, view))
+                parameter.register_post_accumulate_grad_hook(self._gradient_hook(index, view))
 
-    def _parts(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """What has a bucket of its own: what tp ranks have copies of stays so only if nothing else is in its messages."""
+    def _split_buckets(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Parameters of each bucket of a unit.
+
+        With compression, replicated and sharded parameters get separate buckets: the replicas of a parameter on tp ranks stay
+        equal only if its messages contain no sharded gradients, which differ between tp ranks.
+        """
         if self.feedback is None:
             return [parameters] if parameters else []
         parts = [[p for p in parameters if is_split(p) == split] for split in (True, False)]
         return [part for part in parts if part]
 
-    def _keeper(self, index: int, view: Tensor) -> Any:
-        def keep(parameter: Tensor) -> None:
+    def _gradient_hook(self, index: int, view: Tensor) -> Any:
+        def store(parameter: Tensor) -> None:
             if parameter.grad is not view:
                 view.copy_(parameter.grad)  # type: ignore[arg-type]
                 parameter.grad = view
             if self.last_micro_batch and self.communicates:
-                self._count(index)
+                self._mark_ready(index)
 
-        return keep
+        return store
 
-    def _count(self, index: int) -> None:
+    def _mark_ready(self, index: int) -> None:
         if not self.finish_is_queued:
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
             self.finish_is_queued = True
-        self.buckets[index].missing -= 1
-        # In one order on every rank, whichever is full first: a rank may not use what another does.
-        while len(self.reducing) < len(self.buckets) and self.buckets[len(self.reducing)].missing == 0:
+        self.buckets[index].num_pending -= 1
+        # All ranks reduce buckets in the same order, even if a later bucket is full first: ranks may use different parameters.
+        while len(self.reducing) < len(self.buckets) and self.buckets[len(self.reducing)].num_pending == 0:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
@@ -207,7 +218,7 @@ class GradientReducer:
             earlier.advance()
 
     def finish(self) -> None:
-        """At the end of backward: reduce what never got full, and wait for all."""
+        """Reduce the buckets that are not full, and wait for all reductions; called at the end of backward."""
         while len(self.reducing) < len(self.buckets):
             self._reduce_next()
         for bucket in self.reducing:
@@ -219,8 +230,10 @@ class GradientReducer:
 
 
 def _cast_in_forward(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> None:
-    """Cast the weights for forward, and their gradients back in backward. The inputs of each block are cast too, as FSDP2
-    does: masks and buffers (XGLM's positions) have the dtype of the weights at rest.
+    """Cast weights to the dtype of forward, and their gradients back in backward.
+
+    The inputs of each block are cast too, as FSDP2 does: masks and buffers (the positions of XGLM) have the dtype of the
+    stored weights.
     """
     originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
 

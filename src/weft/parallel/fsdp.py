@@ -1,23 +1,24 @@
 """Sharded data parallelism: ZeRO stages 1 to 3 on FSDP2 (Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023).
 
-What one data rank holds between two micro-batches, for P parameters, d ranks in dp_shard, f bytes a forward weight, g bytes
-a reduced gradient and u bytes an updated number (weight and two moments of Adam):
+Bytes on one data rank between two micro-batches, for P parameters, d ranks in dp_shard, f bytes per weight in forward, g bytes
+per reduced gradient, and u bytes per element of master weight and of each of the two moments of Adam:
 
-    zero 0    g P + 3 u P               gradients all-reduced once a step (replicate.py)
-    zero 1    f P + g P + 3 u P / d     reduce-scattered once a step
-    zero 2    f P + (g + 3 u) P / d     reduce-scattered every micro-batch
-    zero 3    (g + 3 u) P / d           and weights gathered block by block, twice a micro-batch
+    zero 0    g P + 3 u P               gradients all-reduced once per step (ddp.py)
+    zero 1    f P + g P + 3 u P / d     gradients reduce-scattered once per step
+    zero 2    f P + (g + 3 u) P / d     gradients reduce-scattered in every micro-batch
+    zero 3    (g + 3 u) P / d           as zero 2, and weights gathered per block, twice in every micro-batch
 
-A pipeline reduces gradients once a step at every stage: g P, until its last backward.
+With pipeline parallelism every ZeRO stage reduces gradients once per step, and holds g P until its last backward.
 
-With context parallelism d counts its ranks too; P is what tensor and expert parallelism leave of a model on one rank, and
-experts have a d of their own: the ranks that hold the same ones.
+With context parallelism d includes the cp ranks. P counts the parameters of one rank after tensor and expert parallelism.
+Experts have another d: the number of ranks that hold the same experts.
 
-Weights of stages 1 and 2 are gathered once a step, kept until the last backward, and freed before the update. Stages 2 and 3
-also hold the gradient of one unit of communication, whole, until the next one is reduced.
+ZeRO stages 1 and 2 gather weights once per step, keep them until the last backward, and free them before the optimizer update.
+Stages 2 and 3 also hold the unreduced gradient of one FSDP unit until the gradient of the next unit is reduced.
 
-Compressed reductions keep what their messages leave out, twice, as a step may be skipped: 8 P. Where they reduce momenta, 8 P
-of them too, and of their mean 8 P / d (8 P with zero 0). With i ranks of a host that share it before they compress, an i-th.
+Compressed reductions hold error feedback twice, because a step may be skipped: 8 P. If they reduce momentum (1-bit Adam), they
+hold another 8 P of local momentum, and 8 P / d of its mean (8 P with zero 0). If i ranks of a host reduce among themselves
+before they compress, these sizes are divided by i.
 """
 
 from functools import partial
@@ -33,67 +34,67 @@ from weft.anatomy.roles import Anatomy
 from weft.backends.hierarchical import leaves_host
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
-from weft.parallel.async_reduce_scatter import groups_of, scatter_behind_backward
+from weft.parallel.async_reduce_scatter import overlap_reduce_scatter, param_groups
 from weft.parallel.ddp import GradientReducer, Unit, is_split
 from weft.parallel.weights import to_local
-from weft.plan import BYTES, Plan, state_bytes
+from weft.plan import BYTES, Plan, bytes_per_state_element
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes, ranks_along
 
 
-def shard_data_parallel(
+def apply_fsdp(
     model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None
 ) -> None:
-    """Shard parameters over the data axes in place; gradients become means over the data ranks.
+    """Shard parameters over the data axes, in place; gradients become means over the data ranks.
 
-    Each block is one unit of communication; embedding, last norm and head are another.
+    Each block is one FSDP unit. Embedding, final norm and head form another unit; with zero = 3 an untied embedding is a unit.
 
     Args:
-        model: on any device, the meta device included; all ranks hold equal weights. Has its `feedback`.
+        model: model on any device, including meta, with the same weights on all ranks. `model.feedback` is set.
         anatomy: its roles.
         plan: resolved.
-        mesh: with the axes of `weft.topology.mesh`.
-        expert_mesh: the same ranks as experts see them; None where experts are split like all else.
+        mesh: device mesh with the axes of `weft.topology.mesh`.
+        expert_mesh: device mesh of the experts over the same ranks; None if experts use `mesh`.
     """
     policy = MixedPrecisionPolicy(DTYPES[plan.precision.param_dtype], DTYPES[plan.precision.reduce_dtype])
     settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": plan.parallel.zero == 3}
-    # Ranks that share a sequence also share its weights' gradients.
+    # Context-parallel ranks hold the same weights: shard over them too.
     shards = join_axes(mesh, ("dp_shard", *CONTEXT_AXES))
-    between_replicas = _shard_mesh if model.feedback is None else _only_shards
-    settings["mesh"] = between_replicas(mesh["dp_replicate"], shards)
+    fsdp_mesh = _hsdp_mesh if model.feedback is None else _shard_mesh_only
+    settings["mesh"] = fsdp_mesh(mesh["dp_replicate"], shards)
     settings["shard_placement_fn"] = partial(_placement, shards.size())
     for block in anatomy.blocks:
         for name in block.experts if expert_mesh else ():
             assert expert_mesh is not None
-            own_mesh = between_replicas(expert_mesh["edp_replicate"], expert_mesh["edp_shard"])
+            own_mesh = fsdp_mesh(expert_mesh["edp_replicate"], expert_mesh["edp_shard"])
             placement = partial(_placement, ranks_along(expert_mesh, "edp_shard"))
             own = {**settings, "mesh": own_mesh, "shard_placement_fn": placement}
             fully_shard(model.get_submodule(name), **own)
         fully_shard(model.get_submodule(block.name), **settings)
-    if (
-        plan.parallel.zero == 3 and anatomy.embedding and not anatomy.tied
-    ):  # used at both ends of a pass, and freed in between
+    # The embedding is used only at the start of forward and at the end of backward, and is freed in between.
+    if plan.parallel.zero == 3 and anatomy.embedding and not anatomy.tied:
         fully_shard(model.get_submodule(anatomy.embedding), **settings)
-    # The rest is one unit. Backward starts at the head: gathered in forward, it is kept for the few moments between.
+    # The root unit has the other parameters. Backward starts at the head, so that it stays gathered after forward.
     fully_shard(model, **{**settings, "reshard_after_forward": False})
     if model.feedback is not None:
-        _compress(model, model.feedback, anatomy, plan, mesh, expert_mesh)
+        _set_compression(model, model.feedback, anatomy, plan, mesh, expert_mesh)
     elif (
         mesh.device_type == "cpu"
         and plan.parallel.dp_replicate == 1
         and plan.precision.reduce_dtype == plan.precision.update
         and leaves_host(shards.get_group())
     ):
-        scatter_behind_backward(model)
+        overlap_reduce_scatter(model)
 
 
-def _compress(
+def _set_compression(
     model: Any, feedback: Feedback, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None
 ) -> None:
-    """Let units of FSDP2 reduce-scatter what is compressed; between replicas their shards are reduced as whole gradients are
-    (`replicate.py`): FSDP2's own all-reduce takes no other.
+    """Compress the reduce-scatters of FSDP2 units, and the all-reduces of their shards between replicas.
+
+    The all-reduce between replicas uses the buckets of `ddp.py`, because FSDP2 does not accept a custom all-reduce.
     """
-    level = plan.comm.compress_scope
+    compress_scope = plan.comm.compress_scope
     experts = {name for block in anatomy.blocks for name in block.experts} if expert_mesh else set()
     groups = {False: (mesh["dp_replicate"], join_axes(mesh, ("dp_shard", *CONTEXT_AXES)))}
     if expert_mesh is not None:
@@ -103,7 +104,7 @@ def _compress(
         if not isinstance(module, FSDPModule):
             continue
         replicas, shards = groups[name in experts]
-        levels = levels_of(shards.get_group(), level)
+        levels = levels_of(shards.get_group(), compress_scope)
         compresses = shards.size() > 1 and levels.outer_size > 1
         if compresses:
             scatter: Any = ReduceScatter(f"scatter.{name or 'rest'}", levels, feedback, _segments(module))
@@ -112,43 +113,46 @@ def _compress(
             module.set_all_reduce_hook(partial(feedback.add_up, name or "rest"))
         units.append(Unit(name, replicas.get_group(), makes_momentum=not compresses))
     if any(unit.group.size() > 1 for unit in units):
-        model.gradient_reducer = GradientReducer(units, feedback, level)
-        # Before FSDP2's own, which shows the model what is gathered.
+        model.gradient_reducer = GradientReducer(units, feedback, compress_scope)
+        # Runs before the hook of FSDP2, which replaces the sharded parameters by gathered tensors.
         model.register_forward_pre_hook(model.gradient_reducer.prepare, prepend=True)
 
 
 def _segments(unit: Any) -> list[int]:
-    """Of a rank's part of the gradients of a unit of FSDP2: stretches that tp ranks have copies of, and others."""
-    parameters = [parameter for group in groups_of(unit._get_fsdp_state()) for parameter in group.fsdp_params]
+    """Sizes of consecutive segments of the gradient shard of an FSDP2 unit, alternately sharded and replicated over tp."""
+    parameters = [parameter for group in param_groups(unit._get_fsdp_state()) for parameter in group.fsdp_params]
     own = [parameter for parameter in parameters if parameter.sharded_param.requires_grad]
-    stretches = groupby(own, key=lambda parameter: is_split(parameter.sharded_param))
-    return [sum(parameter.padded_sharded_param_size.numel() for parameter in part) for _, part in stretches]
+    segments = groupby(own, key=lambda parameter: is_split(parameter.sharded_param))
+    return [sum(parameter.padded_sharded_param_size.numel() for parameter in part) for _, part in segments]
 
 
 def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
-    """The dim that ranks cut a parameter along: None, its first, but where FSDP2 would pad that by much (128 experts on 1,024
-    ranks become 1,024) the first that they divide, as torchtitan does for experts."""
+    """Dim along which FSDP2 shards a parameter; None for its default, dim 0.
+
+    If dim 0 is so small that FSDP2 would pad it a lot (128 experts on 1,024 ranks become 1,024), it is the first dim that the
+    number of ranks divides, as torchtitan does for experts.
+    """
     shape = to_local(parameter.detach()).shape
     if shape[0] >= 8 * shards:
         return None
     return next((Shard(dim) for dim, size in enumerate(shape) if size % shards == 0), None)
 
 
-def _shard_mesh(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
+def _hsdp_mesh(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
     return join_meshes(replicate, shard) if replicate.size() > 1 else shard
 
 
-def _only_shards(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
+def _shard_mesh_only(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
     return shard
 
 
 def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:
-    """Say what the coming backward does with gradients and gathered weights.
+    """Configure gradient reduction and resharding for the next backward.
 
     Args:
-        model: parallelized.
+        model: parallelized model.
         plan: resolved.
-        last: whether this is the last micro-batch of the step, after which gradients are complete and weights are freed.
+        last: True for the last micro-batch of the step, after which gradients are complete and gathered weights are freed.
     """
     if hasattr(model, "gradient_reducer"):
         model.gradient_reducer.last_micro_batch = last
@@ -160,15 +164,16 @@ def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:
     model.set_reshard_after_backward(last or plan.parallel.zero == 3)
 
 
-def gather_ahead(model: Any, stages: list[list[str]], plan: Plan, mesh: DeviceMesh) -> None:
-    """Let the weights of blocks, and of their experts, be gathered while the blocks before them compute, in forward. In
-    backward FSDP2 does so by itself, one block ahead.
+def prefetch_forward(model: Any, stages: list[list[str]], plan: Plan, mesh: DeviceMesh) -> None:
+    """Prefetch the weights of later blocks and of their experts in forward, `plan.comm.prefetch` blocks ahead.
+
+    In backward, FSDP2 prefetches one block ahead by default.
 
     Args:
-        model: sharded, with zero = 3.
-        stages: names of the blocks of each stage of this rank, in the order of forward.
+        model: sharded model, with zero = 3.
+        stages: names of the blocks of each pipeline stage of this rank, in the order of forward.
         plan: resolved.
-        mesh: of all ranks.
+        mesh: device mesh of all ranks.
     """
     groups = [mesh.get_group(axis) for axis in ("dp_shard", *CONTEXT_AXES)]
     if not plan.comm.prefetch or (mesh.device_type == "cpu" and not any(map(leaves_host, groups))):
@@ -177,34 +182,36 @@ def gather_ahead(model: Any, stages: list[list[str]], plan: Plan, mesh: DeviceMe
         units = [
             [unit for unit in model.get_submodule(name).modules() if isinstance(unit, FSDPModule)] for name in names
         ]
-        for number, own in enumerate(units):
-            coming = [unit for block in units[number + 1 : number + 1 + plan.comm.prefetch] for unit in block]
-            own[0].set_modules_to_forward_prefetch(coming)
-    if mesh.device_type == "cpu":  # there are no streams: only works are under way beside computation
+        for index, own in enumerate(units):
+            later = [unit for block in units[index + 1 : index + 1 + plan.comm.prefetch] for unit in block]
+            own[0].set_modules_to_forward_prefetch(later)
+    if mesh.device_type == "cpu":  # CPU has no streams: only an asynchronous collective overlaps with computation
         model._set_unshard_async_op(True)
 
 
-def prefetch_inside_stages(model: Any, stages: list[list[str]]) -> None:
-    """Let each block's backward gather the block before it, in its own stage: FSDP2 alone goes by the order of forwards,
-    which a pipeline's backwards do not reverse, and would gather what is not used next.
+def prefetch_backward(model: Any, stages: list[list[str]]) -> None:
+    """Let the backward of each block prefetch the preceding block of the same pipeline stage.
+
+    The default of FSDP2 prefetches in the reverse order of forwards. The backwards of a pipeline run in another order, so that
+    it would gather blocks that are not used next.
 
     Args:
-        model: sharded.
-        stages: names of the blocks of each stage of this rank.
+        model: sharded model.
+        stages: names of the blocks of each pipeline stage of this rank.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_modules_to_backward_prefetch([module])  # nothing but what is gathered anyway
+            module.set_modules_to_backward_prefetch([module])  # only itself: disables the default
     for names in stages:
-        for before, name in pairwise(names):
-            model.get_submodule(name).set_modules_to_backward_prefetch([model.get_submodule(before)])
+        for previous, name in pairwise(names):
+            model.get_submodule(name).set_modules_to_backward_prefetch([model.get_submodule(previous)])
 
 
 def begin_pipelined_step(model: Any, plan: Plan) -> None:
-    """Let the backwards of a pipeline add up gradients where they are, until `reduce_gradients`.
+    """Accumulate unreduced gradients in the backwards of a pipeline, until `reduce_gradients`.
 
     Args:
-        model: parallelized.
+        model: parallelized model.
         plan: resolved.
     """
     if hasattr(model, "gradient_reducer"):
@@ -214,16 +221,19 @@ def begin_pipelined_step(model: Any, plan: Plan) -> None:
     model.set_is_last_backward(False)
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(plan.parallel.zero == 3)
-    # The ends have no backward of their own before which they would be gathered again.
+    # In a pipeline no hook gathers the root unit (embedding, final norm, head) again before a backward.
     model.set_reshard_after_backward(False, recurse=False)
 
 
-def add_up_gradients(model: Any, plan: Plan) -> None:
-    """Add what a part of a backward has left at gathered weights to their sums in the format of reduction. FSDP2 does so when
-    a backward ends, but gradients of matrices may come later than that (`pipeline/weight_gradients.py`)."""
+def accumulate_gradients(model: Any, plan: Plan) -> None:
+    """Add the gradients of gathered weights to their sums in the dtype of reduction.
+
+    FSDP2 does so at the end of each backward, but deferred weight gradients are computed after it
+    (`pipeline/weight_gradients.py`).
+    """
     if plan.parallel.zero == 0 or plan.precision.param_dtype == plan.precision.reduce_dtype:
         return
-    for group in _all_groups(model):
+    for group in _all_param_groups(model):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
                 parameter.accumulate_unsharded_grad_if_needed()
@@ -231,7 +241,7 @@ def add_up_gradients(model: Any, plan: Plan) -> None:
 
 
 def reduce_gradients(model: Any, plan: Plan) -> None:
-    """Reduce what a pipelined step has added up, and free gathered weights."""
+    """Reduce the accumulated gradients of a pipelined step, and free gathered weights."""
     if plan.parallel.zero == 0:
         model.gradient_reducer.finish()
         return
@@ -239,60 +249,59 @@ def reduce_gradients(model: Any, plan: Plan) -> None:
     model.set_requires_gradient_sync(True)
     model.set_requires_all_reduce(True)
     model.set_reshard_after_backward(True)
-    # As torch's pipeline runtime does: the hook that a backward of the whole model would end with.
-    for group in _all_groups(model):
+    # As in the pipeline runtime of torch: run the hook that ends the backward of a complete model.
+    for group in _all_param_groups(model):
         group.post_backward()
     model._get_fsdp_state()._root_post_backward_final_callback()
     if hasattr(model, "gradient_reducer"):
         model.gradient_reducer.finish()
 
 
-def _all_groups(model: Any) -> list[Any]:
-    """FSDP2's groups of parameters of all units, after the first forward."""
-    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in groups_of(state)]
+def _all_param_groups(model: Any) -> list[Any]:
+    """FSDP2 parameter groups of all units; known after the first forward."""
+    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in param_groups(state)]
 
 
 def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str, float]:
-    """Predicted bytes a rank holds at its fullest moment, between micro-batches, by kind (formulas above).
+    """Predicted peak of the model state between micro-batches in bytes per rank, by kind (formulas above).
 
     Args:
-        parameters: trainable parameters of one rank before ZeRO shards them: of the whole model, or what tensor
-            parallelism leaves of it; see `count_split`.
+        parameters: trainable parameters of one rank after tensor parallelism and before ZeRO sharding, except experts with
+            their own mesh; see `count_local_parameters`.
         plan: resolved; a forward dtype of "auto" counts as bf16.
-        experts: the same, of experts that are on a mesh of their own.
+        experts: the same count for experts with their own mesh.
     """
     p, precision = plan.parallel, plan.precision.resolve(native_bf16=True)
     shards = 1 if p.zero == 0 else p.dp_shard * p.cp
     expert_shards = 1 if p.zero == 0 else p.dp_shard * p.cp * p.tp // p.ep
     sharded = parameters / shards + experts / expert_shards
-    whole = float(parameters + experts)
+    unsharded = float(parameters + experts)
     return {
         "parameters": BYTES[precision.update] * sharded,
-        "gathered parameters": 0.0 if p.zero in (0, 3) else BYTES[precision.param_dtype] * whole,
-        "gradients": BYTES[precision.reduce_dtype] * (whole if p.zero <= 1 or p.pp > 1 else sharded),
-        "optimizer": (2 + (plan.comm.compression == "1-bit")) * state_bytes(precision) * sharded
-        + _feedback_bytes(plan) * whole,
+        "gathered parameters": 0.0 if p.zero in (0, 3) else BYTES[precision.param_dtype] * unsharded,
+        "gradients": BYTES[precision.reduce_dtype] * (unsharded if p.zero <= 1 or p.pp > 1 else sharded),
+        "optimizer": (2 + (plan.comm.compression == "1-bit")) * bytes_per_state_element(precision) * sharded
+        + _feedback_bytes(plan) * unsharded,
     }
 
 
 def _feedback_bytes(plan: Plan) -> float:
-    """For each number of a rank's gradient, what its compressed reductions keep; of replicas of shards, at most as much again
-    for each shard."""
+    """Bytes of error feedback and momentum per gradient element of a rank, an upper bound with replicas of shards."""
     comm, p = plan.comm, plan.parallel
     if comm.compression == "none" or p.gradient_ranks == 1:
         return 0.0
     shards, takes_momentum = (p.dp_shard * p.cp if p.zero else 1), comm.compression == "1-bit"
-    kept = 8.0 * (comm.error_feedback + takes_momentum)
+    local = 8.0 * (comm.error_feedback + takes_momentum)
     mean = 8.0 * (comm.error_feedback and takes_momentum) / shards
-    between = 8.0 * comm.error_feedback / shards if p.zero and p.dp_replicate > 1 else 0.0
-    return (kept + mean) * (p.zero == 0 or shards > 1) + between
+    replicas = 8.0 * comm.error_feedback / shards if p.zero and p.dp_replicate > 1 else 0.0
+    return (local + mean) * (p.zero == 0 or shards > 1) + replicas
 
 
-def count_split(model: nn.Module) -> tuple[int, int]:
-    """Parameters of one rank before ZeRO shards them: those that all share, and those of experts on a mesh of their own.
+def count_local_parameters(model: nn.Module) -> tuple[int, int]:
+    """Parameters of one rank before ZeRO sharding: (all except experts with their own mesh, experts with their own mesh).
 
     Args:
-        model: parallelized, with its shards at rest.
+        model: parallelized model with sharded parameters, between steps.
     """
     totals = {False: 0, True: 0}
     for parameter in model.parameters():

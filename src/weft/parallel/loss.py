@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is split over ranks; they are never gathered (Shoeybi et al., Megatron-LM, 2019)."""
+"""Vocabulary-parallel cross entropy, without gathering the logits (Shoeybi et al., Megatron-LM, 2019)."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from weft.parallel.weights import part_bounds
 def cross_entropy_sum(
     logits: Tensor, targets: Tensor, ignored: int, group: dist.ProcessGroup | None = None, vocab_size: int = 0
 ) -> Tensor:
-    """Sum of cross entropies over the targets that are not ignored, in float32 (float64 for float64 logits).
+    """Sum of cross entropies over the targets that are not ignored, in float32 (in float64 for float64 logits).
 
     Args:
-        logits: [..., vocab], or this rank's part of the vocabulary, as `part_bounds` cuts it.
-        targets: [...] token numbers of the whole vocabulary, or `ignored`.
-        ignored: the target that does not count.
-        group: ranks that share the vocabulary; all of them get the same sum. None: logits are whole.
-        vocab_size: of the whole vocabulary, where it is shared.
+        logits: [..., vocab], or [..., part of vocab] as split by `part_bounds`.
+        targets: [...] token indices in the full vocabulary, or `ignored`.
+        ignored: index of targets that do not count.
+        group: ranks over which the vocabulary is split; all of them return the same sum. None if it is not split.
+        vocab_size: size of the full vocabulary, if it is split.
     """
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     if group is None or group.size() == 1:
@@ -30,7 +30,7 @@ def cross_entropy_sum(
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Numbers in the logits of a token, over all ranks."""
+    """Size of the output vocabulary over all ranks."""
     head: Any = model.get_output_embeddings()
     return int(head.weight.shape[0])
 
@@ -43,22 +43,22 @@ class _VocabularyParallel(torch.autograd.Function):
         start, length = part_bounds(vocab_size, group.size(), group.rank())
         counted = targets != ignored
         local = targets - start
-        here = counted & (local >= 0) & (local < length)
-        local = torch.where(here, local, 0)
+        is_local = counted & (local >= 0) & (local < length)
+        local = torch.where(is_local, local, 0)
 
         largest = logits.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         exponentials = (logits - largest[:, None]).exp_()
-        # The sum of exponentials of all ranks, and the target's logit, which one rank has: one message.
-        sums = torch.stack([exponentials.sum(-1), logits.gather(-1, local[:, None])[:, 0] * here])
+        # One all-reduce for the sum of exponentials and for the logit of the target, which one rank holds.
+        sums = torch.stack([exponentials.sum(-1), logits.gather(-1, local[:, None])[:, 0] * is_local])
         dist.all_reduce(sums, group=group)
         losses = sums[0].log() + largest - sums[1]
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), local, here, counted)
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), local, is_local, counted)
         return (losses * counted).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        probabilities, local, here, counted = ctx.saved_tensors
+        probabilities, local, is_local, counted = ctx.saved_tensors
         result = probabilities * counted[:, None]
-        result[torch.arange(len(local), device=local.device), local] -= here.to(result.dtype)
+        result[torch.arange(len(local), device=local.device), local] -= is_local.to(result.dtype)
         return result.mul_(gradient), None, None, None, None

@@ -1,9 +1,9 @@
-"""How evenly routers use their experts: the load as a metric, and the auxiliary loss that evens it, for any layout.
+"""Load-balancing loss and load metric of Mixture-of-Experts routers, independent of the layout.
 
 The auxiliary loss of Switch Transformer (Fedus et al., 2021), as Transformers computes it from router logits, is a product of
-two means over tokens; computed over what one rank happens to hold it would differ for every layout. Here it is computed for
-each row on its own (DeepSeek-V3's sequence-wise loss; Transformers with batches of one row) and averaged over the rows of
-the global batch: so it adds up over micro-batches and ranks, and the sums inside a row travel over cp and tp.
+two means over tokens. Computed over the tokens of one rank, it would differ between layouts. Here it is computed separately for
+each row (as the sequence-wise loss of DeepSeek-V3, or Transformers with batches of one row) and averaged over the rows of the
+global batch. It is therefore additive over micro-batches and data ranks; the sums within a row are all-reduced over cp and tp.
 """
 
 from typing import Any
@@ -22,38 +22,38 @@ from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 
 
 class RouterStats:
-    """Keeps what the routers of a model say during training, until it is asked for."""
+    """Recorder of router logits and expert load during training."""
 
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh):
         self.mesh = mesh
         config: Any = model.config.get_text_config()
-        asked = bool(getattr(config, "output_router_logits", False))
-        self.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0)) if asked else 0.0
+        enabled = bool(getattr(config, "output_router_logits", False))
+        self.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0)) if enabled else 0.0
         self.top_k = experts_per_token(config) or 1
         self.layers = sum(len(block.router) for block in anatomy.blocks)
-        """With routers, in the whole model."""
+        """Number of layers with routers in the full model."""
         self.num_experts = max((_count_experts(model, block) for block in anatomy.blocks), default=0)
         self.model, self.dtype = model, torch.promote_types(model.dtype, torch.float32)
         self.logits: list[Tensor] = []
         self.recording = True
-        """Not while backward runs a block again: what it says has been heard."""
+        """False while backward recomputes a block, whose forward has already been recorded."""
         self.counts_load = False
         self.load: dict[str, Tensor] = {}
-        """Copies of tokens for each expert since `take_load`, by layer, [num_experts] int64: those of this rank's tokens."""
+        """Token copies per expert since the last `take_load`, by layer, [num_experts] int64; tokens of this rank only."""
         for block in anatomy.blocks:
             for name in block.experts:
-                self._watch_load(name, model.get_submodule(name))
+                self._count_load(name, model.get_submodule(name))
             for name in block.router if self.coefficient else ():
-                model.get_submodule(name).register_forward_hook(self._keep_logits)
-        if self.coefficient:  # in a loop that never asks for the sums, logits of earlier forwards must not pile up
+                model.get_submodule(name).register_forward_hook(self._store_logits)
+        if self.coefficient:  # discards logits of earlier forwards in a loop that never calls take_sums
             model.register_forward_pre_hook(lambda *_: self.logits.clear())
 
     def is_on(self) -> bool:
-        """Whether the auxiliary loss takes part in the forward that is to come."""
+        """True if the next forward contributes to the auxiliary loss."""
         return self.coefficient > 0 and self.model.training
 
-    def _watch_load(self, name: str, experts: Any) -> None:
-        num_experts = getattr(experts, "num_experts", None)  # before expert parallelism leaves a part of them here
+    def _count_load(self, name: str, experts: Any) -> None:
+        num_experts = getattr(experts, "num_experts", None)  # of all ranks: expert parallelism is applied later
         if num_experts is None or not takes_indices(experts):
             return
         self.counts_load = True
@@ -66,43 +66,47 @@ class RouterStats:
 
         experts.register_forward_pre_hook(count, with_kwargs=True)
 
-    def _keep_logits(self, router: nn.Module, args: Any, out: Any) -> None:
+    def _store_logits(self, router: nn.Module, args: Any, out: Any) -> None:
         if router.training and self.recording:
             self.logits.append(out[0])
 
-    def no_sums(self, rows: int, device: torch.device) -> Tensor:
-        """`take_sums` of no layer."""
+    def zero_sums(self, rows: int, device: torch.device) -> Tensor:
+        """Result of `take_sums` without layers."""
         return torch.zeros(rows, 2, self.num_experts, dtype=self.dtype, device=device)
 
     def take_sums(self, rows: int, device: torch.device) -> Tensor:
-        """`router_sums` of the layers that ran in the last forward.
+        """Return and reset the `router_sums` of the layers that ran in the last forward.
 
         Args:
-            rows: of the micro-batch.
-            device: of this rank.
+            rows: number of rows of the micro-batch.
+            device: device of the result if no layer ran.
         """
         logits, self.logits = self.logits, []
-        return router_sums(logits, rows, self.top_k).to(self.dtype) if logits else self.no_sums(rows, device)
+        return router_sums(logits, rows, self.top_k).to(self.dtype) if logits else self.zero_sums(rows, device)
 
     def loss(self, sums: Tensor, tokens: int) -> Tensor:
-        """Sum over rows of their auxiliary loss; every rank of cp and tp has the same value.
+        """Auxiliary loss summed over rows; the same on all ranks of cp and tp.
 
         Args:
-            sums: of all layers of the model.
-            tokens: of a row, on this rank.
+            sums: `router_sums` over all layers of the model.
+            tokens: tokens per row on this rank.
         """
         groups = [self.mesh.get_group(axis) for axis in (*CONTEXT_AXES, "tp") if ranks_along(self.mesh, axis) > 1]
-        return balance_loss(sums, tokens * self.layers, groups).sum()
+        return load_balancing_loss(sums, tokens * self.layers, groups).sum()
 
-    def tokens_of(self, seq_len: int) -> int:
-        """Tokens of a row that go through the routers of this rank: tp ranks have a part each, sp or not."""
+    def tokens_per_row(self, seq_len: int) -> int:
+        """Tokens per row in the routers of this rank; tp ranks split them with and without sequence parallelism."""
         return seq_len // ranks_along(self.mesh, *CONTEXT_AXES, "tp")
 
     def take_load(self) -> float | None:
-        """Load of the busiest expert over the mean, in the most uneven layer, since the last call; the same on the ranks of a
-        stage of a pipeline, 0 where it has no experts.
+        """Return the load imbalance of the least balanced layer since the last call, and reset it.
 
-        None where there are no experts at all, or none that can be counted.
+        The imbalance is the load of the busiest expert divided by the mean load. All ranks of a pipeline stage
+        return the same value.
+
+        Returns:
+            The imbalance; 0 for a stage without experts; None if the model has no experts, or no experts whose load can be
+            counted.
         """
         if not self.counts_load:
             return None
@@ -115,15 +119,16 @@ class RouterStats:
 
 
 def router_sums(logits: list[Tensor], rows: int, top_k: int) -> Tensor:
-    """What the auxiliary loss needs of some layers; the sums of all layers add up.
+    """Sums over tokens from which the auxiliary loss is computed; additive over layers.
 
     Args:
-        logits: of each layer, [rows * tokens, num_experts], row after row: this rank's tokens.
-        rows: how many.
-        top_k: experts a token goes to.
+        logits: router logits of each layer for the tokens of this rank, [rows * tokens, num_experts], row by row.
+        rows: number of rows.
+        top_k: experts per token.
 
     Returns:
-        [rows, 2, num_experts] float32 (float64 for float64 logits): choices of each expert, and sums of its probabilities.
+        [rows, 2, num_experts] float32 (float64 for float64 logits): number of tokens that chose each expert, and sum of its
+        probabilities.
     """
     stacked = torch.stack([layer.unflatten(0, (rows, -1)) for layer in logits], 1)  # [rows, layers, tokens, experts]
     probabilities = stacked.to(torch.promote_types(stacked.dtype, torch.float32)).softmax(-1)
@@ -131,16 +136,16 @@ def router_sums(logits: list[Tensor], rows: int, top_k: int) -> Tensor:
     return torch.stack([chosen.sum((1, 2)), probabilities.sum((1, 2))], 1)
 
 
-def balance_loss(sums: Tensor, tokens: int, groups: list[dist.ProcessGroup]) -> Tensor:
-    """Switch Transformer's auxiliary loss of each row, over the tokens of all layers.
+def load_balancing_loss(sums: Tensor, tokens: int, groups: list[dist.ProcessGroup]) -> Tensor:
+    """Load-balancing loss of Switch Transformer for each row, over the tokens of all layers.
 
     Args:
-        sums: of `router_sums`, over all layers.
-        tokens: of a row that they are sums over, each layer's counted: this rank's.
-        groups: ranks that hold other tokens of the same rows.
+        sums: `router_sums` over all layers.
+        tokens: tokens per row on this rank, multiplied by the number of layers.
+        groups: groups of ranks that hold other tokens of the same rows.
 
     Returns:
-        [rows]: num_experts x sum over experts of (share of choices x mean probability), which is top_k when the load is even.
+        [rows]: num_experts x sum over experts of (fraction of choices x mean probability); top_k if the load is even.
     """
     for group in groups:
         sums = collectives.reduce(sums, group)

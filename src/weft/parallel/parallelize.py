@@ -1,4 +1,4 @@
-"""The straight line: which technique is applied to a model, and in which order."""
+"""The straight line: apply the parallelism of a plan to a model, one technique after the other."""
 
 from functools import partial
 from typing import Any
@@ -14,51 +14,51 @@ from weft.comm.overlap import check_chunks
 from weft.device.device import detect
 from weft.errors import PlanError
 from weft.memory.offload import build_offload
-from weft.memory.recompute import follow_library_recompute, keep_less
+from weft.memory.recompute import apply_recompute, patch_library_recompute
 from weft.memory.weights import split_weights
-from weft.parallel.checks import check_tensors
-from weft.parallel.ddp import replicate_data_parallel
-from weft.parallel.documents import check_rows
-from weft.parallel.dropout import place_dropout
-from weft.parallel.expert import check_experts, compute_shared_experts_meanwhile, split_experts
-from weft.parallel.fsdp import gather_ahead, prefetch_inside_stages, shard_data_parallel
-from weft.parallel.labels import average_over_all_targets
+from weft.parallel.checks import check_tp
+from weft.parallel.ddp import apply_ddp
+from weft.parallel.documents import check_masks
+from weft.parallel.dropout import replace_dropout
+from weft.parallel.expert import check_experts, overlap_shared_experts, split_experts
+from weft.parallel.fsdp import apply_fsdp, prefetch_backward, prefetch_forward
+from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.partition import (
     BlockChain,
     StageIO,
-    check_ranks,
-    cut_model,
+    check_pp_degree,
     install_stage_switch,
-    read_chain,
+    partition_model,
     split_blocks,
+    trace_block_chain,
 )
-from weft.parallel.pipeline.plan_schedule import read_order, splits_backward, stage_ranks
+from weft.parallel.pipeline.plan_schedule import load_schedule, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import PipelineRuntime
-from weft.parallel.pipeline.weight_gradients import WeightGradients, defer_weight_gradients
+from weft.parallel.pipeline.weight_gradients import WeightGradientQueue, defer_weight_gradients
 from weft.parallel.recompute_context import capture_context
-from weft.parallel.sequence_sharding import row_multiple, shard_inputs, split_sequences, takes_over_attention
-from weft.parallel.tensor import split_tensors
+from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs, uses_context_attention
+from weft.parallel.tensor import apply_tp
 from weft.parallel.weights import LocalWeights, TensorLayout, shard_parameter
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
-from weft.precision.fp16_backward import carry_from
+from weft.precision.fp16_backward import begin_fp16_backward_at
 from weft.precision.roles import compute_in_float32
 from weft.topology.mesh import build_expert_mesh, ranks_along
 
 
 def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
-    """Split an unmodified Transformers model over the ranks of a mesh, in place, as the plan says.
+    """Parallelize an unmodified Transformers model over the ranks of a mesh according to a plan, in place.
 
-    The model keeps its class, its forward and its parameter names. Afterwards parameters are sharded: make the optimizer
-    from `model.parameters()` now. Gradients are means over the data ranks, as under DistributedDataParallel; the loss of
-    `labels` is the mean over the targets of all ranks, with the gradients of that mean (`labels.py`). With a pipeline a
-    rank keeps the blocks of its own stages, and `weft.train.step` runs the model.
+    The model keeps its class, its forward and its parameter names. Its parameters are sharded, so create the optimizer from
+    `model.parameters()` after this call. Gradients are means over the data ranks, as with DistributedDataParallel. The loss of
+    `labels` is the mean over the targets of all ranks, and so are its gradients (`labels.py`). With pipeline parallelism a rank
+    keeps only the blocks of its own stages, and `weft.train.step` runs the model.
 
     Args:
-        model: causal language model with equal weights on all ranks, or on the meta device (see `weft.materialize`).
-        plan: how to run it.
-        mesh: from `weft.build_mesh(plan, ...)`.
+        model: causal language model with the same weights on all ranks, or on the meta device (see `weft.materialize`).
+        plan: parallelism, precision and memory options.
+        mesh: device mesh from `weft.build_mesh(plan, ...)`.
 
     Returns:
         The same model.
@@ -68,68 +68,68 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         ModelError: the model's anatomy cannot be read.
     """
     plan = plan.resolve(mesh.size()).resolve_precision(_native_bf16(plan))
-    whole = anatomy = read_anatomy(model)
+    full_anatomy = anatomy = read_anatomy(model)
     p = plan.parallel
     chain = check_axes(model, anatomy, plan)
-    own_attention = takes_over_attention(model, anatomy, plan)
+    replaces_attention = uses_context_attention(model, anatomy, plan)
     model.router_watch = RouterStats(model, anatomy, mesh)
     if chain is not None:
-        anatomy, relay = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
-    expert_mesh = build_expert_mesh(plan, mesh.device_type) if whole.has_experts and p.ep * p.tp > 1 else None
+        anatomy, stage_io = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
+    expert_mesh = build_expert_mesh(plan, mesh.device_type) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
     if expert_mesh is not None:
-        split_all_experts(model, anatomy, plan, expert_mesh)
-    queue = WeightGradients() if p.pp > 1 and splits_backward(plan) else None
+        apply_ep(model, anatomy, plan, expert_mesh)
+    queue = WeightGradientQueue() if p.pp > 1 and splits_backward(plan) else None
     if p.tp > 1:
-        split_tensors(model, anatomy, plan, mesh, queue)
+        apply_tp(model, anatomy, plan, mesh, queue)
     if p.ep > 1:
-        compute_shared_experts_meanwhile(model, anatomy)
-    place_dropout(model, anatomy, mesh, row_multiple(whole, plan))
-    if own_attention:
-        split_sequences(model, anatomy, mesh, plan.comm.ulysses_chunks)
-    splits_rows = p.tp > 1 or own_attention
+        overlap_shared_experts(model, anatomy)
+    replace_dropout(model, anatomy, mesh, row_multiple(full_anatomy, plan))
+    if replaces_attention:
+        apply_cp(model, anatomy, mesh, plan.comm.ulysses_chunks)
+    splits_rows = p.tp > 1 or replaces_attention
     if splits_rows:
-        shard_inputs(model, whole, plan, mesh)
-    average_over_all_targets(model, mesh, row_multiple(whole, plan) if splits_rows else None)
+        shard_inputs(model, full_anatomy, plan, mesh)
+    average_loss_over_targets(model, mesh, row_multiple(full_anatomy, plan) if splits_rows else None)
     if queue is not None:
         defer_weight_gradients(model, anatomy, queue)
-    compute_in_float32(model, whole, plan.precision.fp32_modules)
+    compute_in_float32(model, full_anatomy, plan.precision.fp32_modules)
     model.carries_gradients = plan.precision.backward == "fp16"
     if model.carries_gradients:
-        carry_from(model.get_submodule(whole.head))
+        begin_fp16_backward_at(model.get_submodule(full_anatomy.head))
     if plan.memory.recompute or plan.memory.offload:
         model.offload = build_offload(plan.memory, detect())
         own_blocks = {block.name for block in anatomy.blocks}
-        keep_less(model, whole, own_blocks, plan.memory, partial(capture_context, model), model.offload)
-    follow_library_recompute(model, partial(capture_context, model))
+        apply_recompute(model, full_anatomy, own_blocks, plan.memory, partial(capture_context, model), model.offload)
+    patch_library_recompute(model, partial(capture_context, model))
     if plan.precision.weights != "whole":
         split_weights(model, even=plan.precision.weights == "split_even")
     model.feedback = build_feedback(plan.comm)
-    split_data = replicate_data_parallel if p.zero == 0 else shard_data_parallel
+    split_data = apply_ddp if p.zero == 0 else apply_fsdp
     split_data(model, anatomy, plan, mesh, expert_mesh)
-    stages = [range(len(whole.blocks))] if p.pp == 1 else [relay.stages[stage] for stage in relay.own]
+    stages = [range(len(full_anatomy.blocks))] if p.pp == 1 else [stage_io.stages[stage] for stage in stage_io.own]
     if p.zero == 3:
-        gather_ahead(model, [[whole.blocks[number].name for number in stage] for stage in stages], plan, mesh)
+        prefetch_forward(model, [[full_anatomy.blocks[index].name for index in stage] for stage in stages], plan, mesh)
     if p.pp > 1:
         if p.zero == 3:
-            prefetch_inside_stages(model, [[whole.blocks[number].name for number in stage] for stage in stages])
-        install_stage_switch(model, whole, relay)
-        model.pipeline = PipelineRuntime(model, whole, relay, plan, mesh, queue)
+            prefetch_backward(model, [[full_anatomy.blocks[index].name for index in stage] for stage in stages])
+        install_stage_switch(model, full_anatomy, stage_io)
+        model.pipeline = PipelineRuntime(model, full_anatomy, stage_io, plan, mesh, queue)
     return model
 
 
 def _native_bf16(plan: Plan) -> bool:
-    """Whether the devices of all ranks compute bf16 natively; asked where the plan leaves the choice, on all ranks alike."""
+    """True if the plan leaves the dtype of forward open and the devices of all ranks compute bf16 natively. Collective."""
     return plan.precision.param_dtype == "auto" and all(all_gather_json(detect().supports("bf16")))
 
 
 def cut_for_rank(
     model: PreTrainedModel, anatomy: Anatomy, chain: BlockChain, plan: Plan, rank: int
 ) -> tuple[Anatomy, StageIO]:
-    """Leave a rank of pp the blocks of its stages; the anatomy of what is left, and the relay that runs it."""
+    """Remove the blocks of other pipeline stages; returns the anatomy of the remaining blocks, and their stage I/O."""
     ranks = stage_ranks(plan)
     stages = split_blocks(len(anatomy.blocks), len(ranks), plan.pipeline)
     own = tuple(stage for stage, owner in enumerate(ranks) if owner == rank)
-    return cut_model(model, anatomy, chain, stages, own)
+    return partition_model(model, anatomy, chain, stages, own)
 
 
 def check_axes(
@@ -139,62 +139,62 @@ def check_axes(
     seq_len: int | None = None,
     num_micro_batches: int | None = None,
 ) -> BlockChain | None:
-    """Refuse a plan whose axes this model cannot take; the meta device is enough, and no rank is needed.
+    """Refuse a plan whose parallel axes the model does not support; needs neither weights nor ranks.
 
     Args:
-        model: whole.
+        model: full model; may be on the meta device.
         anatomy: its roles.
         plan: resolved; its forward dtype may be "auto".
-        seq_len: of the rows, where it is known.
-        num_micro_batches: of a step, where it is known.
+        seq_len: tokens per row, if known.
+        num_micro_batches: micro-batches per step, if known.
 
     Returns:
-        How the model calls its blocks, for a pipeline; None without one.
+        The chain of blocks for pipeline parallelism; None without pipeline parallelism.
 
     Raises:
-        PlanError: with the axis, the numbers and the rule.
+        PlanError: an axis does not fit the model.
     """
     p = plan.parallel
     check_experts(model, anatomy, p.ep)
     if p.tp > 1:
-        check_tensors(model, anatomy, p.tp)
-    check_rows(model, anatomy, plan, seq_len)
+        check_tp(model, anatomy, p.tp)
+    check_masks(model, anatomy, plan, seq_len)
     if p.pp > 1:
-        check_ranks(len(anatomy.blocks), plan)
+        check_pp_degree(len(anatomy.blocks), plan)
         split_blocks(len(anatomy.blocks), len(stage_ranks(plan)), plan.pipeline)
         if num_micro_batches is not None:
-            read_order(plan, num_micro_batches)
+            load_schedule(plan, num_micro_batches)
     if seq_len is not None:
         _check_row_length(seq_len, anatomy, plan)
         if p.tp > 1 and plan.comm.overlap_chunks != "auto":
             check_chunks(plan.comm.overlap_chunks, seq_len // p.cp // (p.tp if p.sp else 1))
-    forward = plan.precision.resolve(
-        native_bf16=True
-    ).param_dtype  # whether the blocks form a chain does not depend on it
-    return read_chain(model, anatomy, DTYPES[forward]) if p.pp > 1 else None
+    # The chain of blocks does not depend on the dtype that replaces "auto".
+    forward = plan.precision.resolve(native_bf16=True).param_dtype
+    return trace_block_chain(model, anatomy, DTYPES[forward]) if p.pp > 1 else None
 
 
 def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:
-    """Refuse rows whose tokens the ranks of tp and cp do not divide; a longer row loses no token, a shorter one may."""
+    """Refuse a row length that tp and cp do not divide; the fix prefers a longer row, because a shorter row may lose tokens."""
     p, multiple = plan.parallel, row_multiple(anatomy, plan)
     if seq_len % multiple == 0:
         return
     longer = seq_len + -seq_len % multiple
     fits = anatomy.max_positions is None or longer <= anatomy.max_positions
-    rest = "" if fits else f", as the {anatomy.max_positions} positions of the model leave no room for {longer}"
+    rest = "" if fits else f", because the model has {anatomy.max_positions} positions and {longer} would exceed them"
     raise PlanError(
         f"rows of {seq_len} tokens cannot be divided by tp = {p.tp} and cp = {p.cp}",
         where="data.seq_len",
-        rule=f"the ranks of a row hold as many tokens each: here its length is a multiple of {multiple}",
+        rule=f"all tp and cp ranks hold the same number of tokens of a row: its length must be a multiple of {multiple}",
         fix=f"set data.seq_len = {longer if fits else longer - multiple}{rest}",
     )
 
 
-def split_all_experts(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh) -> None:
-    """Leave each rank of ep its share of every layer's experts.
+def apply_ep(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh) -> None:
+    """Shard the experts of each layer over the ranks of ep, and scale their gradients.
 
-    Experts see tokens of all ranks, and each is on fewer of them than the other weights: where those have the mean of
-    their gradients over the ranks that see different tokens, experts have the mean over the ranks that hold them.
+    Data parallelism averages the gradients of an expert over the ranks that hold it. On each of these ranks the gradient is a
+    sum over the tokens of its ep group. It is scaled by (ranks that hold the expert) / (ranks with different tokens), so that
+    the result is the mean over all ranks with different tokens, as for other weights.
     """
     holders = ranks_along(expert_mesh, "edp_replicate", "edp_shard")
     for name in (name for block in anatomy.blocks for name in block.experts):

@@ -1,4 +1,4 @@
-"""What a module sees in forward, and must see again where backward runs it once more."""
+"""State of a parallelized model that recompute must restore: local weights, dropout context, router statistics."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,10 +11,16 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def capture_context(model: Any, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    """Called while a module of a parallelized model runs forward; what it returns sets the same scene again.
+    """Capture the context of a module during its forward.
 
-    Weights in flight are put in their places: what is at rest is a DTensor, or in another format. Dropout knows the rows that
-    were on their way. Routers are not watched: what they say has been heard.
+    Args:
+        model: parallelized model.
+        module: module of the model whose forward is running.
+
+    Returns:
+        A function that returns a context manager, which restores the captured context for recompute. Parameters are the local
+        weights of forward, not the stored DTensors, which may have another dtype. Dropout gets the rows and seed of this
+        forward. Router statistics are not recorded a second time.
     """
     weights = [
         (part._parameters, name, value)
@@ -22,31 +28,31 @@ def capture_context(model: Any, module: nn.Module) -> Callable[[], AbstractConte
         for name, value in part._parameters.items()
         if value is not None
     ]
-    place = getattr(model, "dropout_place", None)
-    return partial(_scene, model, weights, place and replace(place))
+    dropout = getattr(model, "dropout_place", None)
+    return partial(_restored, model, weights, dropout and replace(dropout))
 
 
 @contextmanager
-def _scene(model: Any, weights: list[tuple[dict[str, Any], str, Any]], place: Any) -> Iterator[None]:
-    now = [(table, name, table[name]) for table, name, _ in weights]
-    places_now = place and replace(model.dropout_place)
-    _set(model, weights, place, watched=False)
+def _restored(model: Any, weights: list[tuple[dict[str, Any], str, Any]], dropout: Any) -> Iterator[None]:
+    current_weights = [(table, name, table[name]) for table, name, _ in weights]
+    current_dropout = dropout and replace(model.dropout_place)
+    _set(model, weights, dropout, recording=False)
     try:
         yield
     finally:
-        _set(model, now, places_now, watched=True)
+        _set(model, current_weights, current_dropout, recording=True)
 
 
-def _set(model: Any, weights: list[tuple[dict[str, Any], str, Any]], place: Any, *, watched: bool) -> None:
+def _set(model: Any, weights: list[tuple[dict[str, Any], str, Any]], dropout: Any, *, recording: bool) -> None:
     for table, name, value in weights:
         table[name] = value
-    if place:
-        vars(model.dropout_place).update(vars(place))
-    model.router_watch.hears = watched
+    if dropout:
+        vars(model.dropout_place).update(vars(dropout))
+    model.router_watch.recording = recording
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and those inside, but units of FSDP2 inside it, which gather their weights by themselves."""
+    """A module and its descendants, except nested FSDP2 units, which gather their own weights."""
     yield module
     for child in module.children():
         if not isinstance(child, FSDPModule):

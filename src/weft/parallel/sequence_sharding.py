@@ -1,4 +1,4 @@
-"""How whole rows enter a model whose sequences are split over ranks (context parallelism), and which part a rank has."""
+"""Input sharding: a model split over tp or cp is called with full rows and computes the tokens of its rank."""
 
 import math
 from typing import Any
@@ -20,21 +20,25 @@ from weft.plan import Plan
 from weft.topology.mesh import CONTEXT_AXES, context_rank, ranks_along
 
 IMPLEMENTATION = "weft_context"
-# What no name tells.
+# Families that name patterns cannot detect, with the reason of the refusal.
 REFUSED_FAMILIES = {
-    "doge": "makes its masks from values of the tokens that a rank holds",
-    "moshi": "has a sliding window that only its mask knows",
+    "doge": "computes its masks from values of tokens",
+    "moshi": "has a sliding window that is only in its mask",
 }
-# Families that count positions by the attention mask; all others that tp or cp take count them by the place in the row
-# (tests/parallel/test_sequence_sharding.py looks at every one).
+# Families that derive positions from the attention mask. All other families that support tp or cp use the index in the row
+# (tests/parallel/test_sequence_sharding.py checks every family).
 POSITIONS_FROM_MASK = ("opt",)
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
-def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, ulysses_chunks: int = 1) -> None:
-    """Let attention reach over the parts of a row that the ranks of cp hold, in place; `shard_inputs` cuts the rows.
+def apply_cp(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, ulysses_chunks: int = 1) -> None:
+    """Replace the attention of a model by context-parallel attention, in place; `shard_inputs` splits the rows.
 
-    Heads of Ulysses travel in `ulysses_chunks`. The model has passed `takes_over_attention`.
+    Args:
+        model: model for which `uses_context_attention` is true.
+        anatomy: its roles.
+        mesh: device mesh with the axes of `weft.topology.mesh`.
+        ulysses_chunks: maximum number of head chunks per Ulysses all-to-all.
     """
     ulysses, ring = mesh["cp_ulysses"], mesh["cp_ring"]
     context = ContextParallel(
@@ -50,39 +54,40 @@ def split_sequences(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, 
     for name in (name for block in anatomy.blocks for name in block.attention):
         attention: Any = model.get_submodule(name)
         attention.context = context
-        attention.config._attn_implementation = IMPLEMENTATION  # where tensor parallelism gave it a copy
+        # Tensor parallelism may have given the module a copy of the configuration.
+        attention.config._attn_implementation = IMPLEMENTATION
 
 
 def row_multiple(anatomy: Anatomy, plan: Plan) -> int:
-    """Number of tokens that a row of a split model must be a multiple of; shard_inputs pads other rows to it.
+    """Number of tokens of which the row length of a split model must be a multiple; `shard_inputs` pads rows to it.
 
     Args:
-        anatomy: of the whole model.
+        anatomy: roles of the full model.
         plan: resolved.
     """
     p = plan.parallel
-    splits_tokens = p.tp > 1 and (p.sp or anatomy.has_experts)  # between matrices, and in front of experts
+    splits_tokens = p.tp > 1 and (p.sp or anatomy.has_experts)  # outside of the tensor-parallel regions, and in experts
     return math.lcm(sequence_parts(p.cp_ulysses, p.cp // p.cp_ulysses), p.cp * p.tp if splits_tokens else 1)
 
 
 def shard_inputs(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
-    """Let a split model be called as before, with whole rows, the same on all ranks of tp and cp, in place.
+    """Let a split model accept full rows, the same on all ranks of tp and cp, in place.
 
-    `input_ids` and, if rows hold several documents, `position_ids` that restart with each. What the model would otherwise
-    make from the part of the rows that it sees (positions, masks) is made from the whole, as its family makes it; outputs
-    are those of this rank's tokens, in the order of `shard_sequence`. Rows whose length the ranks do not divide are padded
-    inside: at the end, where no token sees the padding.
+    The model is called with `input_ids` and, if rows hold several documents, with `position_ids` that restart at each document.
+    Positions and masks are computed from the full rows by the rules of the model family, because the forward of the model sees
+    only a part of them. Outputs are for the tokens of this rank, in the order of `shard_sequence`. Rows whose length is not a
+    multiple of `row_multiple` are padded internally at the end, where no other token attends to the padding.
 
     Args:
-        model: split over tp or cp.
-        anatomy: of the whole model.
+        model: model split over tp or cp.
+        anatomy: roles of the full model.
         plan: resolved.
-        mesh: with the axes of `weft.topology.mesh`.
+        mesh: device mesh with the axes of `weft.topology.mesh`.
     """
     config = model.config.get_text_config()
-    own_attention = model.config._attn_implementation == IMPLEMENTATION
+    context_attention_used = model.config._attn_implementation == IMPLEMENTATION
     multiple = row_multiple(anatomy, plan)
-    sees_whole_rows = multiple == 1 and not own_attention
+    sees_full_rows = multiple == 1 and not context_attention_used
     lengths: list[int] = []
 
     def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,35 +96,35 @@ def shard_inputs(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> 
         if rows is None:
             raise ModelError(
                 "a split model was called without input_ids",
-                rule="rows of tokens are what tp and cp ranks split",
-                fix="pass input_ids, whole and the same on all ranks of tp and cp",
+                rule="tp and cp split rows of tokens",
+                fix="pass the input_ids of full rows, the same on all ranks of tp and cp",
             )
         if not isinstance(keep := arguments.get("logits_to_keep", 0), int) or keep:
             raise ModelError(
                 "a split model was called with logits_to_keep",
-                rule="each rank has logits of its own tokens, which need not be the last ones of a row",
-                fix="leave logits_to_keep out, and pick from the logits of all tokens",
+                rule="each rank has the logits of its own tokens, which may not be the last tokens of a row",
+                fix="omit logits_to_keep, and select from the logits of all tokens",
             )
         if arguments.get("past_key_values") is not None:
             raise ModelError(
                 "a split model was called with past_key_values",
-                rule="rows are whole, and each rank has logits of its own tokens or of its part of the vocabulary",
+                rule="rows are complete, and each rank has the logits of its own tokens or of its part of the vocabulary",
                 fix="generate with a model that is not split: export the weights (weft export) and load them with Transformers",
             )
-        lengths.clear()  # of a forward that failed
-        if positions is None and sees_whole_rows:
-            return None  # the model makes positions and masks as on one rank
+        lengths.clear()  # a failed forward may have left a length
+        if positions is None and sees_full_rows:
+            return None  # the model computes positions and masks as on one rank
         by_token = isinstance(mask, Tensor) and mask.ndim == 2
         if positions is None:
             positions = _positions(anatomy.family, rows, mask if by_token else None)
         lengths.append(rows.shape[1])
         if rows.shape[1] % multiple:
             _check_padding(mask, rows.shape[1], multiple)
-            # Position 0 is within the limits of every model; each token of padding is a document of its own.
+            # Position 0 is valid in every model, and makes each padding token a separate document.
             rows, positions = pad_rows(rows, multiple, 0), pad_rows(positions, multiple, 0)
             mask = mask if mask is None else pad_rows(mask, multiple, 0)
-        if own_attention:
-            mask = carry_documents(positions, mask, config)
+        if context_attention_used:
+            mask = encode_documents(positions, mask, config)
         elif mask is None or by_token:
             mask = document_masks(model, positions, mask)
         own = {"input_ids": shard_sequence(rows, mesh), "position_ids": shard_sequence(positions, mesh)}
@@ -129,7 +134,7 @@ def shard_inputs(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> 
         length = lengths.pop() if lengths else 0
         logits = output.get("logits") if isinstance(output, dict) else None
         if plan.parallel.cp == 1 and logits is not None and logits.shape[1] > length > 0:
-            output["logits"] = logits[:, :length].clone()  # FSDP2 warns of a view
+            output["logits"] = logits[:, :length].clone()  # a clone, because FSDP2 warns about views
         return output
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
@@ -138,79 +143,80 @@ def shard_inputs(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> 
 
 
 def _positions(family: str, rows: Tensor, mask: Tensor | None) -> Tensor:
-    """The positions that a family gives the tokens of whole rows when it is told none."""
+    """Default positions of a family for the tokens of full rows."""
     if family in POSITIONS_FROM_MASK and mask is not None:
         return (mask.long().cumsum(1) * mask - 1).long()
     return torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
 
 
 def pad_rows(rows: Tensor, multiple: int, value: int) -> Tensor:
-    """Whole rows [batch, tokens], padded at their ends to a multiple of tokens."""
+    """Pad full rows [batch, tokens] at the end to a multiple of tokens."""
     return F.pad(rows, (0, -rows.shape[1] % multiple), value=value)
 
 
 def _check_padding(mask: Any, length: int, multiple: int) -> None:
-    """Refuse to pad rows under a mask that is not by token."""
+    """Refuse to pad rows if their mask is not [rows, tokens]."""
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return
     raise ModelError(
         f"rows of {length} tokens with an attention mask that is not [rows, tokens]",
         where="attention_mask",
-        rule=f"rows are padded to a multiple of {multiple} tokens, which tp and cp ranks divide, and their mask with them",
-        fix=f"pad rows and mask yourself (pad_to_multiple_of={multiple} of a collator), or pass a mask of [rows, tokens]",
+        rule=f"rows are padded to a multiple of {multiple} tokens for tp and cp, and their mask is padded in the same way",
+        fix=f"pad rows and mask before the call (pad_to_multiple_of={multiple} of a collator), or pass a mask [rows, tokens]",
     )
 
 
-def carry_documents(positions: Tensor, mask: Any, config: Any) -> Any:
-    """The number of each token's document, in the place of a mask: Transformers passes four dims on as they are.
+def encode_documents(positions: Tensor, mask: Any, config: Any) -> Any:
+    """Document index of each token, passed through Transformers in place of the attention mask.
 
-    Padding at the ends of rows is a document of its own.
+    The result has four dims, because Transformers passes such masks through unchanged. Padding at the ends of rows forms
+    separate documents.
     """
-    borders = positions.diff(prepend=positions[:, :1]) != 1
+    is_start = positions.diff(prepend=positions[:, :1]) != 1
     if mask is not None:
         _check_mask(mask)
-        borders |= mask.diff(prepend=mask[:, :1]) != 0
-    documents = borders.cumsum(1).cpu()[:, None, None]
+        is_start |= mask.diff(prepend=mask[:, :1]) != 0
+    documents = is_start.cumsum(1).cpu()[:, None, None]
     kinds = set(getattr(config, "layer_types", None) or ())
     return dict.fromkeys(kinds, documents) if kinds else documents
 
 
 def register_attention() -> None:
-    """Make the attention known to Transformers under the name of `IMPLEMENTATION`, and its masks: none but the carrier."""
+    """Register `context_attention` with Transformers as `IMPLEMENTATION`, with a mask function that makes no mask."""
     AttentionInterface.register(IMPLEMENTATION, context_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
 
 
 def shard_sequence(rows: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's tokens of whole rows [batch, seq_len, ...]: two ends of the row for each, so that causal work is equal."""
+    """Tokens of this rank from full rows [batch, seq_len, ...], by the zigzag order that balances causal work."""
     if ranks_along(mesh, *CONTEXT_AXES) == 1:
         return rows
     return rows[:, own_positions(rows.shape[1], mesh).to(rows.device)]
 
 
-def takes_over_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> bool:
-    """Whether `context_attention` computes the attention of a model: where its sequences are split, and where it has dropout.
+def uses_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> bool:
+    """True if `context_attention` replaces the attention of a model: with cp > 1, and with attention dropout.
 
     Raises:
-        PlanError: it has to, for cp > 1 or for dropout under tp > 1, and cannot.
+        PlanError: the model does not support it, and cp > 1 or attention dropout with tp > 1 require it.
     """
     p = plan.parallel
     if p.cp == 1 and not has_attention_dropout(model):
         return False
     try:
-        check_attention(model, anatomy, plan)
+        check_context_attention(model, anatomy, plan)
     except PlanError:
         if p.cp * p.tp > 1:
             raise
-        return False  # the library's own dropout: rows are whole here
+        return False  # rows are not split: the dropout of Transformers is kept
     return True
 
 
-def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> None:
-    """Refuse a model whose attention has no door for ours, or whose heads do not fit the ranks of Ulysses.
+def check_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> None:
+    """Refuse a model whose attention cannot be replaced by `context_attention`, or whose heads do not fit Ulysses.
 
     Raises:
-        PlanError: with the reason.
+        PlanError: the attention does not use AttentionInterface, has an unsupported kind, or its heads cannot be split.
     """
     p, config = plan.parallel, model.config.get_text_config()
     axis = "cp" if p.cp > 1 or p.tp == 1 else "tp"
@@ -225,7 +231,7 @@ def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> Non
         raise PlanError(
             f"{anatomy.family} {REFUSED_FAMILIES[anatomy.family]}",
             where=where,
-            rule="attention over a split sequence knows causality, documents and sliding windows",
+            rule="attention over a split sequence supports causality, documents and sliding windows",
             fix=fix,
         )
     inside = tuple(f"{name}." for block in anatomy.blocks for name in block.attention)
@@ -234,7 +240,7 @@ def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> Non
             raise PlanError(
                 f"{name} is an attention outside of the decoder's blocks",
                 where=where,
-                rule="all attention of a model goes over the tokens of its rows, in one stack of blocks",
+                rule="all attention modules must be in one stack of decoder blocks, over the tokens of the rows",
                 fix=f"{fix}, or train the text model alone",
             )
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in ATTENTION_KINDS}
@@ -245,8 +251,8 @@ def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> Non
         raise PlanError(
             f"{anatomy.family} has {what}",
             where=where,
-            rule="context parallelism, and dropout that is the same for every layout, enter by Transformers' "
-            "AttentionInterface, with full or sliding causal attention",
+            rule="context parallelism and layout-invariant attention dropout need Transformers' AttentionInterface, with full "
+            "or sliding causal attention",
             fix=fix,
         )
     heads = count_heads(config)
@@ -254,14 +260,14 @@ def check_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> Non
 
 
 def _check_mask(mask: Any) -> None:
-    """A mask that hides nothing, or padding at the ends of rows, is carried as documents; another cannot be."""
+    """Refuse an attention mask that masks more than padding at the ends of rows: it cannot be encoded as documents."""
     by_token = isinstance(mask, Tensor) and mask.ndim == 2
     if not by_token or bool((F.pad(mask.int(), (1, 0)).diff() == 1).sum(1).gt(1).any()):
         raise PlanError(
             "an attention mask that is not [rows, tokens] with one run of ones in each row",
             where="attention_mask",
-            rule="attention over split rows (plan.parallel.cp), and attention whose dropout is the same for every layout, know "
-            "causality, documents, windows and padding",
-            fix="tell documents by position_ids that restart, or set plan.parallel.cp = 1 and the model's attention dropout "
-            "to 0",
+            rule="attention over split rows (plan.parallel.cp) and layout-invariant attention dropout support causality, "
+            "documents, windows and padding",
+            fix="mark documents by position_ids that restart, or set plan.parallel.cp = 1 and the attention dropout of the "
+            "model to 0",
         )

@@ -1,4 +1,4 @@
-"""The matrices of attention and MLP: which role their names tell, and how many heads and hidden units they make."""
+"""Name patterns of linear layers for tensor parallelism, and their numbers of heads and hidden units."""
 
 import re
 from collections.abc import Iterator
@@ -9,20 +9,20 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.errors import PlanError
 
-# Last names of matrices, as found in the families of Transformers 5.17 to 5.23.
-QUERY = re.compile(r"q_proj|q_b_proj|query|wq|gate_proj|g_proj")  # and a gate on what each head gives
+# Last name components of linear layers in the families of Transformers 5.17 to 5.23.
+QUERY = re.compile(r"q_proj|q_b_proj|query|wq|gate_proj|g_proj")  # the last two gate the output of each head
 KEY_VALUE = re.compile(r"k_proj|v_proj|key|value|wk|wv")
-LATENT_KEY_VALUE = re.compile(r"kv_b_proj")  # a key and a value for every query head
+LATENT_KEY_VALUE = re.compile(r"kv_b_proj")  # keys and values of every query head (multi-head latent attention)
 PACKED_QUERY_KEY_VALUE = re.compile(r"qkv_proj|c_attn")
 PACKED_UP = re.compile(r"gate_up_proj")
-# Families whose packed matrices are known to have one projection below the other. Others (GPT-NeoX) mix them head by head:
-# a split by the wrong order would give wrong numbers without a word.
+# Families whose packed weights are known to hold one projection after the other. Other families (GPT-NeoX) interleave the
+# projections head by head, and a split in the wrong order would silently give wrong results.
 PACKED_FAMILIES = ("glm", "glm4", "gpt2", "phi3")
 UP = re.compile(r"gate_proj|up_proj|c_fc|fc1|fc_in|w1|w3|dense_h_to_4h")
 DOWN = re.compile(r"o_proj|out_proj|down_proj|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h")
 REPLICATED = re.compile(r"q_a_proj|kv_a_proj_with_mqa|.*norm.*|ln_.*")
 PER_HEAD = re.compile(r"sinks|gate_bias")
-# Norms inside attention that see one head, or all of a projection's output (see `_wide_norms`).
+# Norms inside attention over one head or over the full output of a projection (see `wide_norms`).
 PROJECTION_NORM = re.compile(r"(q|k|v|query|key|value|q_a|kv_a)_(layer)?norm")
 CROSS_ATTENTION = re.compile(r"encoder_attn|cross_?att(entio)?n")
 ATTENTION_MATRICES = (QUERY, KEY_VALUE, LATENT_KEY_VALUE, PACKED_QUERY_KEY_VALUE, DOWN, REPLICATED)
@@ -30,24 +30,24 @@ MLP_MATRICES = (PACKED_UP, UP, DOWN)
 
 
 def count_heads(config: Any) -> int:
-    """Query heads of an attention, by the configuration of a language model.
+    """Number of query heads, from the configuration of a language model.
 
     Raises:
-        PlanError: it does not say, or heads differ from layer to layer.
+        PlanError: the configuration does not contain it, or it differs between layers.
     """
     heads = _read_heads(config, "num_attention_heads")
     if not isinstance(heads, int):
         raise PlanError(
-            f"the configuration of {config.model_type} does not say how many attention heads there are",
+            f"the configuration of {config.model_type} has no num_attention_heads",
             where="plan.parallel",
-            rule="heads are shared by the ranks of tp, and of cp_ulysses",
+            rule="heads are divided among the ranks of tp and cp_ulysses",
             fix="set plan.parallel.tp = 1 and plan.parallel.cp = 1",
         )
     return heads
 
 
 def count_kv_heads(config: Any) -> int:
-    """Heads of keys and values, by the configuration of a language model; as many as query heads where it does not say.
+    """Number of KV heads, from the configuration of a language model; by default the number of query heads.
 
     Raises:
         PlanError: see `count_heads`.
@@ -60,27 +60,27 @@ def _read_heads(config: Any, key: str) -> Any:
         return getattr(config, key, None)
     except RuntimeError:  # Transformers' AmbiguousGlobalPerLayerAttributeError
         raise PlanError(
-            f"{key} of {config.model_type} differs from layer to layer",
+            f"{key} of {config.model_type} differs between layers",
             where="plan.parallel",
-            rule="heads are shared by the ranks of tp, and of cp_ulysses, in the same way in every layer",
+            rule="heads are divided among the ranks of tp and cp_ulysses in the same way in every layer",
             fix="set plan.parallel.tp = 1 and plan.parallel.cp = 1",
         ) from None
 
 
 def out_features(module: Any) -> int:
-    """Outputs of a matrix."""
+    """Number of output features of a linear layer."""
     return int(module.weight.shape[1 if isinstance(module, Conv1D) else 0])
 
 
 def inner_features(module: Any, last: str) -> int:
-    """Hidden units of the MLP that a matrix belongs to, each projection of a packed one for itself."""
+    """Number of hidden units of the MLP that a linear layer belongs to; a packed layer has two outputs per unit."""
     if DOWN.fullmatch(last):
         return int(module.weight.shape[0 if isinstance(module, Conv1D) else 1])
     return out_features(module) // (2 if PACKED_UP.fullmatch(last) else 1)
 
 
 def wide_norms(attention: nn.Module) -> Iterator[nn.Module]:
-    """Norms of queries and keys over all heads at once, as in OLMo-2."""
+    """Norms of queries and keys over all heads together, as in OLMo-2."""
     head_dim = getattr(attention, "head_dim", None)
     for name, module in attention.named_children():
         weight = getattr(module, "weight", None)

@@ -1,8 +1,8 @@
-"""Weights at rest and in flight: DTensors between steps, what one rank computes with during forward.
+"""Stored weights and local weights: DTensors between steps, plain local tensors during forward.
 
-A parameter that tensor parallelism splits is a DTensor over the tp axis, so that FSDP2 and checkpoints know its layout. For as
-long as its unit (a block, the embedding, the head) runs forward, the modules of the unit see plain local tensors in its place,
-made by differentiable functions, so that gradients find their way back to what is at rest.
+A parameter that tensor parallelism splits is stored as a DTensor over the tp axis, so that FSDP2 and checkpoints know its
+layout. While its unit (a block, the embedding, the head) runs forward, the modules of the unit see plain local tensors instead.
+Differentiable functions compute them, so that gradients flow back to the stored parameters.
 """
 
 from dataclasses import dataclass
@@ -20,65 +20,67 @@ from weft.comm import collectives
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How one parameter lives on the ranks of the tp axis."""
+    """Layout of one parameter over the ranks of the tp axis."""
 
     kind: Literal["shard", "copy", "narrow", "once"]
-    """shard: each rank holds a part. copy: every rank holds it whole, and each adds its share to the gradient. narrow: like
-    copy, but a rank computes with a part. once: like copy, but only rank 0 computes with it (the bias behind a sum)."""
+    """shard: each rank holds a part. copy: every rank holds the full parameter, and gradients are summed over ranks.
+    narrow: like copy, but a rank computes with a slice. once: like copy, but only rank 0 uses it (bias of a row-parallel
+    layer)."""
     dim: int = 0
-    """Of shard and narrow: the tensor dim that is cut."""
+    """Split tensor dim of shard and narrow."""
     start: int = 0
+    """Start of the slice of this rank, for narrow."""
     length: int = 0
-    """Of narrow: the part of this rank."""
+    """Length of the slice of this rank, for narrow."""
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Rows of several projections in one parameter: each rank needs its part of every one of them.
+class PackedLayout:
+    """Row order of a parameter that packs several projections; each rank needs its part of every projection.
 
-    At rest the rows stand in the order of ranks, so that one contiguous cut gives each rank its own.
+    The stored parameter is ordered by rank, so that one contiguous shard has the rows of one rank.
     """
 
     dim: dict[str, int]
-    """The tensor dim that is cut, by name of the parameter."""
+    """Split tensor dim by parameter name."""
     sizes: tuple[int, ...]
-    """Rows of each projection; each divisible by the number of ranks."""
+    """Rows of each projection; each is divisible by the number of ranks."""
     ranks: int
 
-    def by_rank(self, tensor: Tensor, name: str) -> Tensor:
-        """From the order of the model's authors to the order at rest."""
+    def to_rank_order(self, tensor: Tensor, name: str) -> Tensor:
+        """Reorder rows from the original order, by projection, to the stored order, by rank."""
         pieces = [part.chunk(self.ranks, self.dim[name]) for part in tensor.split(self.sizes, self.dim[name])]
         return torch.cat([piece for rank in zip(*pieces, strict=True) for piece in rank], self.dim[name])
 
-    def by_projection(self, tensor: Tensor, name: str) -> Tensor:
-        """And back."""
+    def to_projection_order(self, tensor: Tensor, name: str) -> Tensor:
+        """Reorder rows from the stored order, by rank, to the original order, by projection."""
         dim, own = self.dim[name], [size // self.ranks for size in self.sizes]
         pieces = [rank.split(own, dim) for rank in tensor.chunk(self.ranks, dim)]
         return torch.cat([piece for part in zip(*pieces, strict=True) for piece in part], dim)
 
 
 def shard_parameter(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
-    """Turn a parameter, equal on all ranks or on the meta device, into a DTensor cut along a dim over a one-axis mesh."""
+    """Replace a parameter, equal on all ranks or on the meta device, by a DTensor sharded along a dim over a 1-D mesh."""
     parameter = module._parameters[name]
     assert parameter is not None
     packed = getattr(module, "packed", None)
-    whole = packed.by_rank(parameter.data, name) if packed else parameter.data
-    shard = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+    full = packed.to_rank_order(parameter.data, name) if packed else parameter.data
+    shard = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
     module._parameters[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
 class LocalWeights:
-    """Hooks that show the modules of a unit their local weights during its forward."""
+    """Forward hooks that replace the stored parameters of a unit by local weights during its forward."""
 
     def __init__(
         self, unit: nn.Module, layouts: dict[str, TensorLayout], group: dist.ProcessGroup, gradient_factor: float = 1.0
     ):
         """
         Args:
-            unit: runs forward as one; its parameters are gathered by then.
-            layouts: by name of the parameter inside the unit; those that are not named stay as they are.
-            group: ranks that `copy` adds up gradients over.
-            gradient_factor: on all gradients of the unit.
+            unit: module whose parameters are gathered before its forward.
+            layouts: layouts by parameter name within the unit; a parameter without a layout is not changed.
+            group: ranks over which gradients of `copy` parameters are summed.
+            gradient_factor: factor on all gradients of the unit.
         """
         self.gradient_factor = gradient_factor
         owners = {name: unit.get_submodule(name.rpartition(".")[0]) for name in layouts}
@@ -87,34 +89,34 @@ class LocalWeights:
             if layout.kind != "shard":
                 owner.shares_gradients = True  # type: ignore[assignment]
         self.group = group
-        self.at_rest: list[tuple[nn.Module, str, Any]] = []
+        self.stored: list[tuple[nn.Module, str, Any]] = []
         unit.register_forward_pre_hook(self._enter)
         unit.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: object) -> None:
-        found: list[tuple[nn.Module, str, Any]] = [
+        parameters: list[tuple[nn.Module, str, Any]] = [
             (owner, name, owner._parameters[name]) for owner, name, _ in self.slots
         ]
-        self.at_rest = [entry for entry in found if entry[2] is not None]
+        self.stored = [entry for entry in parameters if entry[2] is not None]
         layouts = [layout for _, _, layout in self.slots]
-        values: list[Any] = [to_local(value) for _, _, value in found]
-        shared = [i for i, layout in enumerate(layouts) if layout.kind != "shard"]
-        # One message for all of them, at the end of the unit's backward.
-        copies = collectives.copy(self.group, *(values[i] for i in shared)) if shared else ()
-        for i, value in zip(shared, copies, strict=True):
+        values: list[Any] = [to_local(value) for _, _, value in parameters]
+        copied = [i for i, layout in enumerate(layouts) if layout.kind != "shard"]
+        # One all-reduce for the gradients of all copies, at the end of the backward of the unit.
+        copies = collectives.copy(self.group, *(values[i] for i in copied)) if copied else ()
+        for i, value in zip(copied, copies, strict=True):
             values[i] = value
         for (owner, name, layout), value in zip(self.slots, values, strict=True):
             if layout.kind == "narrow":
                 value = value.narrow(layout.dim, layout.start, layout.length)
             elif layout.kind == "once" and self.group.rank() > 0:
                 value = value * 0
-            scaled = self.gradient_factor != 1
-            owner._parameters[name] = _ScaleGradient.apply(value, self.gradient_factor) if scaled else value
+            is_scaled = self.gradient_factor != 1
+            owner._parameters[name] = _ScaleGradient.apply(value, self.gradient_factor) if is_scaled else value
 
     def _leave(self, *_: object) -> None:
-        for owner, name, value in self.at_rest:
+        for owner, name, value in self.stored:
             owner._parameters[name] = value
-        self.at_rest = []
+        self.stored = []
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -129,11 +131,11 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def to_local(parameter: Any) -> Any:
-    """The local part of a DTensor, differentiably; any other tensor as it is."""
+    """Local part of a DTensor, differentiable; any other tensor unchanged."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def part_bounds(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Start and length of one of `parts` nearly equal parts of `size`; the first ones are longer by one."""
+    """Start and length of one of `parts` nearly equal parts of `size`; the first parts are longer by one."""
     lengths = [size // parts + (i < size % parts) for i in range(parts)]
     return [0, *accumulate(lengths)][part], lengths[part]

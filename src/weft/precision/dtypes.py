@@ -1,4 +1,4 @@
-"""Dtypes by their name in a Plan, the choice of the forward dtype for a device, and what a device cannot compute in."""
+"""Dtype names of a plan, choice of the forward dtype, and check of the dtypes that a device supports."""
 
 import torch
 
@@ -14,45 +14,45 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def check_formats(precision: Precision, device: Device) -> None:
-    """Refuse dtypes that a device does not compute in, natively or by emulation.
+def check_dtypes(precision: Precision, device: Device) -> None:
+    """Refuse dtypes that a device supports neither natively nor by emulation.
 
     Args:
-        precision: resolved.
-        device: that the ranks compute on.
+        precision: resolved precision settings.
+        device: device of the ranks.
 
     Raises:
-        PlanError: with the dtype, the part of a step that has it, and one that the device computes in.
+        PlanError: names the key, its dtype, and a supported dtype.
     """
     if device.emulates:
         return
     known = [name for name in ("bf16", "fp16", "fp64") if device.supports(name)]
-    for part in ("forward", "backward", "update", "reduce"):
-        name = getattr(precision, part)
+    for key in ("param_dtype", "backward", "update", "reduce_dtype"):
+        name = getattr(precision, key)
         if name not in (*known, "fp32", "forward"):
             raise PlanError(
                 f"{device.type} {device.name} does not compute in {name}",
-                where=f"plan.precision.{part}",
+                where=f"plan.precision.{key}",
                 rule=f"this device computes in fp32, {', '.join(known)}",
-                fix=f'set plan.precision.{part} to "{"fp16" if part in ("forward", "backward") else "fp32"}"'
-                + (' and plan.precision.loss_scale to "dynamic"' if part in ("forward", "backward") else ""),
+                fix=f'set plan.precision.{key} to "{"fp16" if key in ("param_dtype", "backward") else "fp32"}"'
+                + (' and plan.precision.loss_scale to "dynamic"' if key in ("param_dtype", "backward") else ""),
             )
 
 
 def explain_precision(written: Precision, device: Device) -> str:
-    """One line on the forward dtype of a run: which, why, and what it costs where the device has no instructions for it.
+    """Describe the forward dtype of a run in one line: the choice, its reason, and its cost without native instructions.
 
     Args:
-        written: as the user wrote it; its forward may be "auto".
-        device: that the ranks compute on.
+        written: precision settings as the user wrote them; `param_dtype` may be "auto".
+        device: device of the ranks.
     """
     chosen = written.resolve(device.supports("bf16")).param_dtype
     if (chosen == "bf16" or chosen == "fp16") and device.emulates and not device.supports(chosen):
         slow, fast = (matmul_rate(DTYPES[name], EMULATION_SIZE, 1) for name in (chosen, "fp32"))
         needed = ", which another setting of the plan needs," if written.param_dtype == "auto" else ""
         return (
-            f"forward in {chosen}{needed} without native instructions: its matmuls run at {slow / 1e9:.2g} GFLOP/s a thread, "
-            f"those of fp32 at {fast / 1e9:.2g}"
+            f"forward in {chosen}{needed} without native instructions: its matmuls run at {slow / 1e9:.2g} GFLOP/s per thread, "
+            f"fp32 matmuls at {fast / 1e9:.2g}"
         )
     if written.param_dtype != "auto":
         return f"forward in {chosen}, as the plan says"

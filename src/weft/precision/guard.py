@@ -1,7 +1,7 @@
-"""The non-finite guard's second look: which rank, and which parameter, made a step non-finite.
+"""Location of non-finite values: find the rank and the parameter that made a step non-finite.
 
-After the reduction every rank sees the same NaN. The step is run once more, and each rank looks at its own gradients while
-they are made, before they are reduced. This costs one more forward and backward, on bad steps only.
+After the gradient reduction every rank sees the same NaN. The step is therefore rerun, and each rank checks its own gradients
+as they are computed, before they are reduced. This costs one more forward and backward, on non-finite steps only.
 """
 
 import math
@@ -15,50 +15,51 @@ from weft.comm.objects import all_gather_json
 
 
 class NonFiniteReport(NamedTuple):
-    """What one rank saw of a bad step."""
+    """Findings of one rank in a rerun of a non-finite step."""
 
     bad_loss: bool
     parameter: str | None
-    """With a non-finite gradient, the last one that forward met: backward spreads it to those before."""
+    """Parameter with a non-finite gradient that forward uses last: backward spreads the values to earlier parameters."""
     stage: int
-    """Of a pipeline: that of the parameter."""
+    """Pipeline stage of the parameter."""
 
 
-def find_culprit(model: nn.Module, rerun: Callable[[], float], stage: Callable[[], int]) -> str:
-    """Name the rank and the parameter where non-finite numbers begin. Every rank must call it; all return the same text.
+def locate_nonfinite(model: nn.Module, rerun: Callable[[], float], stage: Callable[[], int]) -> str:
+    """Find the rank and the parameter where non-finite values begin. Collective; all ranks return the same text.
 
-    The stages of a pipeline have other parameters each, and a NaN of the last one spreads to all: the last counts.
+    Of several pipeline stages with non-finite gradients, the last stage is named, because backward spreads them to earlier
+    stages.
 
     Args:
-        model: parallelized, with its weights as they were in the bad step.
-        rerun: forward and backward of the bad step's micro-batches on this rank; returns this rank's own loss.
-        stage: tells which stage of a pipeline is running; 0 without one.
+        model: parallelized model with the weights of the non-finite step.
+        rerun: runs forward and backward of the step's micro-batches on this rank; returns the loss of this rank.
+        stage: returns the index of the pipeline stage that is running; 0 without a pipeline.
     """
-    sights = [NonFiniteReport(*seen) for seen in all_gather_json(_watch(model, rerun, stage))]
-    guilty = [rank for rank, sight in enumerate(sights) if sight.bad_loss or sight.parameter]
-    if not guilty:
-        return "a loss or a gradient was not finite; run once more the step was finite, so that no rank can be named"
-    first = max(guilty, key=lambda rank: (sights[rank].bad_loss, sights[rank].stage))  # of equals the lowest rank
-    sight = sights[first]
-    what = ["the loss"] * sight.bad_loss + [f"the gradient of {sight.parameter}"] * (sight.parameter is not None)
-    others = ", ".join(str(rank) for rank in guilty if rank != first)
+    reports = [NonFiniteReport(*fields) for fields in all_gather_json(_check_rerun(model, rerun, stage))]
+    affected = [rank for rank, report in enumerate(reports) if report.bad_loss or report.parameter]
+    if not affected:
+        return "a loss or gradient was not finite, but a rerun of the step was finite, so that the origin is unknown"
+    first = max(affected, key=lambda rank: (reports[rank].bad_loss, reports[rank].stage))  # the lowest rank of equals
+    report = reports[first]
+    what = ["the loss"] * report.bad_loss + [f"the gradient of {report.parameter}"] * (report.parameter is not None)
+    others = ", ".join(str(rank) for rank in affected if rank != first)
     return f"rank {first}: {' and '.join(what)} not finite" + (f" (also on rank {others})" if others else "")
 
 
-def _watch(model: nn.Module, rerun: Callable[[], float], stage: Callable[[], int]) -> NonFiniteReport:
+def _check_rerun(model: nn.Module, rerun: Callable[[], float], stage: Callable[[], int]) -> NonFiniteReport:
     known = {name for name, _ in model.named_parameters()}
-    places: dict[str, tuple[int, int]] = {}
-    """Stage and turn in forward of each parameter that was met."""
-    spoilt: set[str] = set()
+    positions: dict[str, tuple[int, int]] = {}
+    """Stage, and order of use in forward, of each parameter."""
+    nonfinite: set[str] = set()
     hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def watch(name: str, parameter: Tensor) -> None:
-        def look(gradient: Tensor) -> None:
-            if name not in spoilt and not bool(torch.isfinite(gradient).all()):
-                spoilt.add(name)
+        def check(gradient: Tensor) -> None:
+            if name not in nonfinite and not bool(torch.isfinite(gradient).all()):
+                nonfinite.add(name)
 
-        places.setdefault(name, (stage(), len(places)))
-        hooks.append(parameter.register_hook(look))
+        positions.setdefault(name, (stage(), len(positions)))
+        hooks.append(parameter.register_hook(check))
 
     def before_forward(prefix: str) -> Callable[[nn.Module, object], None]:
         def watch_weights(module: nn.Module, _: object) -> None:
@@ -68,12 +69,12 @@ def _watch(model: nn.Module, rerun: Callable[[], float], stage: Callable[[], int
 
         return watch_weights
 
-    # Gathered weights exist only while their block runs, so that they are met at each module's forward.
+    # Gathered weights exist only while their block runs, so each module's forward registers the hooks.
     for prefix, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(before_forward(prefix)))
     loss = rerun()
     for hook in hooks:
         hook.remove()
     bad_loss = not math.isfinite(loss)
-    parameter = max(spoilt, key=places.__getitem__, default=None)
-    return NonFiniteReport(bad_loss, parameter, places[parameter][0] if parameter else 0)
+    parameter = max(nonfinite, key=positions.__getitem__, default=None)
+    return NonFiniteReport(bad_loss, parameter, positions[parameter][0] if parameter else 0)

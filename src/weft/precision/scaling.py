@@ -1,4 +1,4 @@
-"""Loss scaling: keeps fp16 gradients above underflow (Micikevicius et al., Mixed Precision Training, 2018)."""
+"""Loss scaling: prevents underflow of fp16 gradients (Micikevicius et al., Mixed Precision Training, 2018)."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,10 +10,10 @@ WINDOW = 1000
 
 @dataclass(frozen=True)
 class LossScale:
-    """The factor on the loss before backward, and how it moves.
+    """Static or dynamic loss scale.
 
-    A dynamic scale is halved after a step with non-finite gradients, which is skipped, and doubled after `WINDOW` good
-    steps in a row. A fixed one stays.
+    A dynamic scale is halved after a step with non-finite gradients, whose update is skipped, and doubled after `WINDOW` finite
+    steps in a row. A static scale never changes.
     """
 
     value: float = 1.0
@@ -22,13 +22,17 @@ class LossScale:
 
     @classmethod
     def from_plan(cls, setting: Literal["none", "dynamic"] | float) -> "LossScale":
-        """The scale at the first step for `plan.precision.loss_scale`."""
+        """Initial scale for `plan.precision.loss_scale`."""
         if setting == "dynamic":
             return cls(INITIAL_SCALE, dynamic=True)
         return cls() if setting == "none" else cls(float(setting))
 
     def after(self, finite: bool) -> "LossScale":
-        """The scale of the next step, given whether all gradients of this one were finite."""
+        """Scale of the next step.
+
+        Args:
+            finite: True if all gradients of this step were finite.
+        """
         if not self.dynamic:
             return self
         if not finite:

@@ -1,4 +1,4 @@
-"""Plan -> DeviceMesh with named axes. Built once, passed explicitly."""
+"""DeviceMesh with named axes from a plan. Built once and passed explicitly."""
 
 from collections.abc import Mapping
 from math import prod
@@ -17,13 +17,13 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 CONTEXT_AXES = ("cp_ring", "cp_ulysses")
 AXES = ("pp", *DATA_AXES, *CONTEXT_AXES, "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
-TYPICAL_BYTES = 2**24  # of the messages that a hierarchy is chosen by: gradients of a block
+TYPICAL_BYTES = 2**24  # message size for the choice of the hierarchy: the gradients of a block
 
 
 def mesh_shape(plan: Plan) -> tuple[int, ...]:
-    """Ranks along each of `AXES` for a resolved plan, outermost first.
+    """Number of ranks along each of `AXES` for a resolved plan, outermost first.
 
-    With zero = 0 nothing is sharded: the ranks of dp_shard hold copies too, so that they join dp_replicate.
+    With zero = 0 nothing is sharded: the ranks of dp_shard hold copies and are counted in dp_replicate.
     """
     p = plan.parallel
     replicate, shard = (p.data_ranks, 1) if p.zero == 0 else (p.dp_replicate, p.dp_shard)
@@ -31,15 +31,15 @@ def mesh_shape(plan: Plan) -> tuple[int, ...]:
 
 
 def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
-    """The mesh of all ranks, with every name of `AXES`; tp is innermost, so that its ranks are neighbours.
+    """Build the mesh of all ranks with all axes of `AXES`; tp is innermost, so that its ranks are adjacent.
 
     An axis of one rank costs nothing: its group has no connections and never communicates. On CPU, ranks of one host
-    communicate through shared memory, and those of several hosts in two levels (`hierarchy.py`).
+    communicate through shared memory, and ranks of several hosts by hierarchical collectives (`backends/hierarchical.py`).
 
     Args:
-        plan: may still hold -1; it is resolved against `world_size`.
+        plan: plan; degrees of -1 are resolved for `world_size`.
         device_type: "cpu", "cuda" or "npu".
-        world_size: ranks of the default process group, which must exist.
+        world_size: number of ranks of the default process group, which must exist.
 
     Raises:
         PlanError: the plan does not fit the number of ranks.
@@ -48,13 +48,13 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
 
 
 def ranks_along(mesh: DeviceMesh, *axes: str) -> int:
-    """Product of the sizes of some axes. `mesh[axes].size()` makes a mesh each time, which takes a millisecond."""
+    """Product of the sizes of mesh axes. `mesh[axes].size()` would create a mesh at each call, which takes a millisecond."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     return prod(sizes[axis] for axis in axes)
 
 
 def join_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """Several axes seen as one: a mesh of one axis, named dp_shard_cp_ring, say. Made by the first call, on all ranks."""
+    """Flatten several axes into a mesh of one axis, named for example dp_shard_cp_ring. All ranks make the first call."""
     if ranks_along(mesh, *axes) == ranks_along(mesh, axes[0]):  # nothing to join
         return mesh[axes[0]]
     backends = {dist.get_backend(mesh.get_group(axis)) for axis in axes if ranks_along(mesh, axis) > 1}
@@ -63,7 +63,7 @@ def join_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 
 
 def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """All ranks of a mesh, for the small messages of a step. Made by the first call, on all ranks."""
+    """Group of all ranks of a mesh, for the small messages of a step. All ranks make the first call."""
     assert mesh.mesh_dim_names is not None
     wide = [axis for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1]
     if len(wide) == 1:
@@ -74,25 +74,26 @@ def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """A mesh of two axes out of two meshes of one axis each, of the same ranks."""
+    """Concatenate two meshes of one axis each, of the same ranks, into a mesh of two axes."""
     return DeviceMesh._concatenate([outer, inner])
 
 
 def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """The same ranks as experts see them, with the names of `EXPERT_AXES`: ep ranks share the experts of a layer.
+    """Build the mesh of the experts, with the axes of `EXPERT_AXES`: the ep ranks share the experts of a layer.
 
-    The ranks of dp_shard, cp and tp (with zero = 0, those of dp_replicate too) are folded into edp_shard x ep, with ep
-    innermost: attention may be split in one way and experts, whole, in another (Liu et al., MoE Parallel Folding, 2025).
+    The ranks of dp_shard, cp and tp (and of dp_replicate if zero = 0) are folded into edp_shard x ep, with ep innermost.
+    Attention and experts can thus be parallelized differently; an expert is never split (Liu et al., MoE Parallel Folding,
+    2025).
 
     Args:
-        plan: resolved.
+        plan: resolved plan.
         device_type: "cpu", "cuda" or "npu".
     """
     return _named_mesh(device_type, expert_mesh_shape(plan), EXPERT_AXES, plan.comm)
 
 
 def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:
-    """Ranks along each of `EXPERT_AXES` for a resolved plan, outermost first."""
+    """Number of ranks along each of `EXPERT_AXES` for a resolved plan, outermost first."""
     p = plan.parallel
     inside = p.cp * p.tp * (p.data_ranks if p.zero == 0 else p.dp_shard) // p.ep
     replicate, shard = (inside, 1) if p.zero == 0 else (p.dp_replicate, inside)
@@ -107,7 +108,7 @@ def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]
 
 
 def _backend(device_type: str, sizes: dict[str, int], axis: str, comm: Comm) -> str | None:
-    """Of an axis of several ranks; None leaves it to torch. In a dry run the default group is fake, and so are all others."""
+    """Backend of an axis with several ranks; None for the default of torch. In a dry run all groups are fake."""
     if dist.get_backend() == "fake":
         return "fake"
     return (
@@ -116,12 +117,16 @@ def _backend(device_type: str, sizes: dict[str, int], axis: str, comm: Comm) -> 
 
 
 def choose_hierarchy(comm: Comm, ranks: list[int]) -> str:
-    """One level or two, for the collectives of some ranks: what the plan says, or by the cost of messages of 16 MB where a
-    topology with figures is declared.
+    """Choose between flat and hierarchical collectives for a group.
+
+    With `comm.hierarchy = "auto"` and a declared topology that has links, the predicted time of messages of 16 MB decides.
 
     Args:
-        comm: of the plan.
-        ranks: of a group, host after host.
+        comm: `plan.comm`.
+        ranks: ranks of the group, host after host.
+
+    Returns:
+        "auto", "two_level" or "flat", as in `plan.comm.hierarchy`.
     """
     topology = Topology.load(comm.topology) if comm.topology and comm.hierarchy == "auto" else None
     if topology is None or not topology.links:
@@ -132,17 +137,17 @@ def choose_hierarchy(comm: Comm, ranks: list[int]) -> str:
 
 
 def axis_groups(shape: Mapping[str, int], axis: str) -> np.ndarray:
-    """The groups of an axis, [groups, degree]."""
-    place = list(shape).index(axis)
+    """Ranks of each group of an axis, [groups, degree]."""
+    dim = list(shape).index(axis)
     ranks = np.arange(prod(shape.values())).reshape(tuple(shape.values()))
-    return np.moveaxis(ranks, place, -1).reshape(-1, shape[axis])
+    return np.moveaxis(ranks, dim, -1).reshape(-1, shape[axis])
 
 
 def data_rank(mesh: DeviceMesh) -> int:
-    """Which share of every global batch this rank takes, counted over `DATA_AXES`."""
+    """Data-parallel rank, counted over `DATA_AXES`: index of this rank's share of every global batch."""
     return mesh.get_local_rank("dp_replicate") * ranks_along(mesh, "dp_shard") + mesh.get_local_rank("dp_shard")
 
 
 def context_rank(mesh: DeviceMesh) -> int:
-    """Which part of every sequence this rank holds, counted over `CONTEXT_AXES`."""
+    """Context-parallel rank, counted over `CONTEXT_AXES`: index of this rank's part of every sequence."""
     return mesh.get_local_rank("cp_ring") * ranks_along(mesh, "cp_ulysses") + mesh.get_local_rank("cp_ulysses")

@@ -1,27 +1,27 @@
-"""Which ranks share a host, a switch or a link, and how fast each class of links is. One small file says it:
+"""Topology of a job: its hosts and switches, and the speed of each class of links. It can be declared in a small file:
 
     inside_host = "nvlink"            # between ranks of one host
     between_hosts = "ethernet"        # between ranks of different hosts
-    same_rail = "infiniband"          # may be left out: between ranks with the same number on their hosts
-    same_switch = "leaf"              # may be left out: between ranks whose hosts name the same switch
+    same_rail = "infiniband"          # optional: between ranks with the same local rank on different hosts
+    same_switch = "leaf"              # optional: between ranks whose hosts name the same switch
 
-    [[hosts]]                         # in the order of their ranks
+    [[hosts]]                         # in rank order
     name = "node1"
     ranks = 8
-    switch = "rack-3"                 # may be left out
-    bytes_per_second = 400e9          # may be left out: what its ranks together send to other hosts
+    switch = "rack-3"                 # optional
+    bytes_per_second = 400e9          # optional: uplink of the host, shared by its ranks
 
     [[links]]
     name = "nvlink"
     latency_seconds = 3e-6
     bytes_per_second = 200e9          # of one pair of ranks, in one direction
-    # ... and one for each other name
+    # ... and one entry for each other name
 
-    [[pairs]]                         # may be left out: a link that is not as those of its level
+    [[pairs]]                         # optional: a link that differs from the usual link of its level
     ranks = [0, 5]                    # or hosts = ["node1", "node2"]
     link = "slow"
 
-`weft topology --out FILE` writes one from what it has measured. Ranks are numbered host after host, as the launcher does.
+`weft topology --out FILE` writes such a file from a measurement. Ranks are numbered host after host, as by the launcher.
 """
 
 import difflib
@@ -40,21 +40,19 @@ from weft.errors import TopologyError
 from weft.job import read_toml
 from weft.plan import Table
 
-UNKNOWN = -1  # in the matrix of classes: a rank and itself, or a link of which nothing is said
+UNKNOWN = -1  # in the matrix of classes: a rank with itself, or an undeclared link
 LEVELS = ("inside_host", "same_rail", "same_switch", "between_hosts")
-
-
-SHOWN = 5  # errors of one message
+SHOWN = 5  # maximum number of problems in one error
 
 
 class Link(Table):
-    """A class of links between two ranks."""
+    """Class of links between two ranks."""
 
     name: Annotated[str, Field(min_length=1)]
     latency_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Alpha: the time of an empty message."""
+    """Latency alpha: time of an empty message."""
     bytes_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    """1 / beta: what one pair of ranks sends in one direction, when it has the link for itself."""
+    """Bandwidth 1 / beta of one pair of ranks in one direction, without other traffic on the link."""
 
     def seconds(self, message_bytes: float) -> float:
         """Time of one message, alpha + bytes x beta (Hockney, 1994)."""
@@ -65,18 +63,18 @@ class Link(Table):
 
 
 class Host(Table):
-    """A host and its ranks."""
+    """Host and its number of ranks."""
 
     name: Annotated[str, Field(min_length=1)]
     ranks: Annotated[int, Field(ge=1)]
     switch: str = ""
-    """Name of the switch that it hangs on; empty: none that matters."""
+    """Name of the switch of the host; empty: no relevant switch."""
     bytes_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """What its ranks together send to other hosts; None: what one link between hosts carries, which they share."""
+    """Uplink bandwidth to other hosts, shared by the ranks of the host; None: the bandwidth of one link between hosts."""
 
 
 class Pair(Table):
-    """A link that is not as those of its level: between two ranks, or between all ranks of two hosts."""
+    """Link that differs from the usual link of its level: between two ranks, or between all ranks of two hosts."""
 
     ranks: tuple[int, int] | None = None
     hosts: tuple[str, str] | None = None
@@ -84,36 +82,36 @@ class Pair(Table):
 
 
 class Topology(Table):
-    """The hosts of a job, in the order of their ranks, and the classes of links between them."""
+    """Hosts of a job, in rank order, and the classes of links between their ranks."""
 
     hosts: Annotated[tuple[Host, ...], Field(min_length=1)]
     links: tuple[Link, ...] = ()
     inside_host: str = ""
-    """Name of the link between ranks of one host; empty: not known."""
+    """Name of the link between ranks of one host; empty: unknown."""
     between_hosts: str = ""
-    """Name of the link between ranks of different hosts; empty: not known."""
+    """Name of the link between ranks of different hosts; empty: unknown."""
     same_rail: str = ""
-    """Name of the link between ranks with the same number on different hosts; empty: as between_hosts."""
+    """Name of the link between ranks with the same local rank on different hosts; empty: as between_hosts."""
     same_switch: str = ""
-    """Name of the link between ranks of different hosts at one switch; empty: as between_hosts."""
+    """Name of the link between ranks of different hosts on one switch; empty: as between_hosts."""
     pairs: tuple[Pair, ...] = ()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Topology":
-        """Read a declared topology.
+        """Read a declared topology from a TOML file.
 
         Raises:
-            JobError: the file is missing or no TOML.
-            TopologyError: a key is unknown, a value breaks its rule, or a name is of no link, host or rank.
+            JobError: the file is missing or is not TOML.
+            TopologyError: an unknown key, an invalid value, or the name of an undeclared link, host or rank.
         """
         return cls.parse(read_toml(path), where=str(path))
 
     @classmethod
     def parse(cls, tables: dict[str, Any], *, where: str = "topology") -> "Topology":
-        """Make a topology from nested tables, of which nothing may be missing.
+        """Create a topology from the nested tables of a file.
 
         Raises:
-            TopologyError: a key is unknown, a value breaks its rule, or a name is of no link, host or rank.
+            TopologyError: an unknown or missing key, an invalid value, or the name of an undeclared link, host or rank.
         """
         try:
             found = cls.model_validate(tables)
@@ -124,15 +122,15 @@ class Topology(Table):
         return found
 
     def to_toml(self) -> str:
-        """As a file that `load` reads back to an equal topology."""
+        """TOML text that `load` reads back to an equal topology."""
         return tomli_w.dumps(self.model_dump(exclude_none=True, exclude_defaults=True))
 
     def check_fits(self, ranks: Sequence[int], where: str) -> None:
-        """Refuse a topology of other hosts or ranks than those of the job.
+        """Refuse a topology whose hosts or ranks differ from those of the job.
 
         Args:
-            ranks: ranks of each host of the job.
-            where: what declares the topology.
+            ranks: number of ranks of each host of the job.
+            where: source of the topology, for the error.
 
         Raises:
             TopologyError: another number of hosts, or a host with another number of ranks.
@@ -144,73 +142,75 @@ class Topology(Table):
             what = f"the topology has {len(declared)} hosts with {sum(declared)} ranks; "
             what += f"the job has {len(ranks)} hosts with {sum(ranks)} ranks"
         else:
-            number, host = next((n, host) for n, host in enumerate(self.hosts) if host.ranks != ranks[n])
-            what = f"the topology gives host {number} ({host.name}) {host.ranks} ranks; the job starts {ranks[number]} there"
+            index, host = next((n, host) for n, host in enumerate(self.hosts) if host.ranks != ranks[n])
+            what = f"host {index} ({host.name}) has {host.ranks} ranks in the topology, and {ranks[index]} in the job"
         raise TopologyError(
             what,
             where=where,
-            rule="a topology names the hosts of the job, in the order of their ranks, each with all its ranks",
-            fix="start as many ranks, correct [[hosts]], or measure anew with `weft topology --out FILE`",
+            rule="a topology lists the hosts of the job in rank order, with the number of ranks of each",
+            fix="change the number of ranks, correct [[hosts]], or measure again with `weft topology --out FILE`",
         )
 
     @property
     def world_size(self) -> int:
-        """Ranks of all hosts."""
+        """Number of ranks of all hosts."""
         return sum(host.ranks for host in self.hosts)
 
     @cached_property
-    def host_numbers(self) -> np.ndarray:
-        """The host of each rank, [world_size]."""
+    def host_of_rank(self) -> np.ndarray:
+        """Host index of each rank, [world_size]."""
         return np.repeat(np.arange(len(self.hosts)), [host.ranks for host in self.hosts])
 
     @cached_property
     def classes(self) -> np.ndarray:
-        """The class of the link of each pair of ranks, [world_size, world_size]: a place in `links`, or UNKNOWN."""
-        number = {link.name: place for place, link in enumerate(self.links)} | {"": UNKNOWN}
+        """Link class of each pair of ranks, [world_size, world_size]: an index into `links`, or UNKNOWN."""
+        class_of = {link.name: index for index, link in enumerate(self.links)} | {"": UNKNOWN}
         local = np.concatenate([np.arange(host.ranks) for host in self.hosts])
         names = [host.switch for host in self.hosts]
-        switch = np.array([names.index(name) if name else -1 - place for place, name in enumerate(names)])
-        host, switch = self.host_numbers, switch[self.host_numbers]
-        found = np.full((self.world_size, self.world_size), number[self.between_hosts], dtype=np.int16)
+        switch = np.array([names.index(name) if name else -1 - index for index, name in enumerate(names)])
+        host, switch = self.host_of_rank, switch[self.host_of_rank]
+        classes = np.full((self.world_size, self.world_size), class_of[self.between_hosts], dtype=np.int16)
         if self.same_switch:
-            found[switch[:, None] == switch[None]] = number[self.same_switch]
+            classes[switch[:, None] == switch[None]] = class_of[self.same_switch]
         if self.same_rail:
-            found[local[:, None] == local[None]] = number[self.same_rail]
-        found[host[:, None] == host[None]] = number[self.inside_host]
-        for pair in sorted(self.pairs, key=lambda pair: pair.ranks is not None):  # two ranks say more than two hosts
+            classes[local[:, None] == local[None]] = class_of[self.same_rail]
+        classes[host[:, None] == host[None]] = class_of[self.inside_host]
+        for pair in sorted(
+            self.pairs, key=lambda pair: pair.ranks is not None
+        ):  # pairs of ranks override pairs of hosts
             ends = (
                 [[rank] for rank in pair.ranks] if pair.ranks else [self._ranks_of(name) for name in pair.hosts or ()]
             )
             for one, other in (ends, ends[::-1]):
-                found[np.ix_(one, other)] = number[pair.link]
-        np.fill_diagonal(found, UNKNOWN)
-        return found
+                classes[np.ix_(one, other)] = class_of[pair.link]
+        np.fill_diagonal(classes, UNKNOWN)
+        return classes
 
     def ranks_of(self, host: int) -> range:
-        """The ranks of a host, by its number."""
-        ends = [0, *accumulate(host.ranks for host in self.hosts)]
-        return range(ends[host], ends[host + 1])
+        """Ranks of the host with an index."""
+        bounds = [0, *accumulate(host.ranks for host in self.hosts)]
+        return range(bounds[host], bounds[host + 1])
 
     def link(self, one: int, other: int) -> Link | None:
-        """The class of the link between two ranks; None if it is not known."""
-        place = int(self.classes[one, other])
-        return None if place == UNKNOWN else self.links[place]
+        """Link class between two ranks; None if unknown."""
+        index = int(self.classes[one, other])
+        return None if index == UNKNOWN else self.links[index]
 
     def _ranks_of(self, name: str) -> range:
         return self.ranks_of([host.name for host in self.hosts].index(name))
 
 
-def of_hosts(ranks: Sequence[int]) -> Topology:
-    """What is known without a file or a measurement: which ranks share a host.
+def from_host_sizes(ranks: Sequence[int]) -> Topology:
+    """Create a topology without links, which only tells the ranks that share a host.
 
     Args:
-        ranks: ranks of each host.
+        ranks: number of ranks of each host.
     """
-    return Topology(hosts=tuple(Host(name=f"host {number}", ranks=count) for number, count in enumerate(ranks)))
+    return Topology(hosts=tuple(Host(name=f"host {index}", ranks=count) for index, count in enumerate(ranks)))
 
 
 def save_text(text: str, path: Path) -> None:
-    """Write a file at once: who reads it meanwhile finds the old one or the new one."""
+    """Write a file atomically: concurrent readers see either the old or the new content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
@@ -218,44 +218,44 @@ def save_text(text: str, path: Path) -> None:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """A bandwidth in GB/s (10^9), three digits."""
+    """Format a bandwidth in GB/s (10^9 bytes/s), with three digits."""
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
 def format_seconds(seconds: float) -> str:
-    """A latency in the unit that suits it, three digits."""
+    """Format a latency in us or ms, with three digits."""
     return f"{seconds * 1e6:.3g} us" if seconds < 0.9995e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def _check_names(topology: Topology, where: str) -> None:
-    """Every name stands for one thing that is there."""
+    """Check that all names are unique and declared."""
     for kind, names in (
         ("hosts", [host.name for host in topology.hosts]),
         ("links", [link.name for link in topology.links]),
     ):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise TopologyError(
-                f"{kind} has {twice!r} twice", where=where, rule="names are unique", fix="rename one of them"
+                f"[[{kind}]] has {twice!r} twice", where=where, rule="names are unique", fix=f"rename one of the {kind}"
             )
     links = [link.name for link in topology.links]
     used = [(level, getattr(topology, level)) for level in LEVELS]
-    used += [(f"pairs.{number}.link", pair.link) for number, pair in enumerate(topology.pairs)]
+    used += [(f"pairs.{index}.link", pair.link) for index, pair in enumerate(topology.pairs)]
     for key, name in used:
         if name and name not in links:
             near = difflib.get_close_matches(name, links, n=1)
             raise TopologyError(
-                f"{key} = {name!r} is no link",
+                f"{key} = {name!r} is not a declared link",
                 where=where,
-                rule=f"[[links]] has {', '.join(links) or 'none'}",
-                fix=f"did you mean {near[0]!r}?" if near else f"add it to [[links]], or correct {key}",
+                rule=f"declared in [[links]]: {', '.join(links) or 'none'}",
+                fix=f"did you mean {near[0]!r}?" if near else f"add {name!r} to [[links]], or correct {key}",
             )
     hosts = [host.name for host in topology.hosts]
-    for number, pair in enumerate(topology.pairs):
+    for index, pair in enumerate(topology.pairs):
         if (pair.ranks is None) == (pair.hosts is None):
             raise TopologyError(
-                f"pairs.{number} names " + ("both ranks and hosts" if pair.ranks else "neither ranks nor hosts"),
+                f"pairs.{index} names " + ("both ranks and hosts" if pair.ranks else "neither ranks nor hosts"),
                 where=where,
-                rule="a pair is of two ranks or of two hosts",
+                rule="a pair consists of two ranks or of two hosts",
                 fix='write ranks = [0, 5], or hosts = ["node1", "node2"]',
             )
         ends: Sequence[Any] = pair.ranks or pair.hosts or ()
@@ -263,15 +263,15 @@ def _check_names(topology: Topology, where: str) -> None:
         if ends[0] == ends[1] or any(end not in known for end in ends):
             listed = f"ranks are 0 to {topology.world_size - 1}" if pair.ranks else f"hosts are {', '.join(hosts)}"
             raise TopologyError(
-                f"pairs.{number} is of {ends[0]} and {ends[1]}",
+                f"pairs.{index} is {ends[0]} and {ends[1]}",
                 where=where,
-                rule=f"two different ones that are there; {listed}",
-                fix="correct the pair, or leave it out",
+                rule=f"a pair consists of two different ranks or hosts of the topology; {listed}",
+                fix="correct or remove the pair",
             )
 
 
 def _check_levels(topology: Topology, where: str) -> None:
-    """There is a link for every pair of ranks."""
+    """Check that every pair of ranks has a link."""
     needed = {
         "inside_host": any(host.ranks > 1 for host in topology.hosts),
         "between_hosts": len(topology.hosts) > 1,
@@ -279,23 +279,23 @@ def _check_levels(topology: Topology, where: str) -> None:
     for level, is_needed in needed.items():
         if is_needed and not getattr(topology, level):
             raise TopologyError(
-                f"there is no {level}",
+                f"{level} is missing",
                 where=where,
                 rule="every pair of ranks has a link",
-                fix=f'set {level} to the name of one of [[links]], above the tables: {level} = "name"',
+                fix=f'set {level} to a name from [[links]], above the tables: {level} = "name"',
             )
     switches = [host.switch for host in topology.hosts if host.switch]
     if topology.same_switch and len(switches) == len(set(switches)):
         raise TopologyError(
             f"same_switch = {topology.same_switch!r}, and no two hosts name the same switch",
             where=where,
-            rule="it is the link between hosts at one switch",
-            fix="set switch in [[hosts]], or leave out same_switch",
+            rule="same_switch is the link between hosts on one switch",
+            fix="set switch in [[hosts]], or remove same_switch",
         )
 
 
 def _explain(error: ValidationError, where: str) -> TopologyError:
-    """Turn pydantic's errors into one of ours: each key with its value and rule, and the nearest known key."""
+    """Convert a validation error of pydantic: each key with its value and rule, and the most similar known key."""
     tables = (Topology, Host, Link, Pair)
     known = list(dict.fromkeys(name for table in tables for name in table.model_fields))
     lines, fixes = [], []
@@ -304,7 +304,7 @@ def _explain(error: ValidationError, where: str) -> TopologyError:
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key {key}")
             near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
-            fixes.append(f"did you mean {near[0]}?" if near else f"a topology has {', '.join(known)}")
+            fixes.append(f"did you mean {near[0]}?" if near else f"the keys of a topology are {', '.join(known)}")
         elif item["type"] == "missing":
             lines.append(f"{key} is missing")
             fixes.append(f"add {key}")
@@ -315,6 +315,6 @@ def _explain(error: ValidationError, where: str) -> TopologyError:
     return TopologyError(
         "\n".join([*lines[:SHOWN], *more]),
         where=where,
-        rule="a topology has the keys and values of docs/topology.md",
+        rule="docs/topology.md lists the keys and values of a topology",
         fix="; ".join(dict.fromkeys(fixes[:SHOWN])),
     )

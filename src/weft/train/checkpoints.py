@@ -1,4 +1,4 @@
-"""The checkpoints of a run as training sees them: on the disk and in the memory of hosts, taken, found again, gone back to."""
+"""Checkpoints of a run on disk and in host memory: save, find, load and roll back."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from weft.checkpoint.memory_tier import HostMemory, holds_copies
 from weft.checkpoint.restore import (
     Reader,
     archive_newer,
-    choose,
+    first_valid_checkpoint,
     own_tensors,
     restore,
     restore_feedback,
     verify_together,
 )
-from weft.checkpoint.slices import set_generators
+from weft.checkpoint.slices import set_rng_states
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import JobError
@@ -38,31 +38,31 @@ SAME_BATCHES = (
     "data.shuffle",
     "data.held_out",
 )
-"""Keys that decide which rows a global batch has."""
+"""Keys that determine the rows of each global batch."""
 SAME_UPDATE = ("optimizer", "model.config")
-"""Keys and tables that decide what an update does; train.steps besides, where the learning rate has depended on it."""
+"""Keys and tables that determine updates, besides train.steps, which matters if past learning rates depend on it."""
 ANY_STEP = 2**62
-MOST_RATES = 10_000  # learning rates that two schedules are compared by
+MAX_COMPARED_RATES = 10_000
 
 
 @dataclass(frozen=True)
-class FoundCheckpoint:
+class VerifiedCheckpoint:
     """A verified checkpoint."""
 
     folder: Path
     manifest: Manifest
-    provide: Callable[[set[str]], None]
-    """Brings files to this host, before they are read."""
+    fetch: Callable[[set[str]], None]
+    """Copy the named files to this host before they are read."""
 
 
 class Checkpoints:
-    """All ranks make one, and call its methods together.
+    """Checkpoint manager of a run. Collective: all ranks create one and call its methods together.
 
     Args:
-        job: with its plan resolved.
-        run: the run folder.
+        job: job with a resolved plan.
+        run: run folder.
         data: `identity` of the prepared tokens.
-        accepted: of other tokens, that checkpoints may have been made with.
+        accepted: identities of other tokens that checkpoints may have been saved with.
     """
 
     def __init__(self, job: Job, run: Path, data: str, accepted: Sequence[str] = ()):
@@ -71,63 +71,66 @@ class Checkpoints:
         self.folder = checkpoint_folder(job, run)
         self.leads = dist.get_rank() == 0
         self.disk = Target(self.folder, self.leads, self.settings.keep, self.settings.keep_hours)
-        kept = any(all_gather_json(holds_copies(run / RUN_ID, self.run_id)))  # when the disk was full
-        wanted = self.settings.memory_every or kept
-        self.memory = HostMemory(run / RUN_ID, self.run_id, self.key) if wanted else None
+        # Even without memory_every: the run may have saved to memory because the disk was full.
+        has_copies = any(all_gather_json(holds_copies(run / RUN_ID, self.run_id)))
+        use_memory = self.settings.memory_every or has_copies
+        self.memory = HostMemory(run / RUN_ID, self.run_id, self.key) if use_memory else None
 
-    def attach(self, snapshots: Snapshots, settle: Callable[[nn.Parameter], object]) -> None:
-        """Say what takes them, and with that what is in them; and what moves a parameter's states to where they live."""
-        self.snapshots, self.settle = snapshots, settle
+    def attach(self, snapshots: Snapshots, place_state: Callable[[nn.Parameter], object]) -> None:
+        """Attach the snapshot writer, and the function that moves the optimizer state of a parameter to its place."""
+        self.snapshots, self.place_state = snapshots, place_state
 
-    def find(self, resume: Sequence[str]) -> FoundCheckpoint | None:
-        """The checkpoint to begin from.
+    def find(self, resume: Sequence[str]) -> VerifiedCheckpoint | None:
+        """Find the checkpoint to start from; None if there is none.
 
         Args:
-            resume: what is tried in turn: "auto" for the newest of this run that verifies, if there is one; the folder of one.
+            resume: sources in order of preference: a checkpoint folder, or "auto" for the newest checkpoint of this run that
+                verifies.
 
         Raises:
             CheckpointError: a named checkpoint does not verify.
-            JobError: it was made with other batches.
+            JobError: the checkpoint was saved with other batches.
         """
-        for wish in resume:
-            if wish != "auto":
-                return self._go_on(Path(wish), verify_together(Path(wish), self.key))
+        for source in resume:
+            if source != "auto":
+                return self._resume_from(Path(source), verify_together(Path(source), self.key))
             if found := self._newest(ANY_STEP):
                 return found
-        self._make_way(None, -1)
+        self._archive_newer(None, -1)
         return None
 
-    def load(self, found: FoundCheckpoint) -> Position:
-        """Take up the state of a checkpoint: tensors, generators if there were as many ranks, and position."""
+    def load(self, found: VerifiedCheckpoint) -> Position:
+        """Load the state of a checkpoint: tensors, position, and, under the same world size, random number generators."""
         with Reader(found.folder, found.manifest) as reader:
-            generators, carried = (own_tensors(found.manifest, kind, dist.get_rank()) for kind in ("rng", "feedback"))
+            generators, feedback = (own_tensors(found.manifest, kind, dist.get_rank()) for kind in ("rng", "feedback"))
             same_ranks = dist.get_world_size() == found.manifest.world_size
-            names = generators + carried if same_ranks else []
+            names = generators + feedback if same_ranks else []
             own = {part.file for name in names for part in reader.entry(name).parts}
             s = self.snapshots
-            restore(s.model, s.anatomy, s.optimizer, reader, lambda files: found.provide(files | own), self.settle)
-            if lost := restore_feedback(s.model, s.optimizer, reader, self.job.plan):
-                self.say(lost)
+            restore(s.model, s.anatomy, s.optimizer, reader, lambda files: found.fetch(files | own), self.place_state)
+            if message := restore_feedback(s.model, s.optimizer, reader, self.job.plan):
+                self.log(message)
             if same_ranks:
-                set_generators(s.device, {name: reader.read(name) for name in generators})
+                set_rng_states(s.device, {name: reader.read(name) for name in generators})
         return found.manifest.position
 
-    def go_back(self, step: int) -> Position | None:
-        """Take up the state of the newest good checkpoint of a step up to `step`; None, and nothing done, if there is none."""
+    def roll_back(self, step: int) -> Position | None:
+        """Load the newest valid checkpoint of step `step` or earlier; None, with the state unchanged, if there is none."""
         self.snapshots.finish()
         dist.barrier()
         found = self._newest(step)
         return self.load(found) if found else None
 
     def due(self, step: int, last: bool, interrupted: bool = False) -> Target | None:
-        """Target of the checkpoint after a step; None if none is due. An interrupted run always leaves one on the disk.
+        """Target of the checkpoint after a step; None if no checkpoint is due. An interrupted run always saves to disk.
 
         Args:
-            last: training ends with this step.
+            step: step that has just ended.
+            last: True if training ends with this step.
+            interrupted: True if a signal ends training before its last step.
 
         Raises:
-            JobError: the run folder is that of another run by now.
-            interrupted: training ends by a signal, before all steps are done.
+            JobError: the run folder belongs to another run by now.
         """
         if interrupted or (self.settings.every and (last or step % self.settings.every == 0)):
             check_run_id(self.run, self.run_id)
@@ -137,18 +140,19 @@ class Checkpoints:
         return None
 
     def is_saved(self, step: int, interrupted: bool) -> bool:
-        """Whether the checkpoint of the last step lies on the disk, or none was wanted. The same on all ranks."""
-        wanted = step > 0 and (interrupted or self.settings.every > 0)
-        return not wanted or broadcast_json(folder_of(self.folder, step).exists())
+        """True, on all ranks, if the checkpoint of the last step is on disk or none is due."""
+        due = step > 0 and (interrupted or self.settings.every > 0)
+        return not due or broadcast_json(folder_of(self.folder, step).exists())
 
-    def keep(self, position: Position, *, try_disk: bool = True) -> str:
-        """Save the last state, on the disk or else in the memory of hosts; on all ranks together.
+    def save_last(self, position: Position, *, try_disk: bool = True) -> str:
+        """Save the final state to disk, or to host memory if that fails. Collective.
 
         Args:
-            try_disk: False where the disk is known to be full.
+            position: training position of the state.
+            try_disk: False if the disk is known to be full.
 
         Returns:
-            "" if it is on the disk, else what became of it, in words.
+            "" if the state is on disk, else a message about its location.
         """
         self.finish()
         if try_disk and not self.is_saved(position.step, interrupted=True):
@@ -161,80 +165,82 @@ class Checkpoints:
         self.finish()
         copy = self.memory.newest(position.step)
         if copy is None or copy.step < position.step:
-            return f"the state after step {position.step} could be kept neither on the disk nor in memory"
-        return f"the state after step {position.step} is kept in memory, as long as no host is started anew"
+            return f"the state after step {position.step} could be saved neither to disk nor to memory"
+        return f"the state after step {position.step} is kept in host memory until a host reboots"
 
     def finish(self) -> None:
-        """Wait until everything is written."""
+        """Wait until all checkpoints are written."""
         self.snapshots.finish()
         dist.barrier()
 
     def close(self) -> None:
-        """The run has ended well: what is in memory is not needed any more."""
+        """Delete in-memory checkpoints at the end of a successful run."""
         if self.memory:
             self.memory.close()
 
-    def say(self, text: str) -> None:
-        """Let it be printed, once."""
+    def log(self, text: str) -> None:
+        """Print a line on the leading rank."""
         if self.leads:
             print(text, flush=True)
 
-    def _newest(self, until: int) -> FoundCheckpoint | None:
+    def _newest(self, until: int) -> VerifiedCheckpoint | None:
+        """Newest valid checkpoint up to a step, on disk or in memory."""
         copy = self.memory.newest(until) if self.memory else None
         older = copy.step if copy else -1
         newer = [path for path in list_checkpoints(self.folder) if older < step_of(path) <= until]
-        on_disk = choose(newer, self.say, self.key)
+        on_disk = first_valid_checkpoint(newer, self.log, self.key)
         if on_disk:
-            return self._go_on(*on_disk)
+            return self._resume_from(*on_disk)
         if copy is None or self.memory is None:
             return None
         memory = self.memory
-        folder, manifest = memory.place(copy), copy.manifest
+        folder, manifest = memory.folder_for(copy), copy.manifest
         self._check(folder, manifest)
-        self._make_way(None, copy.step, of_memory=True)
-        self.say(f"going on after step {copy.step}, from the memory of {len(memory.hosts)} hosts")
-        return FoundCheckpoint(folder, manifest, lambda files: memory.provide(copy, files))
+        self._archive_newer(None, copy.step, from_memory=True)
+        self.log(f"resuming after step {copy.step}, from the memory of {len(memory.hosts)} hosts")
+        return VerifiedCheckpoint(folder, manifest, lambda files: memory.fetch(copy, files))
 
-    def _go_on(self, folder: Path, manifest: Manifest) -> FoundCheckpoint:
+    def _resume_from(self, folder: Path, manifest: Manifest) -> VerifiedCheckpoint:
         self._check(folder, manifest)
-        self._make_way(folder, manifest.position.step)
-        self.say(f"going on after step {manifest.position.step}, from {folder}")
-        return FoundCheckpoint(folder, manifest, lambda files: None)
+        self._archive_newer(folder, manifest.position.step)
+        self.log(f"resuming after step {manifest.position.step}, from {folder}")
+        return VerifiedCheckpoint(folder, manifest, lambda files: None)
 
-    def _make_way(self, chosen: Path | None, step: int, of_memory: bool = False) -> None:
-        """Steps after this one come again, and with them their checkpoints."""
+    def _archive_newer(self, chosen: Path | None, step: int, from_memory: bool = False) -> None:
+        """Archive checkpoints of later steps, which training will repeat."""
         if self.leads:
-            archive_newer(self.folder, chosen, step + of_memory, self.say)
+            archive_newer(self.folder, chosen, step + from_memory, self.log)
         if self.memory:
-            self.memory.forget(step if of_memory else -1)
+            self.memory.discard_after(step if from_memory else -1)
 
     def _check(self, folder: Path, manifest: Manifest) -> None:
         check_same_batches(self.job, self.data, manifest, folder)
 
 
 def checkpoint_folder(job: Job, run: Path | None = None) -> Path:
-    """Where the checkpoints of a job lie.
+    """Folder of the checkpoints of a job.
 
     Args:
-        run: its run folder; by default that of the job.
+        job: job of the run.
+        run: run folder; default: `job.out`.
     """
     return Path(job.checkpoint.folder or run or job.out)
 
 
 def check_same_update(job: Job, before: dict[str, Any], step: int, where: str) -> None:
-    """Refuse to go on with other updates than those that were made so far. Layouts and formats may change.
+    """Refuse to resume with other optimizer settings than before. Layout and dtypes may change.
 
-    More train.steps are no change as long as the learning rates of all steps so far stay what they were: those of a constant
-    schedule, and of wsd before it falls.
+    A change of train.steps is allowed if the learning rates of all past steps stay the same, as with a constant schedule, and
+    with wsd before its decay.
 
     Args:
-        job: the one that is to go on.
-        before: the job of the updates so far, as a table.
-        step: how many there were.
-        where: what is gone on from.
+        job: job that resumes.
+        before: job of the past updates, as a table.
+        step: number of past updates.
+        where: checkpoint or job file to resume from.
 
     Raises:
-        JobError: with every key that differs, its value then and now.
+        JobError: lists every changed key with its old and new value.
     """
     if step == 0:
         return
@@ -251,10 +257,10 @@ def check_same_update(job: Job, before: dict[str, Any], step: int, where: str) -
         ]
     steps = before.get("train", {}).get("steps")
     if isinstance(steps, int) and not changed and steps != job.train.steps:
-        looked_at = range(1, step + 1, step // MOST_RATES + 1)
+        past_steps = range(1, step + 1, step // MAX_COMPARED_RATES + 1)
         if any(
-            learning_rate(number, steps, job.optimizer) != learning_rate(number, job.train.steps, job.optimizer)
-            for number in (*looked_at, step)
+            learning_rate(past, steps, job.optimizer) != learning_rate(past, job.train.steps, job.optimizer)
+            for past in (*past_steps, step)
         ):
             schedule = job.optimizer.schedule
             changed = [f"train.steps = {job.train.steps}, it was {steps}: the {schedule} schedule depends on it"]
@@ -262,16 +268,20 @@ def check_same_update(job: Job, before: dict[str, Any], step: int, where: str) -
         raise JobError(
             "\n".join(changed),
             where=where,
-            rule="a resumed run goes on with the updates that it began with, unless told otherwise",
-            fix="set it back, or add --accept-changes",
+            rule="a resumed run keeps its optimizer settings, unless --accept-changes is given",
+            fix="restore the earlier values, or add --accept-changes",
         )
 
 
 def check_run_id(run: Path, run_id: str) -> None:
     """Refuse to write into the folder of another run.
 
+    Args:
+        run: run folder.
+        run_id: identity of this run.
+
     Raises:
-        JobError: another one has taken the folder.
+        JobError: the folder belongs to another run by now.
     """
     found = read_run_id(run)
     if found and found != run_id:
@@ -279,43 +289,43 @@ def check_run_id(run: Path, run_id: str) -> None:
             f"{run} belongs to run {found} by now, this is run {run_id}",
             where=str(run / RUN_ID),
             rule="a folder belongs to one run at a time",
-            fix="give each run an output folder of its own; `--resume auto` there goes on from its last checkpoint",
+            fix="give each run its own output folder; `--resume auto` there continues from its last checkpoint",
         )
 
 
 def check_same_batches(job: Job, data: Collection[str], manifest: Manifest, folder: Path) -> None:
-    """Refuse to go on with other batches than those that a checkpoint was made with, if it has seen any.
+    """Refuse to resume with other batches than those of a checkpoint, unless it precedes the first batch.
 
     Args:
-        job: the one that is to go on.
-        data: `identity` of its prepared tokens, and of others that are accepted.
-        manifest: of the checkpoint.
-        folder: of the checkpoint.
+        job: job that resumes.
+        data: `identity` of its prepared tokens, and accepted identities.
+        manifest: manifest of the checkpoint.
+        folder: folder of the checkpoint.
 
     Raises:
-        JobError: with the first key that differs.
+        JobError: names the first key that differs, or the data source.
     """
     if manifest.position.next_batch == 0:
         return
-    now, other = job.model_dump(mode="json"), ""
+    now, changed = job.model_dump(mode="json"), ""
     for key in SAME_BATCHES:
         table, _, name = key.partition(".")
         before = manifest.job.get(table, {}).get(name)
         if before != now[table][name]:
-            other = other or f"{key} = {now[table][name]!r}; the checkpoint was made with {before!r}"
-    if not other and manifest.data not in data:
+            changed = changed or f"{key} = {now[table][name]!r}; the checkpoint was made with {before!r}"
+    if not changed and manifest.data not in data:
         raise JobError(
-            f"the tokens of {_name_source(job)} are others than those that the checkpoint was made with",
+            f"the tokens of {_name_source(job)} differ from the tokens that the checkpoint was made with",
             where=str(folder),
-            rule="a resumed run takes the same global batches in the same order, unless told otherwise",
+            rule="a resumed run keeps its global batches and their order, unless --accept-changes is given",
             fix="restore the contents of the source and its tokenizer, or add --accept-changes",
         )
-    if other:
+    if changed:
         raise JobError(
-            other,
+            changed,
             where=str(folder),
-            rule="a resumed run takes the same global batches in the same order",
-            fix="set it back, or begin a run of its own from the export of this one (model.path = ...)",
+            rule="a resumed run keeps its global batches and their order",
+            fix="restore the earlier value, or start a new run from the export of this run (model.path = ...)",
         )
 
 

@@ -1,20 +1,21 @@
-"""Two plans of one job on the same weights and the same rows: do they do the same, and if not, where does it begin?
+"""Tensor-by-tensor comparison of two plans of one job, on the same weights and rows.
 
-Each side runs as ranks of its own (`weft.train.compare_rank`) and leaves a folder: side.json, and every tensor it saw, whole,
-in natural order. The folders are compared tensor by tensor, in the order in which a fault travels: outputs of a step as forward
-makes them, gradients as backward makes them, weights after it. So the first tensor that differs stands close to the fault.
-It is the same idea as a parity test, for any job, without a second program to compare with.
+Each side runs in separate ranks (`weft.train.compare_rank`) and writes a folder with side.json and with every recorded tensor,
+unsharded and in the element order of the original model. The folders are compared in the order in which a fault propagates:
+outputs in forward order, gradients in backward order, then updated weights. The first tensor that differs is therefore close to
+the fault. The method is that of a parity test, for any job and without a reference program.
 
-The step is the first one. Where its tensors agree, but losses or gradient norms differ later, both sides run again and leave
-the tensors of the step before the first that differs, whose update may be wrong, and then of that step.
+By default the first step is compared. If its tensors agree but losses or gradient norms differ later, both sides run again and
+record the step before the first difference, whose update may be wrong, and then the step of the first difference.
 
-How large a difference may be, as a share of a scale:
+Tolerances are relative to a scale that depends on the kind of tensor:
 
-    output      the largest value of the tensor
-    gradient    the same; but at least a thousandth of the largest gradient of all, as some gradients are nothing but rounding
-    weight      the learning rate, for that is how far Adam goes, plus the rounding of the weight itself. Elements whose
-                gradients are mere rounding go as far in any direction: they are left out. After another step than the first,
-                what that step has changed is compared
+    output      largest value of the tensor
+    gradient    largest value of the tensor, but at least a thousandth of the largest gradient of all tensors, because some
+                gradients consist of rounding errors alone
+    weight      learning rate, because it bounds an update of Adam, plus the rounding of the weight itself. Elements whose
+                gradients are rounding errors are ignored, because Adam may update them in any direction. After a step other
+                than the first, the changes of the weights in this step are compared
 """
 
 import json
@@ -41,50 +42,50 @@ from weft.plan import BYTES, Plan
 from weft.train.run import check_model, check_tokens
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
-SMALL_GRADIENT = 1e-3  # of the largest gradient of all tensors
-ROUNDINGS = 8  # of a weight's format that its update may be off by
+SMALL_GRADIENT = 1e-3  # fraction of the largest gradient of all tensors
+ROUNDINGS = 8  # allowed rounding error of an updated weight, in units of the epsilon of its dtype
 MAY_DIFFER = ("plan.", "train.micro_batch_size")
 
-Kind = Literal["output", "gradient", "weight", "weight before"]
-"""Kinds of tensors that a side writes; the weights before a step only where it is not the first, to see what it changes."""
-KINDS: tuple[Kind, ...] = ("output", "gradient", "weight")
-"""In the order in which they are compared."""
+TensorKind = Literal["output", "gradient", "weight", "weight before"]
+"""Kinds of recorded tensors; "weight before" only for a step after the first, to compute the changes of the weights."""
+KINDS: tuple[TensorKind, ...] = ("output", "gradient", "weight")
+"""Compared kinds, in order of comparison."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One tensor that a side left."""
+class RecordedTensor:
+    """Metadata of a tensor that a side has recorded."""
 
-    kind: Kind
+    kind: TensorKind
     name: str
-    """Of the module (output) or of the parameter."""
+    """Name of the module (output) or of the parameter."""
     largest: float = 0.0
-    """Magnitude of its largest value."""
+    """Largest magnitude of its elements."""
     spread: float = 0.0
-    """How far the ranks of this side are apart that should hold the same values; the stages of a tied weight too."""
+    """Largest difference between ranks of this side that should hold the same values, including the stages of a tied weight."""
 
 
 @dataclass(frozen=True)
-class SeenStep:
-    """What a side says of one step."""
+class RecordedStep:
+    """Loss and gradient norm of one step of a side."""
 
     loss: float
     grad_norm: float
     problem: str | None = None
-    """Why the step was skipped, if it was."""
+    """Reason why the update was skipped; None if it was not."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What a side left beside its tensors: side.json."""
+    """Content of side.json: steps and tensor metadata of one side."""
 
-    steps: list[SeenStep]
+    steps: list[RecordedStep]
     learning_rate: float
-    """Of the step whose tensors are here."""
-    tensors: list[Seen]
-    """In the order in which they are compared."""
+    """Learning rate of the step with recorded tensors."""
+    tensors: list[RecordedTensor]
+    """Recorded tensors, in order of comparison."""
     step: int = 1
-    """Whose tensors they are, from 1."""
+    """Step with recorded tensors, counted from 1."""
 
     def write(self, folder: Path) -> None:
         (folder / "side.json").write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
@@ -92,27 +93,28 @@ class Side:
     @classmethod
     def read(cls, folder: Path) -> "Side":
         fields = json.loads((folder / "side.json").read_text(encoding="utf-8"))
-        steps, tensors = [SeenStep(**step) for step in fields["steps"]], [Seen(**seen) for seen in fields["tensors"]]
+        steps = [RecordedStep(**step) for step in fields["steps"]]
+        tensors = [RecordedTensor(**tensor) for tensor in fields["tensors"]]
         return cls(steps, fields["learning_rate"], tensors, fields["step"])
 
 
-def tensor_file(folder: Path, kind: Kind, name: str, piece: int = 0) -> Path:
-    """Where a side keeps a tensor: outputs in a piece for each row of the global batch, the others in one."""
+def tensor_file(folder: Path, kind: TensorKind, name: str, piece: int = 0) -> Path:
+    """File of a recorded tensor. Outputs have one piece per row of the global batch, other tensors a single piece."""
     return folder / kind / name / f"{piece:06d}.safetensors"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two sides are apart in one tensor."""
+    """Difference of two sides in one tensor."""
 
-    kind: Kind
+    kind: TensorKind
     name: str
     size: float
-    """Largest difference, as a share of the tensor's scale."""
+    """Largest difference, relative to the scale of the tensor."""
     tolerance: float
-    """What size may be."""
-    place: tuple[int, ...] = ()
-    """Of the largest difference; of an output: row of the global batch, token, unit."""
+    """Maximum of `size` for equal tensors."""
+    index: tuple[int, ...] = ()
+    """Index of the largest difference; for an output: row of the global batch, token, feature."""
     note: str = ""
 
     @property
@@ -122,59 +124,59 @@ class Difference:
     def __str__(self) -> str:
         scale = "the learning rate" if self.kind == "weight" else "its largest value"
         size = f"off by {self.size:.1e} of {scale}, tolerance {self.tolerance:.1e}"
-        what = size if math.isfinite(self.size) else "" if self.note else "finite on one side only"
-        place = f"at {list(self.place)}" if self.place else ""
-        return f"{self.kind} of {self.name}: {', '.join(part for part in (what, place, self.note) if part)}"
+        problem = size if math.isfinite(self.size) else "" if self.note else "finite on one side only"
+        index = f"at {list(self.index)}" if self.index else ""
+        return f"{self.kind} of {self.name}: {', '.join(part for part in (problem, index, self.note) if part)}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sides, step by step and tensor by tensor."""
+    """Result of a comparison: steps and tensors of two sides."""
 
-    steps: list[tuple[SeenStep, SeenStep]]
+    steps: list[tuple[RecordedStep, RecordedStep]]
     tensors: list[Difference]
     tolerance: float
     step: int = 1
-    """Whose tensors they are, from 1."""
+    """Step with recorded tensors, counted from 1."""
 
     @property
     def first(self) -> Difference | None:
-        """The first tensor that differs by more than rounding."""
+        """First tensor that differs by more than rounding."""
         return next((tensor for tensor in self.tensors if tensor.exceeds), None)
 
     @property
     def first_step(self) -> int | None:
-        """The first step, from 1, whose loss or gradient norm differs by more than rounding."""
-        apart = [max(relative(a.loss, b.loss), relative(a.grad_norm, b.grad_norm)) for a, b in self.steps]
-        return next((step for step, size in enumerate(apart, 1) if size > self.tolerance), None)
+        """First step, counted from 1, whose loss or gradient norm differs by more than rounding."""
+        sizes = [max(relative(a.loss, b.loss), relative(a.grad_norm, b.grad_norm)) for a, b in self.steps]
+        return next((step for step, size in enumerate(sizes, 1) if size > self.tolerance), None)
 
     @property
     def agrees(self) -> bool:
         return self.first is None and self.first_step is None
 
-    def by_kind(self) -> dict[Kind, list[Difference]]:
-        """Tensors of each kind, in order; kinds without tensors are left out."""
+    def by_kind(self) -> dict[TensorKind, list[Difference]]:
+        """Tensors of each kind, in order, without empty kinds."""
         kinds = dict.fromkeys(tensor.kind for tensor in self.tensors)
         return {kind: [tensor for tensor in self.tensors if tensor.kind == kind] for kind in kinds}
 
     def problems(self) -> list[tuple[str, int, str]]:
-        """Side, step and reason of each step that was skipped."""
-        named = [
-            (side, n, step.problem)
-            for n, pair in enumerate(self.steps, 1)
+        """Side, step and reason of each skipped update."""
+        return [
+            (side, index, step.problem)
+            for index, pair in enumerate(self.steps, 1)
             for side, step in zip("AB", pair, strict=True)
+            if step.problem
         ]
-        return [(side, number, problem) for side, number, problem in named if problem]
 
 
 def relative(a: float, b: float) -> float:
-    """Difference of two numbers as a share of the larger one; 0 if neither is finite, infinite if one of them is not."""
+    """Difference of two numbers relative to the larger number; 0 if neither is finite, infinite if exactly one is finite."""
     if math.isfinite(a) and math.isfinite(b):
         return abs(a - b) / max(abs(a), abs(b), sys.float_info.min)
     return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
 
 
-# From outside: run both sides
+# Run both sides
 
 
 def compare(
@@ -187,52 +189,52 @@ def compare(
     ranks_a: int | None = None,
     ranks_b: int | None = None,
     tolerance: float | None = None,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> Comparison:
-    """Run two plans of one job, one after the other, on this machine's devices, and compare what they did.
+    """Run two plans of one job, one after the other, on the devices of this machine, and compare their tensors.
 
     Args:
-        job_a: a job.
-        job_b: the same job, but for the keys of `MAY_DIFFER`.
-        out: folder for both sides, `a` and `b`; the sides of an earlier comparison there are replaced. Each side takes
-            twice the weights on disk (gradients and updated weights), three times for another step than the first, and the
-            outputs.
-        steps: steps to run; all there are if the job has fewer.
-        step: whose tensors are compared, from 1; `steps` is at least as many. None: the first, and if they agree but losses
-            or gradient norms differ later, the step where that begins, or the one before, for which both sides run again.
-        ranks_a: processes of each side; as few as the plan needs by default.
-        ranks_b: the same.
-        tolerance: see `TOLERANCE`; by default that of the coarsest number format in both plans.
-        say: receives lines of progress.
+        job_a: job of side A.
+        job_b: the same job, except for the keys in `MAY_DIFFER`.
+        out: folder for both sides, `a` and `b`; an earlier comparison in it is replaced. Each side needs disk space for the
+            outputs and for two copies of the weights (gradients and updated weights), or three for a step after the first.
+        steps: number of steps to run, at most the steps of the job.
+        step: step whose tensors are compared, counted from 1; at least so many steps are run. None: the first step, and if its
+            tensors agree but losses or gradient norms differ later, both sides run again for the first step that differs and
+            the step before it.
+        ranks_a: number of processes of side A; default: the minimum of its plan.
+        ranks_b: number of processes of side B; default: the minimum of its plan.
+        tolerance: maximum relative difference, see `TOLERANCE`; default: by the coarsest dtype of both plans.
+        log: function that prints a progress line.
 
     Raises:
-        JobError: the jobs differ in more than how they run, they have no such step, or `out` holds something else.
-        DataError: there is no space on the disk.
-        WeftError: what else is refused before a run, or fails in it; see `weft.errors`.
+        JobError: the jobs differ in other keys, the job has no such step, or `out` has other content.
+        DataError: the disk has too little space.
+        WeftError: a side was refused or failed; see `weft.errors`.
     """
     check_same_job(job_a, job_b)
     if step is not None and step > job_a.train.steps:
         raise JobError(
-            f"step {step} of a job of {job_a.train.steps} steps",
+            f"step {step} of a job with {job_a.train.steps} steps",
             where="--step",
-            rule="the tensors of one step are compared, from 1 to train.steps",
+            rule="the compared step lies between 1 and train.steps",
             fix=f"choose a --step of at most {job_a.train.steps}",
         )
-    ranks = ranks_a or least_ranks(job_a.plan), ranks_b or least_ranks(job_b.plan)
+    ranks = ranks_a or min_ranks(job_a.plan), ranks_b or min_ranks(job_b.plan)
     jobs = [
         job.model_copy(update={"plan": job.plan.resolve(count).resolve_precision(detect().supports("bf16"))})
         for job, count in zip((job_a, job_b), ranks, strict=True)
     ]
     (config, anatomy), _ = (check_model(job) for job in jobs)
-    prepared = prepare(job_a.data, model_folder=Path(job_a.model.path) if job_a.model.path else None, say=say)
+    prepared = prepare(job_a.data, model_folder=Path(job_a.model.path) if job_a.model.path else None, log=log)
     check_tokens(job_a, prepared, config)
     for name, job, count in zip("AB", jobs, ranks, strict=True):
-        say(f"{name}: {describe(job, count)}")
+        log(f"{name}: {describe(job, count)}")
     precisions = [job.plan.precision for job in jobs]
-    formats = {
+    dtypes = {
         value for precision in precisions for value in (precision.param_dtype, precision.update, precision.reduce_dtype)
     }
-    tolerance = tolerance or max(TOLERANCE[name] for name in formats)
+    tolerance = tolerance or max(TOLERANCE[name] for name in dtypes)
 
     def run(steps: int, recorded: int) -> Comparison:
         _clear(out)
@@ -241,50 +243,50 @@ def compare(
             _run_side(job, prepared, out / name, count, steps, recorded)
         return compare_folders(out / "a", out / "b", tolerance)
 
-    found = run(max(steps, step or 1), step or 1)
-    begins = found.first_step
-    if step is None and found.first is None and begins is not None and begins > 1:
-        for recorded in range(max(2, begins - 1), begins + 1):  # losses differ one step behind a wrong update
-            say(
-                f"The tensors of step {found.step} agree, losses differ from step {begins} on: now those of step {recorded}"
+    result = run(max(steps, step or 1), step or 1)
+    first_step = result.first_step
+    if step is None and result.first is None and first_step is not None and first_step > 1:
+        for recorded in range(max(2, first_step - 1), first_step + 1):  # losses differ one step after a wrong update
+            log(
+                f"The tensors of step {result.step} agree, losses differ from step {first_step} on: comparing step {recorded}"
             )
-            found = replace(run(recorded, recorded), steps=found.steps)
-            if found.first is not None:
+            result = replace(run(recorded, recorded), steps=result.steps)
+            if result.first is not None:
                 break
-    return found
+    return result
 
 
 def _run_side(job: Job, prepared: Prepared, folder: Path, ranks: int, steps: int, recorded: int) -> None:
-    """Let the ranks of one side run its steps and leave the tensors of one of them in a folder."""
+    """Launch the ranks of one side, which record the tensors of one step in a folder."""
     folder.mkdir()
     (folder / "job.toml").write_text(job.to_toml(), encoding="utf-8")
     (folder / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
     argv = [sys.executable, "-m", "weft.train.compare_rank", str(folder), str(steps), str(recorded)]
-    launch(argv, ranks=ranks, log_dir=folder / "logs", warm=detect().supports_fork)
+    launch(argv, ranks=ranks, log_dir=folder / "logs", use_forkserver=detect().supports_fork)
 
 
 def check_same_job(a: Job, b: Job) -> None:
-    """Refuse two jobs that do not have the same weights, rows and updates.
+    """Refuse two jobs with different weights, rows or updates.
 
     Raises:
-        JobError: with the keys in which they differ.
+        JobError: lists all keys that differ.
     """
 
     def value(job: Job, key: str) -> object:
         return reduce(getattr, key.split("."), job)
 
-    wrong = [key for key in keys() if not key.startswith(MAY_DIFFER) and value(a, key) != value(b, key)]
-    if wrong:
+    different = [key for key in keys() if not key.startswith(MAY_DIFFER) and value(a, key) != value(b, key)]
+    if different:
         raise JobError(
-            "\n".join(f"{key} = {value(a, key)!r} in A, {value(b, key)!r} in B" for key in wrong),
+            "\n".join(f"{key} = {value(a, key)!r} in A, {value(b, key)!r} in B" for key in different),
             where="--set-a, --set-b",
-            rule="the sides train the same weights on the same rows; only plan.* and train.micro_batch_size may differ",
+            rule="both sides train the same weights on the same rows; only plan.* and train.micro_batch_size may differ",
             fix="change other keys with --set, for both sides",
         )
 
 
-def least_ranks(plan: Plan) -> int:
-    """The smallest number of ranks a plan can run on; dp_shard = -1 is as small as ep allows."""
+def min_ranks(plan: Plan) -> int:
+    """Minimum number of ranks of a plan; dp_shard = -1 counts as the smallest degree that ep allows."""
     p = plan.parallel
     inside = p.cp * p.tp * (p.dp_replicate if p.zero == 0 else 1)
     shards = p.dp_shard if p.dp_shard > 0 else p.ep // math.gcd(p.ep, inside)
@@ -292,27 +294,27 @@ def least_ranks(plan: Plan) -> int:
 
 
 def describe(job: Job, ranks: int) -> str:
-    """One line on how a side runs: its degrees above 1, schedule, ZeRO stage, formats and micro-batch."""
+    """One-line description of a side: degrees above 1, schedule, ZeRO stage, dtypes and micro-batch size."""
     p, pipeline, precision = job.plan.parallel, job.plan.pipeline, job.plan.precision
     names = ("dp_replicate", "dp_shard", "tp", "cp", "cp_ulysses", "ep", "pp")
     degrees = [f"{name} {getattr(p, name)}" for name in names if getattr(p, name) > 1]
-    virtual = f", {pipeline.stages_a_rank} virtual stages a rank" if pipeline.stages_a_rank > 1 else ""
-    order = [f"schedule {pipeline.schedule}{virtual}"] if p.pp > 1 else []
+    virtual = f", {pipeline.stages_per_rank} virtual stages per rank" if pipeline.stages_per_rank > 1 else ""
+    schedule = [f"schedule {pipeline.schedule}{virtual}"] if p.pp > 1 else []
     sequence = [f"sp {str(p.sp).lower()}"] if p.tp > 1 else []
-    formats = f"{precision.param_dtype} forward, {precision.update} update, {precision.reduce_dtype} reduce"
-    what = [*degrees, *order, *sequence, f"zero {p.zero}", formats, f"micro-batch {job.train.micro_batch_size}"]
-    return f"{ranks} rank{'s' if ranks > 1 else ''}: {', '.join(what)}"
+    dtypes = f"{precision.param_dtype} forward, {precision.update} update, {precision.reduce_dtype} reduce"
+    parts = [*degrees, *schedule, *sequence, f"zero {p.zero}", dtypes, f"micro-batch {job.train.micro_batch_size}"]
+    return f"{ranks} rank{'s' if ranks > 1 else ''}: {', '.join(parts)}"
 
 
 def _clear(out: Path) -> None:
-    """Make an empty folder, or empty one that holds an earlier comparison."""
+    """Create a folder, or remove an earlier comparison from it."""
     sides = [out / "a", out / "b"]
     others = [path for path in out.iterdir() if path not in sides] if out.is_dir() else []
     if others or any(side.exists() and not (side / "job.toml").exists() for side in sides):
         raise JobError(
-            f"{out} holds something else than a comparison",
+            f"{out} has content other than a comparison",
             where="--out",
-            rule="the sides of an earlier comparison are replaced, nothing else is",
+            rule="only an earlier comparison is replaced",
             fix="name a new folder",
         )
     for side in sides:
@@ -322,56 +324,60 @@ def _clear(out: Path) -> None:
 
 def _check_space(jobs: list[Job], out: Path, parameters: int, blocks: int, recorded: int) -> None:
     config = read_config(jobs[0].model).get_text_config()
-    numbers = (blocks + 2) * config.hidden_size + config.vocab_size  # a token
+    elements = (blocks + 2) * config.hidden_size + config.vocab_size  # of all outputs, per token
     tokens = jobs[0].train.global_batch_size * jobs[0].data.seq_len
     needed = sum(
-        (2 + (recorded > 1)) * parameters * BYTES[precision.update] + tokens * numbers * BYTES[precision.param_dtype]
+        (2 + (recorded > 1)) * parameters * BYTES[precision.update] + tokens * elements * BYTES[precision.param_dtype]
         for precision in (job.plan.precision for job in jobs)
     )
     free = shutil.disk_usage(out).free
     if needed > free:
         raise DataError(
-            f"a comparison needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
+            f"a comparison needs {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free",
             where=str(out),
-            rule="each side writes the outputs, the gradients and the updated weights of one step",
-            fix="choose fewer --rows, a shorter data.seq_len, or an --out on a larger disk",
+            rule="each side writes outputs, gradients and updated weights of one step",
+            fix="set fewer --rows, a shorter data.seq_len, or an --out on a larger disk",
         )
 
 
-# Two folders
+# Compare two folders
 
 
 def compare_folders(a: Path, b: Path, tolerance: float) -> Comparison:
-    """Compare what two sides left, in the order of `Side.tensors`. One piece of one tensor is in memory at a time.
+    """Compare the recorded tensors of two sides, in the order of `Side.tensors`. Holds one piece of one tensor in memory.
 
     Args:
-        a: folder of a side, as `weft.train.compare_rank.record` writes it.
-        b: the other one.
-        tolerance: largest share of its scale by which a tensor may differ without being called different; of losses and
-            gradient norms the same share of themselves.
+        a: folder of side A, written by `weft.train.compare_rank.record`.
+        b: folder of side B.
+        tolerance: maximum difference of equal tensors relative to their scale, and of equal losses and gradient norms relative
+            to their value.
     """
     sides = Side.read(a), Side.read(b)
-    seen = [{(tensor.kind, tensor.name): tensor for tensor in side.tensors} for side in sides]
+    recorded = [{(tensor.kind, tensor.name): tensor for tensor in side.tensors} for side in sides]
     floor = SMALL_GRADIENT * max(
         (t.largest for side in sides for t in side.tensors if t.kind == "gradient"), default=0.0
     )
     tensors = []
-    for kind, name in sorted({**seen[0], **seen[1]}, key=lambda key: KINDS.index(key[0])):
-        if any((kind, name) not in side for side in seen):
-            only = "A" if (kind, name) in seen[0] else "B"
-            tensors.append(Difference(kind, name, math.inf, tolerance, note=f"only {only} has it"))
+    for kind, name in sorted({**recorded[0], **recorded[1]}, key=lambda key: KINDS.index(key[0])):
+        if any((kind, name) not in side for side in recorded):
+            only = "A" if (kind, name) in recorded[0] else "B"
+            tensors.append(Difference(kind, name, math.inf, tolerance, note=f"present in {only} only"))
             continue
-        pair = seen[0][kind, name], seen[1][kind, name]
+        pair = recorded[0][kind, name], recorded[1][kind, name]
         tensors.append(_compare_tensor((a, b), pair, tolerance, floor, sides[0].learning_rate))
     return Comparison(list(zip(sides[0].steps, sides[1].steps, strict=False)), tensors, tolerance, sides[0].step)
 
 
 def _compare_tensor(
-    folders: tuple[Path, Path], seen: tuple[Seen, Seen], tolerance: float, floor: float, learning_rate: float
+    folders: tuple[Path, Path],
+    recorded: tuple[RecordedTensor, RecordedTensor],
+    tolerance: float,
+    floor: float,
+    learning_rate: float,
 ) -> Difference:
-    kind, name = seen[0].kind, seen[0].name
+    kind, name = recorded[0].kind, recorded[0].name
     pieces = [sorted(tensor_file(folder, kind, name).parent.iterdir()) for folder in folders]
-    largest, rounding, place = 0.0, 0.0, tuple[int, ...]()
+    largest, rounding, index = 0.0, 0.0, tuple[int, ...]()
     if [path.name for path in pieces[0]] != [path.name for path in pieces[1]]:
         return Difference(kind, name, math.inf, tolerance, note=f"{len(pieces[0])} rows in A, {len(pieces[1])} in B")
     for row, paths in enumerate(zip(*pieces, strict=True)):
@@ -379,36 +385,37 @@ def _compare_tensor(
         if x.shape != y.shape:
             note = f"shape {tuple(x.shape)} in A, {tuple(y.shape)} in B"
             return Difference(kind, name, math.inf, tolerance, note=note)
-        apart = _apart(x, y)
+        difference = _abs_difference(x, y)
         before = [tensor_file(folder, "weight before", name) for folder in folders]
         if kind == "weight" and all(file.exists() for file in before):
-            apart = _apart(*(after - load_file(file)["tensor"] for after, file in zip((x, y), before, strict=True)))
+            updates = (after - load_file(file)["tensor"] for after, file in zip((x, y), before, strict=True))
+            difference = _abs_difference(*updates)
         if kind == "weight":
-            apart = apart.masked_fill(_direction_is_chance(folders, name, tolerance), 0)
+            difference = difference.masked_fill(_is_gradient_noise(folders, name, tolerance), 0)
             rounding = ROUNDINGS * max(torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps)
-        if (size := apart.max().item()) > largest:
-            within = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
-            largest, place = size, (row, *within) if kind == "output" else within
-    magnitude, note = max(tensor.largest for tensor in seen), ""
+        if (size := difference.max().item()) > largest:
+            within = tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
+            largest, index = size, (row, *within) if kind == "output" else within
+    magnitude, note = max(tensor.largest for tensor in recorded), ""
     scale = {"output": magnitude, "gradient": max(magnitude, floor), "weight": learning_rate}[kind]
     allowed = tolerance + rounding * magnitude / scale if kind == "weight" else tolerance
-    for side, tensor in zip("AB", seen, strict=True):
+    for side, tensor in zip("AB", recorded, strict=True):
         if tensor.spread > max(largest, allowed * scale):
-            largest, place, note = tensor.spread, (), f"the ranks of {side} do not have the same values"
-    return Difference(kind, name, largest / max(scale, sys.float_info.min), allowed, place, note)
+            largest, index, note = tensor.spread, (), f"the ranks of {side} hold different values"
+    return Difference(kind, name, largest / max(scale, sys.float_info.min), allowed, index, note)
 
 
-def _apart(x: Tensor, y: Tensor) -> Tensor:
-    """Elementwise difference; infinite where only one of them is a number."""
+def _abs_difference(x: Tensor, y: Tensor) -> Tensor:
+    """Elementwise absolute difference; 0 for equal values or two NaNs, otherwise infinite if a value is not finite."""
     x, y = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, y))
     same = (x == y) | (x.isnan() & y.isnan())
     return (x - y).abs().masked_fill(same, 0).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def _direction_is_chance(folders: tuple[Path, Path], name: str, tolerance: float) -> Tensor:
-    """Where the gradients of a parameter are so small that what is left of them is rounding."""
+def _is_gradient_noise(folders: tuple[Path, Path], name: str, tolerance: float) -> Tensor:
+    """Mask of elements whose gradient is so small that it consists of rounding errors."""
     files = [tensor_file(folder, "gradient", name) for folder in folders]
     if not all(file.exists() for file in files):
         return torch.tensor(False)
     x, y = (load_file(file)["tensor"] for file in files)
-    return _apart(x, y) > tolerance * y.abs()
+    return _abs_difference(x, y) > tolerance * y.abs()

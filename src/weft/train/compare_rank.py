@@ -1,4 +1,4 @@
-"""What each rank of `weft compare` runs: python -m weft.train.compare_rank FOLDER STEPS STEP."""
+"""Entry point of each rank of `weft compare`: python -m weft.train.compare_rank FOLDER STEPS STEP."""
 
 import logging
 import shutil
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.huggingface import arrange_packed
+from weft.checkpoint.huggingface import reorder_packed
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
 from weft.data import MicroBatch, Prepared
@@ -30,68 +30,69 @@ from weft.parallel.sequence_sharding import shard_sequence
 from weft.parallel.weights import part_bounds
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import AXES, data_rank, ranks_along
-from weft.train.compare import KINDS, Kind, Seen, SeenStep, Side, tensor_file
-from weft.train.loop import STEPS_OF_A_SEED
+from weft.train.compare import KINDS, RecordedStep, RecordedTensor, Side, TensorKind, tensor_file
+from weft.train.loop import STEPS_PER_SEED
 from weft.train.optimizer import learning_rate, set_learning_rate
 from weft.train.session import Session, open_session, train_batches
 from weft.train.step import StepResult, train_step
 
-STAGE_AXES = AXES[1:]  # all but pp: the ranks of one stage, which do the same at the same time
+STAGE_AXES = AXES[1:]  # all axes but pp: the ranks of one stage, which run the same operations at the same time
 
 
 def record(session: Session, folder: Path, steps: int, recorded: int = 1) -> None:
-    """Run the first steps of a job, and leave in a folder what `weft.train.compare.compare_folders` compares.
+    """Run the first steps of a job, and record the tensors of one step for `weft.train.compare.compare_folders`. Collective.
 
-    One step runs twice: in a rehearsal, which looks at outputs and gradients and updates nothing, then as it would in training.
-    Every rank must call it; the first rank of each stage of a pipeline writes what the stage has, so that all need the same
-    folder. A rank holds one whole tensor at a time beside its share of the model.
+    The recorded step runs twice: first to record outputs and gradients, without an update, then as in training. The first rank
+    of each pipeline stage writes the tensors of the stage, so all ranks need the same folder. A rank holds one unsharded tensor
+    at a time, besides its shards of the model.
 
     Args:
-        session: of this rank; its model is trained.
-        folder: exists; files in it are overwritten.
-        steps: how many, at most those of the job.
-        recorded: the step, from 1 to `steps`, whose tensors are written.
+        session: session of this rank; its model is trained.
+        folder: existing folder; files in it are overwritten.
+        steps: number of steps, at most the steps of the job.
+        recorded: step whose tensors are written, from 1 to `steps`.
     """
     job, model = session.job, session.model
-    tensors: list[Seen] = []
-    seen, scale = [], LossScale.from_plan(job.plan.precision.loss_scale)
+    tensors: list[RecordedTensor] = []
+    recorded_steps, scale = [], LossScale.from_plan(job.plan.precision.loss_scale)
     for step, micro_batches in enumerate(islice(train_batches(session, session.position), steps), 1):
         set_learning_rate(session.optimizer, learning_rate(step, job.train.steps, job.optimizer))
         if step == recorded:
-            tensors = _rehearse(session, folder, micro_batches, step, scale)
-        if step == recorded > 1:  # at step 1 both sides begin with the same weights
+            tensors = _record_gradients(session, folder, micro_batches, step, scale)
+        if step == recorded > 1:  # not in step 1, which both sides start with the same weights
             for name, parameter in model.named_parameters():
-                _write_whole(session, folder, "weight before", name, parameter)
+                _write_full(session, folder, "weight before", name, parameter)
         result = _step(session, session.optimizer, micro_batches, step, scale, job.optimizer.clip_norm)
         scale = result.loss_scale
-        seen.append(SeenStep(result.loss, result.grad_norm, result.problem))
+        recorded_steps.append(RecordedStep(result.loss, result.grad_norm, result.problem))
         if step == recorded:
-            tensors += [_write_whole(session, folder, "weight", name, p) for name, p in model.named_parameters()]
+            tensors += [_write_full(session, folder, "weight", name, p) for name, p in model.named_parameters()]
     tensors = _join_stages(session, tensors)
     if session.rank == 0:
-        tensors = _count_tied_once(session, folder, tensors)
-        Side(seen, learning_rate(recorded, job.train.steps, job.optimizer), tensors, recorded).write(folder)
+        tensors = _merge_tied_copies(session, folder, tensors)
+        Side(recorded_steps, learning_rate(recorded, job.train.steps, job.optimizer), tensors, recorded).write(folder)
 
 
-def _rehearse(
+def _record_gradients(
     session: Session, folder: Path, micro_batches: list[MicroBatch], step: int, scale: LossScale
-) -> list[Seen]:
-    """Forward and backward of a step: outputs and gradients of this rank's stages, as they are in the files."""
-    gradients: list[Seen] = []
+) -> list[RecordedTensor]:
+    """Run forward and backward of a step, and write outputs and gradients of the stages of this rank."""
+    gradients: list[RecordedTensor] = []
 
-    def look() -> None:
+    def write_gradients() -> None:
         for name, parameter in _in_backward_order(session.model, calls):
             if parameter.grad is not None:
-                gradients.append(_write_whole(session, folder, "gradient", name, parameter.grad))
+                gradients.append(_write_full(session, folder, "gradient", name, parameter.grad))
 
-    observer = GradientObserver([p for group in session.optimizer.param_groups for p in group["params"]], look)
-    before = None
-    with _calls_noted(session.model) as calls, _outputs_written(session, folder, micro_batches) as outputs:
-        while scale != before:  # an overflow lowers a dynamic scale: try again with the next one
-            before = scale
+    parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
+    observer = GradientObserver(parameters, write_gradients)
+    previous = None
+    with _record_calls(session.model) as calls, _record_outputs(session, folder, micro_batches) as outputs:
+        while scale != previous:  # an overflow lowers a dynamic scale: retry with the lower scale
+            previous = scale
             result = _step(session, observer, micro_batches, step, scale, clip_norm=0)
             scale = result.loss_scale if result.problem else scale
-    return [Seen("output", name, largest) for name, largest in outputs.items()] + gradients
+    return [RecordedTensor("output", name, largest) for name, largest in outputs.items()] + gradients
 
 
 def _step(
@@ -102,56 +103,56 @@ def _step(
     scale: LossScale,
     clip_norm: float,
 ) -> StepResult:
-    set_dropout_seed(session.model, session.job.train.seed * STEPS_OF_A_SEED + step)
+    set_dropout_seed(session.model, session.job.train.seed * STEPS_PER_SEED + step)
     return train_step(session.model, optimizer, micro_batches, session.job.plan, session.mesh, scale, clip_norm)
 
 
 def _leads(session: Session) -> bool:
-    """Whether this is the first rank of its stages."""
+    """True on the first rank of each stage."""
     return all(session.mesh.get_local_rank(axis) == 0 for axis in STAGE_AXES)
 
 
 class GradientObserver(torch.optim.Optimizer):
-    """Stands in the place of an optimizer: where that would update the weights, it looks at their gradients."""
+    """Optimizer whose step calls a function, which reads the gradients, instead of updating the weights."""
 
-    def __init__(self, parameters: list[nn.Parameter], look: Callable[[], None]):
-        super().__init__([{"params": parameters}], {})  # of a rank whose stages are frozen there are none
-        self.look = look
+    def __init__(self, parameters: list[nn.Parameter], on_step: Callable[[], None]):
+        super().__init__([{"params": parameters}], {})  # without parameters if all stages of this rank are frozen
+        self.on_step = on_step
 
     def step(self, closure: Any = None) -> Any:
-        self.look()
+        self.on_step()
 
 
 # Outputs
 
 
 @contextmanager
-def _outputs_written(session: Session, folder: Path, micro_batches: list[MicroBatch]) -> Iterator[dict[str, float]]:
-    """Write what embedding, blocks, last norm and head put out, whole and by row; yields the largest value of each by name.
+def _record_outputs(session: Session, folder: Path, micro_batches: list[MicroBatch]) -> Iterator[dict[str, float]]:
+    """Write the outputs of embedding, blocks, final norm and head, unsharded and by row; yield their largest values by name.
 
-    Stages take micro-batches in an order of their own: which one runs is told by its tokens.
+    The order of micro-batches depends on the pipeline schedule, so the current micro-batch is identified by its token tensor.
     """
     anatomy, model = session.anatomy, session.model
     names = [anatomy.embedding, *(block.name for block in anatomy.blocks), anatomy.final_norm, anatomy.head]
     largest: dict[str, float] = {}
-    numbers = {id(batch.input_ids): number for number, batch in enumerate(micro_batches)}
-    running = 0
+    indices = {id(batch.input_ids): index for index, batch in enumerate(micro_batches)}
+    current = 0
 
     def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        nonlocal running
-        running = numbers[id(kwargs["input_ids"])]
+        nonlocal current
+        current = indices[id(kwargs["input_ids"])]
 
     @torch.no_grad()
     def write(name: str, output: Any) -> None:
-        if running_stage(model) != _stage_of(session, name):  # it only passes on what other stages make
+        if running_stage(model) != _stage_of(session, name):  # the module passes its input through in this stage
             return
         output = output[0] if isinstance(output, tuple) else output
-        whole = _whole_rows(session, output.detach(), anatomy.vocab_size if name == anatomy.head else output.shape[-1])
+        full = _gather_rows(session, output.detach(), anatomy.vocab_size if name == anatomy.head else output.shape[-1])
         if _leads(session):
-            for row, value in zip(_row_numbers(session.job, running, len(output)), whole, strict=True):
+            for row, value in zip(_row_indices(session.job, current, len(output)), full, strict=True):
                 if row is not None:
                     _save(value, tensor_file(folder, "output", name, row))
-            largest[name] = max(largest.get(name, 0.0), _largest(whole))
+            largest[name] = max(largest.get(name, 0.0), _largest(full))
 
     hooks = [
         model.get_submodule(name).register_forward_hook(lambda _, args, output, name=name: write(name, output))
@@ -166,33 +167,36 @@ def _outputs_written(session: Session, folder: Path, micro_batches: list[MicroBa
             hook.remove()
 
 
-def _whole_rows(session: Session, output: Tensor, width: int) -> Tensor:
-    """The rows of all data ranks, [data_ranks * rows, seq_len, width], of one micro-batch, on every rank of a stage.
+def _gather_rows(session: Session, output: Tensor, width: int) -> Tensor:
+    """Gather the output of one micro-batch from all ranks of a stage, by an all-reduce of zero-padded shards.
 
-    Each rank puts its part into zeros at its place; the sum over ranks has all parts. What is cut over tp is told by its size.
+    The sizes of the local output show whether it is split over tp along the sequence or the width.
 
     Args:
-        session: of this rank.
-        output: [rows, tokens of this rank, width or this rank's part of it].
-        width: of the whole.
+        session: session of this rank.
+        output: local output, [rows, local tokens, width or local part of it].
+        width: full width.
+
+    Returns:
+        [data_ranks * rows, seq_len, width], the same on every rank of the stage.
     """
     mesh, data_ranks = session.mesh, session.job.plan.parallel.data_ranks
     tp, tp_rank, columns = ranks_along(mesh, "tp"), mesh.get_local_rank("tp"), slice(None)
-    places = shard_sequence(torch.arange(session.job.data.seq_len, device=output.device)[None], mesh)[0]
-    cuts_sequence, cuts_width = output.shape[1] < len(places), output.shape[2] < width
-    if cuts_sequence:
-        places = places.chunk(tp)[tp_rank]
-    if cuts_width:
+    tokens = shard_sequence(torch.arange(session.job.data.seq_len, device=output.device)[None], mesh)[0]
+    splits_sequence, splits_width = output.shape[1] < len(tokens), output.shape[2] < width
+    if splits_sequence:
+        tokens = tokens.chunk(tp)[tp_rank]
+    if splits_width:
         start, length = part_bounds(width, tp, tp_rank)
         columns = slice(start, start + length)
-    whole = output.new_zeros(data_ranks, len(output), session.job.data.seq_len, width)
-    if cuts_sequence or cuts_width or tp_rank == 0:  # else all ranks of tp have the same
-        whole[data_rank(mesh)][:, places, columns] = output
-    return all_reduce(whole, mesh, STAGE_AXES).flatten(0, 1)
+    full = output.new_zeros(data_ranks, len(output), session.job.data.seq_len, width)
+    if splits_sequence or splits_width or tp_rank == 0:  # else all tp ranks have the same output: add it once
+        full[data_rank(mesh)][:, tokens, columns] = output
+    return all_reduce(full, mesh, STAGE_AXES).flatten(0, 1)
 
 
-def _row_numbers(job: Job, micro_batch: int, rows: int) -> Iterator[int | None]:
-    """Which row of the global batch each row of `_whole_rows` is, as `weft.data.batches` deals them; None: it only fills up."""
+def _row_indices(job: Job, micro_batch: int, rows: int) -> Iterator[int | None]:
+    """Global-batch index of each row of `_gather_rows`, as `weft.data.batches` distributes rows; None for padding rows."""
     data_ranks, size = job.plan.parallel.data_ranks, job.train.global_batch_size
     for part in range(data_ranks):
         low, high = part * size // data_ranks, (part + 1) * size // data_ranks
@@ -204,8 +208,8 @@ def _row_numbers(job: Job, micro_batch: int, rows: int) -> Iterator[int | None]:
 
 
 @contextmanager
-def _calls_noted(model: nn.Module) -> Iterator[dict[str, None]]:
-    """Yields the names of modules that have parameters of their own, in the order in which forward first calls them."""
+def _record_calls(model: nn.Module) -> Iterator[dict[str, None]]:
+    """Yield the names of modules with direct parameters, in the order of their first call in forward."""
     calls: dict[str, None] = {}
     hooks = [
         module.register_forward_hook(lambda *_, name=name: calls.setdefault(name))
@@ -220,73 +224,73 @@ def _calls_noted(model: nn.Module) -> Iterator[dict[str, None]]:
 
 
 def _in_backward_order(model: nn.Module, calls: dict[str, None]) -> list[tuple[str, nn.Parameter]]:
-    """Named parameters, those of the module that forward called last first."""
-    order = {name: number for number, name in enumerate(calls)}
+    """Named parameters in reverse order of the forward calls of their modules."""
+    order = {name: index for index, name in enumerate(calls)}
     return sorted(model.named_parameters(), key=lambda item: -order.get(item[0].rpartition(".")[0], -1))
 
 
 @torch.no_grad()
-def _write_whole(session: Session, folder: Path, kind: Kind, name: str, tensor: Tensor) -> Seen:
-    """Write a parameter or its gradient as the model's authors know it, and see whether all ranks of a stage have the same."""
-    whole = tensor.detach()
-    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-    highest, lowest = (
-        all_reduce(whole.clone(), session.mesh, STAGE_AXES, "max"),
-        all_reduce(-whole, session.mesh, STAGE_AXES, "max"),
+def _write_full(session: Session, folder: Path, kind: TensorKind, name: str, tensor: Tensor) -> RecordedTensor:
+    """Write a full parameter or gradient in the layout of the original model, and measure its spread over a stage."""
+    full = tensor.detach()
+    full = full.full_tensor() if isinstance(full, DTensor) else full
+    maximum, negated_minimum = (
+        all_reduce(full.clone(), session.mesh, STAGE_AXES, "max"),
+        all_reduce(-full, session.mesh, STAGE_AXES, "max"),
     )
-    spread = _largest(highest + lowest)
-    whole = arrange_packed(session.model, {name: whole}, to_rest=False)[name]
+    spread = _largest(maximum + negated_minimum)
+    full = reorder_packed(session.model, {name: full}, by_rank=False)[name]
     if _leads(session):
-        _save(whole, tensor_file(folder, kind, name))
-    return Seen(kind, name, _largest(whole), spread)
+        _save(full, tensor_file(folder, kind, name))
+    return RecordedTensor(kind, name, _largest(full), spread)
 
 
 # Stages
 
 
 def _stage_of(session: Session, name: str) -> int:
-    """The stage of a module or of a parameter; 0 without a pipeline."""
+    """Stage of a module or parameter; 0 without a pipeline."""
     if session.job.plan.parallel.pp == 1:
         return 0
     model: Any = session.model
-    anatomy, relay = session.anatomy, model.pipeline.relay
-    for stage, blocks in enumerate(relay.stages):
-        if any(f"{name}.".startswith(f"{anatomy.blocks[number].name}.") for number in blocks):
+    anatomy, stage_io = session.anatomy, model.pipeline.stage_io
+    for stage, blocks in enumerate(stage_io.stages):
+        if any(f"{name}.".startswith(f"{anatomy.blocks[index].name}.") for index in blocks):
             return stage
-    last = (*relay.chain.last, anatomy.final_norm, anatomy.head)
-    return len(relay.stages) - 1 if any(f"{name}.".startswith(f"{end}.") for end in last) else 0
+    last = (*stage_io.chain.last, anatomy.final_norm, anatomy.head)
+    return len(stage_io.stages) - 1 if any(f"{name}.".startswith(f"{end}.") for end in last) else 0
 
 
-def _join_stages(session: Session, own: list[Seen]) -> list[Seen]:
-    """What the stages of all ranks have seen, in the order in which it is compared."""
+def _join_stages(session: Session, own: list[RecordedTensor]) -> list[RecordedTensor]:
+    """Recorded tensors of all stages, in order of comparison."""
     tables = [own]
     if session.job.plan.parallel.pp > 1:
-        gathered = all_gather_json([astuple(seen) for seen in own], session.mesh.get_group("pp"))
-        tables = [[Seen(*seen) for seen in table] for table in gathered]
+        gathered = all_gather_json([astuple(tensor) for tensor in own], session.mesh.get_group("pp"))
+        tables = [[RecordedTensor(*fields) for fields in table] for table in gathered]
 
-    def order(seen: Seen) -> tuple[int, int]:
-        stage = _stage_of(session, seen.name)
-        return KINDS.index(seen.kind), -stage if seen.kind == "gradient" else stage
+    def order(tensor: RecordedTensor) -> tuple[int, int]:
+        stage = _stage_of(session, tensor.name)
+        return KINDS.index(tensor.kind), -stage if tensor.kind == "gradient" else stage
 
-    return sorted((seen for table in tables for seen in table), key=order)
+    return sorted((tensor for table in tables for tensor in table), key=order)
 
 
-def _count_tied_once(session: Session, folder: Path, tensors: list[Seen]) -> list[Seen]:
-    """Of a tied weight on two stages, the head's copy is left out: how far it is from the embedding counts as spread."""
+def _merge_tied_copies(session: Session, folder: Path, tensors: list[RecordedTensor]) -> list[RecordedTensor]:
+    """Remove the head's copy of a tied weight on two stages; its difference from the embedding is added to the spread."""
     model: Any = session.model
     if session.job.plan.parallel.pp == 1 or not model.pipeline.shares_tied:
         return tensors
     embedding, copy = f"{session.anatomy.embedding}.weight", f"{session.anatomy.head}.weight"
-    apart: dict[str, float] = {}
-    for kind in (seen.kind for seen in tensors if seen.name == copy):
+    differences: dict[str, float] = {}
+    for kind in (tensor.kind for tensor in tensors if tensor.name == copy):
         files = [tensor_file(folder, kind, name) for name in (embedding, copy)]
         x, y = (load_file(file)["tensor"] for file in files)
-        apart[kind] = _largest(x - y)
+        differences[kind] = _largest(x - y)
         shutil.rmtree(files[1].parent)
     return [
-        replace(seen, spread=max(seen.spread, apart[seen.kind])) if seen.name == embedding else seen
-        for seen in tensors
-        if seen.name != copy
+        replace(tensor, spread=max(tensor.spread, differences[tensor.kind])) if tensor.name == embedding else tensor
+        for tensor in tensors
+        if tensor.name != copy
     ]
 
 
@@ -296,15 +300,15 @@ def _save(tensor: Tensor, file: Path) -> None:
 
 
 def _largest(tensor: Tensor) -> float:
-    """Magnitude of the largest value that is a number."""
+    """Largest magnitude of the finite elements."""
     return tensor.abs().nan_to_num(0, 0, 0).max().item()
 
 
 def main() -> None:
-    """Open the folder of one side, run its steps, and leave."""
-    # FSDP2 of torch 2.13 calls collectives by the names it deprecates itself.
+    """Run the steps of one side and record its tensors."""
+    # FSDP2 of torch 2.13 calls collectives by names that torch itself deprecates.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
-    # It counts the messages of DTensor.full_tensor; here none has to be fast.
+    # It warns of multiple messages per DTensor.full_tensor, whose speed does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Training, as one rank lives it."""
+"""Per-rank training loop."""
 
 import signal
 import time
@@ -25,7 +25,7 @@ from weft.launch.heartbeat import Heartbeat
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.pool import pools_of
 from weft.parallel.dropout import set_dropout_seed
-from weft.parallel.fsdp import count_split, model_state_bytes
+from weft.parallel.fsdp import count_local_parameters, model_state_bytes
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import AXES
@@ -39,46 +39,51 @@ from weft.train.step import StepResult, evaluate, train_step
 
 Observer = MetricsWriter | TerminalProgress
 
-STEPS_OF_A_SEED = 2**24  # no two seeds and steps of real jobs meet
+STEPS_PER_SEED = 2**24  # more than the steps of a job, so that no two pairs of seed and step share a dropout seed
 
 
-def train(session: Session, out: Path, pulse: Heartbeat) -> None:
-    """Train to the end, or to the first signal, and leave metrics, weights, checkpoints and a summary in `out`.
+def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
+    """Train to the last step or the first signal; write metrics, weights, checkpoints and a summary to `out`.
 
-    A run that has ended is left as it is.
+    A run that has already ended is not changed.
+
+    Args:
+        session: training state of this rank, with checkpoints.
+        out: run folder.
+        heartbeat: heartbeat of this rank, which receives each phase.
     """
     job, started, position, checkpoints = session.job, time.perf_counter(), session.position, session.checkpoints
     assert checkpoints is not None
     console = Console(quiet=session.rank > 0, soft_wrap=True)
-    say = partial(console.print, markup=False, highlight=False)
+    log = partial(console.print, markup=False, highlight=False)
     if _has_ended(session, out):
-        say(f"the run has ended, after step {position.step} of {job.train.steps}; more train.steps let it go on")
+        log(f"the run has ended, after step {position.step} of {job.train.steps}; increase train.steps to continue it")
         return checkpoints.close()
-    to_metrics, signals = _metrics_of(session), _catch_signals()
+    to_metrics, signals = _step_metrics_builder(session), _catch_signals()
     routers: Any = session.model.router_watch
-    recovery = Recovery(job.guard, checkpoints, session.model, session.optimizer, session.mesh, position, say)
-    batches, blocked, stop, has_watched = train_batches(session, position), 0.0, 0.0, False
-    skipped, interrupted = 0, False  # steps in a row
+    recovery = Recovery(job.guard, checkpoints, session.model, session.optimizer, session.mesh, position, log)
+    batches, blocked, stop, has_tracked_memory = train_batches(session, position), 0.0, 0.0, False
+    consecutive_skips, interrupted = 0, False
     messages: list[list[Message]] = []
     with _observers(session, out, console) as observers:
         if job.train.evaluate_every and position.step == 0:
-            _evaluate(session, 0, observers, pulse)
+            _evaluate(session, 0, observers, heartbeat)
         while position.step < job.train.steps and not stop:
             step, scale = position.step + 1, position.loss_scale
-            pulse.phase("step", step)
-            begin = time.perf_counter()
+            heartbeat.phase("step", step)
+            start = time.perf_counter()
             micro_batches = next(batches)
             rate = learning_rate(step, job.train.steps, job.optimizer)
             set_learning_rate(session.optimizer, rate)
-            set_dropout_seed(session.model, job.train.seed * STEPS_OF_A_SEED + step)
-            watched: Watched | None = None
-            with CollectiveClock() as stopwatch:
-                if messages and not has_watched:  # the second, in which the optimizer has its states
-                    result, watched = _watched_step(session, micro_batches, scale, recovery)
-                    has_watched = True
+            set_dropout_seed(session.model, job.train.seed * STEPS_PER_SEED + step)
+            peak: PeakMemory | None = None
+            with CollectiveClock() as clock:
+                if messages and not has_tracked_memory:  # second step: the first with allocated optimizer state
+                    result, peak = _step_with_memory_tracking(session, micro_batches, scale, recovery)
+                    has_tracked_memory = True
                 elif messages:
                     result = _step(session, micro_batches, scale, recovery)
-                else:  # every step of a layout sends the same messages: the first is compared and counted
+                else:  # check and count messages in the first step only: all steps send the same messages
                     with Recorder() as recorder, DesyncCheck("first step"):
                         result = _step(session, micro_batches, scale, recovery)
                     messages.append(recorder.messages)
@@ -86,76 +91,76 @@ def train(session: Session, out: Path, pulse: Heartbeat) -> None:
             values = session.device.peak_memory_bytes(), signals.first, load or 0.0
             peak_memory, stop, largest_load = _agree_on_largest(session, *values)
             imbalance = None if load is None else largest_load
-            seconds, comm = time.perf_counter() - begin, comm_of(messages[0], stopwatch)
+            seconds, comm = time.perf_counter() - start, communication_metrics(messages[0], clock)
             for observer in observers:
                 observer.step(
-                    to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalance, blocked, watched)
+                    to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalance, blocked, peak)
                 )
             if result.problem:
-                say(f"step {step} skipped, weights untouched: {result.problem}")
-            skipped = skipped + 1 if result.problem else 0
-            if skipped == job.guard.max_skipped:
-                checkpoints.keep(_after(position, result))
-                raise _endless_skipping(skipped, step, result)
+                log(f"step {step} skipped, weights untouched: {result.problem}")
+            consecutive_skips = consecutive_skips + 1 if result.problem else 0
+            if consecutive_skips == job.guard.max_skipped:
+                checkpoints.save_last(_next_position(position, result))
+                raise _too_many_skips(consecutive_skips, step, result)
             last = step == job.train.steps or stop > 0
             interrupted = stop > 0 and step < job.train.steps
             target = checkpoints.due(step, last, interrupted)
-            pulse.phase("checking", step)
-            position, went_back = recovery.look(_after(position, result), due=target is not None)
-            if went_back:
+            heartbeat.phase("checking", step)
+            position, rolled_back = recovery.after_step(_next_position(position, result), due=target is not None)
+            if rolled_back:
                 batches, blocked = train_batches(session, position), 0.0
                 continue
-            if interrupted and target:  # what sent the signal may not wait for the evaluation and the export
-                pulse.phase("saving", step)
+            if interrupted and target:  # save first: the process may be killed before evaluation and export end
+                heartbeat.phase("saving", step)
                 checkpoints.snapshots.take(position, target)
                 checkpoints.finish()
             if last or _is_due(step, job.train.evaluate_every):
-                _evaluate(session, step, observers, pulse)
-            pulse.phase("saving", step)
+                _evaluate(session, step, observers, heartbeat)
+            heartbeat.phase("saving", step)
             blocked = checkpoints.snapshots.take(position, target) if target and not interrupted else 0.0
-            for text in checkpoints.snapshots.take_news():
-                say(text)
-        pulse.phase("saving", position.step)
+            for text in checkpoints.snapshots.take_messages():
+                log(text)
+        heartbeat.phase("saving", position.step)
         checkpoints.finish()
-        unsaved = "" if checkpoints.is_saved(position.step, interrupted) else checkpoints.keep(position)
-        for text in checkpoints.snapshots.take_news():
-            say(text)
-    pulse.phase("exporting", position.step)
+        unsaved = "" if checkpoints.is_saved(position.step, interrupted) else checkpoints.save_last(position)
+        for text in checkpoints.snapshots.take_messages():
+            log(text)
+    heartbeat.phase("exporting", position.step)
     if problem := save_weights(session, out / "export"):
-        unsaved = unsaved or checkpoints.keep(position, try_disk=False)
+        unsaved = unsaved or checkpoints.save_last(position, try_disk=False)
         unsaved = f"the export cannot be written: {problem}\n{unsaved or 'the last checkpoint is on the disk'}"
     if unsaved:
         raise CheckpointError(
             unsaved,
             where=str(out),
-            rule="a run ends with its weights and its last checkpoint on the disk",
-            fix="make room there, then run the same command with --resume auto: it goes on from what is kept",
+            rule="a run must end with its weights and its last checkpoint on disk",
+            fix="free disk space there, then run the same command with --resume auto, which continues from the saved state",
         )
     _summarize(session, out, position.step, time.perf_counter() - started)
     checkpoints.close()
 
 
-def _endless_skipping(count: int, step: int, result: StepResult) -> NumericError:
+def _too_many_skips(count: int, step: int, result: StepResult) -> NumericError:
     return NumericError(
-        f"the updates of {count} steps in a row were left out, the last of them step {step}: {result.problem}",
+        f"the updates of {count} consecutive steps were skipped, the last at step {step}: {result.problem}",
         where=f"guard.max_skipped = {count}",
-        rule="a step whose loss or gradients are not finite leaves the weights as they were",
-        fix="look at the data and at what is named; a smaller optimizer.lr or precision.param_dtype fp32 may help; "
-        "the state is saved, --resume auto goes on from it",
+        rule="the update of a step with non-finite loss or gradients, or with a loss spike, is skipped",
+        fix="check the data and the named module; a smaller optimizer.lr or plan.precision.param_dtype fp32 may help; "
+        "the state is saved, and --resume auto continues from it",
     )
 
 
 def _has_ended(session: Session, out: Path) -> bool:
-    """Whether no step is left, and the summary, which is written last, is of this step."""
+    """True if all steps are done and the summary, which is written last, is of the last step."""
     step, ended = session.position.step, False
     if session.rank == 0 and step >= session.job.train.steps and (out / "export").exists():
-        with suppress(OSError, ValueError):  # a damaged summary is none
+        with suppress(OSError, ValueError):  # a damaged summary counts as missing
             ended = read_table(out / SUMMARY).get("steps") == step
     return broadcast_json(ended)
 
 
-def _after(position: Position, result: StepResult) -> Position:
-    """Where training stands after a step."""
+def _next_position(position: Position, result: StepResult) -> Position:
+    """Training position after a step."""
     step = position.step + 1
     return position.model_copy(
         update={
@@ -170,36 +175,37 @@ def _after(position: Position, result: StepResult) -> Position:
 def _step(session: Session, micro_batches: list[MicroBatch], scale: LossScale, recovery: Recovery) -> StepResult:
     plan, clip_norm = session.job.plan, session.job.optimizer.clip_norm
     return train_step(
-        session.model, session.optimizer, micro_batches, plan, session.mesh, scale, clip_norm, recovery.judge
+        session.model, session.optimizer, micro_batches, plan, session.mesh, scale, clip_norm, recovery.skip_reason
     )
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The fullest moment of a step on this rank."""
+class PeakMemory:
+    """Breakdown of the peak memory of a step on this rank."""
 
-    peak: dict[str, int]
-    """Bytes by kind, activations by the part of the model that made them."""
-    maker: str
+    bytes_by_kind: dict[str, int]
+    """Bytes by kind; activations by the part of the model that computed them."""
+    operation: str
+    """Operation at the peak, the part of the model it belongs to, and the shapes of its results."""
 
 
-def _watched_step(
+def _step_with_memory_tracking(
     session: Session, micro_batches: list[MicroBatch], scale: LossScale, recovery: Recovery
-) -> tuple[StepResult, Watched]:
-    """A step, and where its memory goes: every operation is looked at, which takes its time."""
+) -> tuple[StepResult, PeakMemory]:
+    """Run a step with memory tracking, which intercepts every operation and therefore slows the step down."""
     with LiveBytes() as live:
         live.track_training(session.model, session.optimizer)
-        live.watch_roles(session.model, session.anatomy)
+        live.track_roles(session.model, session.anatomy)
         result = _step(session, micro_batches, scale, recovery)
     parts: dict[str, int] = {kind: size for kind, size in live.at_peak.items() if kind != "activations" and size}
     parts |= {f"activations: {role}": size for role, size in live.roles_at_peak.items() if size}
-    operation, shapes, role = live.made_peak
-    return result, Watched(parts, f"{operation} in {role}: {', '.join(map(str, shapes))}")
+    operation, shapes, role = live.peak_operation
+    return result, PeakMemory(parts, f"{operation} in {role}: {', '.join(map(str, shapes))}")
 
 
-def _evaluate(session: Session, step: int, observers: list[Observer], pulse: Heartbeat) -> None:
-    """Measure the loss on held-out rows, if there are any, and show it."""
-    pulse.phase("evaluating", step)
+def _evaluate(session: Session, step: int, observers: list[Observer], heartbeat: Heartbeat) -> None:
+    """Evaluate the loss on held-out rows, if there are any, and report it."""
+    heartbeat.phase("evaluating", step)
     batches = held_out_batches(session)
     if batches:
         evaluation = Evaluation(step, evaluate(session.model, batches, session.mesh))
@@ -209,7 +215,7 @@ def _evaluate(session: Session, step: int, observers: list[Observer], pulse: Hea
 
 @contextmanager
 def _observers(session: Session, out: Path, console: Console) -> Iterator[list[Observer]]:
-    """Who is told of each step: on rank 0 the files and the terminal, elsewhere nobody."""
+    """Observers of each step: metrics files and terminal on rank 0, none on other ranks."""
     with ExitStack() as stack:
         if session.rank == 0:
             progress = TerminalProgress(session.job.train.steps, console)
@@ -224,31 +230,31 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _agree_on_largest(session: Session, *values: float) -> list[float]:
-    """The largest of each value over all ranks, in one small reduction."""
-    shared = torch.tensor(values, dtype=torch.float64, device=session.place)
-    return all_reduce(shared, session.mesh, AXES, "max").tolist()
+    """Maximum of each value over all ranks, in one small all-reduce."""
+    maxima = torch.tensor(values, dtype=torch.float64, device=session.torch_device)
+    return all_reduce(maxima, session.mesh, AXES, "max").tolist()
 
 
-def comm_of(messages: Sequence[Message], stopwatch: CollectiveClock) -> dict[str, dict[str, float]]:
-    """What a step sent, and the time that took, by axis and link."""
-    found: dict[str, dict[str, float]] = {}
+def communication_metrics(messages: Sequence[Message], clock: CollectiveClock) -> dict[str, dict[str, float]]:
+    """Bytes, number of messages, and exposed and hidden seconds of a step, by mesh axis and link."""
+    metrics: dict[str, dict[str, float]] = {}
     for message in messages:
-        sent = found.setdefault(f"{message.axis} {message.link}".strip(), {"bytes": 0, "messages": 0})
+        sent = metrics.setdefault(f"{message.axis} {message.link}".strip(), {"bytes": 0, "messages": 0})
         sent["bytes"] += message.bytes
         sent["messages"] += 1
         sent[f"{message.operation}_bytes"] = sent.get(f"{message.operation}_bytes", 0) + message.bytes
-    for where, sent in found.items():
-        if where in stopwatch.exposed:
-            sent |= {"exposed_seconds": stopwatch.exposed[where], "hidden_seconds": stopwatch.hidden[where]}
-    return found
+    for where, sent in metrics.items():
+        if where in clock.exposed:
+            sent |= {"exposed_seconds": clock.exposed[where], "hidden_seconds": clock.hidden[where]}
+    return metrics
 
 
-def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
-    """Turns what a step did into a line of metrics.jsonl."""
+def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
+    """Function that builds the `StepMetrics` of a step."""
     job, config = session.job, session.model.config
     flops_per_token = training_flops_per_token(session.anatomy, config, job.data.seq_len)
-    peak = session.device.peak_flops(DTYPES[job.plan.precision.param_dtype])
-    available = peak * dist.get_world_size() if peak else None
+    device_peak = session.device.peak_flops(DTYPES[job.plan.precision.param_dtype])
+    peak_flops = device_peak * dist.get_world_size() if device_peak else None
 
     def to_metrics(
         step: int,
@@ -260,7 +266,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
         comm: dict[str, dict[str, float]],
         imbalance: float | None,
         blocked: float,
-        watched: Watched | None,
+        peak: PeakMemory | None,
     ) -> StepMetrics:
         return StepMetrics(
             step=step,
@@ -270,7 +276,7 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             tokens=result.tokens,
             step_seconds=seconds,
             tokens_per_second=result.tokens / seconds,
-            mfu=utilization(flops_per_token * result.tokens / seconds, available),
+            mfu=utilization(flops_per_token * result.tokens / seconds, peak_flops),
             peak_memory_bytes=peak_memory,
             comm_bytes=sum(int(sent["bytes"]) for sent in comm.values()),
             comm=comm or None,
@@ -279,8 +285,8 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
             overflowed=result.overflowed,
             expert_imbalance=imbalance,
             checkpoint_seconds=blocked,
-            peak=watched.peak if watched else None,
-            peak_maker=watched.maker if watched else None,
+            peak=peak.bytes_by_kind if peak else None,
+            peak_maker=peak.operation if peak else None,
             pools={name: pool.counters() for name, pool in pools_of(session.model, session.optimizer).items()} or None,
         )
 
@@ -288,10 +294,10 @@ def _metrics_of(session: Session) -> Callable[..., StepMetrics]:
 
 
 def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
-    """Write run.json: what the report shows beside the metrics. Memory is that of rank 0: of a pipeline, of its stages."""
+    """Write run.json, the summary for the report. Memory is that of rank 0; in a pipeline, of the stages of rank 0."""
     micro_batches = next(train_batches(session, Position(step=0, next_batch=0, loss_scale=LossScale())))
     measured = measure_model_state(session.model, session.optimizer, micro_batches, session.job.plan, session.mesh)
-    dense, experts = count_split(session.model)
+    dense, experts = count_local_parameters(session.model)
     predicted = model_state_bytes(dense, session.job.plan, experts)
     if session.rank == 0:
         anatomy = session.anatomy
@@ -307,12 +313,12 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
             "steps": steps,
             "seconds": seconds,
         }
-        write_summary(out, summary, partial(print, flush=True), "what it says")
+        write_summary(out, summary, partial(print, flush=True), "the summary of the run")
 
 
 @dataclass
 class Signals:
-    """The first SIGINT or SIGTERM that came, or 0. The step in hand is finished before anybody looks."""
+    """Number of the first SIGINT or SIGTERM, or 0. It is checked after each step, so that the current step ends first."""
 
     first: int = 0
 
@@ -320,9 +326,9 @@ class Signals:
 def _catch_signals() -> Signals:
     caught = Signals()
 
-    def remember(number: int, _: object) -> None:
-        caught.first = caught.first or number
+    def handle(signal_number: int, _: object) -> None:
+        caught.first = caught.first or signal_number
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, remember)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, handle)
     return caught

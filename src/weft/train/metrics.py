@@ -1,10 +1,10 @@
-"""What a run says while it trains: one line of numbers a step, on disk, in TensorBoard and on the terminal.
+"""Metrics of a run: JSON Lines files, TensorBoard and terminal.
 
-`metrics.jsonl` holds one `StepMetrics` a line and `evaluations.jsonl` one `Evaluation` a line, floats in full. A line
-counts once its newline is written: what a killed run left behind it is dropped, by the reader and by a writer that
-appends to the file later. So is, with what follows it, a line that is damaged: the writer keeps it in a file beside.
+`metrics.jsonl` holds one `StepMetrics` per line and `evaluations.jsonl` one `Evaluation` per line, floats at full precision. A
+line is valid once its newline is written: readers ignore the torn last line of a killed run, and a later writer removes it. A
+writer also cuts the file at a damaged line, and saves the rest in a separate file.
 
-Training does not notice where these files cannot be written, on a full disk say: lines wait in memory until there is room.
+If these files cannot be written, for example on a full disk, training continues and lines are buffered in memory.
 """
 
 import errno
@@ -27,53 +27,53 @@ from rich.progress import Progress as Bar
 
 from weft.errors import DataError
 
-MOST_WAITING = 100_000  # lines that wait for room on the disk, about 100 MiB
-WARM_UP_STEPS = 2  # of a process: the first step prepares what others reuse, the second is watched
+MAX_BUFFERED_LINES = 100_000  # about 100 MiB
+WARM_UP_STEPS = 2  # of a process: the first step fills caches, the second tracks memory
 
 Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. Loss and gradient norm are over all target tokens of all ranks."""
+    """Metrics of one optimizer step. Loss and gradient norm are over all target tokens of all ranks."""
 
     step: int
-    """Number of the step, from 1."""
+    """Step, counted from 1."""
     loss: float
-    """Mean cross-entropy of a target token, in nats."""
+    """Mean cross-entropy per target token, in nats."""
     grad_norm: float
-    """Global norm of the gradient before clipping."""
+    """Global gradient norm before clipping."""
     learning_rate: float
     tokens: int
-    """Target tokens of this step, over all ranks."""
+    """Target tokens of the step, over all ranks."""
     step_seconds: float
     tokens_per_second: float
     mfu: float | None
-    """Model FLOPs of the step as a share of the devices' peak; None where the peak is unknown."""
+    """Model FLOPs utilization: fraction of the peak FLOPs of all devices; None if the peak is unknown."""
     peak_memory_bytes: int
-    """Of the rank that held most."""
+    """Peak device memory; maximum over ranks."""
     comm_bytes: int
-    """Bytes a rank sent in this step."""
+    """Bytes sent per rank in the step."""
     loss_scale: float
     skipped: bool
-    """The guard saw a number that is not finite and left the weights as they were."""
+    """True if the update was skipped because of non-finite loss or gradients or a spike."""
     overflowed: tuple[int, ...] = ()
-    """Ranks of pp whose gradients were not finite; without a pipeline 0."""
+    """pp ranks with non-finite gradients; (0,) without a pipeline."""
     expert_imbalance: float | None = None
-    """Tokens of the busiest expert over the mean, in the most uneven layer; None without experts."""
+    """Tokens of the busiest expert divided by the mean, in the most imbalanced layer; None without experts."""
     checkpoint_seconds: float = 0.0
-    """What training waited for the copy of the last checkpoint, before this step."""
+    """Seconds that the previous checkpoint blocked training before this step."""
     comm: dict[str, dict[str, float]] | None = None
-    """By mesh axis, and by link where that is in two levels ("dp_shard between" hosts, within a "host"): bytes and messages
-    that a rank sent, as comm_bytes, also by operation; and, on CPU, seconds of rank 0 that were exposed and hidden."""
+    """Bytes and messages sent per rank, in total and by operation, by mesh axis; for hierarchical collectives also by link
+    ("dp_shard between" hosts, within a "host"). On CPU also exposed and hidden seconds of rank 0."""
     peak: dict[str, int] | None = None
-    """Bytes at the fullest moment of this step on rank 0, by kind; activations by the part of the model that made them. Of the
-    second step of a process, which is watched."""
+    """Bytes at peak memory on rank 0, by kind; activations by the part of the model that computed them. Only in the second step
+    of a process, which tracks memory."""
     peak_maker: str | None = None
-    """The operation that made that moment, its results, and in which part of the model."""
+    """Operation at peak memory, its results, and its part of the model."""
     pools: dict[str, dict[str, int]] | None = None
-    """Of rank 0, counters in bytes of the memory where activations and the optimizer's states wait: requested so far, and
-    reused of that; live now, and at most; and held in all."""
+    """Counters of the memory pools for offloaded activations and optimizer state on rank 0, in bytes: requested, reused, live,
+    peak live and held."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -89,31 +89,31 @@ class Evaluation:
 
 
 class MetricsWriter:
-    """Appends metrics to `metrics.jsonl`, `evaluations.jsonl` and `tensorboard/` of a run folder. For rank 0 only.
+    """Writer of `metrics.jsonl`, `evaluations.jsonl` and `tensorboard/` in a run folder; for rank 0 only.
 
-    A context manager; every line is on its way to the disk when its call returns, or waits for room there.
+    A context manager. Each line is passed to the operating system before its call returns, or buffered if that fails.
 
     Args:
-        out: the run folder; made if it is not there.
-        say: is told, once, that a file cannot be written, and when it is written again.
+        out: run folder; created if missing.
+        log: function that prints a message when a file cannot be written, and when it can be written again.
     """
 
-    def __init__(self, out: Path, say: Callable[[str], None] = print):
+    def __init__(self, out: Path, log: Callable[[str], None] = print):
         out.mkdir(parents=True, exist_ok=True)
-        self._steps = _Lines(out / "metrics.jsonl", StepMetrics, say)
-        self._evaluations = _Lines(out / "evaluations.jsonl", Evaluation, say)
-        self._board = _Board(out / "tensorboard", say)
+        self._steps = _JsonLinesFile(out / "metrics.jsonl", StepMetrics, log)
+        self._evaluations = _JsonLinesFile(out / "evaluations.jsonl", Evaluation, log)
+        self._tensorboard = _TensorBoardWriter(out / "tensorboard", log)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Write one optimizer step."""
+        """Write the metrics of one optimizer step."""
         self._steps.write(_to_line(metrics))
         values = {f"train/{name}": value for name, value in asdict(metrics).items() if name != "step"}
-        self._board.write(values, metrics.step)
+        self._tensorboard.write(values, metrics.step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write one evaluation on held-out text."""
+        """Write the result of one evaluation."""
         self._evaluations.write(_to_line(evaluation))
-        self._board.write({"evaluation/held_out_loss": evaluation.held_out_loss}, evaluation.step)
+        self._tensorboard.write({"evaluation/held_out_loss": evaluation.held_out_loss}, evaluation.step)
 
     def __enter__(self) -> Self:
         return self
@@ -121,156 +121,159 @@ class MetricsWriter:
     def __exit__(self, *exception: object) -> None:
         self._steps.close()
         self._evaluations.close()
-        self._board.close()
+        self._tensorboard.close()
 
 
-class _Lines:
-    """A file that grows by whole lines; those that do not fit wait."""
+class _JsonLinesFile:
+    """JSON Lines file that is appended by complete lines; lines that cannot be written are buffered."""
 
-    def __init__(self, path: Path, kind: type, say: Callable[[str], None]):
-        self.path, self.kind, self.say = path, kind, say
+    def __init__(self, path: Path, record_type: type, log: Callable[[str], None]):
+        self.path, self.record_type, self.log = path, record_type, log
         self.file: FileIO | None = None
-        self.waiting: deque[str] = deque()
-        self.lost = 0
+        self.buffer: deque[str] = deque()
+        self.dropped = 0
         self.problem = ""
 
     def write(self, line: str) -> None:
-        if len(self.waiting) == MOST_WAITING:
-            self.waiting.popleft()
-            self.lost += 1
-        self.waiting.append(line)
+        if len(self.buffer) == MAX_BUFFERED_LINES:
+            self.buffer.popleft()
+            self.dropped += 1
+        self.buffer.append(line)
         try:
-            self._write_waiting()
+            self._write_buffer()
         except OSError as error:
             if not self.problem:
-                self.say(f"{self.path} cannot be written: {error.strerror}; training goes on, lines wait in memory")
+                self.log(
+                    f"{self.path} cannot be written: {error.strerror}; training continues, lines are buffered in memory"
+                )
             self.problem = str(error.strerror)
             return
         if self.problem:
-            lost = f", without {self.lost} lines that were too many to keep" if self.lost else ""
-            self.say(f"{self.path} is written again{lost}")
-            self.problem, self.lost = "", 0
+            dropped = f"; {self.dropped} lines that exceeded the buffer are lost" if self.dropped else ""
+            self.log(f"{self.path} can be written again{dropped}")
+            self.problem, self.dropped = "", 0
 
-    def _write_waiting(self) -> None:
+    def _write_buffer(self) -> None:
         if self.file is None:
-            self.file = _open_lines(self.path, self.kind, self.say)
-        while self.waiting:
-            data, size = self.waiting[0].encode(), os.fstat(self.file.fileno()).st_size
-            if self.file.write(data) != len(data):  # a part of it fitted
+            self.file = _open_lines(self.path, self.record_type, self.log)
+        while self.buffer:
+            data, size = self.buffer[0].encode(), os.fstat(self.file.fileno()).st_size
+            if self.file.write(data) != len(data):  # the disk became full within the line
                 os.ftruncate(self.file.fileno(), size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.waiting.popleft()
+            self.buffer.popleft()
 
     def close(self) -> None:
-        if self.waiting:
-            self.say(f"{self.path} lacks its last {len(self.waiting)} lines: {self.problem}")
+        if self.buffer:
+            self.log(f"{self.path} lacks its last {len(self.buffer)} lines: {self.problem}")
         if self.file is not None:
             self.file.close()
 
 
-class _Board:
-    """Event files of TensorBoard, by tensorboardX's own writer without its thread: that dies on a full disk, unheard."""
+class _TensorBoardWriter:
+    """Writer of TensorBoard event files. Uses tensorboardX without its thread, which dies silently on a full disk."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None]):
-        self.folder, self.say, self.said = folder, say, False
+    def __init__(self, folder: Path, log: Callable[[str], None]):
+        self.folder, self.log, self.has_warned = folder, log, False
         self.writer: Any = None
 
     def write(self, values: Mapping[str, object], step: int) -> None:
-        from tensorboardX.proto.event_pb2 import Event  # only the rank that writes should pay for it
+        from tensorboardX.proto.event_pb2 import Event  # imported here because only rank 0 needs it
         from tensorboardX.summary import scalar
 
         try:
             if self.writer is None:
                 self._open()
             for name, value in values.items():
-                if isinstance(value, int | float) and math.isfinite(
-                    value
-                ):  # others make it warn; the JSON lines keep them
+                # tensorboardX warns of non-finite values; metrics.jsonl keeps them.
+                if isinstance(value, int | float) and math.isfinite(value):
                     self.writer.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
             self.writer.flush()
         except OSError as error:
-            if not self.said:
-                self.say(f"{self.folder} cannot be written: {error.strerror}; training goes on, its curves have a gap")
-            self.said = True
+            if not self.has_warned:
+                self.log(
+                    f"{self.folder} cannot be written: {error.strerror}; training continues, its curves have a gap"
+                )
+            self.has_warned = True
             self.close()
 
     def _open(self) -> None:
         from tensorboardX.event_file_writer import EventsWriter
 
         self.folder.mkdir(exist_ok=True)
-        suffix = f".{sum(1 for _ in self.folder.iterdir())}"  # names end with the second: two may fall into one
+        suffix = f".{sum(1 for _ in self.folder.iterdir())}"  # time stamps in file names may collide within a second
         self.writer = EventsWriter(str(self.folder / "events"), suffix)
 
     def close(self) -> None:
         if self.writer is not None:
-            with suppress(OSError):  # of what is left in its buffer
+            with suppress(OSError):  # from flushing its buffer
                 self.writer.close()
             self.writer = None
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Read a `metrics.jsonl` back, in order of steps. A step that a resumed run repeated counts once, as written last.
+    """Read a `metrics.jsonl`, sorted by step. Of a step that a resumed run repeated, the last line counts.
 
     Raises:
-        DataError: the file is missing, or a line other than a torn last one is damaged.
+        DataError: the file is missing, or a line other than a torn last line is damaged.
     """
     rows = {metrics.step: metrics for metrics in _read_lines(path, StepMetrics)}
     return [rows[step] for step in sorted(rows)]
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Read an `evaluations.jsonl` back, by the rules of `read_metrics`."""
+    """Read an `evaluations.jsonl`, as `read_metrics` reads a `metrics.jsonl`."""
     rows = {evaluation.step: evaluation for evaluation in _read_lines(path, Evaluation)}
     return [rows[step] for step in sorted(rows)]
 
 
-def _open_lines(path: Path, kind: type, say: Callable[[str], None]) -> FileIO:
-    """Open for appending whole lines, without what a reader would refuse at the end; that is kept in a file beside."""
+def _open_lines(path: Path, record_type: type, log: Callable[[str], None]) -> FileIO:
+    """Open a file for appending lines. It is cut at its first damaged line, and the rest is saved in a separate file."""
     file = FileIO(path, "a+")
     content = path.read_bytes()
-    good = content.rfind(b"\n") + 1  # a killed run may have left a torn line
-    adapter: TypeAdapter[Any] = TypeAdapter(kind)
-    place = 0
-    for number, line in enumerate(content[:good].splitlines(keepends=True), start=1):
+    valid_bytes = content.rfind(b"\n") + 1  # a killed run may have written a torn last line
+    adapter: TypeAdapter[Any] = TypeAdapter(record_type)
+    offset = 0
+    for line_number, line in enumerate(content[:valid_bytes].splitlines(keepends=True), start=1):
         try:
             _parse(adapter, line)
         except (ValueError, TypeError, AttributeError):
-            aside = path.with_name(f"{path.name}.damaged-{int(time.time())}")
-            aside.write_bytes(content[place:])
-            say(f"{path} is damaged from line {number} on: it is cut there, and the rest kept in {aside}")
-            good = place
+            backup = path.with_name(f"{path.name}.damaged-{int(time.time())}")
+            backup.write_bytes(content[offset:])
+            log(f"{path} is damaged from line {line_number} on: it is cut there, and the rest is saved in {backup}")
+            valid_bytes = offset
             break
-        place += len(line)
-    os.ftruncate(file.fileno(), good)
+        offset += len(line)
+    os.ftruncate(file.fileno(), valid_bytes)
     return file
 
 
 def _to_line(record: StepMetrics | Evaluation) -> str:
-    """One JSON object and a newline. JSON has no NaN: such a field is null, and `non_finite` says what it was."""
+    """JSON line of a record. JSON has no NaN or infinity: such a field is null, and `non_finite` holds its value as text."""
     fields = asdict(record)
-    odd = {name: value for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
-    if odd:
-        fields |= dict.fromkeys(odd) | {"non_finite": " ".join(f"{name}={value}" for name, value in odd.items())}
+    bad = {name: value for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
+    if bad:
+        fields |= dict.fromkeys(bad) | {"non_finite": " ".join(f"{name}={value}" for name, value in bad.items())}
     return json.dumps(fields, allow_nan=False) + "\n"
 
 
-def _read_lines(path: Path, kind: type[Record]) -> list[Record]:
-    """Every whole line of a file as a record; what follows the last newline is torn and left out."""
+def _read_lines(path: Path, record_type: type[Record]) -> list[Record]:
+    """Records of all complete lines of a file; a torn last line is ignored."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise DataError(f"there is no file {path}", fix="name a file that a training run wrote") from None
-    adapter = TypeAdapter(kind)
+    adapter = TypeAdapter(record_type)
     records = []
-    for number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         try:
             records.append(_parse(adapter, line))
         except (ValueError, TypeError, AttributeError) as error:
             raise DataError(
                 f"a damaged line: {line[:80].decode(errors='replace')!r}",
-                where=f"{path}, line {number}",
-                rule=f"every line is one JSON object with the fields of {kind.__name__} ({str(error).splitlines()[0]})",
-                fix="remove the line; only a torn last one, without its newline, is left out by itself",
+                where=f"{path}, line {line_number}",
+                rule=f"every line is one JSON object with the fields of {record_type.__name__} ({str(error).splitlines()[0]})",
+                fix="remove the line; only a torn last line, without a newline, is ignored automatically",
             ) from None
     return records
 
@@ -282,14 +285,14 @@ def _parse(adapter: TypeAdapter[Record], line: bytes) -> Record:
 
 
 class TerminalProgress:
-    """Shows a run on the terminal: a live bar where there is one, else 25 to 50 plain lines for the whole run.
+    """Progress display: a live progress bar on a terminal, else 25 to 50 plain lines for the full run.
 
-    A context manager. Tokens a second and the time left are those of the last step at first, because the first two steps take
-    longer than others, and then smoothed over about ten steps. The third step prints what is expected of the whole run.
+    A context manager. Tokens per second and remaining time are those of the last step during the first three steps, because two
+    steps of warm-up are slower, and then averaged over about ten steps. The third step prints the expected end of the run.
 
     Args:
-        total_steps: optimizer steps of the whole run.
-        console: where to print; `console.is_terminal` decides between the bar and the lines.
+        total_steps: optimizer steps of the full run.
+        console: output; `console.is_terminal` decides between progress bar and lines.
     """
 
     def __init__(self, total_steps: int, console: Console):
@@ -320,7 +323,7 @@ class TerminalProgress:
             self.message(f"expected: {self._speed()} tokens/s, {format_seconds(left)} of training left, until {end}")
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Show one evaluation; its loss stays in sight from then on."""
+        """Show one evaluation; its loss remains visible until the next evaluation."""
         self._held_out = evaluation.held_out_loss
         if self._bar.disable:
             self.message(f"step {evaluation.step}/{self._total}  held-out {self._held_out:.4f}")
@@ -328,15 +331,15 @@ class TerminalProgress:
             self._bar.update(self._task, status=self._status(self._last))
 
     def message(self, text: str) -> None:
-        """Print a line as it is: above the bar, or between the lines."""
+        """Print a line without markup: above the progress bar, or between the lines."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _speed(self) -> str:
-        """Tokens a second of the recent steps."""
+        """Tokens per second of the recent steps."""
         return format_count(self._tokens / self._seconds if self._seconds else math.nan)
 
     def _status(self, metrics: StepMetrics) -> str:
-        """The numbers beside the bar."""
+        """Status text beside the progress bar."""
         held_out = "" if self._held_out is None else f"  held-out {self._held_out:.4f}"
         left = format_seconds(self._seconds * (self._total - metrics.step))
         memory = metrics.peak_memory_bytes / 2**30
@@ -351,15 +354,15 @@ class TerminalProgress:
 
 
 def utilization(rate: float, peak: float | None) -> float | None:
-    """Model FLOPs utilization: the share of a peak rate; None where the peak is not known or was measured too low.
+    """Model FLOPs utilization, a fraction of the peak; None if the peak is unknown or below `rate`.
 
-    A peak that is measured while other processes compute can be below the rate of a later step.
+    A peak that was measured while other processes used the device can be below the rate of a later step.
     """
     return rate / peak if peak and rate <= peak else None
 
 
 def format_count(value: float) -> str:
-    """A count with three digits and a unit of thousands: 950, 12.3k, 1.27M, 30.5B."""
+    """Format a count with three digits and a unit: 950, 12.3k, 1.27M, 30.5B."""
     for unit, size in ("B", 1e9), ("M", 1e6), ("k", 1e3):
         if value >= 0.9995 * size:
             return f"{value / size:.3g}{unit}"
@@ -367,7 +370,7 @@ def format_count(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration with two units at most: 48s, 3m 20s, 2h 05m, 3d 04h."""
+    """Format a duration with at most two units: 48s, 3m 20s, 2h 05m, 3d 04h."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -1,20 +1,20 @@
 """1-bit Adam (Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training, 2021).
 
-    until `freeze_steps` updates    AdamW; gradients are reduced as they are
-    from then on                    the second moment stays what it is; every rank keeps a momentum of its own gradients,
-                                    and these are reduced, as signs: their mean is Adam's first moment
+    first `freeze_steps` updates    AdamW with uncompressed gradient reduction
+    later updates                   frozen second moment; each rank keeps a momentum of its local gradients, and the momenta are
+                                    reduced as signs: their mean is Adam's first moment
 
-With the second moment frozen the update is linear in the gradients, so that error feedback makes up for what signs leave out;
-Adam's own second moment would be that of the signs' noise. Four things are ours:
+With a frozen second moment the update is linear in the gradients, so that error feedback compensates for the compression error
+of signs. An unfrozen second moment would measure the noise of the signs. Four details differ from the paper:
 
-- Momenta of the ranks begin at zero with the freeze. What the first moment was until then goes on beside them (`carried`), and
-  decays as they grow; so does what they were on the mean, when a run goes on under another layout.
-- The frozen second moment is corrected for its bias once. It is one moment of a changing thing: a number that happened to be
-  small would make steps of any size. No number moves further than Adam ever moves one, (1 - b1) / sqrt((1 - b2)(1 - b1^2 / b2))
-  rates at most, by Cauchy and Schwarz.
-- A number that had no gradient at all before the freeze (of an expert no token went to, of a token that was not seen) stays
-  where it is, but for its decay: signs have no zero, and nothing is known of its scale.
-- Clipping bounds what is reduced, the momentum; what was carried on with it is scaled alike (`Feedback.commit`).
+- Momenta of the ranks start at zero at the freeze. The first moment up to then is kept separately (`carried`) and decays while
+  they grow. After a change of layout, the mean of the momenta is carried over in the same way.
+- The bias of the frozen second moment is corrected once. The frozen moment is a single sample: an element that happened to be
+  small would cause updates of any size. Therefore no element changes by more than Adam's own bound of
+  (1 - b1) / sqrt((1 - b2)(1 - b1^2 / b2)) learning rates, which follows from the Cauchy-Schwarz inequality.
+- An element without any gradient before the freeze (an expert without tokens, an unseen token) is only decayed, because signs
+  have no zero and the scale of the element is unknown.
+- Clipping limits the reduced momentum; the error feedback is scaled by the same factor (`Feedback.commit`).
 """
 
 import math
@@ -32,14 +32,14 @@ SMALLEST = 1e-12
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """Treats each parameter by itself, sharded or not.
+    """1-bit Adam optimizer for sharded and unsharded parameters; all operations are elementwise.
 
     Args:
-        groups: of parameters; "weight_decay" of each is decoupled, as in AdamW.
+        groups: parameter groups; the "weight_decay" of a group is decoupled, as in AdamW.
         lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second moment.
-        freeze_steps: updates before the second moment is frozen.
+        betas: decay rates of the two moments.
+        eps: term added to the root of the second moment.
+        freeze_steps: number of updates before the second moment is frozen.
     """
 
     def __init__(
@@ -49,14 +49,18 @@ class OneBitAdam(torch.optim.Optimizer):
         self.freeze_steps, self.is_frozen = freeze_steps, False
 
     def begin_step(self) -> float | None:
-        """Before a step's first backward: the decay of the momenta that are to be reduced; None for gradients."""
+        """Prepare for a step, before its first backward.
+
+        Returns:
+            Decay rate of the momenta that the step reduces; None if it reduces gradients.
+        """
         steps = [state["step"] for state in self.state.values() if "step" in state]
         self.is_frozen = bool(steps) and int(torch.stack(steps).max()) >= self.freeze_steps
         return self.param_groups[0]["betas"][0] if self.is_frozen else None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient; after the freeze, what they have is the mean momentum."""
+        """Update all parameters with a gradient; after the freeze, `grad` holds the mean momentum."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self._state_of(parameter) for parameter in parameters]
@@ -85,7 +89,7 @@ class OneBitAdam(torch.optim.Optimizer):
                 )
 
     def restart_momenta(self) -> None:
-        """Go on from the first moment alone, when the momenta of the ranks begin at zero again."""
+        """Carry over the first moment when the momenta of the ranks restart at zero."""
         for state in self.state.values():
             if "carried" in state:
                 state["carried"].copy_(state["exp_avg"])
@@ -117,16 +121,16 @@ def _frozen_update(
 
 
 def largest_change(betas: tuple[float, float]) -> float:
-    """What Adam's quotient of moments cannot exceed, whatever the gradients are."""
+    """Upper bound of Adam's quotient of moments for any gradients."""
     b1, b2 = betas
     return max(1.0, (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2))) if b1**2 < b2 else math.inf
 
 
 def momentum_decay(optimizer: torch.optim.Optimizer, feedback: Feedback) -> float | None:
-    """The decay of the momenta that are reduced in the step that begins; None where gradients are.
+    """Decay rate of the momenta that the next step reduces; None if it reduces gradients.
 
     Raises:
-        JobError: the plan sends signs, and the optimizer needs more than that.
+        JobError: the plan has 1-bit compression, and the optimizer is not 1-bit Adam.
     """
     if not feedback.takes_momentum:
         return None
@@ -134,7 +138,7 @@ def momentum_decay(optimizer: torch.optim.Optimizer, feedback: Feedback) -> floa
         raise JobError(
             f"an optimizer {type(optimizer).__name__} with plan.comm.compression = 1-bit",
             where="plan.comm.compression",
-            rule="signs suit 1-bit Adam, which freezes its second moment",
-            fix='make the optimizer with optimizer.name = "onebit-adam"',
+            rule="only 1-bit Adam, which freezes its second moment, can use signs",
+            fix='build the optimizer with optimizer.name = "onebit-adam"',
         )
     return optimizer.begin_step()

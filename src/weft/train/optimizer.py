@@ -1,4 +1,4 @@
-"""The update: AdamW over shards, the course of the learning rate, and the norm of the gradient."""
+"""Optimizer construction, learning-rate schedule and gradient clipping for sharded models."""
 
 import math
 import zlib
@@ -15,56 +15,58 @@ from weft.errors import ModelError, WeftError
 from weft.job import Optimizer
 from weft.train.one_bit_adam import OneBitAdam
 
-COSINE_FLOOR = 0.1  # of the peak learning rate, at the last step
-DECAY_SHARE = 0.2  # of all steps, spent decaying by "wsd" (Hägele et al., Scaling Laws Beyond Fixed Durations, 2024)
+COSINE_FLOOR = 0.1  # final learning rate as a fraction of the peak
+DECAY_SHARE = (
+    0.2  # fraction of steps in the decay phase of "wsd" (Hägele et al., Scaling Laws Beyond Fixed Durations, 2024)
+)
 
 
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
-    """The update rule of a job, on the model's parameters as they are, sharded or not. Matrices decay; vectors do not."""
+    """Build the optimizer of a job for sharded or unsharded parameters. Weight decay applies to matrices, not to vectors."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for parameter in trainable:  # one fused update takes tensors of one mesh only
+    for parameter in trainable:  # a fused update requires tensors of a single mesh
         by_mesh[parameter.ndim >= 2, getattr(parameter, "device_mesh", None)].append(parameter)
     groups = [
         {"params": parameters, "weight_decay": settings.weight_decay if decays else 0.0}
         for (decays, _), parameters in by_mesh.items()
-    ] or [{"params": []}]  # of a rank of a pipeline whose stages are frozen
+    ] or [{"params": []}]  # all stages of this pipeline rank are frozen
     if settings.name == "onebit-adam":
         return OneBitAdam(groups, settings.lr, settings.betas, settings.eps, settings.freeze_steps)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 
 def learning_rate(step: int, steps: int, settings: Optimizer) -> float:
-    """Learning rate of a step (from 1 to `steps`): linear warm-up, then the schedule."""
+    """Learning rate of a step, from 1 to `steps`: linear warm-up, then the schedule."""
     warmup = min(settings.warmup_steps, steps)
     if step <= warmup:
         return settings.lr * step / warmup
-    done = (step - warmup) / max(steps - warmup, 1)
+    progress = (step - warmup) / max(steps - warmup, 1)
     if settings.schedule == "cosine":
-        return settings.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+        return settings.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
     if settings.schedule == "wsd":
-        left = steps - step
-        return settings.lr * min(1.0, (left + 1) / max(DECAY_SHARE * steps, 1.0))
+        remaining = steps - step
+        return settings.lr * min(1.0, (remaining + 1) / max(DECAY_SHARE * steps, 1.0))
     return settings.lr
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use this learning rate for the next step, in every parameter group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
-def square_of_gradients(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
-    """This rank's share of the squared norm of all gradients: the sum over ranks is that of the whole model, in any layout.
+def squared_grad_norm_share(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
+    """Share of this rank in the squared global gradient norm; the sum over ranks is the squared norm, in any layout.
 
-    A gradient that several ranks hold counts on each of them by its part.
+    A gradient that several ranks hold is divided equally among these ranks.
 
     Args:
-        parameters: whose gradients count; on all `ranks` the same ones, or shards of them.
-        ranks: that share the parameters: all, or those of a stage of a pipeline.
+        parameters: parameters whose gradients count; the same parameters, or shards of them, on all `ranks`.
+        ranks: number of ranks that share the parameters: all ranks, or the ranks of a pipeline stage.
 
     Returns:
-        A float64 scalar.
+        float64 scalar.
     """
     total = torch.zeros((), dtype=torch.float64)
     for shards, norms in _local_norms(parameters, 2.0):
@@ -79,43 +81,45 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Clip the norm of the whole gradient, in place: `torch.nn.utils.clip_grad_norm_` for a parallelized model.
+    """Clip the global gradient norm in place: `torch.nn.utils.clip_grad_norm_` for a parallelized model.
 
-    The norm is that of the gradient on one process, under any plan without a pipeline: each element counts once, whether
-    ranks hold shards of it (zero, tp, ep) or copies (dp_replicate, zero 0, norms under tp). Call it on every rank, between
-    `backward` and `optimizer.step`.
+    The norm equals the norm on a single process, under any plan without a pipeline: each element counts once, whether ranks
+    hold shards (zero, tp, ep) or copies (dp_replicate, zero 0, norms under tp). Call it on every rank, between `backward` and
+    `optimizer.step`.
 
     Args:
-        parameters: those of `model.parameters()`, or some of them; the same ones on every rank. Those without a gradient
-            do not count.
-        max_norm: largest norm; gradients of a larger one are multiplied by max_norm / (norm + 1e-6).
+        parameters: all or some of `model.parameters()`, the same on every rank. Parameters without a gradient are ignored.
+        max_norm: maximum norm; gradients with a larger norm are multiplied by max_norm / (norm + 1e-6).
         norm_type: p of the p-norm; may be math.inf.
-        error_if_nonfinite: raise where the norm is NaN or infinite, gradients untouched; reads the norm on the host.
+        error_if_nonfinite: raise an error if the norm is NaN or infinite, and leave gradients unchanged. Synchronizes with the
+            host.
 
     Returns:
-        The norm before clipping, float64 scalar, the same on every rank.
+        Norm before clipping, float64 scalar, the same on every rank.
 
     Raises:
-        ModelError: ranks hold other parameters, which are the stages of a pipeline.
-        WeftError: the norm is not finite, and `error_if_nonfinite`.
+        ModelError: ranks hold different parameters, as the stages of a pipeline do.
+        WeftError: the norm is not finite, and `error_if_nonfinite` is set.
     """
     own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     _check_same_parameters(own, ranks)
-    place = _to_local(own[0]).device if own else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=place)
-    largest = norm_type == math.inf
+    device = _to_local(own[0]).device if own else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    is_max_norm = norm_type == math.inf
     for shards, norms in _local_norms(own, norm_type):
-        total = torch.maximum(total, norms.max()) if largest else total + norms.pow(norm_type).sum() * shards / ranks
+        total = (
+            torch.maximum(total, norms.max()) if is_max_norm else total + norms.pow(norm_type).sum() * shards / ranks
+        )
     if ranks > 1:
-        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-    norm = total if largest else total.pow(1 / norm_type)
+        dist.all_reduce(total, dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM)
+    norm = total if is_max_norm else total.pow(1 / norm_type)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise WeftError(
             f"the norm of the gradient is {norm.item()}",
             where="weft.clip_grad_norm_",
             rule="with error_if_nonfinite, gradients must be finite",
-            fix="skip this step, or look for the batch or the learning rate that caused it",
+            fix="skip this step, and check the batch and the learning rate",
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradients in _local_gradients(own).values():
@@ -124,43 +128,43 @@ def clip_grad_norm_(
 
 
 def _check_same_parameters(parameters: list[torch.Tensor], ranks: int) -> None:
-    """Refuse ranks with different parameters. Compared on the host, so that no accelerator is waited for."""
+    """Refuse different parameters on different ranks. Compares on the host, without synchronizing with the device."""
     if ranks == 1:
         return
-    code = zlib.crc32(repr([tuple(parameter.shape) for parameter in parameters]).encode())
-    extremes = torch.tensor([code, -code])
+    checksum = zlib.crc32(repr([tuple(parameter.shape) for parameter in parameters]).encode())
+    extremes = torch.tensor([checksum, -checksum])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     if extremes.sum() != 0:
         raise ModelError(
             "ranks hold different parameters",
             where="weft.clip_grad_norm_",
-            rule="the norm is taken over the same parameters on every rank; with plan.parallel.pp > 1 each rank has the "
-            "parameters of its own stages",
-            fix="with a pipeline, run weft.train.step.train_step, which clips over all stages; else pass the same parameters",
+            rule="the norm is taken over the same parameters on every rank; with plan.parallel.pp > 1 each rank has only the "
+            "parameters of its stages",
+            fix="with a pipeline, use weft.train.step.train_step, which clips over all stages; else pass the same parameters",
         )
 
 
 def _local_gradients(parameters: Iterable[torch.Tensor]) -> dict[tuple[int, torch.dtype], list[torch.Tensor]]:
-    """This rank's parts of all gradients, by the number of ranks that hold the other parts, and by dtype."""
-    found: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    """Local gradients of this rank, grouped by number of shards and dtype."""
+    groups: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         shards = 1
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             shards = math.prod(mesh.size(axis) for axis, p in enumerate(gradient.placements) if not p.is_replicate())
         local = _to_local(gradient)
-        if local.numel():  # more ranks than rows leave some without
-            found[shards, local.dtype].append(local)
-    return found
+        if local.numel():  # a rank has no elements if there are more ranks than rows
+            groups[shards, local.dtype].append(local)
+    return groups
 
 
 def _local_norms(parameters: Iterable[torch.Tensor], norm_type: float) -> list[tuple[int, torch.Tensor]]:
-    """Numbers of shards, and float64 norms of this rank's parts of the gradients that have so many."""
-    found = []
+    """Number of shards, and float64 norms of the local gradients with this number of shards, for each such number."""
+    result = []
     for (shards, _), gradients in _local_gradients(parameters).items():
         norms = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=_norm_dtype(gradients[0])))
-        found.append((shards, norms.double()))
-    return found
+        result.append((shards, norms.double()))
+    return result
 
 
 def _to_local(tensor: torch.Tensor) -> torch.Tensor:

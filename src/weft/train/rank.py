@@ -1,4 +1,4 @@
-"""What each rank of `weft train` runs: python -m weft.train.rank RUN_FOLDER [auto] [CHECKPOINT]."""
+"""Entry point of each rank of `weft train`: python -m weft.train.rank RUN_FOLDER [auto] [CHECKPOINT]."""
 
 import sys
 import warnings
@@ -17,18 +17,18 @@ from weft.train.session import open_session
 
 
 def main() -> None:
-    """Open the run folder the launcher made, train, and leave."""
-    # FSDP2 of torch 2.13 calls collectives by the names it deprecates itself.
+    """Train in the run folder that the launcher has prepared."""
+    # FSDP2 of torch 2.13 calls collectives by names that torch itself deprecates.
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     out = Path(sys.argv[1])
     prepared = Prepared.from_json((out / "prepared.json").read_text(encoding="utf-8"))
-    pulse = Heartbeat.open()
+    heartbeat = Heartbeat.open()
     job = Job.load(out / "job.toml")
-    join_folders(job, out)  # until this process ends
+    join_folders(job, out)  # the locks are held until this process ends
     session = open_session(job, prepared, out, sys.argv[2:])
-    train(session, out, pulse)
+    train(session, out, heartbeat)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Going back to a checkpoint while training: past the batches of a spike, or to see whether silent corruption comes again."""
+"""Rollback to a checkpoint during training, after a loss spike or after silent data corruption."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,21 +10,21 @@ from weft.checkpoint.manifest import Position
 from weft.errors import RankFailure
 from weft.job import Guard
 from weft.parallel.sdc_check import check_replicas
-from weft.precision.spikes import SpikeWatch
+from weft.precision.spikes import SpikeDetector
 from weft.train.checkpoints import Checkpoints
 
 
 class Recovery:
-    """Looks at every step, before and after its update. All ranks see the same numbers, and decide the same.
+    """Spike and corruption checks before and after each update. All ranks have the same inputs and take the same decisions.
 
     Args:
-        settings: of the job.
-        checkpoints: of the run.
-        model: parallelized.
-        optimizer: over its parameters.
-        mesh: of all ranks.
-        position: where training begins.
-        say: prints a line, on one rank.
+        settings: fault handling of the job.
+        checkpoints: checkpoints of the run.
+        model: parallelized model.
+        optimizer: optimizer of its parameters.
+        mesh: device mesh of all ranks.
+        position: position where training starts.
+        log: function that prints a progress line on one rank.
     """
 
     def __init__(
@@ -35,90 +35,92 @@ class Recovery:
         optimizer: torch.optim.Optimizer,
         mesh: DeviceMesh,
         position: Position,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ):
-        self.settings, self.checkpoints, self.say = settings, checkpoints, say
+        self.settings, self.checkpoints, self.log = settings, checkpoints, log
         self.model, self.optimizer, self.mesh = model, optimizer, mesh
-        self.spikes = _watch_of(position)
+        self.spikes = _spike_detector(position)
         self.spike: str | None = None
-        """Why the last step is one."""
-        self.spiked_at = self.differed_at = 0
-        """Steps that training went back from."""
+        """Reason why the last step is a spike; None if it is not."""
+        self.last_spike_step = self.last_mismatch_step = 0
+        """Steps of the last rollback after a spike, and after a mismatch of replicas."""
 
-    def judge(self, loss: float, grad_norm: float) -> str | None:
-        """Why the update of a step, whose numbers are finite, is left out; None if it is not."""
+    def skip_reason(self, loss: float, grad_norm: float) -> str | None:
+        """Reason to skip the update of a step with finite loss and gradients; None to apply it."""
         if self.settings.spikes == "off":
             return None
         self.spike = self.spikes.observe(loss, grad_norm)
         return self.spike if self.settings.spikes != "warn" else None
 
-    def look(self, position: Position, due: bool) -> tuple[Position, bool]:
-        """What follows from a step.
+    def after_step(self, position: Position, due: bool) -> tuple[Position, bool]:
+        """Check the state after a step, and roll back if necessary.
 
         Args:
-            position: after it.
-            due: whether a checkpoint will be taken, which must not hold what is corrupt.
+            position: position after the step.
+            due: True if a checkpoint follows, which must not hold corrupt state.
 
         Returns:
-            Where training goes on, and whether that is back in time.
+            Position from which training continues, and True if training was rolled back.
 
         Raises:
-            RankFailure: on every rank, when replicas differ at the same step again, or there is no checkpoint to go back to.
+            RankFailure: on every rank, if replicas differ at the same step again, or no checkpoint for a rollback exists.
         """
         spike, self.spike = self.spike, None
         if spike and self.settings.spikes == "warn":
-            self.say(f"step {position.step} is a spike: {spike}")
-        if spike and self.settings.spikes == "rollback" and (back := self._pass_over(position)):
-            return back, True
+            self.log(f"step {position.step} is a spike: {spike}")
+        if spike and self.settings.spikes == "rollback" and (earlier := self._skip_spike(position)):
+            return earlier, True
         every = self.settings.sdc_check_interval
-        if every and (due or position.step % every == 0) and (back := self._compare(position)):
-            return back, True
+        if every and (due or position.step % every == 0) and (earlier := self._compare_replicas(position)):
+            return earlier, True
         return position.model_copy(update={"watch": self.spikes.state()}) if due else position, False
 
-    def _pass_over(self, position: Position) -> Position | None:
-        """After a spike: the state of some steps ago, and the batches after that of the spike (PaLM, 2022)."""
+    def _skip_spike(self, position: Position) -> Position | None:
+        """Roll back after a spike, and continue with the batches after the batch of the spike (PaLM, 2022)."""
         step = position.step
-        if step <= self.spiked_at:
-            self.say(f"step {step} is a spike again, with other batches: its update is left out, and training goes on")
+        if step <= self.last_spike_step:
+            self.log(f"step {step} is a spike again, with other batches: its update is skipped, and training continues")
             return None
-        earlier = self.checkpoints.go_back(max(step - self.settings.rollback_steps, 0))
+        earlier = self.checkpoints.roll_back(max(step - self.settings.rollback_steps, 0))
         if earlier is None:
-            self.say(
-                f"there is no checkpoint {self.settings.rollback_steps} steps before step {step}: its update is left out"
+            self.log(
+                f"there is no checkpoint {self.settings.rollback_steps} steps before step {step}: its update is skipped"
             )
             return None
-        self.spiked_at, self.spikes = step, _watch_of(earlier)
-        left_out = earlier.next_batch, position.next_batch
-        self.say(f"batches {left_out[0]} to {left_out[1] - 1} are left out")
-        return earlier.model_copy(update={"next_batch": position.next_batch, "left_out": (*earlier.left_out, left_out)})
+        self.last_spike_step, self.spikes = step, _spike_detector(earlier)
+        excluded = earlier.next_batch, position.next_batch
+        self.log(f"batches {excluded[0]} to {excluded[1] - 1} are skipped")
+        return earlier.model_copy(
+            update={"next_batch": position.next_batch, "excluded_batches": (*earlier.excluded_batches, excluded)}
+        )
 
-    def _compare(self, position: Position) -> Position | None:
-        """Where replicas differ: the state before, to run the steps again."""
+    def _compare_replicas(self, position: Position) -> Position | None:
+        """Compare replicas, and roll back to repeat the steps if they differ."""
         problem, step = check_replicas(self.model, self.optimizer, self.mesh), position.step
         if problem is None:
-            if step == self.differed_at:
-                self.say(f"run again, replicas are equal after step {step}: the fault was transient")
+            if step == self.last_mismatch_step:
+                self.log(f"after repeating the steps, replicas are equal after step {step}: the fault was transient")
             return None
-        if step <= self.differed_at:
+        if step <= self.last_mismatch_step:
             raise RankFailure(
                 f"replicas differ after step {step}, again: the fault is persistent\n{problem}",
                 where="guard.sdc_check_interval",
-                rule="ranks that hold the same part of a model hold the same bits of it",
-                fix="take the device of the rank that is named out of service, and go on with --resume auto",
+                rule="ranks that hold the same part of the model must hold bit-equal copies",
+                fix="take the device of the named rank out of service, and continue with --resume auto",
             )
-        self.say(f"replicas differ after step {step}: {problem}")
-        self.differed_at = step
-        earlier = self.checkpoints.go_back(step - 1)
+        self.log(f"replicas differ after step {step}: {problem}")
+        self.last_mismatch_step = step
+        earlier = self.checkpoints.roll_back(step - 1)
         if earlier is None:
             raise RankFailure(
-                f"replicas differ after step {step}, and there is no good checkpoint to go back to\n{problem}",
+                f"replicas differ after step {step}, and there is no valid checkpoint to roll back to\n{problem}",
                 where="guard.sdc_check_interval",
-                rule="ranks that hold the same part of a model hold the same bits of it",
-                fix="set checkpoint.every, so that training can go back and run the steps again",
+                rule="ranks that hold the same part of the model must hold bit-equal copies",
+                fix="set checkpoint.every, so that training can roll back and repeat the steps",
             )
-        self.spikes = _watch_of(earlier)
+        self.spikes = _spike_detector(earlier)
         return earlier
 
 
-def _watch_of(position: Position) -> SpikeWatch:
-    return SpikeWatch.from_state(position.watch) if position.watch else SpikeWatch()
+def _spike_detector(position: Position) -> SpikeDetector:
+    return SpikeDetector.from_state(position.watch) if position.watch else SpikeDetector()

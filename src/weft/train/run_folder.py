@@ -1,7 +1,7 @@
-"""The folder of a run: checked before anything is computed, held while the run lives, moved aside, removed. Imports no torch.
+"""Run folder: write check, locking, archiving of earlier runs, and removal. Imports no torch.
 
-Two locks lie in it, and in the folder of its checkpoints. The launcher holds the first alone, each rank holds the second shared
-with the others; whoever wants to begin needs both. So ranks whose launcher was killed keep their folder.
+The run folder and the checkpoint folder hold two lock files each. The launcher holds the first lock exclusively, and all ranks
+hold the second lock shared. A new run needs both locks, so that ranks whose launcher was killed still protect their folder.
 """
 
 import errno
@@ -24,28 +24,29 @@ from weft.job import Job
 from weft.lock import WITHOUT_LOCKS, Lock, read_holder, take_lock
 
 LAUNCHER_LOCK, RANKS_LOCK = ".launcher.lock", ".ranks.lock"
-DYING_SECONDS = 5.0  # that ranks may need to go when their launcher was killed
-RUN_ID = "run_id"  # file: a random name that the run keeps when it is resumed
-RUN_FILES = ("job.toml", "prepared.json")  # every run has both, before its first step
-KEYS_OF_PREPARED = {"train", "held_out", "tokenizer", "vocab_size"}
-SUMMARY = "run.json"  # file: totals of the run, written when it ends
-LARGEST_JSON = 2**24  # bytes read of prepared.json and run.json
+RANK_EXIT_SECONDS = 5.0  # time for ranks to exit after their launcher was killed
+RUN_ID = "run_id"  # file with a random identity that a run keeps when it is resumed
+RUN_FILES = ("job.toml", "prepared.json")  # written by every run before its first step
+PREPARED_KEYS = {"train", "held_out", "tokenizer", "vocab_size"}
+SUMMARY = "run.json"  # file with totals of the run, written at its end
+MAX_JSON_BYTES = 2**24  # of prepared.json and run.json
 
 
 def check_writable(job: Job, *, new: bool, leads: bool = True) -> None:
-    """Refuse an output or checkpoint folder that cannot be written, and leave nothing behind.
+    """Refuse an output or checkpoint folder that cannot be written. Creates no files.
 
     Args:
-        new: True for a new run, which moves an earlier one in its folder aside; False for one that is resumed.
-        leads: False on another host than 0, which joins a run.
+        job: job of the run.
+        new: True for a new run, which moves an earlier run aside; False for a resumed run.
+        leads: True on host 0, False on other hosts.
 
     Raises:
-        JobError: the folder, or the nearest one above it that exists, cannot be written; or another run is in it.
+        JobError: the folder or its nearest existing parent cannot be written, or another run uses the folder.
     """
     if leads:
         check_free(job)
     _check_folder(Path(job.out), "out")
-    if new and (Path(job.out) / "job.toml").exists():  # it is moved aside
+    if new and (Path(job.out) / "job.toml").exists():  # the earlier run will be renamed within the parent folder
         _check_folder(Path(job.out).absolute().parent, "out")
     if job.checkpoint.folder:
         _check_folder(Path(job.checkpoint.folder), "checkpoint.folder")
@@ -59,13 +60,15 @@ def _check_folder(folder: Path, key: str) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        what = (
-            f"a folder cannot be made in {existing}" if existing != folder.absolute() else f"{folder} cannot be written"
+        problem = (
+            f"a folder cannot be created in {existing}"
+            if existing != folder.absolute()
+            else f"{folder} cannot be written"
         )
         raise JobError(
-            f"{what}: {error.strerror}",
+            f"{problem}: {error.strerror}",
             where=f"{key} = {str(folder)!r}",
-            rule="a run writes its metrics, checkpoints and weights into its folder",
+            rule="a run writes metrics, checkpoints and weights into its folder",
             fix="name a folder that you may write to, with --out FOLDER"
             if key == "out"
             else f"set {key} to a folder that you may write to",
@@ -73,22 +76,22 @@ def _check_folder(folder: Path, key: str) -> None:
 
 
 class HeldFolders:
-    """The folders of a run, held by its launcher; a context manager.
+    """Locks of a launcher on the folders of its run; a context manager.
 
     Args:
-        job: of which `out` and `checkpoint.folder` are held. They are made if they are missing.
+        job: job of the run; `out` and `checkpoint.folder` are locked, and created if missing.
     """
 
     def __init__(self, job: Job):
         self.folders = _folders(job)
         self.locks: dict[Path, Lock | None] = {}
-        self.made: list[Path] = []
-        """Folders that were not there before."""
+        self.created: list[Path] = []
+        """Folders that did not exist before."""
 
     def __enter__(self) -> "HeldFolders":
         try:
             for folder, key in self.folders.items():
-                self._take(folder, key)
+                self._lock(folder, key)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -97,7 +100,7 @@ class HeldFolders:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for folder in self.made:  # nothing is left behind where a run was refused before it wrote anything
+        for folder in self.created:  # a run that was refused before it wrote anything leaves no folder
             _remove_if_unused(folder)
         for lock in self.locks.values():
             if lock:
@@ -105,58 +108,61 @@ class HeldFolders:
         self.locks = {}
 
     def move_aside(self) -> Path | None:
-        """Rename an earlier run in `out` to NAME.1, NAME.2 ...; its new path, or None if there is no run.
+        """Rename an earlier run in `out` to NAME.1, NAME.2 and so on.
+
+        Returns:
+            New path of the earlier run; None if there is none.
 
         Raises:
-            JobError: another run has taken the name meanwhile.
+            JobError: another run has locked the folder meanwhile.
         """
         out = next(iter(self.folders))
         if not (out / "job.toml").exists():
             return None
-        number = 1
-        while os.path.lexists(aside := out.with_name(f"{out.name}.{number}")):
-            number += 1
+        index = 1
+        while os.path.lexists(aside := out.with_name(f"{out.name}.{index}")):
+            index += 1
         out.rename(aside)
         earlier = self.locks.pop(out)
         for name in (LAUNCHER_LOCK, RANKS_LOCK):
             (aside / name).unlink(missing_ok=True)
         if earlier:
             earlier.release()
-        self._take(out, self.folders[out])
+        self._lock(out, self.folders[out])
         return aside
 
-    def _take(self, folder: Path, key: str) -> None:
+    def _lock(self, folder: Path, key: str) -> None:
         if not folder.exists():
-            self.made.append(folder)
+            self.created.append(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _take_folder(folder, key)
+        lock = _lock_folder(folder, key)
         if lock:
             lock.sign()
         self.locks[folder] = lock
 
 
 def check_free(job: Job) -> None:
-    """Refuse folders that another run holds; nothing is made.
+    """Refuse folders that another run has locked. Creates no files.
 
     Raises:
-        JobError: it says which process holds them.
+        JobError: names the process that holds the lock.
     """
     for folder, key in _folders(job).items():
         if (folder / LAUNCHER_LOCK).exists():
-            lock = _take_folder(folder, key)
+            lock = _lock_folder(folder, key)
             if lock:
                 lock.release()
 
 
 def join_folders(job: Job, out: Path) -> list[Lock]:
-    """Hold the folders of a run together with its other ranks, and its launchers on other hosts; each of them calls this.
+    """Acquire the shared locks on the folders of a run; called by each rank, and by the launchers of hosts other than 0.
 
     Args:
-        job: of the run.
-        out: its folder.
+        job: job of the run.
+        out: run folder.
 
     Raises:
-        JobError: another run is taking them over.
+        JobError: another run has locked a folder exclusively.
     """
     locks = []
     for folder, key in {**_folders(job), out: "out"}.items():
@@ -167,27 +173,27 @@ def join_folders(job: Job, out: Path) -> list[Lock]:
                 continue
             raise
         if lock is None:
-            raise _held(folder, key)
+            raise _in_use_error(folder, key)
         locks.append(lock)
     return locks
 
 
 def _folders(job: Job) -> dict[Path, str]:
-    """Folders that a run writes into, the one of the run first, and the keys that name them."""
+    """Folders that a run writes to, with the key of each; the run folder is the first."""
     folders = {Path(job.out): "out"}
     if job.checkpoint.folder and Path(job.checkpoint.folder).absolute() != Path(job.out).absolute():
         folders[Path(job.checkpoint.folder)] = "checkpoint.folder"
     return folders
 
 
-def _take_folder(folder: Path, key: str) -> Lock | None:
-    """The launcher's lock of a folder; None on a file system that has no locks."""
-    before = read_holder(folder / LAUNCHER_LOCK)
+def _lock_folder(folder: Path, key: str) -> Lock | None:
+    """Acquire the launcher's lock of a folder; None on a file system without locks."""
+    last_holder = read_holder(folder / LAUNCHER_LOCK)
     try:
         if (lock := take_lock(folder / LAUNCHER_LOCK)) is None:
-            raise _held(folder, key)
-        end = time.monotonic() + DYING_SECONDS
-        while (ranks := take_lock(folder / RANKS_LOCK)) is None and time.monotonic() < end:
+            raise _in_use_error(folder, key)
+        deadline = time.monotonic() + RANK_EXIT_SECONDS
+        while (ranks := take_lock(folder / RANKS_LOCK)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
     except OSError as error:
         if error.errno in WITHOUT_LOCKS:
@@ -196,21 +202,21 @@ def _take_folder(folder: Path, key: str) -> Lock | None:
             f"{folder} cannot be locked: {error.strerror} ({error.filename})",
             where=f"{key} = {str(folder)!r}",
             rule="a folder belongs to one run at a time",
-            fix="name a folder of your own",
+            fix="name another folder",
         ) from None
     if ranks is None:
         lock.release()
         raise JobError(
-            f"{folder} is in use by ranks of a run whose launcher has ended: {before or 'unknown'}",
+            f"{folder} is in use by ranks of a run whose launcher has ended: {last_holder or 'unknown'}",
             where=f"{key} = {str(folder)!r}",
             rule="a folder belongs to one run at a time",
-            fix="wait until they have ended, or end them, or name another folder",
+            fix="wait until the ranks have exited, stop them, or name another folder",
         )
     ranks.release()
     return lock
 
 
-def _held(folder: Path, key: str) -> JobError:
+def _in_use_error(folder: Path, key: str) -> JobError:
     return JobError(
         f"{folder} is in use by {read_holder(folder / LAUNCHER_LOCK) or 'another run'}",
         where=f"{key} = {str(folder)!r}",
@@ -224,23 +230,23 @@ def _remove_if_unused(folder: Path) -> None:
     try:
         if {path.name for path in folder.iterdir()} <= {LAUNCHER_LOCK, RANKS_LOCK}:
             shutil.rmtree(folder)
-    except OSError:  # somebody else was quicker
+    except OSError:  # another process has removed or changed the folder
         pass
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of at most `LARGEST_JSON` bytes.
+    """Read a JSON object from a file of at most `MAX_JSON_BYTES` bytes.
 
     Raises:
-        OSError: the file cannot be read, or is no regular file.
-        ValueError: it holds no JSON object, or is larger.
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError: the file holds no JSON object, or is larger.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     with path.open("rb") as file:
-        text = file.read(LARGEST_JSON + 1)
-    if len(text) > LARGEST_JSON:
-        raise ValueError(f"it has more than {LARGEST_JSON} bytes")
+        text = file.read(MAX_JSON_BYTES + 1)
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
     try:
         table = json.loads(text)
     except RecursionError:
@@ -250,14 +256,14 @@ def read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-def write_summary(out: Path, summary: dict[str, Any], say: Callable[[str], None], content: str) -> None:
-    """Write run.json. Where it cannot be written the report is poorer, and the run ends as well as before.
+def write_summary(out: Path, summary: dict[str, Any], log: Callable[[str], None], content: str) -> None:
+    """Write run.json. A failure to write it does not fail the run.
 
     Args:
-        out: the run folder.
-        summary: the whole of the file.
-        say: told that it could not be written.
-        content: what the report lacks then.
+        out: run folder.
+        summary: complete content of the file.
+        log: function that prints a message if the file cannot be written.
+        content: content that the report lacks in this case, for the message.
     """
     draft, path = out / f".{SUMMARY}", out / SUMMARY
     try:
@@ -265,19 +271,19 @@ def write_summary(out: Path, summary: dict[str, Any], say: Callable[[str], None]
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
-        say(f"{path} cannot be written: {error.strerror}; the report lacks {content}")
+        log(f"{path} cannot be written: {error.strerror}; the report lacks {content}")
 
 
 def make_run_id(out: Path) -> str:
-    """The identity of the run in a folder, made if it has none."""
-    if not (found := read_run_id(out)):
-        found = secrets.token_hex(8)
-        (out / RUN_ID).write_text(found, encoding="utf-8")
-    return found
+    """Identity of the run in a folder, created if missing."""
+    if not (run_id := read_run_id(out)):
+        run_id = secrets.token_hex(8)
+        (out / RUN_ID).write_text(run_id, encoding="utf-8")
+    return run_id
 
 
 def read_run_id(out: Path) -> str:
-    """The identity of the run in a folder; empty if it has none, as a folder of an earlier version."""
+    """Identity of the run in a folder; empty if missing, as in folders of an earlier version."""
     try:
         with (out / RUN_ID).open(encoding="utf-8") as file:
             return file.read(64).strip()
@@ -287,51 +293,51 @@ def read_run_id(out: Path) -> str:
 
 @dataclass(frozen=True)
 class AsideFolder:
-    """A folder named like a run that was moved aside."""
+    """Folder with the name of a run that was moved aside."""
 
     path: Path
     bytes: int
-    """Of its files; links are not followed."""
+    """Total size of its files; links are not followed."""
     modified: datetime
-    """When a file in it was last written."""
+    """Time of the last write to one of its files."""
     refusal: str
-    """Why it must not be removed; empty if it is a run of Weft."""
+    """Reason why the folder must not be removed; empty for a run of Weft."""
 
 
 def list_aside(out: Path) -> list[AsideFolder]:
-    """Everything beside a run folder that is named NAME.1, NAME.2 ..., by number.
+    """Folders and files named NAME.1, NAME.2 and so on next to a run folder, in numerical order.
 
     Args:
-        out: the run folder; it need not exist.
+        out: run folder; need not exist.
     """
     out = out.absolute()
     names = [path.name for path in out.parent.iterdir()] if out.parent.is_dir() else []
-    numbers = sorted(
-        int(number)
+    indices = sorted(
+        int(suffix)
         for name in names
         if name.startswith(f"{out.name}.")
-        and (number := name.removeprefix(f"{out.name}.")).isdecimal()
-        and str(int(number)) == number
+        and (suffix := name.removeprefix(f"{out.name}.")).isdecimal()
+        and str(int(suffix)) == suffix
     )
-    return [_look_at(out.with_name(f"{out.name}.{number}")) for number in numbers]
+    return [_inspect(out.with_name(f"{out.name}.{index}")) for index in indices]
 
 
 def remove_aside(folder: AsideFolder) -> None:
-    """Remove a run that was moved aside. Links inside it are removed, what they point to is not.
+    """Remove a run that was moved aside. Links inside it are removed, their targets are not.
 
     Raises:
-        JobError: it is no run of Weft, or processes hold it.
-        OSError: it cannot be removed.
+        JobError: the folder is not a run of Weft, or processes use it.
+        OSError: the folder cannot be removed.
     """
     if refusal := _refusal(folder.path):
         raise JobError(f"{folder.path} is {refusal}", rule="only folders of runs are removed", fix="remove it yourself")
-    lock = _take_folder(folder.path, "out")  # a run may have been resumed in it, or its ranks may not have ended yet
+    lock = _lock_folder(folder.path, "out")  # the run may have been resumed, or its ranks may not have exited yet
     shutil.rmtree(folder.path)
     if lock:
         lock.release()
 
 
-def _look_at(path: Path) -> AsideFolder:
+def _inspect(path: Path) -> AsideFolder:
     refusal = _refusal(path)
     size, modified = 0, path.lstat().st_mtime
     for root, _, files in os.walk(path) if not refusal else ():
@@ -341,7 +347,7 @@ def _look_at(path: Path) -> AsideFolder:
 
 
 def _refusal(path: Path) -> str:
-    """Why a folder is no run of Weft; empty if it is one."""
+    """Reason why a folder is not a run of Weft; empty for a run of Weft."""
     if path.is_symlink():
         return "a link"
     if not path.is_dir():
@@ -353,4 +359,4 @@ def _refusal(path: Path) -> str:
         keys = set(read_table(path / "prepared.json"))
     except (OSError, ValueError):
         keys = set()
-    return "" if keys >= KEYS_OF_PREPARED else "not a run of Weft: its prepared.json is of something else"
+    return "" if keys >= PREPARED_KEYS else "not a run of Weft: its prepared.json has other content"

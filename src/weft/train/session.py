@@ -1,4 +1,4 @@
-"""What one rank trains with, from the first handshake to the saved weights."""
+"""Training session of one rank: process groups, model, optimizer, data, checkpoints and weight export."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -41,14 +41,14 @@ from weft.train.optimizer import build_optimizer
 
 @dataclass(frozen=True)
 class Session:
-    """One rank's share of a run."""
+    """Training objects of one rank."""
 
     job: Job
-    """With its plan resolved."""
+    """Job with a resolved plan."""
     prepared: Prepared
     device: Device
-    place: torch.device
-    """This rank's own device."""
+    torch_device: torch.device
+    """Device of this rank."""
     rank: int
     mesh: DeviceMesh
     anatomy: Anatomy
@@ -57,27 +57,28 @@ class Session:
     train_rows: Rows
     held_out_rows: Rows
     checkpoints: Checkpoints | None
-    """None where there is no run folder."""
+    """None without a run folder."""
     position: Position
-    """Where training begins."""
+    """Position where training starts."""
 
 
 def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: Sequence[str] = ()) -> Session:
-    """Join the other ranks, split the model, give it its weights, and open the data.
+    """Connect to the other ranks, parallelize the model, load its weights, and open the data.
 
     Args:
-        job: what to train.
-        prepared: its tokens.
-        run: the run folder.
-        resume: "auto" or the folder of a checkpoint, tried in turn: go on from there, under any plan; else begin.
+        job: job to train.
+        prepared: prepared tokens of the job.
+        run: run folder; None for a session without checkpoints.
+        resume: sources in order of preference, "auto" or a checkpoint folder, to resume from under any plan. If there is no
+            checkpoint, training starts from the first step.
 
     Raises:
-        CheckpointError: a named checkpoint does not verify, or is not of this model.
-        JobError: the job has other data than that of the checkpoint.
+        CheckpointError: a named checkpoint does not verify, or belongs to another model.
+        JobError: the data of the job differs from the data of the checkpoint.
     """
     device = detect()
     rank, world_size, local_rank = connect(device)
-    place = device.torch_device(local_rank)
+    torch_device = device.torch_device(local_rank)
     plan = job.plan.resolve(world_size).resolve_precision(device.supports("bf16"))
     mesh = build_mesh(plan, device.type, world_size)
     model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
@@ -87,21 +88,21 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
     checkpoints = Checkpoints(job, run, prepared.identity, prepared.accepted) if run else None
     found = checkpoints.find(resume) if checkpoints else None
     if found:
-        allocate(model, place)
+        allocate(model, torch_device)
     else:
-        materialize(model, job.model, place)
+        materialize(model, job.model, torch_device)
         check_weights(model, str(job.model.path or "model.config"))
     model.train()
     torch.manual_seed(job.train.seed + data_rank(mesh))  # dropout
-    random.seed(job.train.seed + data_rank(mesh))  # what a model's own code may draw; it stands in every checkpoint
+    random.seed(job.train.seed + data_rank(mesh))  # the code of a model may use it; checkpoints include its state
     optimizer = build_optimizer(model, job.optimizer)
-    settle = place_states(optimizer, plan, device, mesh.get_local_rank("pp"))
+    place_state = place_states(optimizer, plan, device, mesh.get_local_rank("pp"))
     position = Position(step=0, next_batch=0, loss_scale=LossScale.from_plan(plan.precision.loss_scale))
     if checkpoints:
         snapshots = Snapshots(
-            job, model, anatomy, optimizer, device, place, mesh, prepared.identity, checkpoints.run_id
+            job, model, anatomy, optimizer, device, torch_device, mesh, prepared.identity, checkpoints.run_id
         )
-        checkpoints.attach(snapshots, settle)
+        checkpoints.attach(snapshots, place_state)
         if found:
             position = checkpoints.load(found)
             check_weights(model, str(found.folder))
@@ -110,7 +111,7 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
         job=job,
         prepared=prepared,
         device=device,
-        place=place,
+        torch_device=torch_device,
         rank=rank,
         mesh=mesh,
         anatomy=anatomy,
@@ -124,7 +125,7 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
 
 
 def train_batches(session: Session, position: Position) -> Iterator[list[MicroBatch]]:
-    """This rank's micro-batches of each step that is left, on its device."""
+    """Micro-batches of this rank for each remaining step, on its device."""
     train = session.job.train
     steps = batches(
         session.train_rows,
@@ -136,36 +137,36 @@ def train_batches(session: Session, position: Position) -> Iterator[list[MicroBa
         start_step=position.next_batch,
     )
     for micro_batches in steps:
-        yield [_to_device(batch, session.place) for batch in micro_batches]
+        yield [_to_device(batch, session.torch_device) for batch in micro_batches]
 
 
 def held_out_batches(session: Session) -> list[MicroBatch]:
-    """This rank's micro-batches of an evaluation, on its device; empty where nothing is held out."""
-    found = evaluation_batches(
+    """Micro-batches of this rank for an evaluation, on its device; empty without held-out rows."""
+    micro_batches = evaluation_batches(
         session.held_out_rows,
         micro_batch=session.job.train.micro_batch_size,
         data_rank=data_rank(session.mesh),
         data_ranks=session.job.plan.parallel.data_ranks,
         max_rows=session.job.train.evaluate_rows,
     )
-    return [_to_device(batch, session.place) for batch in found]
+    return [_to_device(batch, session.torch_device) for batch in micro_batches]
 
 
-def _to_device(batch: MicroBatch, place: torch.device) -> MicroBatch:
-    tensors = (getattr(batch, field.name).to(place, non_blocking=True) for field in fields(batch))
+def _to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    tensors = (getattr(batch, field.name).to(device, non_blocking=True) for field in fields(batch))
     return MicroBatch(*tensors)
 
 
 def save_weights(session: Session, folder: Path) -> str:
-    """Write the weights as a Hugging Face folder with tokenizer. Every rank must call it; rank 0 writes.
+    """Write the weights as a Hugging Face folder with tokenizer. Collective; rank 0 writes.
 
     Returns:
-        Why that could not be done, as on a full disk, the same on all ranks; "" if it was.
+        Error message, for example of a full disk, the same on all ranks; "" if the folder was written.
     """
     weights, problem = gather_weights(session.model), ""
     if session.rank == 0:
         config = session.model.config
-        if session.job.model.path is None:  # a fresh model learns where texts end from its tokenizer
+        if session.job.model.path is None:  # a new model gets its end-of-text token from the tokenizer
             config.bos_token_id = config.eos_token_id = session.prepared.end_of_text
         tokenizer = Path(session.prepared.tokenizer) if session.prepared.tokenizer else None
         try:
@@ -176,14 +177,14 @@ def save_weights(session: Session, folder: Path) -> str:
 
 
 def check_weights(model: nn.Module, source: str) -> None:
-    """Refuse weights that are not finite. Every rank must call it; all raise the same.
+    """Refuse weights that are not finite. Collective; all ranks raise the same error.
 
     Args:
-        model: parallelized, with its weights.
-        source: where they come from.
+        model: parallelized model with weights.
+        source: origin of the weights, for the message.
 
     Raises:
-        CheckpointError: a weight has a NaN or an infinite number; the first by name.
+        CheckpointError: a weight contains NaN or infinity; names the first such weight in alphabetical order.
     """
     own = []
     for name, parameter in model.named_parameters():
@@ -196,6 +197,6 @@ def check_weights(model: nn.Module, source: str) -> None:
         raise CheckpointError(
             f"{bad[0]} is not finite" + (f", nor are {len(bad) - 1} other weights" if bad[1:] else ""),
             where=source,
-            rule="training begins with finite numbers: each step of others would be skipped",
-            fix="take the weights from another place, or from an earlier step",
+            rule="training starts with finite weights, because every step with non-finite weights would be skipped",
+            fix="use weights from another source or from an earlier step",
         )

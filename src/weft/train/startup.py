@@ -1,4 +1,4 @@
-"""What a run is about to do, on one screen, before its ranks start."""
+"""Startup screen: summary of a run, printed before its ranks start."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from weft.anatomy.roles import Anatomy
 from weft.data import Prepared
 from weft.device.device import Device
 from weft.job import Job
-from weft.plan import BYTES, Plan, state_bytes
+from weft.plan import BYTES, Plan, bytes_per_state_element
 from weft.train.metrics import format_count
 
 
@@ -18,10 +18,13 @@ def startup_screen(
     """Device, precision, model, data, steps, checkpoints and output folder of a run, one line each.
 
     Args:
-        job: with its plan resolved.
-        ranks: of all hosts.
-        out: the run folder, which exists.
-        forward: the forward dtype and why it was chosen, see `weft.precision.dtypes.explain_precision`.
+        job: job with a resolved plan.
+        prepared: prepared tokens of the job.
+        device: device of this host.
+        ranks: number of ranks on all hosts.
+        anatomy: anatomy of the full model.
+        out: run folder, which exists.
+        forward: forward dtype and the reason for it, see `weft.precision.dtypes.explain_precision`.
     """
     table = {
         "device": _device(device, ranks, job.plan),
@@ -36,14 +39,14 @@ def startup_screen(
 
 
 def checkpoint_bytes(plan: Plan, parameters: int) -> float:
-    """Bytes of a checkpoint: weights and optimizer states, without buffers, headers and generators.
+    """Bytes of a checkpoint: weights and optimizer state, without buffers, headers and random number generators.
 
     Args:
-        plan: of the run.
-        parameters: of the whole model.
+        plan: plan of the run.
+        parameters: number of parameters of the full model.
     """
     num_states = 2 + (plan.comm.compression == "1-bit")
-    return parameters * (BYTES[plan.precision.update] + num_states * state_bytes(plan.precision))
+    return parameters * (BYTES[plan.precision.update] + num_states * bytes_per_state_element(plan.precision))
 
 
 def _device(device: Device, ranks: int, plan: Plan) -> str:
@@ -71,23 +74,23 @@ def _data(prepared: Prepared) -> str:
 
 def _training(job: Job, prepared: Prepared) -> str:
     tokens = job.train.steps * job.train.global_batch_size * job.data.seq_len
-    passes = tokens / prepared.train_tokens
+    epochs = tokens / prepared.train_tokens
     return (
         f"{job.train.steps} steps of {job.train.global_batch_size} rows x {job.data.seq_len} tokens: "
-        f"{format_count(tokens)} tokens, {format_count(passes) + ' times' if passes >= 1 else f'{passes:.1%} of'} the text"
+        f"{format_count(tokens)} tokens, {format_count(epochs) + ' times' if epochs >= 1 else f'{epochs:.1%} of'} the text"
     )
 
 
 def _checkpoint(job: Job, anatomy: Anatomy, out: Path) -> str:
     settings, folder = job.checkpoint, Path(job.checkpoint.folder or out)
     size = checkpoint_bytes(job.plan, anatomy.parameters)
-    when = "only when a signal ends the run"
+    schedule = "only when a signal ends the run"
     if settings.every:
         kept = f"the newest {settings.keep} are kept" if settings.keep else "all are kept"
-        when = f"every {settings.every} steps and at the end, {kept}"
+        schedule = f"every {settings.every} steps and at the end, {kept}"
     while not folder.exists():
         folder = folder.absolute().parent
-    return f"about {_format_bytes(size)} each, {when}; {_format_bytes(shutil.disk_usage(folder).free)} of disk are free"
+    return f"about {_format_bytes(size)} each, {schedule}; {_format_bytes(shutil.disk_usage(folder).free)} of disk are free"
 
 
 def _format_bytes(size: float) -> str:

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over micro-batches, reduce, guard, clip, update."""
+"""Optimizer step: forward and backward of micro-batches, gradient reduction, finiteness check, clipping and update."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,38 +22,41 @@ from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.pipeline.runtime import running_stage
 from weft.parallel.sequence_sharding import shard_sequence
 from weft.plan import Plan
-from weft.precision.fp16_backward import carry_gradient
-from weft.precision.guard import find_culprit
+from weft.precision.fp16_backward import begin_fp16_backward
+from weft.precision.guard import locate_nonfinite
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 from weft.train.one_bit_adam import momentum_decay
-from weft.train.optimizer import scale_gradients, square_of_gradients
+from weft.train.optimizer import scale_gradients, squared_grad_norm_share
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the same values on every rank."""
+    """Result of a step; the same on every rank."""
 
     loss: float
     """Mean cross entropy over all target tokens of the global batch, in nats."""
     grad_norm: float
-    """Norm of the whole gradient before clipping; of onebit-adam, after the freeze, of the whole momentum."""
+    """Global gradient norm before clipping; with onebit-adam after the freeze, global norm of the momentum."""
     tokens: int
     """Target tokens of the global batch."""
     loss_scale: LossScale
-    """The scale of the next step."""
+    """Loss scale of the next step."""
     problem: str | None
-    """Why the step was skipped; None when the weights were updated."""
+    """Reason why the update was skipped; None if the weights were updated."""
     overflowed: tuple[int, ...] = ()
-    """Ranks of pp whose gradients were not finite; without a pipeline (0,)."""
+    """pp ranks with non-finite gradients; (0,) without a pipeline."""
 
 
 def forward(model: PreTrainedModel, batch: MicroBatch) -> Any:
-    """The model's output for a micro-batch; of a pipeline, what its running stage makes of it.
+    """Run forward on a micro-batch; in a pipeline, only the current stage.
 
     Args:
         model: any causal language model of Transformers, parallelized or not.
         batch: input_ids, position_ids and targets, [rows, seq_len] each; the same on all ranks that share rows.
+
+    Returns:
+        Output of the model, or of the stage.
     """
     makes_masks = not getattr(model, "takes_whole_rows", False)
     return model(input_ids=batch.input_ids, **row_arguments(model, batch.position_ids, masks=makes_masks))
@@ -63,39 +66,39 @@ def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch, mesh: Dev
     """Sum of cross entropies over the target tokens of a micro-batch, in float32 (float64 for a float64 model).
 
     Args:
-        model: parallelized over the mesh.
-        output: of `forward`.
-        batch: the same.
-        mesh: of all ranks; None for a model that is not split.
+        model: model, parallelized over the mesh.
+        output: output of `forward`.
+        batch: input of `forward`.
+        mesh: device mesh of all ranks; None for a model that is not parallelized.
     """
     targets = shard_sequence(batch.targets, mesh) if mesh else batch.targets
     group = mesh.get_group("tp") if mesh else None
     logits = output.logits
     if getattr(model, "carries_gradients", False):
-        logits = carry_gradient(logits.float())
+        logits = begin_fp16_backward(logits.float())
     return cross_entropy_sum(logits, targets, IGNORED, group, vocab_size(model))
 
 
 def forward_backward(
     model: Any, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh, factor: float, row_factor: float = 0.0
 ) -> Tensor:
-    """Forward and backward of each micro-batch; gradients of `factor` times the loss add up in the parameters.
+    """Run forward and backward of all micro-batches, and accumulate gradients of the scaled loss.
 
-    The auxiliary loss of routers, where the model asks for one, takes part with its mean over the rows of the global batch.
+    If the model has a router auxiliary loss, its mean over the rows of the global batch is added to the loss.
 
     Args:
-        model: parallelized.
+        model: parallelized model.
         batches: micro-batches of this rank.
-        plan: resolved.
-        mesh: of all ranks.
-        factor: on the sum of cross entropies.
-        row_factor: on the sum over rows of the auxiliary loss.
+        plan: resolved plan.
+        mesh: device mesh of all ranks.
+        factor: factor of the sum of cross entropies.
+        row_factor: factor of the auxiliary loss, summed over rows.
 
     Returns:
-        Sum of cross entropies over this rank's target tokens, float64 scalar, without the factor; of a pipeline, zero but on
-        the last stage.
+        Unscaled sum of cross entropies over the target tokens of this rank, float64 scalar; in a pipeline zero on all stages
+        but the last.
     """
-    watch = model.router_watch
+    router_stats = model.router_watch
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
 
     def objective(output: Any, batch: MicroBatch, sums: Tensor | None) -> Tensor:
@@ -104,8 +107,8 @@ def forward_backward(
         loss_sum += loss.detach()
         if sums is None:
             return loss * factor
-        balance = watch.loss(sums, watch.tokens_of(batch.input_ids.shape[1]))
-        return loss * factor + balance * (watch.coefficient * row_factor)
+        balance = router_stats.loss(sums, router_stats.tokens_per_row(batch.input_ids.shape[1]))
+        return loss * factor + balance * (router_stats.coefficient * row_factor)
 
     if plan.parallel.pp > 1:
         model.pipeline.train(batches, partial(forward, model), objective)
@@ -113,7 +116,7 @@ def forward_backward(
     for index, batch in enumerate(batches):
         begin_micro_batch(model, plan, last=index == len(batches) - 1)
         output = forward(model, batch)
-        sums = watch.take_sums(len(batch.input_ids), batch.input_ids.device) if watch.is_on() else None
+        sums = router_stats.take_sums(len(batch.input_ids), batch.input_ids.device) if router_stats.is_on() else None
         objective(output, batch, sums).backward()
     return loss_sum
 
@@ -126,27 +129,27 @@ def train_step(
     mesh: DeviceMesh,
     loss_scale: LossScale,
     clip_norm: float,
-    judge: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
+    skip_reason: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
 ) -> StepResult:
     """Run one optimizer step on this rank's share of a global batch.
 
-    The loss is divided by the number of target tokens of the global batch, so that every split of it over ranks and
-    micro-batches has the same loss and the same gradients. A step whose loss or gradient is not finite anywhere is skipped
-    on all ranks together, weights untouched.
+    The loss is divided by the number of target tokens of the global batch, so that loss and gradients do not depend on the
+    split of the batch over ranks and micro-batches. If loss or gradient is not finite on any rank, all ranks skip the update.
 
     Args:
-        model: parallelized.
-        optimizer: over its parameters; its learning rate is set by the caller.
-        batches: micro-batches of this rank, on its device; as many on every rank.
-        plan: resolved.
-        mesh: of all ranks.
-        loss_scale: the scale of this step.
-        clip_norm: largest norm of the gradient; 0 for no limit.
-        judge: (loss, gradient norm) of a step whose numbers are finite -> why its update is left out, if it is.
+        model: parallelized model.
+        optimizer: optimizer of its parameters; the caller sets its learning rate.
+        batches: micro-batches of this rank, on its device; the same number on every rank.
+        plan: resolved plan.
+        mesh: device mesh of all ranks.
+        loss_scale: loss scale of this step.
+        clip_norm: maximum gradient norm; 0 for no clipping.
+        skip_reason: function of loss and gradient norm, called if both are finite; returns the reason to skip the update, or
+            None.
     """
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
     tokens = int(all_reduce(_own_tokens(counts.sum(), mesh), mesh, AXES))
-    # Gradients are means over the ranks that see different tokens; their sum is wanted.
+    # Gradients are averaged over ranks with different tokens; the factor turns the mean into a sum.
     scale = plan.parallel.gradient_ranks * loss_scale.value
     rows = plan.parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
     factors = scale / max(tokens, 1), scale / rows
@@ -156,10 +159,10 @@ def train_step(
     loss_sum = forward_backward(model, batches, plan, mesh, *factors)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sums = torch.stack([_own_loss(loss_sum, mesh), _square(model, parameters, mesh).to(loss_sum.device)])
-    total, square = all_reduce(sums, mesh, AXES).tolist()  # in one message
+    total, square = all_reduce(sums, mesh, AXES).tolist()  # both sums in one message
     mean_loss, grad_norm = total / max(tokens, 1), square**0.5 / loss_scale.value
     finite = math.isfinite(grad_norm) and math.isfinite(mean_loss)
-    problem = judge(mean_loss, grad_norm) if finite else None
+    problem = skip_reason(mean_loss, grad_norm) if finite else None
     if finite and problem is None:
         clip = min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0
         scale_gradients(parameters, clip / loss_scale.value)
@@ -175,43 +178,43 @@ def train_step(
             feedback.commit(clip)
     overflowed = () if finite else _overflowed(parameters, mesh)
     optimizer.zero_grad(set_to_none=True)
-    following = loss_scale.after(finite)
-    if not finite and following.value < loss_scale.value:
+    next_scale = loss_scale.after(finite)
+    if not finite and next_scale.value < loss_scale.value:
         where = f" on ranks {', '.join(map(str, overflowed))} of pp" if plan.parallel.pp > 1 else ""
         problem = (
-            f"gradients overflowed{where} at loss scale {loss_scale.value:g}; the next scale is {following.value:g}"
+            f"gradients overflowed{where} at loss scale {loss_scale.value:g}; the next scale is {next_scale.value:g}"
         )
     elif not finite:
-        problem = find_culprit(
+        problem = locate_nonfinite(
             model, lambda: forward_backward(model, batches, plan, mesh, *factors).item(), partial(running_stage, model)
         )
         optimizer.zero_grad(set_to_none=True)
-    return StepResult(mean_loss, grad_norm, tokens, following, problem, overflowed)
+    return StepResult(mean_loss, grad_norm, tokens, next_scale, problem, overflowed)
 
 
 def _own_tokens(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Of ranks that share rows, one counts their tokens."""
+    """Token count on one of the ranks that share rows, zero on the others."""
     sharing = ("pp", *CONTEXT_AXES, "tp")
     return tokens * all(mesh.get_local_rank(axis) == 0 for axis in sharing)
 
 
 def _own_loss(loss_sum: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Of ranks of tp, which have the same loss, one adds it; of a pipeline, only the last stage has any."""
+    """Loss on the first rank of each tp group, zero on the others, which have the same loss."""
     return loss_sum if mesh.get_local_rank("tp") == 0 else torch.zeros_like(loss_sum)
 
 
 def _overflowed(parameters: list[nn.Parameter], mesh: DeviceMesh) -> tuple[int, ...]:
-    """Ranks of pp with a gradient that is not finite; of a pipeline, the last of them was the first."""
-    finite = math.isfinite(square_of_gradients(parameters, 1).item())
+    """pp ranks with non-finite gradients; in a pipeline the overflow began at the last of them."""
+    finite = math.isfinite(squared_grad_norm_share(parameters, 1).item())
     stages = all_gather_json(None if finite else mesh.get_local_rank("pp"))
     return tuple(sorted({stage for stage in stages if stage is not None}))
 
 
 def _square(model: Any, parameters: list[nn.Parameter], mesh: DeviceMesh) -> Tensor:
-    """This rank's share of the squared norm of the gradient; a tied weight on two stages of a pipeline counts once."""
+    """Share of this rank in the squared gradient norm; a tied weight on two pipeline stages counts once."""
     stages = ranks_along(mesh, "pp")
     copy = model.pipeline.tied_copy if stages > 1 else None
-    return square_of_gradients((p for p in parameters if p is not copy), mesh.size() // stages)
+    return squared_grad_norm_share((p for p in parameters if p is not copy), mesh.size() // stages)
 
 
 @torch.no_grad()
@@ -219,24 +222,24 @@ def evaluate(model: Any, batches: Sequence[MicroBatch], mesh: DeviceMesh) -> flo
     """Mean cross entropy in nats over all target tokens of the batches of all data ranks, the same on every rank.
 
     Args:
-        model: parallelized; left in training mode.
-        batches: of this rank, on its device; as many on every rank.
-        mesh: of all ranks.
+        model: parallelized model; in training mode afterwards.
+        batches: micro-batches of this rank, on its device; the same number on every rank.
+        mesh: device mesh of all ranks.
     """
     model.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
 
-    def add_up(output: Any, batch: MicroBatch, _: Tensor | None) -> Tensor:
+    def add_loss(output: Any, batch: MicroBatch, _: Tensor | None) -> Tensor:
         nonlocal loss_sum
         loss = token_loss(model, output, batch, mesh)
         loss_sum += loss.double()
         return loss
 
     if ranks_along(mesh, "pp") > 1:
-        model.pipeline.evaluate(batches, partial(forward, model), add_up)
+        model.pipeline.evaluate(batches, partial(forward, model), add_loss)
     else:
         for batch in batches:
-            add_up(forward(model, batch), batch, None)
+            add_loss(forward(model, batch), batch, None)
     model.train()
     tokens = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
     sums = torch.stack([_own_loss(loss_sum, mesh), _own_tokens(tokens, mesh).double()])

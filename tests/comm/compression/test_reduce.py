@@ -1,4 +1,4 @@
-"""Compressed means over ranks: the same bits everywhere, nothing lost but the last error, and bytes on the wire."""
+"""Compressed reductions: equal bits on all ranks, error feedback, momenta, and bytes sent."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ STEPS = 6
 
 
 def levels_for(world_size: int, hosts: int) -> Levels:
-    """All ranks flat, or on some hosts."""
+    """Groups of a flat reduction (hosts = 0), or of a hierarchical one."""
     if hosts == 0:
         return Levels(None, dist.group.WORLD)
     inside, rank = world_size // hosts, dist.get_rank()
     inner = [dist.new_group(list(range(host * inside, (host + 1) * inside))) for host in range(hosts)]
-    outer = [dist.new_group(list(range(place, world_size, inside))) for place in range(inside)]
+    outer = [dist.new_group(list(range(local, world_size, inside))) for local in range(inside)]
     return Levels(inner[rank // inside], outer[rank % inside])
 
 
@@ -32,7 +32,7 @@ def gradient(rank: int, step: int, length: int) -> Tensor:
 def all_reduces(
     rank: int, world_size: int, codec: str, length: int, hosts: int = 0, keeps_errors: bool = True
 ) -> tuple[Tensor, Tensor, int]:
-    """Sum of the results, what is owed to it at the end, and bytes of one reduction."""
+    """Sum of the results, the final error over all ranks, and the bytes of one reduction."""
     levels, feedback = (
         levels_for(world_size, hosts),
         build_feedback(Comm(compression=codec, error_feedback=keeps_errors)),
@@ -47,7 +47,7 @@ def all_reduces(
         total += flat / feedback.loss_scale
         feedback.commit()
     owed = torch.zeros(length)
-    if keeps_errors:  # each rank has errors of the part that is its own inside of its host
+    if keeps_errors:  # each rank has the errors of the part that it owns inside its host
         error, inside = feedback.tensors()["error/all"].flatten(), levels.inner_size
         padded = torch.zeros(inside, len(error))
         padded[rank % inside] = error / levels.outer_size
@@ -62,7 +62,7 @@ def expected_total(world_size: int, length: int) -> Tensor:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("world_size", "hosts"), [(2, 0), (3, 0), (4, 0), (4, 2), (3, 3)])
-def test_an_all_reduce_loses_nothing_but_its_last_error(codec: str, world_size: int, hosts: int) -> None:
+def test_all_reduce_loses_only_the_last_error(codec: str, world_size: int, hosts: int) -> None:
     length = 5003
     results = run_ranks(world_size, all_reduces, codec, length, hosts)
     for total, owed, _ in results:
@@ -70,14 +70,14 @@ def test_an_all_reduce_loses_nothing_but_its_last_error(codec: str, world_size: 
         torch.testing.assert_close(total + owed, expected_total(world_size, length), rtol=1e-4, atol=1e-4)
 
 
-def test_without_error_feedback_it_does() -> None:
+def test_all_reduce_without_error_feedback_loses_more() -> None:
     total, _, _ = run_ranks(2, all_reduces, "2:4", 5003, 0, False)[0]
     assert (total - expected_total(2, 5003)).norm() > 0.2 * expected_total(2, 5003).norm()
 
 
 @pytest.mark.parametrize(("codec", "against", "saving"), [("2:4", 4, 0.70), ("2:4", 2, 0.43), ("1-bit", 4, 0.90)])
-def test_bytes_on_the_wire(codec: str, against: int, saving: float) -> None:
-    """Against a ring all-reduce of numbers of so many bytes."""
+def test_bytes_sent(codec: str, against: int, saving: float) -> None:
+    """Saving compared with a ring all-reduce of elements with `against` bytes."""
     length = 2**16
     for world_size in (2, 4):
         ring = 2 * (world_size - 1) * length * against // world_size
@@ -86,7 +86,7 @@ def test_bytes_on_the_wire(codec: str, against: int, saving: float) -> None:
 
 
 def scatters(rank: int, world_size: int, codec: str, length: int, hosts: int) -> tuple[Tensor, Tensor]:
-    """Sum of this rank's results, and its whole error."""
+    """Sum of this rank's results, and its full error."""
     levels, feedback = levels_for(world_size, hosts), Feedback(CODECS[codec])
     total, output = torch.zeros(length), torch.empty(length)
     for step in range(STEPS):
@@ -99,20 +99,20 @@ def scatters(rank: int, world_size: int, codec: str, length: int, hosts: int) ->
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("world_size", "hosts"), [(2, 0), (3, 0), (4, 2)])
-def test_a_reduce_scatter_loses_nothing_but_its_last_error(codec: str, world_size: int, hosts: int) -> None:
+def test_reduce_scatter_loses_only_the_last_error(codec: str, world_size: int, hosts: int) -> None:
     length = 1001
     results = run_ranks(world_size, scatters, codec, length, hosts)
     expected = expected_total(world_size, world_size * length).view(world_size, length)
     inside = world_size // hosts if hosts else 1
     for rank, (total, error) in enumerate(results):
-        assert not error[rank // inside].any()  # its own part has not travelled
+        assert not error[rank // inside].any()  # the rank's own part is not sent
         peers = [results[peer][1] for peer in range(world_size) if peer % inside == rank % inside]
         owed = torch.stack([peer[rank // inside] for peer in peers]).mean(0)
         torch.testing.assert_close(total + owed, expected[rank], rtol=1e-4, atol=1e-4)
 
 
 def skips(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A mean before and after a step that was not committed, whose gradient was not finite; and that one's mean."""
+    """Means before and after an uncommitted step with a non-finite gradient, and the mean of that step."""
     feedback, levels = Feedback(CODECS["1-bit"], takes_momentum=True), Levels(None, dist.group.WORLD)
 
     def reduce(bad: bool) -> Tensor:
@@ -130,14 +130,14 @@ def skips(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return first, reduce(False), bad
 
 
-def test_a_skipped_step_leaves_everything_as_it_was() -> None:
+def test_skipped_step_leaves_the_state_unchanged() -> None:
     for first, again, bad in run_ranks(2, skips):
         assert torch.equal(first, again)
         assert not bad.isfinite().all()
 
 
-def goes_back(rank: int, world_size: int) -> tuple[Tensor, Tensor, bool]:
-    """A mean, the same again after going back to what was carried on before it, and whether that is in the same tensors."""
+def reload(rank: int, world_size: int) -> tuple[Tensor, Tensor, bool]:
+    """A mean, the mean again after reloading the state before it, and True if the state is in the same tensors."""
     feedback, levels = Feedback(CODECS["2:4"]), Levels(None, dist.group.WORLD)
 
     def reduce() -> Tensor:
@@ -158,29 +158,29 @@ def goes_back(rank: int, world_size: int) -> tuple[Tensor, Tensor, bool]:
     return first, reduce(), stays
 
 
-def test_going_back() -> None:
-    """A snapshot knows the tensors: they must stay."""
-    for first, again, stays in run_ranks(2, goes_back):
+def test_load_restores_the_state_in_place() -> None:
+    """The tensor objects must stay, since a snapshot refers to them."""
+    for first, again, stays in run_ranks(2, reload):
         assert torch.equal(first, again)
         assert stays
 
 
 def momenta(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean momenta by a codec that loses little: of an all-reduce, of a reduce-scatter, and of what nobody compresses."""
+    """Mean momenta of an all-reduce, a reduce-scatter and an uncompressed gradient, with an almost lossless codec."""
     feedback, levels = Feedback(CODECS["fp16"], takes_momentum=True), Levels(None, dist.group.WORLD)
     for step in range(3):
         feedback.begin(decay=0.5, loss_scale=4.0)
-        whole, alone, part = torch.zeros(64), torch.zeros(64), torch.zeros(32)
+        full, alone, part = torch.zeros(64), torch.zeros(64), torch.zeros(32)
         for micro_batch in range(2):
             flat = gradient(rank, 10 * step + micro_batch, 64) * 4
             ours, output = flat.clone(), torch.empty(32)
             reduce_scatter("scattered", output, flat, levels, feedback)
             AllReduce("all", flat, levels, feedback, momentum=True).wait()
             feedback.add_up("alone", ours)
-            whole, alone, part = whole + flat / 4, alone + ours / 4, part + output / 4
+            full, alone, part = full + flat / 4, alone + ours / 4, part + output / 4
         feedback.commit()
     dist.all_reduce(alone, dist.ReduceOp.AVG)
-    return whole, alone, part
+    return full, alone, part
 
 
 def test_momenta_are_those_of_the_mean_gradient() -> None:
@@ -188,8 +188,8 @@ def test_momenta_are_those_of_the_mean_gradient() -> None:
     for step in range(3):
         both = [gradient(rank, 10 * step + micro_batch, 64) for micro_batch in range(2) for rank in range(2)]
         expected = 0.5 * expected + 0.5 * sum(both) / 2
-    for rank, (whole, alone, part) in enumerate(run_ranks(2, momenta)):
-        torch.testing.assert_close(whole, expected, rtol=1e-2, atol=1e-2)
+    for rank, (full, alone, part) in enumerate(run_ranks(2, momenta)):
+        torch.testing.assert_close(full, expected, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(part, expected[32 * rank : 32 * (rank + 1)], rtol=1e-2, atol=1e-2)
 
@@ -200,7 +200,7 @@ def half_precision(rank: int, world_size: int) -> Tensor:
     return flat
 
 
-def test_gradients_in_16_bits() -> None:
+def test_bf16_gradients() -> None:
     expected = (gradient(0, 0, 100) + gradient(1, 0, 100)) / 2
     found = run_ranks(2, half_precision)
     assert torch.equal(*found)
@@ -208,7 +208,7 @@ def test_gradients_in_16_bits() -> None:
 
 
 def slow_momentum(rank: int, world_size: int) -> float:
-    """How far a mean of momenta, as signs, is from the true one, after gradients that are alike in part."""
+    """Relative error of a mean momentum with the 1-bit codec, after correlated gradients."""
     feedback, levels, true = (
         Feedback(CODECS["1-bit"], takes_momentum=True),
         Levels(None, dist.group.WORLD),
@@ -225,6 +225,6 @@ def slow_momentum(rank: int, world_size: int) -> float:
     return float((flat - true).norm() / true.norm())
 
 
-def test_what_is_left_out_of_a_momentum_is_a_part_of_its_change() -> None:
-    """As messages say by how much a momentum has changed; of momenta sent whole, more was left out than there was."""
+def test_error_of_a_momentum_is_a_fraction_of_its_change() -> None:
+    """Messages contain changes of momenta; with full momenta, the error would exceed the momentum."""
     assert max(run_ranks(2, slow_momentum)) < 0.4

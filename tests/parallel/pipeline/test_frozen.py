@@ -1,5 +1,5 @@
-"""Frozen weights (`requires_grad_(False)` before `parallelize`) under a pipeline: wherever they are in the model, the others
-have the gradients and the steps of the untouched model in one process.
+"""Frozen weights (`requires_grad_(False)` before `parallelize`) under a pipeline: all trained weights have the gradients and
+updates of the plain model in one process, wherever the frozen weights are.
 """
 
 import fnmatch
@@ -48,11 +48,11 @@ BALANCED = Model(config={**family("qwen3_moe"), **AUXILIARY, "num_hidden_layers"
 class Case(NamedTuple):
     source: Model
     frozen: tuple[str, ...]
-    """Patterns of names of parameters; those with ! in front name exceptions."""
+    """Patterns of parameter names; a pattern after ! is an exception."""
 
 
-def blocks(*numbers: int) -> tuple[str, ...]:
-    return tuple(f"model.layers.{number}.*" for number in numbers)
+def blocks(*indices: int) -> tuple[str, ...]:
+    return tuple(f"model.layers.{index}.*" for index in indices)
 
 
 EMBEDDING, HEAD = "model.embed_tokens.*", ("model.norm.*", "lm_head.*")
@@ -89,7 +89,7 @@ def freeze(model: Any, frozen: tuple[str, ...]) -> Any:
 
 
 def batches_of(vocab_size: int) -> list[MicroBatch]:
-    """A global batch a step: rows of one document each, with unequal numbers of targets."""
+    """One global batch per step: rows of one document each, with unequal numbers of targets."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for _ in range(STEPS):
@@ -104,12 +104,12 @@ class Trace(NamedTuple):
     losses: list[float]
     norms: list[float]
     gradients: dict[str, torch.Tensor]
-    """Behind the clipping, of every step: STEP/NAME."""
+    """Clipped gradients of every step: STEP/NAME."""
     weights: dict[str, torch.Tensor]
 
 
 def reference(case: Case, dtype: str) -> Trace:
-    """The untouched model in one process: a forward for each row, PyTorch's own AdamW and clipping."""
+    """The plain model in one process: a forward per row, with PyTorch's AdamW and clipping."""
     model: Any = build_plain(case.source, read_config(case.source), DTYPES[dtype]).train()
     trained = [parameter for parameter in freeze(model, case.frozen).parameters() if parameter.requires_grad]
     decay = {True: SETTINGS.weight_decay, False: 0.0}
@@ -133,7 +133,7 @@ def reference(case: Case, dtype: str) -> Trace:
 
 
 def open_model(rank: int, ranks: int, case: Case, plan: Plan, has_weights: bool = True) -> tuple[Any, Plan, Any]:
-    """A model as an own loop splits it: with its weights, or on the meta device and given them after that."""
+    """Parallelized model of a user's training loop: with its weights, or on the meta device and materialized afterwards."""
     plan = plan.resolve(ranks)
     mesh, config, dtype = build_mesh(plan, "cpu", ranks), read_config(case.source), DTYPES[plan.precision.update]
     model: Any = build_plain(case.source, config, dtype) if has_weights else build_on_meta(config, dtype)
@@ -176,7 +176,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def check(case: Case, plan: Plan, ranks: int, has_weights: bool = True, tolerance: float = 1e-5) -> None:
-    """Losses, norms and gradients of three steps, and the weights behind them."""
+    """Compare losses, norms and gradients of three steps, and the final weights."""
     expected = reference(case, plan.precision.update)
     traces = run_ranks(ranks, run, case, plan, has_weights, timeout=60)
     embedding = next(iter(expected.weights))
@@ -184,7 +184,7 @@ def check(case: Case, plan: Plan, ranks: int, has_weights: bool = True, toleranc
         assert trace.losses == pytest.approx(expected.losses, rel=tolerance)
         assert trace.norms == pytest.approx(expected.norms, rel=tolerance)
         for key, gradient in trace.gradients.items():
-            # The head's copy of a tied embedding has the gradient of both.
+            # The head's copy of a tied embedding has the summed gradient.
             known = key if key in expected.gradients else f"{key[0]}/{embedding}"
             compare(f"gradient {key}", gradient, expected.gradients[known], tolerance, at_least=1e-3)
     assert {key for trace in traces for key in trace.gradients} >= set(expected.gradients)
@@ -196,11 +196,11 @@ def check(case: Case, plan: Plan, ranks: int, has_weights: bool = True, toleranc
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_every_place_schedule_and_zero(zero: int, schedule: str, name: str) -> None:
+def test_frozen_weights_match_plain_model_for_every_schedule_and_zero(zero: int, schedule: str, name: str) -> None:
     check(CASES[name], plan_for("fp32", Pipeline(schedule=schedule), pp=2, zero=zero), 2, has_weights=zero < 2)
 
 
-# What is frozen, ranks, schedule, degrees, other tables of the plan
+# Frozen case, ranks, schedule, degrees, other tables of the plan
 LAYOUTS: dict[str, tuple[str, int, str, dict[str, int], dict[str, Any]]] = {
     "dp, zero 0": ("first stage", 4, "zb-h1", {"zero": 0}, {}),
     "dp, zero 1": ("all but two matrices", 4, "zbv", {"zero": 1}, {}),
@@ -233,7 +233,7 @@ LAYOUTS: dict[str, tuple[str, int, str, dict[str, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_another_axis_or_technique(layout: str) -> None:
+def test_frozen_weights_match_plain_model_with_other_axes_and_techniques(layout: str) -> None:
     name, ranks, schedule, degrees, tables = LAYOUTS[layout]
     plan = plan_for("fp32", Pipeline(schedule=schedule), **{"pp": 2, **degrees}).model_copy(update=tables)
     check(CASES[name], plan, ranks)
@@ -247,8 +247,8 @@ def run_bf16(rank: int, ranks: int, case: Case, plan: Plan) -> Trace:
 
 
 @pytest.mark.parametrize(("name", "zero"), [("half of the first stage", 1), ("first stage", 3)])
-def test_bf16_is_that_of_one_rank(name: str, zero: int) -> None:
-    """Also where backward is split, and some matrices of a stage have their gradients at once, others later."""
+def test_bf16_matches_one_rank(name: str, zero: int) -> None:
+    """Also with split backwards, where some weight gradients of a stage are immediate and some are deferred."""
     alone = run_ranks(1, run_bf16, CASES[name], plan_for("fp32", zero=zero))[0]
     traces = run_ranks(2, run_bf16, CASES[name], plan_for("fp32", Pipeline(schedule="zb-h1"), pp=2, zero=zero))
     assert {key for trace in traces for key in trace.gradients} == set(alone.gradients)
@@ -261,7 +261,7 @@ def test_bf16_is_that_of_one_rank(name: str, zero: int) -> None:
 def keep_and_resume(
     rank: int, ranks: int, case: Case, plan: Plan, folder: Path, begin: int, end: int
 ) -> dict[str, Any]:
-    """Train from a step to another, resumed from the checkpoint of the first, and leave one of the last."""
+    """Resume from the checkpoint of step `begin`, train to step `end`, and save a checkpoint there."""
     model, plan, mesh = open_model(rank, ranks, case, plan)
     anatomy = read_anatomy(build_on_meta(read_config(case.source), torch.float32))
     optimizer = build_optimizer(model, SETTINGS)
@@ -283,8 +283,8 @@ def keep_and_resume(
 
 
 @pytest.mark.parametrize("name", ["all but the last block", "tied embedding", "last stage"])
-def test_a_checkpoint_resumes_bit_by_bit_and_on_one_rank(name: str, tmp_path: Path) -> None:
-    """Frozen weights are in it, without states of the optimizer, also where a rank has nothing else."""
+def test_checkpoint_resume_is_bit_equal_also_on_one_rank(name: str, tmp_path: Path) -> None:
+    """Frozen weights are saved without optimizer states, also on a rank where all weights are frozen."""
     case, plan = CASES[name], plan_for("fp32", Pipeline(schedule="1f1b"), pp=2, zero=1)
     through = run_ranks(2, keep_and_resume, case, plan, tmp_path / "through", 0, 3)[0]
     run_ranks(2, keep_and_resume, case, plan, tmp_path / "cut", 0, 2)
@@ -308,12 +308,12 @@ def train_changed(rank: int, ranks: int, case: Case, name: str, becomes: bool) -
     train(model, optimizer, batches_of(model.config.vocab_size)[0], plan, mesh)
 
 
-def test_a_weight_set_free_after_the_split_is_refused() -> None:
+def test_weight_unfrozen_after_parallelize_is_refused() -> None:
     name = "model.layers.0.mlp.up_proj.weight"
-    with pytest.raises(RankError, match=rf"{name} trains, but was frozen when the model was split"):
+    with pytest.raises(RankError, match=rf"{name} trains, but was frozen in weft.parallelize"):
         run_ranks(2, train_changed, CASES["first stage"], name, True)
 
 
-def test_a_model_of_which_nothing_trains_is_refused() -> None:
-    with pytest.raises(RankError, match="no weight of the model trains"):
+def test_fully_frozen_model_is_refused() -> None:
+    with pytest.raises(RankError, match="no parameter of the model trains"):
         run_ranks(2, train_changed, Case(LLAMA, ("*",)), "", False)

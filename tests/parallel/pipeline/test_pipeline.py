@@ -1,4 +1,4 @@
-"""A model that is cut into stages has the losses, logits, gradients and steps of the untouched one, for every schedule."""
+"""A pipelined model has the losses, logits, gradients and updates of the plain model, for every schedule."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from weft.parallel.pipeline.schedules import SCHEDULES
 from weft.plan import Parallel, Pipeline, Plan, Precision
 
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "gpt2")
-EIGHT = 8  # micro-batches that every schedule takes on 4 ranks
+EIGHT = 8  # number of micro-batches that every schedule supports on 4 ranks
 
 
 def source(name: str, blocks: int, **changes: Any) -> Model:
     config: dict[str, Any] = {**family(name), **changes}
     config["n_layer" if name == "gpt2" else "num_hidden_layers"] = blocks
     if name == "gemma3_text":
-        config["layer_types"] = [("sliding_attention", "full_attention")[number % 2] for number in range(blocks)]
+        config["layer_types"] = [("sliding_attention", "full_attention")[index % 2] for index in range(blocks)]
     return Model(config=config)
 
 
@@ -32,7 +32,7 @@ def virtual_stages(schedule: str) -> list[int]:
 def check(name: str, ranks: int, schedule: str, stages: int, dtype: str = "fp32", **parallel: Any) -> None:
     plan = plan_for(dtype, Pipeline(schedule=schedule, virtual_stages=stages), **parallel)
     blocks = max(plan.parallel.pp * stages, 3)
-    # A router that computes in float32 rounds by the tokens that it sees at once: the reference takes as many.
+    # The rounding of a float32 router depends on its number of tokens per call: the reference uses the same number.
     at_once = 1 if dtype == "fp64" else None
     assert_parity(source(name, blocks), plan, ranks, micro_batch=1, rows_at_once=at_once, rows=EIGHT)
 
@@ -42,14 +42,14 @@ def check(name: str, ranks: int, schedule: str, stages: int, dtype: str = "fp32"
     ("schedule", "stages"), [(schedule, stages) for schedule in SCHEDULES for stages in virtual_stages(schedule)]
 )
 @pytest.mark.parametrize("pp", [2, 4])
-def test_every_schedule(pp: int, schedule: str, stages: int) -> None:
+def test_every_schedule_matches_plain_model(pp: int, schedule: str, stages: int) -> None:
     check("llama", pp, schedule, stages, pp=pp, zero=0)
 
 
 @pytest.mark.thin(20)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved", "dualpipev"])
 @pytest.mark.parametrize("name", FAMILIES[1:])
-def test_every_family(name: str, schedule: str) -> None:
+def test_every_family_matches_plain_model(name: str, schedule: str) -> None:
     check(name, 2, schedule, virtual_stages(schedule)[0], pp=2, zero=1)
 
 
@@ -76,7 +76,7 @@ def applies(name: str, layout: str) -> bool:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_with_another_axis(name: str, layout: str, schedule: str) -> None:
+def test_pipeline_with_another_axis_matches_plain_model(name: str, layout: str, schedule: str) -> None:
     if not applies(name, layout):
         pytest.skip("no experts")
     ranks, parallel = LAYOUTS[layout]
@@ -86,7 +86,7 @@ def test_with_another_axis(name: str, layout: str, schedule: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", FAMILIES[1:])
-def test_every_family_and_schedule_on_four_ranks(name: str, schedule: str) -> None:
+def test_every_family_and_schedule_matches_plain_model_on_four_ranks(name: str, schedule: str) -> None:
     check(name, 4, schedule, virtual_stages(schedule)[-1], pp=4, zero=1)
 
 
@@ -94,7 +94,7 @@ def test_every_family_and_schedule_on_four_ranks(name: str, schedule: str) -> No
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_schedule_and_axis(name: str, layout: str, schedule: str) -> None:
+def test_every_family_schedule_and_axis_matches_plain_model(name: str, layout: str, schedule: str) -> None:
     if not applies(name, layout):
         pytest.skip("no experts")
     ranks, parallel = LAYOUTS[layout]
@@ -108,7 +108,7 @@ def test_every_family_schedule_and_axis(name: str, layout: str, schedule: str) -
     [("llama", {"tp": 2, "zero": 1}), ("llama", {"tp": 2, "zero": 3}), ("qwen3_moe", {"tp": 2, "ep": 2, "zero": 1})],
     ids=str,
 )
-def test_three_axes_on_eight_ranks(name: str, parallel: dict[str, Any], schedule: str) -> None:
+def test_three_axes_on_eight_ranks_match_plain_model(name: str, parallel: dict[str, Any], schedule: str) -> None:
     check(name, 8, schedule, virtual_stages(schedule)[0], pp=2, **parallel)
 
 
@@ -116,29 +116,29 @@ def test_three_axes_on_eight_ranks(name: str, parallel: dict[str, Any], schedule
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3}, {"tp": 2, "zero": 1}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_tied_and_untied(name: str, parallel: dict[str, Any], schedule: str) -> None:
-    """With 1F1B the ends are on two ranks, with ZBV on one."""
+def test_tied_and_untied_embeddings_match_plain_model(name: str, parallel: dict[str, Any], schedule: str) -> None:
+    """With 1F1B the embedding and the head are on two ranks, with ZBV on one."""
     plan = plan_for("fp32", Pipeline(schedule=schedule, virtual_stages=virtual_stages(schedule)[0]), pp=2, **parallel)
     assert_parity(source(name, 4, tie_word_embeddings=True), plan, 4 if len(parallel) > 1 or parallel["zero"] else 2, 1)
 
 
 @pytest.mark.parametrize("parallel", [{"ep": 2, "zero": 1}, {"tp": 2, "zero": 0}], ids=str)
-def test_a_stage_without_experts(parallel: dict[str, Any]) -> None:
+def test_stage_without_experts_matches_plain_model(parallel: dict[str, Any]) -> None:
     plan = plan_for("fp32", Pipeline(stage_blocks=(2, 1)), pp=2, **parallel)
     assert_parity(source("deepseek_v3", 3, first_k_dense_replace=2), plan, 4, micro_batch=1)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_in_float64(name: str, schedule: str) -> None:
+def test_float64_matches_plain_model(name: str, schedule: str) -> None:
     check(name, 2, schedule, virtual_stages(schedule)[0], "fp64", pp=2, zero=1)
 
 
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
-def test_gradients_in_bf16_are_added_up_in_fp32(schedule: str, zero: int) -> None:
-    """Those of matrices too, which come when the backward of their micro-batch is long over."""
+def test_bf16_gradients_are_accumulated_in_fp32(schedule: str, zero: int) -> None:
+    """Also deferred weight gradients, which are computed long after the backward of their micro-batch."""
     batches, found = packed_batches(96, 2 * EIGHT), {}
     for name in ("1f1b", schedule):
         plan = Plan(

@@ -1,4 +1,4 @@
-"""Named schedules: complete, free of deadlocks, within their memory, and those of torch where torch has them."""
+"""Named schedules: complete, free of deadlocks, within their memory limits, and equal to the schedules of torch."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from weft.errors import PlanError
 from weft.parallel.pipeline.formulas import max_in_flight_formula
-from weft.parallel.pipeline.plan_schedule import read_order
+from weft.parallel.pipeline.plan_schedule import load_schedule
 from weft.parallel.pipeline.schedule import Schedule, parse_schedule, peak_in_flight, slot_text
 from weft.parallel.pipeline.schedules import SCHEDULES, build_schedule, rounds
 from weft.parallel.pipeline.verify import verify
@@ -28,7 +28,7 @@ def schedules(draw: st.DrawFn, *names: str, ranks: int = 8, micro_batches: int =
     fewest, most = kind.virtual_stages
     p = draw(st.integers(1, ranks))
     v = draw(st.integers(fewest, most or 3))
-    m = draw(st.integers(max(1, kind.micro_batches_a_rank * p), max(micro_batches, kind.micro_batches_a_rank * p)))
+    m = draw(st.integers(max(1, kind.micro_batches_per_rank * p), max(micro_batches, kind.micro_batches_per_rank * p)))
     return build_schedule(name, p, m, v), v
 
 
@@ -38,7 +38,7 @@ def cells(schedule: Schedule) -> list[list[str]]:
 
 @fast
 @given(schedules())
-def test_schedules_are_right_and_hold_what_the_formula_says(drawn: tuple[Schedule, int]) -> None:
+def test_schedules_verify_and_match_memory_formula(drawn: tuple[Schedule, int]) -> None:
     schedule, v = drawn
     p, m = schedule.num_ranks, schedule.num_micro_batches
     limit = max_in_flight_formula(schedule.name, p, m, v)
@@ -49,24 +49,24 @@ def test_schedules_are_right_and_hold_what_the_formula_says(drawn: tuple[Schedul
 
 
 @pytest.mark.parametrize("name", ["zbv", "dualpipev"])
-def test_v_ends_where_it_starts(name: str) -> None:
+def test_v_placement_puts_first_and_last_stage_on_one_rank(name: str) -> None:
     schedule = build_schedule(name, 3, 6, 2)
     assert [schedule.stages_of_rank(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
 @fast
 @given(schedules())
-def test_the_table_of_a_schedule_reads_back(drawn: tuple[Schedule, int]) -> None:
+def test_csv_roundtrip(drawn: tuple[Schedule, int]) -> None:
     schedule, _ = drawn
     text = schedule.to_csv()
     assert parse_schedule(text, schedule.num_ranks, schedule.num_micro_batches, schedule.name) == schedule
-    spread = text.replace(",", ", ,\t")  # a user's table may leave cells empty
+    spread = text.replace(",", ", ,\t")  # a user-defined table may have empty cells
     assert parse_schedule(spread, schedule.num_ranks, schedule.num_micro_batches, schedule.name) == schedule
 
 
 @fast
 @given(schedules())
-def test_torch_reads_the_table_and_finds_it_complete(drawn: tuple[Schedule, int]) -> None:
+def test_torch_validates_the_table(drawn: tuple[Schedule, int]) -> None:
     schedule, _ = drawn
     order = {
         rank: [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
@@ -83,7 +83,7 @@ def test_torch_reads_the_table_and_finds_it_complete(drawn: tuple[Schedule, int]
 @given(
     schedules("interleaved", "interleaved-overlap"),
 )
-def test_steady_forwards_and_backwards_of_interleaved_are_paired(drawn: tuple[Schedule, int]) -> None:
+def test_interleaved_overlap_pairs_steady_forwards_and_backwards(drawn: tuple[Schedule, int]) -> None:
     schedule, v = drawn
     p, m = schedule.num_ranks, schedule.num_micro_batches
     first = rounds(p, m)[0]
@@ -94,13 +94,13 @@ def test_steady_forwards_and_backwards_of_interleaved_are_paired(drawn: tuple[Sc
         if schedule.name == "interleaved":
             assert not pairs
         else:
-            assert len(pairs) == v * m - warm_up  # every forward after the warm-up, each with one backward
-            # A backward needs the forwards of its own micro-batch; that of another one is independent of it.
+            assert len(pairs) == v * m - warm_up  # every forward after the warm-up, with one backward each
+            # A backward depends only on forwards of its own micro-batch.
             assert all(forward.micro_batch != backward.micro_batch for forward, backward in pairs)
 
 
 def paired_without_warm_up(p: int, m: int, v: int) -> Schedule:
-    """Interleaved 1F1B whose steady forward and backward share a slot though nothing makes them independent."""
+    """Interleaved 1F1B with joint slots but without the extra warm-up that makes the pairs independent."""
     schedule = build_schedule("interleaved", p, m, v)
     slots = []
     for of_rank in schedule.slots:
@@ -114,7 +114,7 @@ def paired_without_warm_up(p: int, m: int, v: int) -> Schedule:
     return Schedule("paired", m, schedule.rank_of_stage, tuple(slots))
 
 
-def test_without_the_extra_warm_up_a_pair_waits_for_itself() -> None:
+def test_pairing_without_the_extra_warm_up_is_refused() -> None:
     with pytest.raises(PlanError, match=r"3F0.*jointly|jointly with 3F0"):
         verify(paired_without_warm_up(2, 4, 2))
     verify(build_schedule("interleaved-overlap", 2, 4, 2))
@@ -122,7 +122,7 @@ def test_without_the_extra_warm_up_a_pair_waits_for_itself() -> None:
 
 @fast
 @given(st.integers(1, 8), st.integers(1, 40))
-def test_rounds(p: int, m: int) -> None:
+def test_rounds_are_even_and_not_below_the_ranks(p: int, m: int) -> None:
     sizes = rounds(p, m)
     assert sum(sizes) == m
     assert sizes == sorted(sizes, reverse=True)
@@ -136,13 +136,13 @@ def torch_order(actions: list[Any]) -> list[str]:
 
 
 def torch_generator(name: str, **attributes: Any) -> Any:
-    generator = object.__new__(getattr(torch_schedules, name))  # its __init__ wants stages with modules
+    generator = object.__new__(getattr(torch_schedules, name))  # its __init__ needs stages with modules
     vars(generator).update(attributes)
     return generator
 
 
-def torch_one_stage_a_rank(p: int, m: int, rank: int, split: bool) -> list[Any]:
-    """Torch's own function of 1F1B for looped stages, with one of them (its Schedule1F1B starts the last rank with 1)."""
+def torch_one_stage_per_rank(p: int, m: int, rank: int, split: bool) -> list[Any]:
+    """torch's 1F1B generator for interleaved stages, with one stage per rank (Schedule1F1B warms up the last rank with 1)."""
     warm_up = p - 1 - rank
     return torch_schedules._get_1f1b_rank_ops(
         1, p, warm_up, m - warm_up, warm_up, rank, lambda step: rank, lambda step: rank, rank, enable_zero_bubble=split
@@ -154,12 +154,12 @@ def torch_one_stage_a_rank(p: int, m: int, rank: int, split: bool) -> list[Any]:
 def test_same_order_as_torch(p: int, rest: int) -> None:
     m = 2 * p + rest
     for name, split in (("1f1b", False), ("zb-h1", True)):
-        theirs = [torch_order(torch_one_stage_a_rank(p, m, rank, split)) for rank in range(p)]
-        assert theirs == cells(build_schedule(name, p, m))
+        expected = [torch_order(torch_one_stage_per_rank(p, m, rank, split)) for rank in range(p)]
+        assert expected == cells(build_schedule(name, p, m))
     for name, ours in (("ScheduleZBVZeroBubble", "zbv"), ("ScheduleDualPipeV", "dualpipev")):
         generator = torch_generator(name, pp_group_size=p, num_stages=2 * p, _n_microbatches=m)
-        theirs = [torch_order(generator._calculate_single_rank_operations(rank)) for rank in range(p)]
-        assert theirs == cells(build_schedule(ours, p, m, 2))
+        expected = [torch_order(generator._calculate_single_rank_operations(rank)) for rank in range(p)]
+        assert expected == cells(build_schedule(ours, p, m, 2))
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (2, 6), (3, 5), (4, 3), (4, 4), (4, 10), (4, 12), (5, 4)])
@@ -172,18 +172,18 @@ def test_same_interleaved_order_as_torch(p: int, m: int, v: int) -> None:
         _n_microbatches=m,
         microbatches_per_round=m // max(1, m // p),
     )
-    theirs = [torch_order(generator._calculate_single_rank_operations(rank)) for rank in range(p)]
-    assert theirs == cells(build_schedule("interleaved", p, m, v))
+    expected = [torch_order(generator._calculate_single_rank_operations(rank)) for rank in range(p)]
+    assert expected == cells(build_schedule("interleaved", p, m, v))
 
 
 @pytest.mark.parametrize("m", [1, 2, 4])
 def test_same_zbv_order_as_torch_with_few_micro_batches(m: int) -> None:
     generator = torch_generator("ScheduleZBVZeroBubble", pp_group_size=3, num_stages=6, _n_microbatches=m)
-    theirs = [torch_order(generator._calculate_single_rank_operations(rank)) for rank in range(3)]
-    assert theirs == cells(build_schedule("zbv", 3, m, 2))
+    expected = [torch_order(generator._calculate_single_rank_operations(rank)) for rank in range(3)]
+    assert expected == cells(build_schedule("zbv", 3, m, 2))
 
 
-def test_dual_pipe_v_has_the_counts_of_deepseek() -> None:
+def test_dual_pipe_v_slot_counts_match_deepseek() -> None:
     """Slots of rank r of R with M micro-batches, by the steps of DeepSeek's dualpipev.py."""
     ranks, m = 4, 11
     schedule = build_schedule("dualpipev", ranks, m, 2)
@@ -200,7 +200,7 @@ def test_dual_pipe_v_has_the_counts_of_deepseek() -> None:
     [
         (("1f2b", 2, 4), "unknown schedule '1f2b'", "'1f1b'"),
         (("dualpipe", 2, 4), "unknown schedule 'dualpipe'", "'dualpipev'"),
-        (("xxxxxxxx", 2, 4), "unknown schedule", "take one of them"),
+        (("xxxxxxxx", 2, 4), "unknown schedule", "use one of these names"),
         (("1f1b", 0, 4), "a pipeline of 0 ranks", "1 or more"),
         (("1f1b", 2, 0), "0 micro-batches", "1 or more"),
         (("1f1b", 2, 4, 2), "virtual_stages 2 with 1f1b", "virtual_stages to 1"),
@@ -218,26 +218,26 @@ def test_refusals(arguments: tuple[Any, ...], what: str, fix: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_takes_its_fewest_stages_by_itself(name: str) -> None:
+def test_default_virtual_stages_is_the_minimum(name: str) -> None:
     kind = SCHEDULES[name]
     plan = Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=name)).resolve(2)
     assert plan.pipeline.virtual_stages == kind.virtual_stages[0]
-    assert read_order(plan, 4).num_stages == 2 * kind.virtual_stages[0]
+    assert load_schedule(plan, 4).num_stages == 2 * kind.virtual_stages[0]
     assert Plan.model_validate(plan.model_dump()) == plan
     assert Plan(pipeline=Pipeline(schedule=name)).resolve(2).pipeline.virtual_stages == 1
 
 
 @pytest.mark.parametrize("name", ["zbv", "dualpipev"])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_another_number_of_stages_in_a_v_is_refused(name: str, stages: int) -> None:
+def test_wrong_number_of_stages_in_a_v_is_refused(name: str, stages: int) -> None:
     plan = Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=name, virtual_stages=stages)).resolve(2)
     with pytest.raises(PlanError, match=f"virtual_stages {stages} with {name}") as error:
-        read_order(plan, 4)
+        load_schedule(plan, 4)
     assert error.value.fix == "set plan.pipeline.virtual_stages to 2"
 
 
-def test_no_torch() -> None:
-    rooms = ["formulas", "gantt", "generate", "schedule", "search", "simulate", "verify"]
-    code = "; ".join(f"import weft.parallel.pipeline.{room}" for room in rooms)
+def test_schedule_modules_do_not_import_torch() -> None:
+    modules = ["formulas", "gantt", "schedules", "schedule", "search", "simulate", "verify"]
+    code = "; ".join(f"import weft.parallel.pipeline.{module}" for module in modules)
     code += "; import sys; print({name.split('.')[0] for name in sys.modules} & {'torch', 'transformers', 'numpy'})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""Times: the simulator against a longest path, the closed formulas, and the published bubble rates."""
+"""Simulated times against a longest-path reference, the closed formulas, and published bubble rates."""
 
 import csv
 from fractions import Fraction
@@ -24,7 +24,7 @@ seconds = st.integers(1, 5)
 
 
 def longest_path(schedule: Schedule, costs: ActionCosts) -> dict[Action, float]:
-    """End of every action by relaxing all of them until nothing changes: slow and plain."""
+    """End of every action, by relaxation until nothing changes (slow reference)."""
     of_slot = costs.of_slots(schedule.num_stages)
     end: dict[Action, float] = {}
     changed = True
@@ -35,8 +35,8 @@ def longest_path(schedule: Schedule, costs: ActionCosts) -> dict[Action, float]:
             for slot in slots:
                 ready = [clock]
                 for need in (need for action in slot for need in schedule.needs[action]):
-                    away = schedule.rank_of_stage[need.stage] != rank
-                    ready.append(end.get(need, 0) + away * costs.communication)
+                    is_remote = schedule.rank_of_stage[need.stage] != rank
+                    ready.append(end.get(need, 0) + is_remote * costs.communication)
                 clock = max(ready) + of_slot(slot)
                 for action in slot:
                     changed |= end.get(action) != clock
@@ -64,7 +64,7 @@ def test_slots_start_as_soon_as_they_can(drawn: tuple[Schedule, int], data: st.D
 
 @fast
 @given(schedules("gpipe", "1f1b", "interleaved", "interleaved-overlap"), seconds, seconds, seconds)
-def test_bubble_of_whole_backwards(drawn: tuple[Schedule, int], forward: int, inputs: int, weights: int) -> None:
+def test_bubble_formula_of_full_backwards(drawn: tuple[Schedule, int], forward: int, inputs: int, weights: int) -> None:
     schedule, v = drawn
     timeline = simulate(schedule, ActionCosts(*(Fraction(cost, v) for cost in (forward, inputs, weights))))
     shape = schedule.name, schedule.num_ranks, schedule.num_micro_batches, v
@@ -73,7 +73,7 @@ def test_bubble_of_whole_backwards(drawn: tuple[Schedule, int], forward: int, in
 
 @fast
 @given(schedules("zb-h1", "zb-h2"), seconds, seconds, seconds)
-def test_bubble_of_handcrafted_zero_bubble(
+def test_bubble_formula_of_handcrafted_zero_bubble(
     drawn: tuple[Schedule, int], forward: int, inputs: int, weights: int
 ) -> None:
     schedule, v = drawn
@@ -89,7 +89,7 @@ def test_bubble_of_handcrafted_zero_bubble(
 
 @fast
 @given(schedules("dualpipev", ranks=5, micro_batches=14), seconds, seconds, st.integers(0, 5))
-def test_bubble_of_dual_pipe_v(drawn: tuple[Schedule, int], forward: int, weights: int, overlap: int) -> None:
+def test_bubble_formula_of_dual_pipe_v(drawn: tuple[Schedule, int], forward: int, weights: int, overlap: int) -> None:
     schedule, v = drawn
     weights, overlap = min(forward, weights), min(forward, overlap)
     backward, joint = forward + weights, 2 * forward + weights - overlap
@@ -100,15 +100,15 @@ def test_bubble_of_dual_pipe_v(drawn: tuple[Schedule, int], forward: int, weight
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
-def test_zero_bubbles(p: int) -> None:
-    """With F = I = W, and ranks that need not start together: none at all."""
+def test_zero_bubble_schedules_have_no_bubbles(p: int) -> None:
+    """No bubbles with F = I = W, if ranks need not start together."""
     for name, v in (("zb-h2", 1), ("zb-2p", 1), ("zbv", 2)):
         timeline = simulate(build_schedule(name, p, 3 * p, v), ActionCosts())
         assert timeline.span_bubble_rate == 0
 
 
-def test_planner_table() -> None:
-    """The checks of DeepSeek's table with F = 1, B = 2, W = 1 and F&B = 3: seconds of a stage of half a rank."""
+def test_dual_pipe_formulas_match_deepseek_table() -> None:
+    """DeepSeek's table with F = 1, B = 2, W = 1 and F&B = 3, in seconds of a stage of half a rank."""
     for p, m, ours in ((4, 8, (9, 3, 2)), (8, 20, (21, 7, 6)), (8, 32, (21, 7, 6)), (16, 64, (45, 15, 14))):
         assert bubble_formula("1f1b", p, m, 1, 1, 2) == ours[0]
         assert bubble_formula("zb-h1", p, m, 1, 1, 2, 1) == ours[1]
@@ -119,7 +119,7 @@ def test_planner_table() -> None:
         max_in_flight_formula("x", 2, 4)
 
 
-def test_what_i_frees_and_what_w_frees() -> None:
+def test_peaks_until_i_and_until_w() -> None:
     """ZB-H1 and ZB-H2 (Qi et al., section 2.3): on rank r, p - r micro-batches wait for I, and r more for W."""
     assert simulate(build_schedule("zb-h1", 4, 9), ActionCosts()).peak_until_input == (4, 3, 2, 1)
     assert simulate(build_schedule("zb-h1", 4, 9), ActionCosts()).peak_in_flight == (4, 4, 4, 4)
@@ -128,12 +128,12 @@ def test_what_i_frees_and_what_w_frees() -> None:
     assert simulate(build_schedule("1f1b", 4, 9), ActionCosts()).peak_until_input == (4, 3, 2, 1)
 
 
-def test_costs_of_another_number_of_stages() -> None:
+def test_costs_for_another_number_of_stages_are_refused() -> None:
     with pytest.raises(PlanError, match="3 costs backward_weight for 2 stages"):
         simulate(build_schedule("1f1b", 2, 2), ActionCosts(1, [1, 1], [1, 1, 1]))
 
 
-def test_a_deadlock_has_no_time() -> None:
+def test_deadlock_cannot_be_simulated() -> None:
     schedule = parse_schedule("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", 2, 2)
     with pytest.raises(PlanError, match="deadlock"):
         simulate(schedule, ActionCosts())
@@ -144,7 +144,7 @@ RATES = list(csv.DictReader(line for line in LINES if not line.startswith("#")))
 
 
 @pytest.mark.parametrize("row", RATES, ids=lambda row: f"{row['model']}-m{row['micro_batches']}")
-def test_published_bubble_rates(row: dict[str, str]) -> None:
+def test_published_bubble_rates_are_reproduced(row: dict[str, str]) -> None:
     p, m, v = int(row["ranks"]), int(row["micro_batches"]), int(row["layers_a_rank"])
     times = [float(row[key]) for key in ("forward", "backward_input", "backward_weight")]
     costs = ActionCosts(*times, float(row["communication"]))
@@ -158,7 +158,7 @@ def test_published_bubble_rates(row: dict[str, str]) -> None:
     }
     found |= {name: simulate(build_schedule(name, p, m), costs) for name in ("1f1b", "zb-h1", "zb-h2")}
     for name, timeline in found.items():
-        # Theirs of interleaved holds p transfers less than the order of Megatron-LM exposes; the others agree in every digit.
+        # The published figure of interleaved has p transfers less than Megatron-LM's order exposes; the rest agrees exactly.
         tolerance = 0.005 if name == "interleaved" else 0.0001
         assert timeline.span_bubble_rate == pytest.approx(float(row[name]), abs=tolerance), name
 
@@ -171,7 +171,7 @@ def test_published_bubble_rates(row: dict[str, str]) -> None:
     st.integers(0, 8),
     st.sampled_from([1, Fraction(1, 2), Fraction(1, 3)]),
 )
-def test_searched_schedules_are_right_and_keep_to_the_memory(
+def test_searched_schedules_verify_within_the_memory_limit(
     p: int, m: int, times: tuple[int, ...], more: int, share: Fraction
 ) -> None:
     schedule = list_schedule(p, m, ActionCosts(*times), p + more, share)
@@ -184,30 +184,30 @@ def test_searched_schedules_are_right_and_keep_to_the_memory(
     assert max(peak_in_flight(schedule, released_by="BI")) <= p + more
 
 
-def test_a_search_for_measured_times_beats_the_handcrafted_order() -> None:
+def test_search_with_measured_times_beats_handcrafted_order() -> None:
     costs = ActionCosts(20, 24, 8, 2)
     searched = simulate(list_schedule(4, 12, costs, 8), costs)
     assert searched.longest_span < simulate(build_schedule("zb-h2", 4, 12), costs).longest_span
 
 
-def test_a_search_with_too_little_memory() -> None:
+def test_search_with_too_little_memory_is_refused() -> None:
     with pytest.raises(PlanError, match="at most 3 micro-batches in flight on 4 ranks"):
         list_schedule(4, 8, ActionCosts(), 3)
 
 
-def test_a_large_pipeline() -> None:
+def test_search_of_a_large_pipeline_is_fast() -> None:
     schedule = build_schedule("1f1b", 64, 512)
     timeline = simulate(schedule, ActionCosts(2, 3, 1))
     assert timeline.bubble == (63 * 6,) * 64
 
 
-def test_drawing_of_joint_slots() -> None:
-    """Every backward of the steady part shares its slot with a forward of another micro-batch."""
+def test_gantt_of_joint_slots() -> None:
+    """Every steady backward shares its slot with a forward of another micro-batch."""
     timeline = simulate(build_schedule("interleaved-overlap", 2, 4, 2), ActionCosts(1, 1, 1, 0, 2))
     assert gantt_text(timeline, 110) == (HERE / "interleaved_overlap.txt").read_text()
 
 
-def test_drawing_of_split_backwards() -> None:
+def test_gantt_of_split_backwards() -> None:
     timeline = simulate(build_schedule("zb-h1", 3, 4), ActionCosts())
     assert gantt_text(timeline, 42).splitlines()[:3] == [
         "rank 0 |F0-F1-F2-......I0-W0-F3-I1-W1-I2-W2-I3-W3-| 14.3 % idle",
@@ -218,7 +218,7 @@ def test_drawing_of_split_backwards() -> None:
 
 @fast
 @given(schedules(ranks=4, micro_batches=8), st.integers(1, 200))
-def test_drawings_of_any_width(drawn: tuple[Schedule, int], width: int) -> None:
+def test_gantt_has_the_requested_width(drawn: tuple[Schedule, int], width: int) -> None:
     timeline = simulate(drawn[0], ActionCosts(1, 2, 1, 1))
     lines = gantt_text(timeline, width).splitlines()
     assert len(lines) == drawn[0].num_ranks + 1

@@ -1,4 +1,4 @@
-"""Broken tables and deadlocks are refused, with the cycle; others are not."""
+"""Broken tables and deadlocks are refused, deadlocks with their cycle; valid tables are accepted."""
 
 from graphlib import CycleError, TopologicalSorter
 
@@ -28,7 +28,7 @@ def refusal(schedule: Schedule, max_in_flight: int | None = None) -> PlanError:
 GOOD = ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1I1,1W1")
 
 
-def test_a_table_may_mix_whole_and_split_backwards() -> None:
+def test_table_may_mix_full_and_split_backwards() -> None:
     verify(table(*GOOD, micro_batches=2))
 
 
@@ -38,7 +38,7 @@ def test_a_table_may_mix_whole_and_split_backwards() -> None:
         ("0F0,0B0,0B1", GOOD[1], "stage 0 on rank 0 has B of micro-batch 1"),
         ("0F0,0F1,0B0", GOOD[1], "stage 0 on rank 0 has F of micro-batch 1"),
         (GOOD[0], "1F0,1B0", "stage 1 on rank 1 has nothing of micro-batch 1"),
-        ("0F0,0F1,0B0,0B1,0F1", GOOD[1], "0F1 is there 2 times"),
+        ("0F0,0F1,0B0,0B1,0F1", GOOD[1], "0F1 occurs 2 times"),
         (GOOD[0], "1F0,1B0,1F1,1W1", "has F and W of micro-batch 1"),
         (GOOD[0], "1F0,1B0,1F1,1I1", "has F and I of micro-batch 1"),
         (GOOD[0], "1F0,1B0,1F1,1B1,1I1,1W1", "has F and B and I and W of micro-batch 1"),
@@ -51,11 +51,11 @@ def test_a_table_may_mix_whole_and_split_backwards() -> None:
         (GOOD[0], "1F0,1F1,1I1,(1W1;1B0)OVERLAP_F_B", "slot 3 of rank 1 holds (1W1;1B0)OVERLAP_F_B"),
     ],
 )
-def test_broken_tables(first: str, second: str, what: str) -> None:
+def test_broken_tables_are_refused(first: str, second: str, what: str) -> None:
     assert what in refusal(table(first, second, micro_batches=2)).what
 
 
-def test_broken_schedules_that_no_table_can_say() -> None:
+def test_broken_schedules_that_no_table_can_express_are_refused() -> None:
     good = build_schedule("1f1b", 2, 2)
     assert "stage 1 is on rank 2" in refusal(Schedule("x", 2, (0, 2), good.slots)).what
     assert "0F0 in slot 0 of rank 0" in refusal(Schedule("x", 2, (1, 0), good.slots)).what
@@ -67,29 +67,29 @@ def test_broken_schedules_that_no_table_can_say() -> None:
     assert "0X0 in slot 4 of rank 0 is unknown" in refusal(Schedule("x", 2, (0, 1), odd)).what
 
 
-def test_a_deadlock_shows_its_cycle() -> None:
+def test_deadlock_message_has_the_cycle() -> None:
     schedule = table("0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1", "2F0,2B0,2F1,2B1", micro_batches=2)
     assert refusal(schedule).what == (
         "schedule table: deadlock: rank 0 waits with 0B0 for 1B0 on rank 1, which waits with 1F1 for 0F1 on rank 0"
     )
 
 
-def test_ranks_that_only_wait_for_the_cycle_are_not_named() -> None:
+def test_deadlock_message_omits_ranks_outside_the_cycle() -> None:
     schedule = table("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1", "2F0,2F1,2B0,2B1", micro_batches=2)
     assert refusal(schedule).what.endswith(
         "deadlock: rank 1 waits with 1B0 for 2B0 on rank 2, which waits with 2F1 for 1F1 on rank 1"
     )
 
 
-def test_a_joint_slot_waits_for_all_that_its_parts_need() -> None:
-    """One after the other these would run; a forward and a backward that start together wait for each other."""
+def test_joint_slot_waits_for_dependencies_of_both_actions() -> None:
+    """Separate slots would run; a forward and a backward that start together deadlock."""
     apart = table("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1", micro_batches=2)
     verify(apart)
     first, second = "0F0,(0F1;0B0)OVERLAP_F_B,0B1", "1F0,(1F1;1B0)OVERLAP_F_B,1B1"
     assert "waits with (0F1;0B0)OVERLAP_F_B for 1B0 on rank 1" in refusal(table(first, second, micro_batches=2)).what
 
 
-def test_memory() -> None:
+def test_memory_limit_is_checked() -> None:
     schedule = build_schedule("gpipe", 2, 5)
     verify(schedule, max_in_flight=5)
     assert "rank 0 holds the activations of 5 micro-batches" in refusal(schedule, 4).what
@@ -105,13 +105,13 @@ def test_memory() -> None:
         ("0F0,0B0\n1F0,0F1", "0F1 on rank 1, but stage 0 is on rank 0", "line 2"),
         ("0F0,0B0\n2F0,2B0", "no rank runs stage 1", ""),
         ("0F0,0B0", "1 lines for 2 ranks", ""),
-        ("0F0,0REDUCE_GRAD,0B0\n1F0,1B0", "0B0 behind 0REDUCE_GRAD", "line 1, cell 3"),
+        ("0F0,0REDUCE_GRAD,0B0\n1F0,1B0", "0B0 after 0REDUCE_GRAD", "line 1, cell 3"),
         ("0F0,0B0,1REDUCE_GRAD\n1F0,1B0", "1REDUCE_GRAD on a rank without stage 1", "line 1"),
         ("0F0,0SEND_F0,0B0\n1F0,1B0", "0SEND_F0 in a schedule", "line 1, cell 2"),
         ("0UNSHARD,0F0,0B0\n1F0,1B0", "0UNSHARD in a schedule", "line 1, cell 1"),
     ],
 )
-def test_unreadable_tables(text: str, what: str, where: str) -> None:
+def test_unreadable_tables_name_line_and_cell(text: str, what: str, where: str) -> None:
     with pytest.raises(PlanError) as error:
         parse_schedule(text, 2, 1)
     assert what in error.value.what
@@ -119,8 +119,8 @@ def test_unreadable_tables(text: str, what: str, where: str) -> None:
 
 
 def runs(schedule: Schedule) -> bool:
-    """Whether slots, each after the one before it and after all that its actions need, form no cycle."""
-    place = {action: (rank, position) for rank, position, action in schedule.actions()}
+    """True if the slots can run: program order and dependencies form no cycle."""
+    location = {action: (rank, position) for rank, position, action in schedule.actions()}
     graph: dict[tuple[int, int], set[tuple[int, int]]] = {}
     last = schedule.num_stages - 1
     for rank, position, (stage, kind, batch) in schedule.actions():
@@ -129,7 +129,7 @@ def runs(schedule: Schedule) -> bool:
         needs += [Action(stage - 1, "F", batch)] if kind == "F" else []
         needs += [Action(stage, "F", batch)] if kind in "BI" else []
         needs += [Action(stage + 1, back, batch) for back in "BI"] if kind in "BI" and stage < last else []
-        before.update(place[need] for need in needs if need in place)
+        before.update(location[need] for need in needs if need in location)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError:
@@ -156,7 +156,7 @@ def test_shuffled_schedules_are_refused_exactly_where_they_cannot_run(data: st.D
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-overlap", "dualpipev"])
-def test_the_reductions_that_torch_writes_are_read(name: str) -> None:
+def test_reduce_grad_cells_of_torch_are_accepted(name: str) -> None:
     schedule = build_schedule(name, 2, 4, SCHEDULES[name].virtual_stages[0])
     rows = [[_Action.from_str(slot_text(slot)) for slot in slots] for slots in schedule.slots]
     text = "\n".join(",".join(map(str, _add_reduce_grad(row, 4))) for row in rows)
@@ -164,8 +164,8 @@ def test_the_reductions_that_torch_writes_are_read(name: str) -> None:
     assert parse_schedule(text, 2, 4, name) == schedule
 
 
-def test_a_bidirectional_pipeline_is_refused_with_its_reason() -> None:
-    """DualPipe: each rank holds a stage from the front and one from the back, so that each stage is on two ranks."""
+def test_bidirectional_pipeline_is_refused() -> None:
+    """DualPipe: each rank holds one stage from each end, so that each stage is on two ranks."""
     with pytest.raises(PlanError, match="0F1 on rank 1, but stage 0 is on rank 0") as error:
         parse_schedule("0F0,1F1,1B1,0B0\n0F1,1F0,1B0,0B1", 2, 2)
     assert "bidirectional" in (error.value.rule or "")

@@ -1,4 +1,4 @@
-"""What a stage computes and holds is what its schedule says; steps may differ in length; a schedule may be the user's own."""
+"""Computations and memory of a stage follow its schedule; steps may differ in length; a schedule may be user-defined."""
 
 from collections import Counter
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lab.families import family
-from tests.lab.parity import assert_parity, compare, packed_batches, plan_for, share, whole
+from tests.lab.parity import assert_parity, compare, full_tensor, packed_batches, plan_for, share
 from tests.lab.pool import RankError, run_ranks
 from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
 from weft.checkpoint.model_config import read_config
@@ -19,7 +19,7 @@ from weft.errors import PlanError
 from weft.job import Model, Optimizer
 from weft.memory.live_bytes import LiveBytes
 from weft.parallel.parallelize import parallelize
-from weft.parallel.pipeline.plan_schedule import read_order
+from weft.parallel.pipeline.plan_schedule import load_schedule
 from weft.parallel.pipeline.schedule import Schedule, peak_in_flight
 from weft.parallel.pipeline.stage import Stage
 from weft.plan import Parallel, Pipeline, Plan
@@ -27,7 +27,7 @@ from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import forward_backward
 
-# No two sizes that a weight could have are alike, nor like the number of tokens.
+# All weight sizes differ from each other and from the number of tokens.
 SIZES = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
 LLAMA = Model(config={**family("llama"), **SIZES, "num_hidden_layers": 4})
 MATRICES = {(48, 40): 1, (24, 40): 2, (40, 48): 1, (56, 40): 2, (40, 56): 1}  # of a block, by shape
@@ -42,8 +42,8 @@ def open_model(rank: int, ranks: int, plan: Plan, source: Model) -> tuple[Any, P
     return model.train(), plan, mesh
 
 
-class CountProducts(TorchDispatchMode):
-    """How often each shape comes out of a product of matrices."""
+class MatmulCounter(TorchDispatchMode):
+    """Number of matmuls by shape of their result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,10 +56,10 @@ class CountProducts(TorchDispatchMode):
         return result
 
 
-def count_products(rank: int, ranks: int, plan: Plan) -> Counter[tuple[int, ...]]:
+def count_matmuls(rank: int, ranks: int, plan: Plan) -> Counter[tuple[int, ...]]:
     model, plan, mesh = open_model(rank, ranks, plan, LLAMA)
     batches = share(packed_batches(96)[0], 0, 1, 1)
-    with CountProducts() as counter:
+    with MatmulCounter() as counter:
         forward_backward(model, batches, plan, mesh, 1.0)
     return counter.shapes
 
@@ -68,24 +68,24 @@ def count_products(rank: int, ranks: int, plan: Plan) -> Counter[tuple[int, ...]
 @pytest.mark.parametrize("zero", [0, 3])
 def test_each_weight_gradient_is_computed_once(schedule: str, stages: int, zero: int) -> None:
     plan = plan_for("fp32", Pipeline(schedule=schedule, virtual_stages=stages), pp=2, zero=zero)
-    for shapes in run_ranks(2, count_products, plan):
+    for shapes in run_ranks(2, count_matmuls, plan):
         assert {shape: shapes[shape] for shape in MATRICES} == {
             shape: count * 2 * MICRO_BATCHES
-            for shape, count in MATRICES.items()  # 2 blocks a rank
+            for shape, count in MATRICES.items()  # 2 blocks per rank
         }
 
 
 def watch_bytes(
     rank: int, ranks: int, plan: Plan, num_micro_batches: int
 ) -> tuple[Schedule, list[tuple[int, str, int]]]:
-    """The bytes of activations behind each action of a step: stage, kind, bytes."""
+    """Activation bytes after each action of a step: (stage, kind, bytes)."""
     model, plan, mesh = open_model(rank, ranks, plan, LLAMA)
     optimizer = build_optimizer(model, Optimizer())
     batches = share(packed_batches(96, num_micro_batches * 2, 64)[0], 0, 1, 2)
     forward_backward(model, batches, plan, mesh, 1.0)
     seen: list[tuple[int, str, int]] = []
 
-    def seeing(method: Any, kind: str) -> Any:
+    def recording(method: Any, kind: str) -> Any:
         def call(stage: Stage, *args: Any, **kwargs: Any) -> Any:
             out = method(stage, *args, **kwargs)
             split = kind == "B" and not kwargs.get("full_backward", True)
@@ -95,7 +95,7 @@ def watch_bytes(
         return call
 
     names = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
-    with mock.patch.multiple(Stage, **{name: seeing(getattr(Stage, name), kind) for name, kind in names.items()}):
+    with mock.patch.multiple(Stage, **{name: recording(getattr(Stage, name), kind) for name, kind in names.items()}):
         live = LiveBytes()
         live.track_training(model, optimizer)
         with live:
@@ -106,8 +106,8 @@ def watch_bytes(
 @pytest.mark.parametrize(
     ("schedule", "stages"), [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("interleaved", 2), ("zbv", 2)]
 )
-def test_a_rank_holds_what_the_schedule_says(schedule: str, stages: int) -> None:
-    """Bytes held are so many for each forward without backward, and so many for each gradient of weights to come."""
+def test_activation_memory_follows_the_schedule(schedule: str, stages: int) -> None:
+    """Bytes held are a fixed cost per forward without backward, plus a fixed cost per pending weight gradient."""
     plan = plan_for("fp32", Pipeline(schedule=schedule, virtual_stages=stages), pp=2, zero=0)
     for rank, (order, seen) in enumerate(run_ranks(2, watch_bytes, plan, 8)):
         if schedule in ("gpipe", "1f1b", "interleaved"):
@@ -115,10 +115,10 @@ def test_a_rank_holds_what_the_schedule_says(schedule: str, stages: int) -> None
         actions = [action for slot in order.slots[rank] for action in slot]
         assert [(stage, kind) for stage, kind, _ in seen] == [(action.stage, action.kind) for action in actions]
         sizes = torch.tensor([size for *_, size in seen]).double()
-        # Behind each action: one for the messages on their way, and of each stage forwards that wait for B or I, and W to come.
+        # After each action: a constant for messages in flight; per stage, forwards that wait for B or I, and pending W.
         counts = [[1] * len(seen)]
         for stage in order.stages_of_rank(rank):
-            own = ["".join(kind for number, kind, _ in seen[: i + 1] if number == stage) for i in range(len(seen))]
+            own = ["".join(kind for index, kind, _ in seen[: i + 1] if index == stage) for i in range(len(seen))]
             counts.append([kinds.count("F") - kinds.count("B") - kinds.count("I") for kinds in own])
             counts.append([kinds.count("I") - kinds.count("W") for kinds in own])
         held = torch.tensor(counts).double().T
@@ -131,17 +131,17 @@ def test_a_rank_holds_what_the_schedule_says(schedule: str, stages: int) -> None
 
 
 def run_own_model(rank: int, ranks: int, plan: Plan) -> tuple[float, dict[str, torch.Tensor]]:
-    """A model that has its weights already, as in a loop of one's own."""
+    """One step of a model that was loaded before `parallelize`, as in a user's training loop."""
     plan = plan.resolve(ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_plain(LLAMA, read_config(LLAMA), torch.float32).train(), plan, mesh)
     loss = forward_backward(model, share(packed_batches(96)[0], 0, 1, 1), plan, mesh, 1.0)
-    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters()}
     return all_reduce(loss, mesh, ("pp",)).item(), gradients
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_a_model_with_weights_may_be_cut(zero: int) -> None:
+def test_loaded_model_can_be_partitioned(zero: int) -> None:
     (expected, gradients), *_ = run_ranks(1, run_own_model, plan_for("fp32", zero=1))
     for loss, found in run_ranks(2, run_own_model, plan_for("fp32", pp=2, zero=zero)):
         assert loss == pytest.approx(expected, rel=1e-6)
@@ -154,13 +154,13 @@ def call(rank: int, ranks: int, plan: Plan) -> None:
     model(input_ids=packed_batches(96)[0].input_ids)
 
 
-def test_a_cut_model_cannot_be_called() -> None:
+def test_partitioned_model_cannot_be_called_directly() -> None:
     with pytest.raises(RankError, match=r"use weft\.train\.step\.forward_backward"):
         run_ranks(2, call, plan_for("fp32", pp=2, zero=1))
 
 
 def run_lengths(rank: int, ranks: int, plan: Plan) -> list[float]:
-    """Losses of steps with rows of several lengths, and micro-batches of several numbers of rows."""
+    """Losses of steps with different row lengths and micro-batch sizes."""
     model, plan, mesh = open_model(rank, ranks, plan, LLAMA)
     losses = []
     for seq_len, rows in ((16, 4), (32, 4), (24, 6), (16, 2)):
@@ -178,8 +178,8 @@ def test_steps_may_differ_in_length(schedule: str, stages: int) -> None:
         assert losses == pytest.approx(alone, rel=1e-6)
 
 
-def test_a_table_of_ones_own(tmp_path: Path) -> None:
-    """The same as 1F1B, with one joint slot and one of torch's reductions, in a file."""
+def test_user_defined_schedule_file(tmp_path: Path) -> None:
+    """1F1B with a joint slot and a reduction of torch, in a file."""
     file = tmp_path / "own.csv"
     file.write_text(
         "0F0,0F1,0F2,0B0,0F3,,0B1,0B2,0B3,0REDUCE_GRAD\n1F0,1B0,1F1,(1F2;1B1)OVERLAP_F_B,1I2,1F3,1W2,1B3\n",
@@ -189,9 +189,9 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
     assert_parity(LLAMA, plan, 2, micro_batch=1)
 
 
-def test_a_table_that_deadlocks_names_the_cycle(tmp_path: Path) -> None:
+def test_schedule_file_that_deadlocks_is_refused_with_its_cycle(tmp_path: Path) -> None:
     file = tmp_path / "stuck.csv"
     file.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", encoding="utf-8")
     plan = Plan(parallel=Parallel(pp=2), pipeline=Pipeline(schedule=str(file))).resolve(2)
     with pytest.raises(PlanError, match="rank 0 waits with 0B0 for 1B0 on rank 1, which waits with 1F1 for 0F1"):
-        read_order(plan, 2)
+        load_schedule(plan, 2)

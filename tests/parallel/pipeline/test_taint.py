@@ -1,4 +1,4 @@
-"""A model whose parts use more of each other than hidden states cannot be cut, also where no gradient shows it."""
+"""A model whose parts share more than hidden states cannot be partitioned, even if no gradient shows it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy, Block
-from weft.parallel.pipeline.taint import CrossingError, trace_block_io
+from weft.parallel.pipeline.taint import TaintError, trace_block_io
 
 SHAPE = (1, 4)
 
@@ -37,7 +37,7 @@ class Plain(nn.Module):
 
     def forward(self) -> Tensor:
         hidden = self.embed(torch.zeros(SHAPE, dtype=torch.int64, device="meta"))
-        mask = torch.ones_like(hidden) + hidden.new_zeros(())  # shapes are not numbers
+        mask = torch.ones_like(hidden) + hidden.new_zeros(())  # only shapes are used, no values
         for block in self.blocks:
             hidden = block(hidden, mask)
         return self.head(self.norm(hidden))
@@ -52,7 +52,7 @@ class LateSkip(Plain):
 
 
 class Choices(Plain):
-    """A later block gets whole numbers of an earlier one."""
+    """A later block gets integers of an earlier block."""
 
     def forward(self) -> Tensor:
         hidden = self.embed(torch.zeros(SHAPE, dtype=torch.int64, device="meta"))
@@ -71,7 +71,7 @@ class MaskOfValues(Plain):
 
 
 class State(Plain):
-    """Blocks write into views of one tensor, which is read behind them."""
+    """Blocks write into views of a tensor that is read after the blocks."""
 
     def forward(self) -> Tensor:
         hidden = self.embed(torch.zeros(SHAPE, dtype=torch.int64, device="meta"))
@@ -89,7 +89,7 @@ class SharedWeight(Plain):
 
 
 class WeightOfAnother(Plain):
-    """A copy that is no parameter of the second block has no name there, and no gradient."""
+    """The second block uses a detached weight of the first block, which has neither a name nor a gradient there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,30 +145,30 @@ def run(kind: Callable[[], nn.Module]) -> Any:
     return trace_block_io(model, Anatomy("toy", "embed", blocks, "norm", "head", True, 0, 0, 16, None), SHAPE)
 
 
-def test_hidden_states_alone_travel() -> None:
+def test_chain_of_a_plain_model() -> None:
     chain = run(Plain)
     assert chain.first == ("embed",)
     assert chain.last == ("norm", "head")
-    assert chain.places == (None,) * 3
+    assert chain.hidden_positions == (None,) * 3
     assert (chain.width, chain.dtype) == (8, torch.float32)
 
 
 CROSSINGS = [
-    (LateSkip, "behind the blocks uses numbers of blocks.0"),
-    (Choices, "blocks.2 uses numbers of blocks.0"),
-    (MaskOfValues, "blocks.0 uses numbers of the part before blocks.0"),
-    (State, "behind the blocks uses numbers of blocks.0"),
+    (LateSkip, "after the blocks uses values of blocks.0"),
+    (Choices, "blocks.2 uses values of blocks.0"),
+    (MaskOfValues, "blocks.0 uses values of the part before blocks.0"),
+    (State, "after the blocks uses values of blocks.0"),
     (SharedWeight, "blocks.2 uses blocks.0.linear.weight of blocks.0"),
     (WeightOfAnother, "uses blocks.0.linear.weight of blocks.0"),
-    (Between, "the part before blocks.1 uses numbers of blocks.0"),
+    (Between, "the part before blocks.1 uses values of blocks.0"),
     (Twice, "each once"),
-    (EmbedsAgain, "embed is called in"),
+    (EmbedsAgain, "embed runs in"),
     (Shorter, "shape"),
-    (WeightAround, "the model has weights of its own around the blocks"),
+    (WeightAround, "the model has weights outside its submodules"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "reason"), CROSSINGS, ids=lambda value: getattr(value, "__name__", ""))
-def test_anything_else_is_refused(kind: Callable[[], nn.Module], reason: str) -> None:
-    with pytest.raises(CrossingError, match=reason):
+def test_other_dependencies_between_parts_are_refused(kind: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(TaintError, match=reason):
         run(kind)

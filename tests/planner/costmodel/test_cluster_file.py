@@ -1,4 +1,4 @@
-"""A cluster's file says what differs from a preset, and nothing is taken silently."""
+"""A cluster file overrides a preset, and unknown or invalid keys are refused."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ gb_per_second = 12.5
 """
 
 
-def test_what_differs_from_the_preset(tmp_path: Path) -> None:
+def test_figures_override_the_preset(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(FILE, encoding="utf-8")
     cluster, scalar, _ = read_cluster(path)
@@ -47,7 +47,7 @@ def test_what_differs_from_the_preset(tmp_path: Path) -> None:
         ("hosts = 2", "device"),
     ],
 )
-def test_a_wrong_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_cluster_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DeviceError, match=words) as refused:
@@ -55,7 +55,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
     assert refused.value.fix
 
 
-def test_a_file_or_a_name() -> None:
+def test_cluster_needs_either_a_file_or_a_name() -> None:
     cluster, scalar, _ = choose_cluster(None, "a100-40", 3, None)
     assert (cluster.num_devices, scalar) == (24, 1.0)
     for path, name in ((None, None), (Path("x"), "H100")):

@@ -1,4 +1,4 @@
-"""Operators of dry runs are noted, made again and timed; a step follows from their seconds, messages, schedule and cores."""
+"""Operators of dry runs are recorded, rebuilt and timed; the step time follows from them, communication, schedule and cores."""
 
 from collections import Counter
 from dataclasses import replace
@@ -13,33 +13,33 @@ from tests.planner.dryrun.test_trace import DENSE, MOE, job_for
 from weft.comm.collectives import Message
 from weft.errors import DeviceError
 from weft.plan import Parallel, Pipeline, Plan
-from weft.planner.calibrate.calibrate import file_of, fit_products
+from weft.planner.calibrate.calibrate import file_of, fit_matmuls
 from weft.planner.costmodel.cluster_file import read_cluster
-from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, Wire, find_device
+from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, LinkModel, find_device
 from weft.planner.costmodel.links import fit
 from weft.planner.costmodel.network import all_gather, group, point_to_point
 from weft.planner.costmodel.operator_timing import measured_step, message_seconds, time_step, work_of
 from weft.planner.costmodel.operators import (
-    Like,
-    Named,
+    KeywordArguments,
     Operation,
     OperatorLog,
+    TensorSpec,
     bytes_in,
     freeze,
-    in_phases,
+    mark_updates,
     seconds_of,
     thaw,
     time_operations,
 )
 from weft.planner.costmodel.roofline import fill
-from weft.planner.dryrun.step_counts import Count
+from weft.planner.dryrun.step_counts import StepCounts
 from weft.planner.dryrun.trace import Trace, trace
-from weft.planner.search.propose import check_here
+from weft.planner.search.propose import check_local_device
 
 CPU = torch.device("cpu")
 
 
-# Noted and made again
+# Recording and rebuilding operator calls
 
 
 def log_of_training() -> list[Operation]:
@@ -52,15 +52,18 @@ def log_of_training() -> list[Operation]:
     return log.operations
 
 
-def test_what_computes_is_noted_by_phase() -> None:
-    operations = in_phases(log_of_training())
+def test_operator_log_records_phases_without_views() -> None:
+    operations = mark_updates(log_of_training())
     names = [(operation.name.removeprefix("aten."), operation.phase) for operation in operations]
     assert ("mm.default", "forward") in names
     assert ("mm.default", "backward") in names
     assert names[-1] == ("sub_.Tensor", "update")
     assert not {"t.default", "transpose.int", "detach.default", "view.default"} & {name for name, _ in names}
-    product = next(operation for operation in operations if operation.name == "aten.mm.default")
-    assert product.arguments[0] == (Like((2, 8), (8, 1), torch.float32), Like((8, 4), (4, 1), torch.float32))
+    matmul = next(operation for operation in operations if operation.name == "aten.mm.default")
+    assert matmul.arguments[0] == (
+        TensorSpec((2, 8), (8, 1), torch.float32),
+        TensorSpec((8, 4), (4, 1), torch.float32),
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,14 +77,14 @@ def test_what_computes_is_noted_by_phase() -> None:
         {"beta": 0.5, "alpha": torch.float16},
     ],
 )
-def test_arguments_come_back_as_they_were(value: Any) -> None:
+def test_freeze_thaw_round_trip(value: Any) -> None:
     back = thaw(freeze(value), CPU)
     assert freeze(back) == freeze(value)
     assert bytes_in(back) == bytes_in(value)
     assert hash(freeze(value)) == hash(freeze(back))
 
 
-def test_numbers_that_steer_are_kept() -> None:
+def test_values_of_index_tensors_are_recorded() -> None:
     index = torch.tensor([[3, 1], [2, 0]])
     assert torch.equal(thaw(freeze(index), CPU), index)
     with FakeTensorMode():
@@ -89,24 +92,26 @@ def test_numbers_that_steer_are_kept() -> None:
     assert torch.equal(thaw(freeze(fake), CPU), torch.zeros(3, dtype=torch.int64))
 
 
-def test_rows_of_a_grouped_product_are_spread_over_its_groups() -> None:
-    x, w = Like((64, 16), (16, 1), torch.bfloat16), Like((4, 16, 16), (256, 16, 1), torch.bfloat16)
+def test_grouped_matmul_is_timed_with_random_group_sizes() -> None:
+    x, w = TensorSpec((64, 16), (16, 1), torch.bfloat16), TensorSpec((4, 16, 16), (256, 16, 1), torch.bfloat16)
     with FakeTensorMode():
         borders = freeze(torch.zeros(4, dtype=torch.int32))
-    seconds = seconds_of(Operation("aten._grouped_mm.default", ((x, w, borders), Named(()))), CPU)
+    seconds = seconds_of(Operation("aten._grouped_mm.default", ((x, w, borders), KeywordArguments(()))), CPU)
     assert seconds is not None
     assert seconds > 0
 
 
-def test_what_cannot_be_made_has_no_seconds_and_is_named() -> None:
-    wrong = Operation("aten.mm.default", ((Like((2, 3), (3, 1), torch.float32),) * 2, Named(())), "forward")
+def test_operators_that_fail_are_logged_and_count_zero() -> None:
+    wrong = Operation(
+        "aten.mm.default", ((TensorSpec((2, 3), (3, 1), torch.float32),) * 2, KeywordArguments(())), "forward"
+    )
     assert seconds_of(wrong, CPU) is None
-    found, _ = made(Plan(), 1, {})
+    found, _ = made_trace(Plan(), 1, {})
     found.count.operations[wrong] = 2
-    said: list[str] = []
+    lines: list[str] = []
     job = job_for(DENSE, "fp32", 2, dp_shard=1)
-    assert time_step(job, [found], cluster(1, 1), say=said.append).compute == 0
-    assert said == ["not timed, and counted as nothing: aten.mm.default"]
+    assert time_step(job, [found], cluster(1, 1), log=lines.append).compute == 0
+    assert lines == ["not timed, counted as 0 s: aten.mm.default"]
 
 
 @pytest.mark.thin(2)
@@ -120,43 +125,43 @@ def test_every_operator_of_a_dry_run_can_be_timed(model: dict[str, Any]) -> None
     assert work_of(found, seconds, ClusterSpec(find_device("CPU"), 1, 2)).on_core > 0
 
 
-def test_micro_batches_that_are_not_run_dry_are_counted() -> None:
+def test_operators_of_skipped_micro_batches_are_counted() -> None:
     few, many = (
         trace(job_for(DENSE, "fp32", size, dp_shard=1), 1, [0])[0].count.operations for size in (2, 1)
     )  # four and eight micro-batches
 
-    def products(operations: Counter[Operation]) -> int:
+    def matmuls(operations: Counter[Operation]) -> int:
         return sum(times for operation, times in operations.items() if operation.name == "aten.mm.default")
 
-    assert products(many) == 2 * products(few)
+    assert matmuls(many) == 2 * matmuls(few)
 
 
-# A step
+# Step time
 
 
-def made(
+def made_trace(
     plan: Plan, world: int, seconds: dict[str, float], messages: list[Message] | None = None
 ) -> tuple[Trace, dict[Operation, float | None]]:
-    """A dry run whose phases take so many seconds."""
+    """Dry run whose phases take the given seconds, and the seconds per operation."""
     calls = {phase: Operation(phase, ()) for phase in seconds}
     operations = Counter({call._replace(phase=phase): 2 for phase, call in calls.items()})
-    count = Count({}, {}, {}, ("", [], ""), messages or [], 0, operations)
+    count = StepCounts({}, {}, {}, ("", [], ""), messages or [], 0, operations)
     times: dict[Operation, float | None] = {call: seconds[phase] / 2 for phase, call in calls.items()}
     return Trace(0, world, plan.resolve(world), 0, count, {}, 0, 0.0), times
 
 
 PHASES = {"forward": 1.0, "backward": 2.0, "update": 0.5}
-WIRE = Wire(1e-3, 1 * GB, 0.0)
+LINK = LinkModel(1e-3, 1 * GB, 0.0)
 
 
 def cluster(ranks: int, cores: int, call: float = 0.0) -> ClusterSpec:
-    return ClusterSpec(replace(find_device("CPU"), per_host=ranks, inside=WIRE, cores=cores, call=call), 1, ranks)
+    return ClusterSpec(replace(find_device("CPU"), per_host=ranks, inside=LINK, cores=cores, call=call), 1, ranks)
 
 
-def test_a_step_is_the_sum_of_its_parts() -> None:
+def test_step_is_the_sum_of_phases_and_communication() -> None:
     plan = Plan(parallel=Parallel(tp=2, dp_shard=1))
     sent = [Message("all_gather", "tp", 10**6, torch.float32, "")] * 4
-    found, seconds = made(plan, 2, PHASES, sent)
+    found, seconds = made_trace(plan, 2, PHASES, sent)
     time = measured_step([found], seconds, cluster(2, 2), 1)
     assert time.compute == pytest.approx(3.0)
     assert time.optimizer == pytest.approx(0.5)
@@ -164,31 +169,31 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert time.seconds == pytest.approx(3.508)
 
 
-def test_the_host_is_beside_an_accelerator_and_before_a_core() -> None:
-    found, seconds = made(Plan(), 1, PHASES)
+def test_host_overhead_overlaps_on_accelerators_and_adds_on_cpu() -> None:
+    found, seconds = made_trace(Plan(), 1, PHASES)
     assert measured_step([found], seconds, cluster(1, 1, call=0.3), 1).seconds == pytest.approx(3.5 + 6 * 0.3)
     assert measured_step([found], seconds, cluster(1, 0, call=0.3), 1).seconds == pytest.approx(3.0 + 0.6)
 
 
-def test_ranks_that_share_cores_take_turns() -> None:
-    found, seconds = made(Plan(parallel=Parallel(dp_shard=4)), 4, PHASES)
+def test_ranks_share_the_cores_of_a_host() -> None:
+    found, seconds = made_trace(Plan(parallel=Parallel(dp_shard=4)), 4, PHASES)
     assert measured_step([found], seconds, cluster(4, 2), 1).seconds == pytest.approx(7.0)
     assert measured_step([found], seconds, cluster(4, 4), 1).seconds == pytest.approx(3.5)
 
 
-def test_messages_come_on_top_of_turns() -> None:
-    """They were measured among ranks that take turns."""
+def test_communication_adds_to_the_time_on_shared_cores() -> None:
+    """Links are measured between ranks that share cores."""
     sent = [Message("all_gather", "tp", 10**6, torch.float32, "")] * 4
-    found, seconds = made(Plan(parallel=Parallel(tp=4, dp_shard=1)), 4, PHASES, sent)
+    found, seconds = made_trace(Plan(parallel=Parallel(tp=4, dp_shard=1)), 4, PHASES, sent)
     known = measured_step([found], seconds, cluster(4, 2), 1)
     assert known.tp > 0
     assert known.seconds == pytest.approx(7.0 + known.tp)
 
 
-def test_stages_follow_their_schedule() -> None:
-    """1F1B of m micro-batches on p stages takes (m + p - 1) / m of a rank's own work."""
+def test_pipeline_bubble_follows_the_schedule() -> None:
+    """1F1B with m micro-batches on p stages takes (m + p - 1) / m of a rank's own work."""
     plan = Plan(parallel=Parallel(pp=2, dp_shard=1), pipeline=Pipeline(schedule="1f1b"))
-    found, seconds = made(plan, 2, PHASES)
+    found, seconds = made_trace(plan, 2, PHASES)
     time = measured_step([found, found], seconds, cluster(2, 2), 4)
     assert time.pipeline == pytest.approx(3.0 / 4)
     assert time.seconds == pytest.approx(3.75 + 0.5)
@@ -198,18 +203,18 @@ def test_stages_follow_their_schedule() -> None:
     ("axis", "size", "stride"),
     [("tp", 2, 1), ("cp_ring", 2, 2), ("dp_shard", 2, 4), ("dp_shard_cp_ring", 4, 2), ("world", 16, 1)],
 )
-def test_a_message_goes_over_the_links_of_its_axis(axis: str, size: int, stride: int) -> None:
+def test_message_uses_the_links_of_its_axis(axis: str, size: int, stride: int) -> None:
     plan = Plan(parallel=Parallel(tp=2, cp=2, dp_shard=2, pp=2)).resolve(16)
     hosts = ClusterSpec(find_device("H100"), 4, 4)
     message = Message("all_gather", axis, 10**8, torch.float32, "")
-    whole = 1e8 * size / (size - 1)
-    assert message_seconds(message, plan, 16, hosts) == all_gather(group(hosts, size, stride), whole)
+    full_bytes = 1e8 * size / (size - 1)
+    assert message_seconds(message, plan, 16, hosts) == all_gather(group(hosts, size, stride), full_bytes)
     sent = message._replace(operation="send", axis="pp")
     assert message_seconds(sent, plan, 16, hosts) == point_to_point(group(hosts, 2, 8), 10**8)
 
 
-def test_an_axis_has_its_own_ranks_alone() -> None:
-    """Neither those of the other data axis, nor the ranks of Ulysses in a ring."""
+def test_axis_excludes_the_ranks_of_sibling_axes() -> None:
+    """dp_replicate and dp_shard, and cp_ring and cp_ulysses, are separate groups of two ranks."""
     plan = Plan(parallel=Parallel(dp_replicate=2, dp_shard=2, cp=4, cp_ulysses=2)).resolve(16)
     hosts = ClusterSpec(find_device("H100"), 4, 4)
     for axis, stride in (("dp_replicate", 8), ("dp_shard", 4), ("cp_ring", 2), ("cp_ulysses", 1)):
@@ -220,17 +225,17 @@ def test_an_axis_has_its_own_ranks_alone() -> None:
 # Calibration
 
 
-def test_a_wire_is_found_from_its_times() -> None:
-    wire, sizes = Wire(2e-4, 1e9, 1e6), [2.0**power for power in range(8, 26, 2)]
-    rows = [(size, 3 * wire.latency + (size + np.sqrt(size * wire.ramp)) / wire.bandwidth) for size in sizes]
+def test_link_model_is_recovered_from_its_times() -> None:
+    link, sizes = LinkModel(2e-4, 1e9, 1e6), [2.0**power for power in range(8, 26, 2)]
+    rows = [(size, 3 * link.latency + (size + np.sqrt(size * link.ramp)) / link.bandwidth) for size in sizes]
     found = fit(rows, 4)
-    assert vars(found) == pytest.approx(vars(wire), rel=1e-6)
-    flat = fit([(size, 2e-3 - 1e-5 * place) for place, size in enumerate(sizes[:4])], 2)  # nothing but latency is seen
+    assert vars(found) == pytest.approx(vars(link), rel=1e-6)
+    flat = fit([(size, 2e-3 - 1e-5 * index) for index, size in enumerate(sizes[:4])], 2)  # dominated by latency
     assert flat.latency == pytest.approx(2e-3, rel=0.05)
     assert flat.bandwidth > 1e9
 
 
-def test_a_surface_is_found_from_its_rates() -> None:
+def test_matmul_model_is_recovered_from_its_rates() -> None:
     true = replace(find_device("CPU"), units=1, tile=(32, 64), depth=64, efficiency={"fp32": 0.8, "bf16": 0.8})
     sizes = (32, 128, 512)
     rates = {
@@ -239,24 +244,24 @@ def test_a_surface_is_found_from_its_rates() -> None:
         for n in sizes
         for k in sizes
     }
-    found, missed = fit_products(replace(find_device("CPU"), launch=0.0, cores=2), rates)
+    found, missed = fit_matmuls(replace(find_device("CPU"), launch=0.0, cores=2), rates)
     assert (found.tile, found.depth, found.units) == (true.tile, true.depth, 1)
     assert found.rate("fp32") == pytest.approx(true.rate("fp32"))
     assert missed == pytest.approx(0.0, abs=1e-9)
 
 
-def test_what_was_measured_is_read_again(tmp_path: Any) -> None:
-    device = replace(find_device("CPU"), per_host=2, cores=2, call=3e-5, memory=12.0 * GIB, inside=WIRE)
+def test_cluster_file_round_trip(tmp_path: Any) -> None:
+    device = replace(find_device("CPU"), per_host=2, cores=2, call=3e-5, memory=12.0 * GIB, inside=LINK)
     path = tmp_path / "here.toml"
     path.write_text(file_of(ClusterSpec(device, 1, 2), 1.5, 1.1).to_toml(), encoding="utf-8")
     machine = read_cluster(path)
     assert (machine.scalar, machine.operators_scalar, machine.cluster.per_host) == (1.5, 1.1, 2)
     read = machine.cluster.device
     assert (read.cores, read.call, read.memory, read.tile) == (2, 3e-5, 12.0 * GIB, device.tile)
-    assert read.inside == pytest.approx(WIRE)
+    assert read.inside == pytest.approx(LINK)
 
 
-def test_operators_of_another_kind_of_device_are_refused() -> None:
-    check_here("cpu", "1 CPU")
+def test_operators_of_another_device_type_are_refused() -> None:
+    check_local_device("cpu", "1 CPU")
     with pytest.raises(DeviceError, match="operators cannot be timed for 8 H100"):
-        check_here("cuda", "8 H100")
+        check_local_device("cuda", "8 H100")

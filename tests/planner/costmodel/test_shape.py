@@ -1,4 +1,4 @@
-"""Published formulas and constants come out of the shape of a model."""
+"""Parameters, FLOPs and bytes of a decoder's shape match published formulas and figures."""
 
 import pytest
 
@@ -24,12 +24,12 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> Shape:
     ("name", "seq", "giga"),
     [("deepseekv3", 4096, 260), ("qwen3235b", 4096, 148), ("qwen330b", 4096, 23.0), ("kimik2", 4096, 204)],
 )
-def test_operations_of_a_token_are_those_of_megatron_bridge(name: str, seq: int, giga: float) -> None:
+def test_flops_per_token_match_megatron_bridge(name: str, seq: int, giga: float) -> None:
     assert KNOWN[name].flops(seq) == pytest.approx(giga * 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize(("seq", "giga"), [(4096, 27.2), (8192, 30.8)])
-def test_gpt_oss_as_bridge_counts_it_with_two_matrices_and_no_window(seq: int, giga: float) -> None:
+def test_gpt_oss_flops_match_megatron_bridge_with_its_simplifications(seq: int, giga: float) -> None:
     counted = Shape(36, 2880, 64, 8, 64, 0, 201088, gated=False, experts=128, top_k=4, expert_ffn=2880)
     assert counted.flops(seq) == pytest.approx(giga * 1e9, rel=0.01)
 
@@ -38,22 +38,22 @@ def test_gpt_oss_as_bridge_counts_it_with_two_matrices_and_no_window(seq: int, g
     ("name", "billions"),
     [("deepseekv3", 671), ("deepseekv2", 236), ("qwen3235b", 235.1), ("mixtral8x7b", 46.7), ("nemotron3nano", 31.6)],
 )
-def test_parameters_are_those_of_the_model_card(name: str, billions: float) -> None:
+def test_parameters_match_the_model_card(name: str, billions: float) -> None:
     assert KNOWN[name].parameters == pytest.approx(billions * 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(48, 6144, 64), (96, 12288, 96), (105, 20480, 128)])
-def test_a_gpt_is_its_papers_formulas(layers: int, hidden: int, heads: int) -> None:
+def test_gpt_parameters_and_flops_match_published_formulas(layers: int, hidden: int, heads: int) -> None:
     shape = gpt(layers, hidden, heads)
     assert shape.parameters == pytest.approx(gpt_parameters(shape), rel=1e-3)
     assert shape.flops(2048, causal=False) * 2048 * 4 == pytest.approx(megatron_flops(shape, 4, 2048), rel=1e-3)
     head = 2048 * 2 * shape.vocab * hidden
-    again = shape.flops(2048, causal=False) * 2048 / 3 - head
-    hardware = megatron_flops(shape, 1, 2048) + again
+    recomputed = shape.flops(2048, causal=False) * 2048 / 3 - head
+    hardware = megatron_flops(shape, 1, 2048) + recomputed
     assert hardware == pytest.approx(megatron_hardware_flops(shape, 1, 2048), rel=1e-3)
 
 
-def test_activations_are_those_of_korthikanti() -> None:
+def test_activation_bytes_match_korthikanti() -> None:
     shape, s, b, t = gpt(48, 6144, 64), 2048, 4, 8
     h, a = shape.hidden, shape.heads
     token = s * b * h
@@ -69,17 +69,17 @@ def test_activations_are_those_of_korthikanti() -> None:
         assert found == pytest.approx(token * expected)
 
 
-def test_figure_7_of_korthikanti() -> None:
+def test_activation_shares_match_figure_7_of_korthikanti() -> None:
     shape = gpt(48, 6144, 64)
-    whole = activation_bytes(shape, 2048, 4, 8)
+    full = activation_bytes(shape, 2048, 4, 8)
     parts = [
         activation_bytes(shape, 2048, 4, 8, sp=True),
         activation_bytes(shape, 2048, 4, 8, sp=True, recompute="selective"),
     ]
-    assert [round(100 * part / whole, 1) for part in parts] == [66.8, 16.1]
+    assert [round(100 * part / full, 1) for part in parts] == [66.8, 16.1]
 
 
-def test_flash_attention_keeps_a_number_a_head_and_not_the_scores() -> None:
+def test_flash_attention_saves_no_scores() -> None:
     shape = KNOWN["llama27b"]
     scores = activation_bytes(shape, 4096, 1) - activation_bytes(shape, 4096, 1, flash=True)
     assert scores == 32 * 4096 * (5 * 4096 - 4)
@@ -92,12 +92,12 @@ def test_flash_attention_keeps_a_number_a_head_and_not_the_scores() -> None:
     ("billions", "ranks", "gigabytes"),
     [(7.5, 64, (120, 31.4, 16.6, 1.88)), (128, 4, (2048, 896, 704, 512)), (1000, 1024, (16000, 4011, 2013, 15.6))],
 )
-def test_model_states_are_table_1_of_zero(billions: float, ranks: int, gigabytes: tuple[float, ...]) -> None:
+def test_model_state_bytes_match_table_1_of_zero(billions: float, ranks: int, gigabytes: tuple[float, ...]) -> None:
     for zero, expected in enumerate(gigabytes):
         assert model_state_bytes_of(billions, zero, ranks) == pytest.approx(expected, rel=0.01)
 
 
-def test_a_config_is_read() -> None:
+def test_shape_from_hugging_face_config() -> None:
     config = {
         "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128,
         "intermediate_size": 18432, "vocab_size": 129280, "n_routed_experts": 256, "num_experts_per_tok": 8,
@@ -117,6 +117,6 @@ def test_a_config_is_read() -> None:
         from_config({"hidden_size": 8, "num_attention_heads": 1})
 
 
-def test_names_of_models_are_found_whatever_their_spelling() -> None:
+def test_known_shape_ignores_spelling() -> None:
     assert known_shape("Qwen3_30B_a3B") is known_shape("Qwen3-30B-A3B") is KNOWN["qwen330b"]
     assert known_shape("somebody's 7B") is None

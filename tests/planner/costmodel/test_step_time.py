@@ -1,4 +1,4 @@
-"""What must hold of a simulated step, whatever its constants."""
+"""Properties of the analytical step time and peak memory that hold for any constants."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -17,7 +17,7 @@ from weft.planner.costmodel.layout import TrainingLayout, check, layers_of_ranks
 from weft.planner.costmodel.peak_memory import in_flight, peak_memory, split_in_flight
 from weft.planner.costmodel.roofline import fill, flash_attention, grouped, matmul
 from weft.planner.costmodel.shape import KNOWN, Shape
-from weft.planner.costmodel.step_time import Two, pipeline_time, step_time
+from weft.planner.costmodel.step_time import ForwardBackward, pipeline_time, step_time
 
 LLAMA = KNOWN["llama270b"]
 EXPERTS = KNOWN["qwen330b"]
@@ -31,30 +31,30 @@ def seconds(layout: TrainingLayout, shape: Shape = LLAMA) -> float:
     return step_time(shape, layout, cluster_of(H100, 128), CORE).seconds
 
 
-def test_products_are_between_their_limits() -> None:
+def test_matmul_time_is_between_its_limits() -> None:
     assert 0.5 * H100.rate("bf16") < 2 * 8192**3 / matmul(H100, 8192, 8192, 8192) < H100.rate("bf16")
     assert matmul(H100, 1, 8192, 8192) > 2 * 8192 * 8192 / H100.bandwidth
     assert matmul(H100, 8, 8, 8) == H100.launch
     assert matmul(H100, 4096, 4096, 4096, "fp8") < matmul(H100, 4096, 4096, 4096)
     assert fill(H100, 4096, 4096, 100) < fill(H100, 4096, 4096, 128)
-    assert fill(H100, 4096, 4096, 108) < 0.5 * fill(H100, 4096, 4096, 128), "108 is no multiple of 8"
+    assert fill(H100, 4096, 4096, 108) < 0.5 * fill(H100, 4096, 4096, 128), "108 is not a multiple of 8"
     assert grouped(H100, 4096, 128, 768, 2048) > matmul(H100, 4096, 768, 2048)
     assert flash_attention(H100, 1e12, 128, 8192, portable=True) > flash_attention(H100, 1e12, 128, 8192)
 
 
-def test_more_work_takes_longer_and_more_devices_shorter() -> None:
+def test_step_time_grows_with_work_and_falls_with_devices() -> None:
     assert seconds(replace(BASE, global_batch=256)) > 1.7 * seconds(BASE)
     assert seconds(replace(BASE, recompute="full")) > 1.2 * seconds(BASE)
     assert seconds(replace(BASE, recompute="light")) > seconds(BASE)
     ways = [("light", 1.0), ("full", 0.25), ("attention", 1.0), ("full", 0.5), ("mlp", 1.0), ("full", 1.0)]
     times = [seconds(replace(BASE, recompute=way, recompute_share=share)) for way, share in ways]
     assert times == sorted(times)
-    assert seconds(replace(BASE, number="fp8")) < seconds(BASE)
-    assert seconds(replace(BASE, dp=16, tp=2)) < seconds(BASE), "fewer messages of tp"
+    assert seconds(replace(BASE, dtype="fp8")) < seconds(BASE)
+    assert seconds(replace(BASE, dp=16, tp=2)) < seconds(BASE), "less tp communication"
     assert seconds(replace(BASE, adapters=True)) < seconds(BASE)
 
 
-def test_terms_are_where_they_belong() -> None:
+def test_communication_is_attributed_to_its_axis() -> None:
     one = step_time(LLAMA, replace(BASE, tp=1, sp=False, pp=1, dp=128), cluster_of(H100, 128), CORE)
     assert (one.tp, one.cp, one.ep, one.pipeline) == (0, 0, 0, 0)
     assert one.gradients > 0
@@ -66,11 +66,11 @@ def test_terms_are_where_they_belong() -> None:
     assert step_time(LLAMA, three, cluster_of(H100, 128), STACKS["fsdp"]).zero > 0
 
 
-def test_a_pipeline_of_equal_stages_is_its_closed_form() -> None:
-    """1F1B (p - 1)(F + B), interleaved a v-th of that, ZB-H1 (p - 1)(F + B - 2 W); messages aside."""
+def test_bubble_of_equal_stages_matches_closed_form() -> None:
+    """1F1B (p - 1)(F + B), interleaved 1 / v of that, ZB-H1 (p - 1)(F + B - 2 W); without communication."""
     layout = replace(BASE, tp=1, sp=False, dp=1, pp=8, global_batch=64)
     stack = replace(CORE, p2p_overlap=1.0)
-    ranks = [Two(1.0, 2.0)] * 8
+    ranks = [ForwardBackward(1.0, 2.0)] * 8
 
     def bubble(changed: TrainingLayout) -> float:
         return pipeline_time(LLAMA, changed, cluster_of(H100, 8), stack, ranks, 1.0)
@@ -81,25 +81,25 @@ def test_a_pipeline_of_equal_stages_is_its_closed_form() -> None:
     assert bubble(replace(layout, schedule="zb-2p")) == pytest.approx(0, abs=0.1)
 
 
-def test_layers_of_unequal_stages_are_fewer_at_the_ends() -> None:
+def test_first_and_last_stages_have_fewer_layers() -> None:
     assert layers_of_ranks(replace(LLAMA, layers=78), replace(BASE, pp=8)) == (9, 10, 10, 10, 10, 10, 10, 9)
     assert layers_of_ranks(LLAMA, replace(BASE, pp=8, vpp=5)) == (10,) * 8
     assert sum(layers_of_ranks(replace(LLAMA, layers=126), replace(BASE, pp=16, vpp=8))) == 126
 
 
-def test_a_head_that_counts_takes_layers_from_the_last_stage() -> None:
+def test_balanced_head_takes_layers_from_the_last_stage() -> None:
     small = replace(LLAMA, layers=16, hidden=2048, heads=32, kv_heads=32, head_dim=64, ffn=8192, vocab=131072)
-    assert layers_of_ranks(small, replace(BASE, pp=4, head_counts=True)) == (4, 5, 5, 2)
-    assert layers_of_ranks(small, replace(BASE, pp=1, head_counts=True)) == (16,)
+    assert layers_of_ranks(small, replace(BASE, pp=4, balance_head=True)) == (4, 5, 5, 2)
+    assert layers_of_ranks(small, replace(BASE, pp=1, balance_head=True)) == (16,)
 
 
-def test_experts_that_many_share_cross_hosts_sooner() -> None:
-    """Experts' groups stand etp apart: eight of two ranks each are on two hosts."""
+def test_expert_tp_makes_ep_groups_span_more_hosts() -> None:
+    """The stride of an ep group is etp: eight experts of two ranks each span two hosts."""
     layout = TrainingLayout(4096, 128, tp=2, sp=True, ep=8, dp=8, expert_tp=1)
     near = step_time(EXPERTS, layout, cluster_of(H100, 16), CORE)
     far = step_time(EXPERTS, replace(layout, expert_tp=2), cluster_of(H100, 16), CORE)
     assert far.ep > near.ep
-    assert far.tp > near.tp, "and they gather their rows"
+    assert far.tp > near.tp, "expert tp gathers the rows"
     uneven = step_time(EXPERTS, layout, cluster_of(H100, 16), replace(CORE, imbalance=3.0))
     assert uneven.seconds > near.seconds
     limited = replace(DEEPSEEK, top_groups=0)
@@ -109,7 +109,7 @@ def test_experts_that_many_share_cross_hosts_sooner() -> None:
     assert step_time(DEEPSEEK, spread, cluster, once).ep < step_time(limited, spread, cluster, once).ep
 
 
-def test_parameters_of_all_ranks_are_those_of_the_model() -> None:
+def test_local_parameters_sum_to_the_model() -> None:
     for shape, layout in (
         (LLAMA, BASE),
         (EXPERTS, TrainingLayout(4096, 64, pp=4, ep=8, dp=8)),
@@ -121,7 +121,7 @@ def test_parameters_of_all_ranks_are_those_of_the_model() -> None:
         assert shared + experts == pytest.approx(shape.parameters, rel=1e-3)
 
 
-def test_memory_falls_with_every_way_to_hold_less() -> None:
+def test_each_memory_option_reduces_memory() -> None:
     base = peak_memory(LLAMA, BASE, CORE)
     assert base.total == base.states + base.activations + base.transient + base.reserve + base.framework
     assert base.allocated < base.reserved < base.total
@@ -146,7 +146,7 @@ def test_micro_batches_in_flight() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-h2", 1), ("zb-2p", 1), ("zbv", 2)])
-def test_micro_batches_in_flight_of_split_backwards(schedule: Any, chunks: int) -> None:
+def test_micro_batches_in_flight_of_zero_bubble_schedules(schedule: Any, chunks: int) -> None:
     order = build_schedule(schedule, 4, 16, chunks)
     layout = replace(BASE, pp=4, dp=1, tp=1, global_batch=16, schedule=schedule, vpp=chunks)
     for rank, slots in enumerate(order.slots):
@@ -156,7 +156,7 @@ def test_micro_batches_in_flight_of_split_backwards(schedule: Any, chunks: int) 
 
 
 @pytest.mark.parametrize("change", [{"tp": 3}, {"pp": 64, "vpp": 2}, {"cp": 3}])
-def test_what_cannot_run_is_refused(change: dict[str, int]) -> None:
+def test_invalid_degrees_are_refused(change: dict[str, int]) -> None:
     check(LLAMA, BASE)
     with pytest.raises(PlanError):
         check(LLAMA, replace(BASE, **change))
@@ -164,7 +164,7 @@ def test_what_cannot_run_is_refused(change: dict[str, int]) -> None:
         check(EXPERTS, replace(BASE, ep=3))
 
 
-def test_a_plan_is_a_layout() -> None:
+def test_layout_of_plan() -> None:
     parallel = Parallel(tp=2, pp=2, dp_replicate=2, dp_shard=2, zero=2)
     layout = layout_of(Plan(parallel=parallel, memory=MemorySettings(recompute=("block",))).resolve(16), 4096, 32, 1)
     assert (layout.num_devices, layout.dp, layout.shard, layout.micro_batches) == (16, 4, 2, 8)
@@ -172,7 +172,7 @@ def test_a_plan_is_a_layout() -> None:
     assert layout_of(Plan(memory=MemorySettings(recompute=("norm",))).resolve(1), 16, 1, 1).recompute == "light"
 
 
-def test_stacks_by_name() -> None:
+def test_find_stack() -> None:
     assert find_stack("nanotron") is STACKS["nanotron"]
     with pytest.raises(PlanError) as found:
         find_stack("megatron-cor")

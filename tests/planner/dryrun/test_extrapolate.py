@@ -1,4 +1,4 @@
-"""A dry run in brief comes to what the whole one counts."""
+"""An extrapolated dry run gives the same counts as a full one."""
 
 from typing import Any
 
@@ -41,25 +41,27 @@ def job_of(name: str, changes: dict[str, Any], **plan: Any) -> Job:
         ("llama", {"num_hidden_layers": 4}, 4, {"parallel": {"pp": 4}, "pipeline": {"schedule": "zb-h1"}}),
     ],
 )
-def test_brief_is_whole(name: str, changes: dict[str, Any], ranks: int, plan: dict[str, Any]) -> None:
+def test_extrapolated_dry_run_equals_full_dry_run(
+    name: str, changes: dict[str, Any], ranks: int, plan: dict[str, Any]
+) -> None:
     job = job_of(name, changes, **plan)
     brief = trace_in_brief(job, ranks, "cuda")
-    whole = trace(job, ranks, [found.rank for found in brief], "cuda")
-    for short, long in zip(brief, whole, strict=True):
-        assert not short.count.operations, "it was not in brief"
+    full = trace(job, ranks, [found.rank for found in brief], "cuda")
+    for short, long in zip(brief, full, strict=True):
+        assert not short.count.operations, "the dry run was not extrapolated"
         assert short.parameters == long.parameters
         assert short.count.peak == pytest.approx(long.count.peak, rel=0.01)
         assert short.count.state_bytes == pytest.approx(long.count.state_bytes, rel=0.01)
         assert short.count.flops == long.count.flops
         traffic = {row[:3]: row[3:] for row in short.count.traffic()}
         assert traffic == {row[:3]: row[3:] for row in long.count.traffic()}
-        assert short.moved == long.moved
+        assert short.offload_traffic == long.offload_traffic
 
 
-def test_models_whose_layers_differ_are_run_whole() -> None:
+def test_models_with_unequal_layers_are_not_extrapolated() -> None:
     assert two_depths({**family("llama"), "num_hidden_layers": 8}) is None  # not much deeper
     assert two_depths({**family("llama"), "num_hidden_layers": 81}) == (5, 7)
-    assert two_depths({**family("llama"), "num_hidden_layers": 80}, every=3) == (8, 14)
+    assert two_depths({**family("llama"), "num_hidden_layers": 80}, recompute_interval=3) == (8, 14)
     kinds = (["sliding_attention"] * 3 + ["full_attention"]) * 10
     assert two_depths({**family("gemma3_text"), "num_hidden_layers": 40, "layer_types": kinds}) == (4, 8)
     assert two_depths({**family("qwen3_moe"), "num_hidden_layers": 40, "mlp_only_layers": [30]}) is None

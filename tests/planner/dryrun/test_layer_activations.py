@@ -1,4 +1,4 @@
-"""Formulas on top of a few traced layers come to what a dry run of the whole layout counts."""
+"""The peak-memory formula with activation bytes of a few dry-run layers matches a dry run of the full layout."""
 
 from dataclasses import replace
 from functools import cache
@@ -9,7 +9,7 @@ import pytest
 from tests.lab.families import family
 from weft.job import Job
 from weft.planner.costmodel.layout import layout_of
-from weft.planner.costmodel.peak_memory import Traced, peak_memory
+from weft.planner.costmodel.peak_memory import LayerActivations, peak_memory
 from weft.planner.dryrun.layer_activations import trace_layers
 from weft.planner.dryrun.trace import trace
 from weft.planner.search.propose import shape_of
@@ -38,13 +38,13 @@ def job_of(model: str, **plan: Any) -> Job:
 
 
 @cache
-def traced(model: str) -> Traced:
-    """Twenty dry runs, for all tests of a model: they stay in one worker."""
+def traced(model: str) -> LayerActivations:
+    """Twenty dry runs, cached for all tests of a model, which therefore run in one worker."""
     return trace_layers(job_of(model), "cuda", with_tp=True)
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.sweep)])
-def test_what_is_computed_again_is_not_kept(model: str) -> None:
+def test_recomputed_activations_are_not_saved(model: str) -> None:
     found = traced(model)
     assert found.layer["none"] > found.layer["light"] > found.layer["attention"] > found.layer["full"]
     assert found.layer["none"] > found.layer["mlp"] > found.layer["full"]
@@ -81,7 +81,7 @@ def test_what_is_computed_again_is_not_kept(model: str) -> None:
         ("qwen3_moe", {"parallel": {"zero": 3, "tp": 2, "ep": 2}, "memory": {"optimizer_device": "host"}}),
     ],
 )
-def test_a_formula_is_what_a_dry_run_counts(model: str, plan: dict[str, Any]) -> None:
+def test_peak_memory_formula_matches_dry_run(model: str, plan: dict[str, Any]) -> None:
     job = job_of(model, **plan)
     runs = trace(job, 4, [0, 3], "cuda")
     layout = layout_of(runs[0].plan, 1024, 16, 2)

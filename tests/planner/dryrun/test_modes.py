@@ -1,4 +1,4 @@
-"""What is fake in a dry run, what is real, and what fake collectives leave in real tensors."""
+"""Dispatch modes of a dry run: real control tensors, fake data tensors, collectives on real tensors, fused attention."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from weft.planner.dryrun.modes import LARGEST_STEERING_BYTES, FusedAttention, RealControlTensors, fake_world
+from weft.planner.dryrun.modes import LARGEST_CONTROL_BYTES, FusedAttention, RealControlTensors, fake_world
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.usefixtures("dry")
-def test_whole_numbers_are_real_and_others_are_fake() -> None:
+def test_integer_tensors_are_real_and_float_tensors_fake() -> None:
     positions = torch.arange(6).view(2, 3)
     assert (positions.diff() == 1).all()
     assert positions.sum().item() == 15
@@ -32,23 +32,23 @@ def test_whole_numbers_are_real_and_others_are_fake() -> None:
 
 
 @pytest.mark.usefixtures("dry")
-def test_what_is_large_is_fake() -> None:
-    side = 2 * int(LARGEST_STEERING_BYTES**0.5)
-    places = torch.arange(side)
-    assert not is_fake(places)
-    assert is_fake(places[:, None] >= places)
-    assert is_fake(torch.zeros(LARGEST_STEERING_BYTES + 1, dtype=torch.bool))
+def test_large_tensors_are_fake() -> None:
+    side = 2 * int(LARGEST_CONTROL_BYTES**0.5)
+    positions = torch.arange(side)
+    assert not is_fake(positions)
+    assert is_fake(positions[:, None] >= positions)
+    assert is_fake(torch.zeros(LARGEST_CONTROL_BYTES + 1, dtype=torch.bool))
 
 
 @pytest.mark.usefixtures("dry")
-def test_a_fake_number_that_the_host_reads_is_one() -> None:
+def test_fake_scalar_read_by_the_host_is_one() -> None:
     assert torch.zeros(()).item() == 1.0
     assert float(torch.ones(4).norm()) == 1.0
 
 
 @pytest.mark.usefixtures("dry")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_products_have_shapes_in_every_format(dtype: torch.dtype) -> None:
+def test_grouped_matmul_has_shapes_in_every_dtype(dtype: torch.dtype) -> None:
     x = torch.ones(12, 16, dtype=dtype, requires_grad=True)
     weight = torch.ones(3, 16, 8, dtype=dtype, requires_grad=True)
     out = F.grouped_mm(x, weight, offs=torch.tensor([4, 8, 12], dtype=torch.int32))
@@ -59,7 +59,7 @@ def test_grouped_products_have_shapes_in_every_format(dtype: torch.dtype) -> Non
     assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
 
 
-def test_all_ranks_have_what_this_one_has() -> None:
+def test_collectives_on_real_tensors_assume_equal_ranks() -> None:
     with fake_world(2, 4), FakeTensorMode(allow_non_fake_inputs=True), RealControlTensors():
         count = torch.tensor([3])
         dist.all_reduce(count)
@@ -67,15 +67,15 @@ def test_all_ranks_have_what_this_one_has() -> None:
         gathered = torch.empty(8, dtype=torch.int64)
         dist.all_gather_into_tensor(gathered, torch.tensor([1, 2]))
         assert gathered.tolist() == [1, 2] * 4
-        coming = torch.empty(4, dtype=torch.int64)
-        dist.all_to_all_single(coming, torch.tensor([5, 6, 7, 8]))  # rank 2 gets what each has for rank 2
-        assert coming.tolist() == [7] * 4
+        received = torch.empty(4, dtype=torch.int64)
+        dist.all_to_all_single(received, torch.tensor([5, 6, 7, 8]))  # rank 2 gets element 2 of every rank
+        assert received.tolist() == [7] * 4
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("value_size", [32, 16])
-def test_fused_attention_has_the_shapes_of_attention(masked: bool, value_size: int) -> None:
+def test_fused_attention_has_the_same_shapes(masked: bool, value_size: int) -> None:
     def run() -> list[torch.Size]:
         q = torch.zeros(2, 4, 16, 32, dtype=torch.bfloat16, requires_grad=True)
         k = torch.zeros(2, 2, 16, 32, dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""A dry run equals a real run: every message, in its order, and the fullest moment of memory, on every rank."""
+"""A dry run equals a real run on every rank: all communication in order, FLOPs, state bytes and peak memory."""
 
 import json
 import multiprocessing
@@ -28,7 +28,7 @@ from weft.parallel.fsdp import model_state_bytes
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Memory
 from weft.planner.dryrun.modes import route_evenly
-from weft.planner.dryrun.step_counts import Count, count_step
+from weft.planner.dryrun.step_counts import StepCounts, count_step
 from weft.planner.dryrun.trace import Trace, assumed_batches, trace, trace_rank
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -37,27 +37,27 @@ from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
 
 RANKS = 4
-EXAMPLES = Path(__file__).parents[2] / "examples"
-# Wide enough that weights and activations dwarf what is small.
+EXAMPLES = Path(__file__).parents[3] / "examples"
+# Wide enough that weights and activations dominate small tensors.
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 512, "num_key_value_heads": 4}
 DENSE = {**family("llama"), **SIZES}
 MOE = {**family("qwen3_moe"), **SIZES, "moe_intermediate_size": 64, "num_experts": 8}
 
 
 def job_for(model: dict[str, Any], precision: str, micro_batch: int, **parallel: Any) -> Job:
-    formats = {"param_dtype": precision, "update": "fp32", "reduce_dtype": "fp32"}
+    dtypes = {"param_dtype": precision, "update": "fp32", "reduce_dtype": "fp32"}
     return Job.parse(
         {
             "model": {"config": model},
             "data": {"seq_len": 32},
             "train": {"global_batch_size": 8, "micro_batch_size": micro_batch},
-            "plan": {"parallel": parallel, "precision": formats},
+            "plan": {"parallel": parallel, "precision": dtypes},
         }
     )
 
 
-def real_count(rank: int, world_size: int, job: Job) -> Count:
-    """The same step, counted in the same way, on real ranks."""
+def real_count(rank: int, world_size: int, job: Job) -> StepCounts:
+    """Counts of the same step on a real rank."""
     plan = job.plan.resolve(world_size)
     job = job.model_copy(update={"plan": plan})
     mesh = build_mesh(plan, "cpu", world_size)
@@ -100,20 +100,20 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
 
 @pytest.mark.thin(6)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan[0]['model_type']} {plan[1]} {plan[2]} {plan[3]}")
-def test_dry_run_equals_a_real_run(plan: tuple[dict[str, Any], str, int, dict[str, Any]]) -> None:
+def test_dry_run_equals_real_run(plan: tuple[dict[str, Any], str, int, dict[str, Any]]) -> None:
     model, precision, micro_batch, parallel = plan
     assert_dry_equals_real(job_for(model, precision, micro_batch, **parallel))
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(("compression", "parallel"), [("2:4", {"zero": 0}), ("int8", {"zero": 3})])
-def test_compressed_reductions_are_counted(compression: str, parallel: dict[str, Any]) -> None:
+def test_dry_run_equals_real_run_with_compression(compression: str, parallel: dict[str, Any]) -> None:
     job = job_for(DENSE, "fp32", 2, **parallel)
     comm = Comm(compression=compression)  # type: ignore[arg-type]
     assert_dry_equals_real(job.model_copy(update={"plan": job.plan.model_copy(update={"comm": comm})}), 2)
 
 
-def test_a_dry_run_of_one_bit_adam() -> None:
+def test_dry_run_equals_real_run_with_onebit_adam() -> None:
     tables = job_for(DENSE, "fp32", 2, zero=2).model_dump(exclude_none=True)
     tables["optimizer"] |= {"name": "onebit-adam", "freeze_steps": 20}
     tables["plan"]["comm"] = {"compression": "1-bit"}
@@ -122,14 +122,14 @@ def test_a_dry_run_of_one_bit_adam() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("sp", "ranks"), [(True, 2), (True, 4), (False, 4)])
-def test_products_in_chunks(sp: bool, ranks: int) -> None:
+def test_dry_run_equals_real_run_with_chunked_overlap(sp: bool, ranks: int) -> None:
     job = job_for(DENSE, "fp32", 2, tp=2, sp=sp, zero=1)
     plan = job.plan.model_copy(update={"comm": Comm(overlap_chunks=4)})
     assert_dry_equals_real(job.model_copy(update={"plan": plan}), ranks)
 
 
 @pytest.mark.sweep
-def test_memory_is_what_recompute_leaves() -> None:
+def test_recompute_reduces_peak_memory() -> None:
     job = job_for(MOE, "bf16", 2, tp=2, zero=3)
     peaks = []
     for roles in ((), ("activation", "norm"), ("block",)):
@@ -137,12 +137,12 @@ def test_memory_is_what_recompute_leaves() -> None:
         peaks.append(
             assert_dry_equals_real(job.model_copy(update={"plan": job.plan.model_copy(update={"memory": memory})}))
         )
-    assert peaks[0] > max(peaks[1:])  # two blocks: of each, backward holds one whole
+    assert peaks[0] > max(peaks[1:])  # with two blocks, backward holds all activations of one block at a time
 
 
 @pytest.mark.sweep
-def test_split_weights_hold_no_casts() -> None:
-    """Two bytes a weight less at the peak, which is where all casts for forward are there."""
+def test_split_weights_save_the_casts() -> None:
+    """The peak is lower by two bytes per weight, because all casts for forward are alive at the peak."""
     job = job_for({**DENSE, "tie_word_embeddings": True}, "bf16", 2, zero=0)
     precision = job.plan.precision.model_copy(update={"weights": "split"})
     split = job.model_copy(update={"plan": job.plan.model_copy(update={"precision": precision})})
@@ -151,8 +151,8 @@ def test_split_weights_hold_no_casts() -> None:
     assert saved == 2 * found.parameters
 
 
-def test_what_is_elsewhere_is_not_on_the_device(tmp_path: Path) -> None:
-    """States and activations on a disk; and a part of the activations where else the host's memory is the device's own."""
+def test_offloaded_tensors_are_not_on_the_device(tmp_path: Path) -> None:
+    """With offload to disk, activations on the device are lower; with offload to the host they are not on CPU."""
     job = job_for(DENSE, "bf16", 2, zero=3)
     plain = assert_dry_equals_real(job, 2)
     for tier in ("disk", "host"):
@@ -163,8 +163,8 @@ def test_what_is_elsewhere_is_not_on_the_device(tmp_path: Path) -> None:
 
 
 def assert_dry_equals_real(job: Job, world_size: int = RANKS) -> int:
-    """The largest bytes of activations at the peak of a rank."""
-    close_pools()  # torch finds meshes of earlier runs in its caches, equal but for their groups
+    """Compare dry and real runs of all ranks; returns the largest activation bytes at the peak of a rank."""
+    close_pools()  # torch caches device meshes of earlier runs, which have other process groups
     dry_runs = [found.count for found in trace(job, world_size, range(world_size))]
     for dry, real in zip(dry_runs, run_ranks(world_size, real_count, job), strict=True):
         assert dry.messages == real.messages
@@ -178,7 +178,7 @@ def assert_dry_equals_real(job: Job, world_size: int = RANKS) -> int:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_the_state_is_what_the_formulas_say(zero: int) -> None:
+def test_state_bytes_match_the_formulas(zero: int) -> None:
     job = job_for(DENSE, "bf16", 2, zero=zero)
     model = build_on_meta(read_config(job.model), torch.float32)
     parameters = read_anatomy(model).parameters
@@ -187,7 +187,7 @@ def test_the_state_is_what_the_formulas_say(zero: int) -> None:
     assert state["parameters"] == 4 * found.parameters
     for kind in ("parameters", "optimizer"):
         assert state[kind] == pytest.approx(predicted[kind], rel=0.01)
-    # Of zero 0 they are in buckets that stay, with one more number for each tensor: whether a rank has a gradient of it.
+    # With zero 0, gradients are in persistent buckets, with one more float32 per tensor that flags an existing gradient.
     flags = 4 * len(list(model.parameters()))
     assert state.get("gradients", 0) == (predicted["gradients"] + flags if zero == 0 else 0)
 
@@ -197,31 +197,31 @@ def test_the_state_is_what_the_formulas_say(zero: int) -> None:
 @pytest.mark.parametrize(
     ("name", "world_size", "layers"), [("llama-70b", 64, 4), ("qwen3-235b", 512, 2), ("deepseek-v3", 2048, 5)]
 )
-def test_a_share_of_a_model_larger_than_the_host(name: str, world_size: int, layers: int) -> None:
+def test_dry_run_of_a_model_larger_than_the_host(name: str, world_size: int, layers: int) -> None:
     settings = [f"model.config.num_hidden_layers={layers}", "data.seq_len=1024", "train.global_batch_size=1"]
     job = Job.load(EXAMPLES / f"{name}.toml", settings)
     parameters = read_anatomy(build_on_meta(read_config(job.model), torch.float32)).parameters
     with ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn")
-    ) as alone:  # with no children of other tests
+    ) as alone:  # a process without child processes of other tests
         first, last, most_kib = alone.submit(trace_ends, job, world_size).result()
     assert first.count.messages == last.count.messages
     assert first.count.flops == last.count.flops
     assert last.parameters <= first.parameters
-    assert parameters / world_size <= first.parameters < parameters / world_size * 1.1  # norms are whole on tp ranks
+    assert parameters / world_size <= first.parameters < parameters / world_size * 1.1  # norms are replicated over tp
     assert most_kib < 2**21
 
 
 def trace_ends(job: Job, world_size: int) -> tuple[Trace, Trace, int]:
-    """The first and the last rank, and the memory of the larger dry run."""
+    """Traces of the first and the last rank, and the peak memory of the larger dry-run process in KiB."""
     first, last = trace(job, world_size, [0, world_size - 1], "cuda")
     return first, last, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("recompute", ["attention", "by Transformers", "nothing"])
-def test_attention_of_an_accelerator_keeps_no_scores(recompute: str) -> None:
-    """Heads of two sizes: on CPU torch makes the matrix of scores, on CUDA it does not."""
+def test_cuda_attention_saves_no_scores(recompute: str) -> None:
+    """With different head dimensions of keys and values, torch materializes the scores on CPU but not on CUDA."""
     model = {**family("deepseek_v3"), "v_head_dim": 4, "gradient_checkpointing": recompute == "by Transformers"}
     job = job_for(model, "bf16", 2, zero=3)
     if recompute == "attention":
@@ -231,11 +231,11 @@ def test_attention_of_an_accelerator_keeps_no_scores(recompute: str) -> None:
     (cpu,), (cuda,) = trace(job, 2, [0], "cpu"), trace(job, 2, [0], "cuda")
     assert cuda.count.messages == cpu.count.messages
     assert cuda.count.state_bytes == cpu.count.state_bytes
-    scores = 2 * 4 * 64 * 64 * 2  # bytes a layer: rows, heads, queries, keys
+    scores = 2 * 4 * 64 * 64 * 2  # bytes per layer: rows x heads x queries x keys x 2
     assert cuda.count.peak < cpu.count.peak - 2 * scores
 
 
-def test_what_cannot_be_run_is_refused_at_once() -> None:
+def test_invalid_plans_are_refused_before_the_dry_run() -> None:
     with pytest.raises(PlanError, match="4 ranks cannot be divided"):
         trace(job_for(DENSE, "fp32", 2, tp=3), RANKS, [0])
     with pytest.raises(PlanError, match="8 experts"):
@@ -252,7 +252,7 @@ def refused(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_a_process_that_is_a_rank_already_is_refused() -> None:
+def test_process_in_a_process_group_is_refused() -> None:
     assert "process group already" in run_ranks(1, refused)[0]
 
 

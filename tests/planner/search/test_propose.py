@@ -1,4 +1,4 @@
-"""What `weft plan` says beside the layouts themselves."""
+"""Planning: order of layouts, compression, low-memory layouts, unsupported axes, confirmation by dry runs."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,87 +8,106 @@ import pytest
 from tests.lab.families import family
 from weft.job import Job
 from weft.planner.costmodel.frameworks import STACKS
-from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, Wire, find_device
+from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, LinkModel, find_device
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.step_time import StepTime
-from weft.planner.search.propose import compressed_steps, describe, dry_run, leaner_than, propose, simple_first, unsplit
+from weft.planner.search.propose import (
+    compressed_steps,
+    describe,
+    dry_run,
+    lower_memory_layouts,
+    propose,
+    simplest_first,
+    unsplit,
+)
 from weft.planner.search.search import EQUAL, Choice, Space, reason, search
 
 DENSE = Shape(16, 2048, 16, 16, 128, 8192, 32000)
 
 
 def space(bandwidth: float) -> Space:
-    device = replace(find_device("A100-80"), between=Wire(1e-5, bandwidth, 0.0))
+    device = replace(find_device("A100-80"), between=LinkModel(1e-5, bandwidth, 0.0))
     return Space(DENSE, 4096, 16, ClusterSpec(device, 2, 8), STACKS["weft"])
 
 
-def test_compressed_gradients_pay_on_slow_links_alone() -> None:
+def test_compressed_gradients_pay_off_only_on_slow_links() -> None:
     layout = TrainingLayout(4096, 16, 1, dp=16, zero=1)
     slow, quick = space(0.1 * GB), space(1000 * GB)
     steps, plain = compressed_steps(slow, layout), slow.time(layout).seconds
     assert list(steps) == ["bf16", "fp16", "int8", "2:4"]
     assert steps["int8"] < steps["2:4"] < steps["bf16"] < plain
-    assert min(compressed_steps(quick, layout).values()) > quick.time(layout).seconds  # encoding takes longer
+    assert min(compressed_steps(quick, layout).values()) > quick.time(layout).seconds, (
+        "encoding costs more than it saves"
+    )
 
 
-def test_nothing_is_compressed_without_data_ranks() -> None:
+def test_no_compression_without_data_parallelism() -> None:
     assert compressed_steps(space(GB), TrainingLayout(4096, 16, 1, tp=16, sp=True)) == {}
 
 
-def test_heads_over_ranks_of_a_sequence_are_named() -> None:
-    there = space(50 * GB)
+def test_describe_names_the_ulysses_degree() -> None:
+    search_space = space(50 * GB)
     layout = TrainingLayout(4096, 16, 1, tp=2, sp=True, cp=8, ulysses=4)
-    choice = Choice(layout, there.time(layout), there.memory(layout))
-    assert describe(choice).startswith("tp 2, cp 8, heads over 4 of cp")
+    choice = Choice(layout, search_space.time(layout), search_space.memory(layout))
+    assert describe(choice).startswith("tp 2, cp 8, ulysses 4")
 
 
-def timed(there: Space, layout: TrainingLayout, seconds: float) -> Choice:
-    nothing = dict.fromkeys(vars(there.time(layout)), 0.0)
-    return Choice(layout, StepTime(**nothing | {"compute": seconds}), there.memory(layout))
+def timed(search_space: Space, layout: TrainingLayout, seconds: float) -> Choice:
+    nothing = dict.fromkeys(vars(search_space.time(layout)), 0.0)
+    return Choice(layout, StepTime(**nothing | {"compute": seconds}), search_space.memory(layout))
 
 
-def test_of_equal_layouts_the_simplest_is_chosen_and_of_others_the_fastest() -> None:
-    there = space(50 * GB)
+def test_simplest_equal_layout_is_first_and_others_are_sorted_by_time() -> None:
+    search_space = space(50 * GB)
     piped = TrainingLayout(4096, 16, 1, tp=4, sp=True, pp=4, dp=1, schedule="zb-h1")
     split, plain = TrainingLayout(4096, 16, 1, tp=2, sp=True, dp=8), TrainingLayout(4096, 16, 1, dp=16)
-    fast, middle, near = timed(there, piped, 1.0), timed(there, split, 1.01), timed(there, plain, 1 + EQUAL - 1e-6)
-    assert simple_first([fast, middle, near], []) == ([near, fast, middle], [])
-    far = timed(there, plain, 1 + EQUAL)
-    assert simple_first([fast, middle, far], []) == ([middle, fast, far], [])
-    assert simple_first([fast, far], []) == ([fast, far], [])
-    by_operators = [timed(there, split, seconds).time for seconds in (2.0, 1.0, 1.5)]
-    assert simple_first([fast, middle, near], by_operators) == (
+    fast, middle, near = (
+        timed(search_space, piped, 1.0),
+        timed(search_space, split, 1.01),
+        timed(search_space, plain, 1 + EQUAL - 1e-6),
+    )
+    assert simplest_first([fast, middle, near], []) == ([near, fast, middle], [])
+    far = timed(search_space, plain, 1 + EQUAL)
+    assert simplest_first([fast, middle, far], []) == ([middle, fast, far], [])
+    assert simplest_first([fast, far], []) == ([fast, far], [])
+    by_operators = [timed(search_space, split, seconds).time for seconds in (2.0, 1.0, 1.5)]
+    assert simplest_first([fast, middle, near], by_operators) == (
         [middle, near, fast],
         [by_operators[1], by_operators[2], by_operators[0]],
     )
-    assert simple_first([], []) == ([], [])
+    assert simplest_first([], []) == ([], [])
 
 
-def test_a_small_model_gets_no_technique_that_does_not_pay() -> None:
+def test_small_model_gets_plain_data_parallelism() -> None:
     found = propose(
-        job_of(dict(family("llama"))), ClusterSpec(find_device("CPU"), 1, 2), confirm=False, say=lambda _: None
+        job_of(dict(family("llama"))), ClusterSpec(find_device("CPU"), 1, 2), confirm=False, log=lambda _: None
     )
     assert describe(found.best[0]).startswith("dp 2, zero 0, micro-batch")
     assert found.slower[0] == 0
     assert min(found.slower) > -EQUAL
     others = {axis for choice in found.best for axis in ("tp", "cp", "pp") if getattr(choice.layout, axis) > 1}
-    assert others  # as fast within the uncertainty, and not chosen
+    assert others  # equal within the uncertainty, but not chosen
     seconds = [choice.time.seconds for choice in found.best[1:]]
     assert seconds == sorted(seconds)
     shown = {choice.layout for choice in found.best}
-    for direction in found.directions:  # nothing that is nearer is left out
-        if direction.choice and direction.choice.layout not in shown:
-            assert direction.choice.time.seconds >= seconds[-1]
-    pp = next(direction for direction in found.directions if (direction.setting, direction.value) == ("pp", 2))
+    for alternative in found.alternatives:  # no faster layout is missing from the list
+        if alternative.choice and alternative.choice.layout not in shown:
+            assert alternative.choice.time.seconds >= seconds[-1]
+    pp = next(
+        alternative for alternative in found.alternatives if (alternative.setting, alternative.value) == ("pp", 2)
+    )
     assert reason(pp, found.best[0], found.space.cluster).startswith("pp 2: equal (")
 
 
-def test_leaner_layouts_are_each_leaner_than_the_one_before() -> None:
-    there = space(50 * GB)
-    there = replace(there, cluster=replace(there.cluster, device=replace(there.cluster.device, memory=16 * GIB)))
-    best = search(there, 1).best[0]
-    totals = [choice.memory.total for choice in [best, *leaner_than(there, best)]]
+def test_lower_memory_layouts_have_decreasing_memory() -> None:
+    search_space = space(50 * GB)
+    search_space = replace(
+        search_space,
+        cluster=replace(search_space.cluster, device=replace(search_space.cluster.device, memory=16 * GIB)),
+    )
+    best = search(search_space, 1).best[0]
+    totals = [choice.memory.total for choice in [best, *lower_memory_layouts(search_space, best)]]
     assert len(totals) > 1
     assert totals == sorted(set(totals), reverse=True)
 
@@ -101,19 +120,19 @@ def job_of(config: dict[str, object]) -> Job:
 FALCON = {"model_type": "falcon", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def test_a_model_is_split_only_over_axes_that_it_takes() -> None:
+def test_model_is_parallelized_only_over_supported_axes() -> None:
     assert unsplit(job_of(dict(family("qwen3_moe")))) == {}
     refused = unsplit(job_of(FALCON))
     assert set(refused) == {"tp", "cp", "ep"}
     assert refused["tp"].startswith("tensor parallelism does not know the role of")
-    found = propose(job_of(FALCON), ClusterSpec(find_device("H100"), 1, 8), say=lambda _: None)
+    found = propose(job_of(FALCON), ClusterSpec(find_device("H100"), 1, 8), log=lambda _: None)
     assert all(choice.layout.tp == choice.layout.cp == choice.layout.ep == 1 for choice in found.best)
     assert found.traces
     assert not found.refused
-    assert {direction.setting for direction in found.directions}.isdisjoint({"tp", "cp", "ep"})
+    assert {alternative.setting for alternative in found.alternatives}.isdisjoint({"tp", "cp", "ep"})
 
 
-def test_what_formulas_miss_is_taken_off_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_formulas_miss_reduces_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Choice] = []
 
     def refuse_once(job: Job, space: Space, choice: Choice, limit: float) -> Any:
@@ -124,7 +143,7 @@ def test_what_formulas_miss_is_taken_off_the_budget(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("weft.planner.search.propose.dry_run", refuse_once)
     small = ClusterSpec(replace(find_device("H100"), memory=2 * GIB), 1, 8)
-    found = propose(job_of({**FALCON, "vocab_size": 50000, "hidden_size": 256}), small, say=lambda _: None)
+    found = propose(job_of({**FALCON, "vocab_size": 50000, "hidden_size": 256}), small, log=lambda _: None)
     assert [choice for choice, _ in found.refused] == tried[:1]
     first, second = (choice.memory.total for choice in tried)
     assert second < first < found.space.cluster.device.memory

@@ -1,4 +1,4 @@
-"""A scenario becomes a model to train, with its plan, days and dollars."""
+"""Scenarios: best plan, training time and cost per model."""
 
 import sys
 
@@ -8,7 +8,7 @@ from weft.cli import main
 from weft.errors import PlanError
 from weft.planner.costmodel.hardware import ClusterSpec, find_device
 from weft.planner.costmodel.shape import Shape
-from weft.planner.search.scenarios import SCENARIOS, batch_of, find_scenario, options, recommended
+from weft.planner.search.scenarios import SCENARIOS, batch_of, find_scenario, plan_scenario, recommended
 
 PUBLISHED = {
     "SmolLM2 135M": 0.135e9,
@@ -23,19 +23,18 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_sizes_are_those_published(name: str) -> None:
+def test_model_sizes_match_published_sizes(name: str) -> None:
     shape: Shape = next(scenario.models[name] for scenario in SCENARIOS.values() if name in scenario.models)
     assert shape.parameters == pytest.approx(PUBLISHED[name], rel=0.03)
 
 
-def test_the_largest_that_can_be_trained_in_time() -> None:
+def test_recommended_is_the_largest_model_within_the_days() -> None:
     cluster = ClusterSpec(find_device("H100"), 1, 8)
-    found = options(find_scenario("vision"), cluster, say=lambda text: None)
+    found = plan_scenario(find_scenario("vision"), cluster, log=lambda text: None)
     assert all(
-        option.choice and option.choice.layout.tp * option.choice.layout.pp * option.choice.layout.cp == 1
-        for option in found
+        plan.choice and plan.choice.layout.tp * plan.choice.layout.pp * plan.choice.layout.cp == 1 for plan in found
     )
-    days = [option.days for option in found]
+    days = [plan.days for plan in found]
     assert days == sorted(days)
     best = recommended(found, days[2] * 1.01)
     assert best is found[2]
@@ -43,19 +42,19 @@ def test_the_largest_that_can_be_trained_in_time() -> None:
     assert recommended(found, days[0] / 2) is None
 
 
-def test_rows_of_a_step_divide_among_devices() -> None:
+def test_batch_is_a_multiple_of_the_devices() -> None:
     for devices in (1, 8, 24, 1024, 8192):
         assert batch_of(4096, devices) % devices == 0
     assert batch_of(4096, 8) * 4096 == 2**21
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_advise_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(
         sys, "argv", ["weft", "advise", "vision", "--device", "L40S", "--nnodes", "1", "--days", "0.05"]
     )
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
-    assert "Take ViT-B/14" in capsys.readouterr().out
-    with pytest.raises(PlanError, match="no scenario is called 'speech'"):
+    assert "Recommended: ViT-B/14" in capsys.readouterr().out
+    with pytest.raises(PlanError, match="there is no scenario 'speech'"):
         find_scenario("speech")

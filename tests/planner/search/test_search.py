@@ -1,4 +1,4 @@
-"""The search finds what looking at everything finds."""
+"""The branch-and-bound search gives the same results as brute force."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from weft.planner.costmodel.peak_memory import peak_memory
 from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.step_time import step_time
 from weft.planner.search.search import (
-    LEAN,
+    MEMORY_OPTIONS,
     Choice,
     MemoryOptions,
     Space,
@@ -37,10 +37,10 @@ def space(shape: Shape, gib: float, hosts: int = 2, per_host: int = 2) -> Space:
 
 
 def everything(where: Space) -> list[Choice]:
-    """All layouts that fit, without bounds, caches and orders."""
+    """All layouts that fit, by brute force."""
     found = []
-    for skeleton, lean in product(where.skeletons(), LEAN):
-        some = where.layout(skeleton, lean)
+    for degrees, options in product(where.all_degrees(), MEMORY_OPTIONS):
+        some = where.layout(degrees, options)
         memory = peak_memory(where.shape, some, WEFT)
         if memory.total <= where.budget:
             sizes = [size for size in divisors(some.cp) if where.shape.heads // some.tp % size == 0]
@@ -51,10 +51,12 @@ def everything(where: Space) -> list[Choice]:
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 6), (DENSE, 5), (MOE, 80), (MOE, 4.5)])
-def test_the_best_of_all(shape: Shape, gib: float) -> None:
+def test_search_equals_brute_force(shape: Shape, gib: float) -> None:
     where = space(shape, gib)
     every = everything(where)
-    fastest: dict[tuple[object, ...], float] = {}  # of layouts that differ in nothing but how they hold less
+    fastest: dict[
+        tuple[object, ...], float
+    ] = {}  # fastest layout for each combination of degrees, over its memory options
     for choice in every:
         layout = replace(
             choice.layout, recompute="none", recompute_share=1.0, offload=False, optimizer_on_host=False, ulysses=1
@@ -62,18 +64,18 @@ def test_the_best_of_all(shape: Shape, gib: float) -> None:
         fastest.setdefault((layout,), choice.time.seconds)
     found = search(where, 5)
     assert [choice.time.seconds for choice in found.best] == pytest.approx(list(fastest.values())[:5], rel=1e-12)
-    assert found.size == sum(1 for _ in where.skeletons()) * len(LEAN)
-    for direction in sensitivity(where, found.best[0]):
-        same = [c.time.seconds for c in every if (direction.setting, direction.value) in settings(c.layout)]
-        assert (direction.choice is None) == (not same)
-        if direction.choice:
-            assert direction.choice.time.seconds == pytest.approx(same[0], rel=1e-12)
-        assert reason(direction, found.best[0], where.cluster)
+    assert found.size == sum(1 for _ in where.all_degrees()) * len(MEMORY_OPTIONS)
+    for alternative in sensitivity(where, found.best[0]):
+        same = [c.time.seconds for c in every if (alternative.setting, alternative.value) in settings(c.layout)]
+        assert (alternative.choice is None) == (not same)
+        if alternative.choice:
+            assert alternative.choice.time.seconds == pytest.approx(same[0], rel=1e-12)
+        assert reason(alternative, found.best[0], where.cluster)
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 5), (MOE, 4.5)])
-def test_the_simplest_of_all_that_are_fast_enough(shape: Shape, gib: float) -> None:
+def test_simplest_equals_brute_force(shape: Shape, gib: float) -> None:
     where = space(shape, gib)
     every = everything(where)
     for slower in (1.001, 1.03, 1.3):
@@ -84,8 +86,8 @@ def test_the_simplest_of_all_that_are_fast_enough(shape: Shape, gib: float) -> N
     assert simplest(where, every[0].time.seconds) is None
 
 
-def test_every_budget() -> None:
-    """What fits is found, up to the last byte: also where layers are so few that holding less holds more."""
+def test_search_equals_brute_force_at_every_memory_budget() -> None:
+    """The search is exact at every budget, even with so few layers that a memory option can increase the peak."""
     shallow = Shape(4, 1024, 16, 4, 64, 4096, 8000)
     roomy = space(shallow, 1000)
     every = everything(roomy)
@@ -103,7 +105,7 @@ def settings(layout: TrainingLayout) -> set[tuple[str, object]]:
     return {*((name, getattr(layout, name)) for name in names), ("schedule", (layout.schedule, layout.vpp))}
 
 
-def test_less_memory_is_slower_and_too_little_fits_nothing() -> None:
+def test_less_memory_is_slower_until_nothing_fits() -> None:
     seconds = [search(space(DENSE, gib), 1).best[0].time.seconds for gib in (80, 6, 4)]
     assert seconds == sorted(seconds)
     nothing = search(space(DENSE, 1), 1)
@@ -122,16 +124,15 @@ def test_fewest_devices() -> None:
     assert fewest_devices(space(DENSE, 0.5)) is None
 
 
-def test_ways_to_hold_less_dominate() -> None:
+def test_dominance_of_memory_options() -> None:
     assert MemoryOptions("none", 1, False, False).dominates(MemoryOptions("full", 4, True, True))
-    assert not MemoryOptions("none", 1, True, False).dominates(
-        MemoryOptions("full", 1, True, False)
-    )  # which has less to send
+    # Recomputation leaves less to offload.
+    assert not MemoryOptions("none", 1, True, False).dominates(MemoryOptions("full", 1, True, False))
     assert not MemoryOptions("light", 1, False, False).dominates(MemoryOptions("none", 1, True, True))
     assert MemoryOptions("full", 4, False, False).dominates(MemoryOptions("full", 2, False, False))
     assert not MemoryOptions("attention", 1, False, False).dominates(MemoryOptions("full", 2, False, False))
     assert not MemoryOptions("mlp", 1, False, False).dominates(MemoryOptions("attention", 1, False, False))
-    assert all(lean.dominates(lean) for lean in LEAN)
+    assert all(options.dominates(options) for options in MEMORY_OPTIONS)
 
 
 def test_divisors() -> None:

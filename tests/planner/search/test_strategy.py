@@ -1,4 +1,4 @@
-"""A layout becomes the plan that runs it, and its cost follows from its seconds."""
+"""Conversion between layouts and plans, cost and goodput, and simulated pipelines."""
 
 import json
 import math
@@ -14,24 +14,24 @@ from weft.planner.costmodel.hardware import ClusterSpec, find_device
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.timeline import refined, timeline_of, write_trace
-from weft.planner.search.search import LEAN, Space, search
+from weft.planner.search.search import MEMORY_OPTIONS, Space, search
 from weft.planner.search.strategy import cost_of, goodput, plan_of, stack_for
 
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
 SPACE = Space(MOE, 2048, 16, ClusterSpec(find_device("A100-80"), 2, 2), STACKS["weft"])
 LAYOUTS = [
-    SPACE.layout(skeleton, lean)
-    for number, skeleton in enumerate(SPACE.skeletons())
-    if number % 7 == 0
-    for lean in LEAN
+    SPACE.layout(degrees, options)
+    for index, degrees in enumerate(SPACE.all_degrees())
+    if index % 7 == 0
+    for options in MEMORY_OPTIONS
 ]
 
 
-def test_a_layout_is_that_of_its_plan() -> None:
+def test_layout_to_plan_round_trip() -> None:
     for layout in LAYOUTS:
         plan = plan_of(layout, Plan()).resolve(layout.num_devices)
         same = layout_of(plan, layout.seq, layout.global_batch, layout.micro_batch)
-        assert replace(same, shard=layout.shard, number=layout.number) == layout  # all data ranks may be named as 0
+        assert replace(same, shard=layout.shard, dtype=layout.dtype) == layout  # shard 0 means all data ranks
         assert plan.parallel.dp_replicate * plan.parallel.dp_shard == layout.dp
         assert (plan.memory.optimizer_device == "host", bool(plan.memory.offload)) == (
             layout.optimizer_on_host,
@@ -39,10 +39,10 @@ def test_a_layout_is_that_of_its_plan() -> None:
         )
 
 
-def test_formats_decide_the_bytes_of_a_parameter() -> None:
-    def sizes(**formats: str) -> tuple[float, float, float]:
-        stack = stack_for(Precision.model_validate(formats))
-        return stack.weights, stack.gradients, stack.optimizer
+def test_dtypes_determine_bytes_per_parameter() -> None:
+    def sizes(**dtypes: str) -> tuple[float, float, float]:
+        stack = stack_for(Precision.model_validate(dtypes))
+        return stack.weight_bytes, stack.gradient_bytes, stack.optimizer_bytes
 
     assert sizes() == (2, 4, 12)
     assert sizes(weights="split") == (2, 4, 10)
@@ -51,7 +51,7 @@ def test_formats_decide_the_bytes_of_a_parameter() -> None:
     assert sizes(optimizer_state_dtype="int8")[2] == pytest.approx(4 + 2 * (1 + 4 / 256))
 
 
-def test_cost_follows_from_seconds() -> None:
+def test_cost_from_step_time() -> None:
     layout = next(layout for layout in LAYOUTS if layout.num_devices == 4)
     cluster = ClusterSpec(replace(find_device("A100-80"), dollars_per_hour=2.0, watts=500), 2, 2)
     one = cost_of(MOE, layout, 1.0, cluster, 0.0)
@@ -67,7 +67,7 @@ def test_cost_follows_from_seconds() -> None:
     assert failing.dollars_per_trillion_tokens > one.dollars_per_trillion_tokens
 
 
-def test_the_best_interval_is_the_best() -> None:
+def test_checkpoint_interval_is_optimal() -> None:
     mean = 7200.0
     share, between = goodput(mean, blocked=5.0)
     assert between == pytest.approx(math.sqrt(2 * 5 * mean))
@@ -79,12 +79,12 @@ def test_the_best_interval_is_the_best() -> None:
     assert goodput(mean / 10)[0] < share < 1
 
 
-def test_a_bubble_event_by_event_is_near_its_formula() -> None:
-    """Of 1F1B and interleaved schedules with equal stages they are the same but for messages and the head."""
+def test_simulated_bubble_is_near_its_formula() -> None:
+    """With equal stages, formula and simulation differ only in communication and the head."""
     wide = replace(SPACE, shape=replace(MOE, layers=32, vocab=1000))
     seen = set()
-    for skeleton in wide.skeletons():
-        layout = wide.layout(skeleton, LEAN[0])
+    for degrees in wide.all_degrees():
+        layout = wide.layout(degrees, MEMORY_OPTIONS[0])
         if layout.pp == 1 or layout.micro_batches < 2 * layout.pp or layout.micro_batch > 2:
             continue
         time = wide.time(layout)
@@ -94,7 +94,7 @@ def test_a_bubble_event_by_event_is_near_its_formula() -> None:
     assert seen == {"1f1b", "zb-h1", "zbv", "interleaved"}
 
 
-def test_a_step_as_a_trace(tmp_path: Path) -> None:
+def test_write_trace(tmp_path: Path) -> None:
     best = search(replace(SPACE, cluster=ClusterSpec(find_device("A100-80"), 1, 4)), 1).best[0]
     layout = replace(best.layout, pp=2, dp=2, tp=1, cp=1, sp=False, ep=1, micro_batch=1, schedule="1f1b", vpp=1)
     timeline = timeline_of(SPACE, layout)

@@ -1,1 +1,1 @@
-"""Gradients in fewer bytes: codecs, error feedback, and the reductions that use them."""
+"""Gradient compression: codecs, error feedback, and compressed reductions."""

@@ -1,4 +1,4 @@
-"""What every codec has in common: rows of numbers become messages of a size that follows from their length alone."""
+"""Codec interface: rows of elements are encoded into messages whose size depends on the row length alone."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,53 +9,53 @@ from torch.nn.functional import pad
 
 
 class Codec(NamedTuple):
-    """Encodes and decodes several rows of numbers at once, each for itself.
+    """Encoder and decoder of rows of elements; the rows are independent.
 
-    A number that is not finite is never hidden: of what is decoded from its block, something is not finite either.
+    Non-finite elements stay visible: if a block has one, at least one element decoded from the block is non-finite.
     """
 
     name: str
     bytes: Callable[[int], int]
-    """Of the message of so many numbers."""
+    """Row length -> message size in bytes."""
     encode: Callable[[Tensor], Tensor]
     """[rows, length] float32 -> [rows, bytes(length)] uint8."""
     decode: Callable[[Tensor, int], Tensor]
     """[rows, bytes(length)] uint8 and length -> [rows, length] float32."""
 
     @property
-    def bytes_per_number(self) -> float:
-        """Of a long row."""
+    def bytes_per_element(self) -> float:
+        """Bytes per element of a long row."""
         return self.bytes(2**20) / 2**20
 
 
-def encode(codec: Codec, numbers: Tensor) -> Tensor:
-    """The messages of some rows of numbers, a piece of each at a time.
+def encode(codec: Codec, elements: Tensor) -> Tensor:
+    """Encode rows into messages, piece by piece.
 
     Args:
-        codec: how.
-        numbers: [rows, length] float32, of any length from 1.
+        codec: codec of the messages.
+        elements: [rows, length] float32; length at least 1.
 
     Returns:
-        [rows, codec.bytes(length)] uint8, contiguous: what `decode` reads on a device of the same type.
+        [rows, codec.bytes(length)] uint8, contiguous; input of `decode` on a device of the same type.
     """
-    rows, length = numbers.shape
-    piece = _piece(numbers.device)
+    rows, length = elements.shape
+    piece = _piece(elements.device)
     if length <= piece:
-        return codec.encode(numbers)
-    messages = numbers.new_empty(rows, codec.bytes(length), dtype=torch.uint8)
+        return codec.encode(elements)
+    messages = elements.new_empty(rows, codec.bytes(length), dtype=torch.uint8)
     parts = messages.split(_piece_bytes(codec, length, piece), 1)
-    for part, message in zip(numbers.split(piece, 1), parts, strict=True):
+    for part, message in zip(elements.split(piece, 1), parts, strict=True):
         message.copy_(codec.encode(part))
     return messages
 
 
 def decode(codec: Codec, messages: Tensor, length: int) -> Tensor:
-    """The numbers of some messages.
+    """Decode messages into rows.
 
     Args:
-        codec: that encoded them.
+        codec: codec of the messages.
         messages: [rows, codec.bytes(length)] uint8.
-        length: of each row.
+        length: number of elements of each row.
 
     Returns:
         [rows, length] float32.
@@ -63,39 +63,39 @@ def decode(codec: Codec, messages: Tensor, length: int) -> Tensor:
     piece = _piece(messages.device)
     if length <= piece:
         return codec.decode(messages, length)
-    numbers = messages.new_empty(len(messages), length, dtype=torch.float32)
+    elements = messages.new_empty(len(messages), length, dtype=torch.float32)
     parts = messages.split(_piece_bytes(codec, length, piece), 1)
-    for part, message in zip(numbers.split(piece, 1), parts, strict=True):
+    for part, message in zip(elements.split(piece, 1), parts, strict=True):
         part.copy_(codec.decode(message, part.shape[1]))
-    return numbers
+    return elements
 
 
 def _piece(device: torch.device) -> int:
-    """Numbers that are encoded at once: a multiple of all blocks that stays in a CPU's cache, or keeps an accelerator busy."""
+    """Elements encoded at once: a multiple of all block sizes that fits the cache of a CPU or saturates an accelerator."""
     return 2**18 if device.type == "cpu" else 2**24
 
 
 def _piece_bytes(codec: Codec, length: int, piece: int) -> list[int]:
-    whole, rest = divmod(length, piece)
-    return [codec.bytes(piece)] * whole + ([codec.bytes(rest)] if rest else [])
+    count, rest = divmod(length, piece)
+    return [codec.bytes(piece)] * count + ([codec.bytes(rest)] if rest else [])
 
 
-# For the codecs
+# Helpers of the codecs
 
 
-def in_blocks(numbers: Tensor, size: int) -> Tensor:
-    """Rows in blocks, with zeros behind the last number: [rows, length] -> [rows, blocks, size]."""
-    rows, length = numbers.shape
-    return pad(numbers, (0, -length % size)).view(rows, -1, size) if length % size else numbers.view(rows, -1, size)
+def in_blocks(elements: Tensor, size: int) -> Tensor:
+    """Split rows into blocks, padded with zeros: [rows, length] -> [rows, blocks, size]."""
+    rows, length = elements.shape
+    return pad(elements, (0, -length % size)).view(rows, -1, size) if length % size else elements.view(rows, -1, size)
 
 
 def as_bytes(values: Tensor) -> Tensor:
-    """The bytes of some rows: [rows, count] of any format -> [rows, count * itemsize] uint8."""
+    """Bytes of rows: [rows, count] of any dtype -> [rows, count * itemsize] uint8."""
     return values.contiguous().view(torch.uint8)
 
 
 def from_bytes(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values whose bytes are a part of some messages: [rows, bytes] uint8 -> [rows, bytes / itemsize]."""
+    """Values from a slice of messages: [rows, bytes] uint8 -> [rows, bytes / itemsize] of the dtype."""
     flat = part.reshape(-1)
     aligned = flat.storage_offset() % dtype.itemsize == 0
     return (flat if aligned else flat.clone()).view(dtype).view(len(part), -1)

@@ -1,4 +1,4 @@
-"""The codecs by their names in a plan."""
+"""Registry of codecs by their names in a plan."""
 
 from weft.comm.compression.codec import Codec
 from weft.comm.compression.feedback import Feedback
@@ -12,11 +12,11 @@ CODECS: dict[str, Codec] = {codec.name: codec for codec in (BFLOAT16, FLOAT16, I
 
 
 def build_feedback(comm: Comm) -> Feedback | None:
-    """The state of the compressed reductions of a plan, empty; None where none is compressed."""
+    """Create the empty state of the compressed reductions of a plan; None if the plan has no compression."""
     if comm.compression == "none":
         return None
     takes_momentum = comm.compression == "1-bit"
     codec = CODECS[comm.compression]
-    # A sum of sparse messages is not sparse: 2:4 would leave half of it out once more, and int8 takes no more bytes.
+    # A sum of sparse messages is not sparse: 2:4 would drop half of it again, and int8 is no larger.
     owner_codec = INT8 if codec is STRUCTURED else codec
     return Feedback(codec, owner_codec, keeps_errors=comm.error_feedback, takes_momentum=takes_momentum)

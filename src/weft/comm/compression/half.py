@@ -1,7 +1,7 @@
-"""16 bits a number: bfloat16, or float16 in blocks with a power of two each, so that nothing overflows.
+"""Codecs with 16 bits per element: bfloat16, and float16 with a power-of-two scale per block, which prevents overflow.
 
-Float16 keeps 11 bits of what is above 2^-29 of the largest of its block, and nothing below 2^-40 of it; bfloat16 keeps 8 bits
-of everything.
+Float16 keeps 11 bits of elements above 2^-29 of the block maximum, and rounds elements below 2^-40 of it to zero. Bfloat16
+keeps 8 bits of every element.
 """
 
 import torch
@@ -10,34 +10,34 @@ from torch import Tensor
 from weft.comm.compression.codec import Codec, as_bytes, from_bytes, in_blocks
 
 BLOCK = 4096
-HIGHEST = 15  # the largest number of a block is scaled to below 2^15: float16 ends just below 2^16
+HIGHEST = 15  # the block maximum is scaled to below 2^15; the largest float16 is just below 2^16
 
 
-def float16_reference(numbers: Tensor) -> Tensor:
-    """What numbers, float32 of one dim, are after their way through float16."""
-    found = []
-    for block in numbers.split(BLOCK):
+def float16_reference(elements: Tensor) -> Tensor:
+    """Reference of a float16 round trip of a one-dimensional float32 tensor."""
+    decoded = []
+    for block in elements.split(BLOCK):
         largest = block.abs().max()
         scale = 2.0 ** min(HIGHEST - int(torch.frexp(largest).exponent), 126) if largest.isfinite() else 1.0
-        found.append((block * scale).half().float() / scale)
-    return torch.cat(found)
+        decoded.append((block * scale).half().float() / scale)
+    return torch.cat(decoded)
 
 
-def _encode_bfloat16(numbers: Tensor) -> Tensor:
-    return as_bytes(numbers.bfloat16())
+def _encode_bfloat16(elements: Tensor) -> Tensor:
+    return as_bytes(elements.bfloat16())
 
 
 def _decode_bfloat16(messages: Tensor, length: int) -> Tensor:
     return from_bytes(messages, torch.bfloat16).float()
 
 
-def _encode_float16(numbers: Tensor) -> Tensor:
-    blocks = in_blocks(numbers, BLOCK)
+def _encode_float16(elements: Tensor) -> Tensor:
+    blocks = in_blocks(elements, BLOCK)
     largest = blocks.abs().amax(2)
     shift = (HIGHEST - torch.frexp(largest).exponent).clamp(max=126)
-    shift = torch.where(largest.isfinite(), shift, 0)  # what is not finite is so in float16
+    shift = torch.where(largest.isfinite(), shift, 0)  # non-finite elements stay non-finite in float16
     halves = (blocks * _power(shift)[..., None]).half()
-    return torch.cat([as_bytes(shift), as_bytes(halves.flatten(1)[:, : numbers.shape[1]])], 1)
+    return torch.cat([as_bytes(shift), as_bytes(halves.flatten(1)[:, : elements.shape[1]])], 1)
 
 
 def _decode_float16(messages: Tensor, length: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""8 bits a number: blocks with a scale each, rounded to the nearest, ties to even (Dettmers et al., 8-bit Optimizers via
-Block-wise Quantization, 2022). The largest of a block becomes 127 or -127.
+"""Codec with 8 bits per element: block-wise quantization with a scale per block (Dettmers et al., 8-bit Optimizers via
+Block-wise Quantization, 2022). Rounds to nearest, ties to even; the block maximum maps to 127 or -127.
 """
 
 import torch
@@ -11,20 +11,20 @@ BLOCK = 256
 LARGEST = 127
 
 
-def int8_reference(numbers: Tensor) -> Tensor:
-    """What numbers, float32 of one dim, are after their way."""
-    found = []
-    for block in numbers.split(BLOCK):
+def int8_reference(elements: Tensor) -> Tensor:
+    """Reference of an int8 round trip of a one-dimensional float32 tensor."""
+    decoded = []
+    for block in elements.split(BLOCK):
         scale = block.abs().max() / LARGEST
-        found.append(block if scale == 0 else (block / scale).round() * scale)
-    return torch.cat(found)
+        decoded.append(block if scale == 0 else (block / scale).round() * scale)
+    return torch.cat(decoded)
 
 
-def _encode(numbers: Tensor) -> Tensor:
-    blocks = in_blocks(numbers, BLOCK)
-    scale = blocks.abs().amax(2) / LARGEST  # not finite where a number is not
+def _encode(elements: Tensor) -> Tensor:
+    blocks = in_blocks(elements, BLOCK)
+    scale = blocks.abs().amax(2) / LARGEST  # non-finite if an element is non-finite
     steps = (blocks / torch.where(scale == 0, 1.0, scale)[..., None]).round_().clamp_(-LARGEST, LARGEST)
-    codes = steps.nan_to_num_(0.0).to(torch.int8).flatten(1)[:, : numbers.shape[1]]
+    codes = steps.nan_to_num_(0.0).to(torch.int8).flatten(1)[:, : elements.shape[1]]
     return torch.cat([as_bytes(scale), as_bytes(codes)], 1)
 
 
@@ -32,7 +32,7 @@ def _decode(messages: Tensor, length: int) -> Tensor:
     blocks = -(-length // BLOCK)
     scale = from_bytes(messages[:, : 4 * blocks], torch.float32)
     steps = in_blocks(from_bytes(messages[:, 4 * blocks :], torch.int8).float(), BLOCK)
-    # Of a scale that is not finite all numbers are NaN: zero times infinity too.
+    # A non-finite scale decodes to NaN for all elements of its block, also for zeros.
     return (steps * torch.where(scale.isfinite(), scale, torch.nan)[..., None]).flatten(1)[:, :length]
 
 

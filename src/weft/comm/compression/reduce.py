@@ -1,17 +1,17 @@
-"""Means over ranks whose messages are compressed.
+"""Compressed mean reductions over ranks.
 
-    reduce-scatter   each rank encodes the parts of the others and sends them their own (all-to-all); the owner of a part
-                     decodes them and adds them up, in the order of ranks
-    all-reduce       the owner then encodes its part of the sum, and sends it to all (all-gather); every rank decodes the
-                     same messages, so that all end with the same bits
+    reduce-scatter   each rank encodes every part and sends it to the owner of the part (all-to-all); the owner decodes the
+                     messages and adds them up in rank order
+    all-reduce       the owner then encodes its part of the sum and sends it to all ranks (all-gather); all ranks decode the
+                     same messages, so that their results are equal, bit for bit
 
-What an owner has itself of its part is not sent, and nothing of it is left out: in the tensor of a worker's errors, that place
-holds what is left out of the sum when the owner encodes it (Tang et al., 1-bit Adam, 2021, keep two tensors).
+An owner's own contribution to its part is not sent and has no compression error. Its slot in the worker's error tensor holds
+the error of the sum that the owner encodes (Tang et al., 1-bit Adam, 2021, keep two tensors).
 
-With two levels, ranks of one host first add up in full what they have, so that each has a part of it, and only the hosts'
-sums are compressed:
+In a hierarchical group, the ranks of a host first reduce-scatter without compression, and only the sums of the hosts are
+compressed:
 
-    inner  reduce-scatter -> outer  compressed -> inner  all-gather (of an all-reduce)
+    inner  reduce-scatter -> outer  compressed -> inner  all-gather (in an all-reduce)
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from weft.errors import CommunicationError
 
 
 class Levels(NamedTuple):
-    """The ranks of a group: rank r is the (r % inner.size())-th of a host, and on the (r // inner.size())-th host."""
+    """Subgroups of a reduction: rank r has local rank r % inner.size() on host r // inner.size()."""
 
     inner: dist.ProcessGroup | None
-    """Ranks of this host, whose messages are not compressed; None where each is alone."""
+    """Group with uncompressed messages, the ranks of this host; None if there is none."""
     outer: dist.ProcessGroup | None
-    """Ranks whose messages are; None where there is nothing to compress."""
+    """Group with compressed messages; None if there is none."""
 
     @property
     def inner_size(self) -> int:
@@ -45,11 +45,11 @@ class Levels(NamedTuple):
 
 
 def levels_of(group: dist.ProcessGroup, compress_scope: str) -> Levels:
-    """How a group is reduced.
+    """Split a group into an uncompressed inner and a compressed outer group.
 
     Args:
-        group: ranks with gradients to be averaged; one of two levels has `inner` and `outer`, groups or None.
-        compress_scope: "all" messages are compressed, or only the "slow" ones, between hosts.
+        group: data-parallel ranks; a hierarchical group has the attributes `inner` and `outer`, groups or None.
+        compress_scope: value of `plan.comm.compress_scope`: "all" messages, or those between hosts ("inter_node").
     """
     if compress_scope == "inter_node":
         return Levels(getattr(group, "inner", None), getattr(group, "outer", None))
@@ -57,13 +57,13 @@ def levels_of(group: dist.ProcessGroup, compress_scope: str) -> Levels:
 
 
 class PlainAllReduce:
-    """The same as `AllReduce`, of what is not compressed.
+    """Asynchronous uncompressed mean over ranks with the interface of `AllReduce`.
 
     Args:
-        name: of this reduction.
-        flat: of any float format, contiguous.
-        group: its ranks.
-        feedback: of what makes momenta of gradients here; None where nothing does.
+        name: name of this reduction.
+        flat: gradient of any float dtype, contiguous.
+        group: group of the ranks.
+        feedback: state that turns the gradient into a momentum; None to keep the gradient.
     """
 
     def __init__(self, name: str, flat: Tensor, group: dist.ProcessGroup, feedback: Feedback | None = None):
@@ -71,36 +71,36 @@ class PlainAllReduce:
         self.work = dist.all_reduce(flat, dist.ReduceOp.AVG, group, async_op=True) if group.size() > 1 else None
 
     def advance(self) -> None:
-        """There is one message only."""
+        """No effect; an uncompressed reduction has a single step."""
 
     def wait(self) -> None:
-        """End it: the mean is in `flat`."""
+        """Wait until the mean is in `flat`."""
         if self.work is not None:
             self.work.wait()
         if self.feedback is not None:
             self.feedback.add_up(self.name, self.flat)
 
 
-class Sending(NamedTuple):
-    """Messages on their way, which must stay until they have left."""
+class PendingMessages(NamedTuple):
+    """Messages in flight. The tuple keeps their memory alive."""
 
     work: Any
     messages: Tensor
 
     def wait(self) -> None:
-        """Until all have come and gone."""
+        """Wait until all messages are sent and received."""
         self.work.wait()
 
 
 class AllReduce:
-    """A mean over ranks under way, in place; it begins when it is made. All ranks make the same ones, in the same order.
+    """Asynchronous compressed mean over ranks, in place; the constructor starts it. All ranks use the same order.
 
     Args:
-        name: of this reduction, under which its state is kept.
-        flat: [length], of any float format, contiguous; it is not read after the beginning.
-        levels: its ranks; there is something to compress.
-        feedback: the state of all reductions of this rank.
-        momentum: whether momenta are made of gradients here.
+        name: name of this reduction and its state.
+        flat: [length], of any float dtype, contiguous; read by the constructor alone.
+        levels: groups of the reduction; `outer` is not None.
+        feedback: state of all reductions of this rank.
+        momentum: True to turn gradients into momenta.
     """
 
     def __init__(self, name: str, flat: Tensor, levels: Levels, feedback: Feedback, *, momentum: bool = False):
@@ -117,25 +117,25 @@ class AllReduce:
             host, gradient = gradient, gradient.new_empty(len(gradient) // levels.inner.size())
             reduce_scatter_single(gradient, host, dist.ReduceOp.AVG, group=levels.inner)
         gradient = gradient.view(levels.outer_size, self.length)
-        self.left = feedback.add_to(name, gradient, momentum=momentum)
-        self.received, self.work = _send_parts(self.left, [self.length], feedback, self.group)
+        self.errors = feedback.add_to(name, gradient, momentum=momentum)
+        self.received, self.work = _send_parts(self.errors, [self.length], feedback, self.group)
         self.gathered: Tensor | None = None
 
     def advance(self) -> None:
-        """Wait for the messages of the other ranks, and begin to send their sum. `wait` does it, if nobody has."""
+        """Wait for the messages of the other ranks and start to send their sum; called by `wait` if not called before."""
         if self.gathered is not None:
             return
-        total = _add_up_parts(self.left, [self.length], self.received, self.work, self.feedback, self.group)
+        total = _sum_parts(self.errors, [self.length], self.received, self.work, self.feedback, self.group)
         codec = self.feedback.owner_codec
         message = encode(codec, total[None])
         if self.feedback.keeps_errors:
-            torch.sub(total, decode(codec, message, self.length)[0], out=self.left[self.own])
+            torch.sub(total, decode(codec, message, self.length)[0], out=self.errors[self.own])
         self.gathered = message.new_empty(self.levels.outer_size, message.shape[1])
         work = all_gather_single(self.gathered, message, group=self.group, async_op=True)
-        self.work = Sending(work, message)
+        self.work = PendingMessages(work, message)
 
     def wait(self) -> None:
-        """End it: the mean is in `flat`, with the same bits on all ranks."""
+        """Wait until the mean is in `flat`, with the same bits on all ranks."""
         self.advance()
         assert self.gathered is not None
         self.work.wait()
@@ -149,26 +149,26 @@ class AllReduce:
 
 
 class ReduceScatter:
-    """What FSDP2 calls, by `set_custom_reduce_scatter`, in place of a reduce-scatter of torch.distributed.
+    """Compressed reduce-scatter of FSDP2, for `set_custom_reduce_scatter`.
 
     Args:
-        name: of the unit of communication.
-        levels: its ranks; there is something to compress.
-        feedback: the state of all reductions of this rank.
-        segments: as of `reduce_scatter`.
+        name: name of the FSDP unit.
+        levels: groups of the reduction; `outer` is not None.
+        feedback: state of all reductions of this rank.
+        segments: as for `reduce_scatter`.
     """
 
     def __init__(self, name: str, levels: Levels, feedback: Feedback, segments: Sequence[int]):
         self.name, self.levels, self.feedback, self.segments = name, levels, feedback, segments
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for input and output."""
+        """Allocate memory for input or output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """The mean over the group's ranks."""
+        """Reduce-scatter the mean over the ranks of the group."""
         assert op == dist.ReduceOp.AVG
         if self.feedback.is_on:
             reduce_scatter(self.name, output_tensor, input_tensor, self.levels, self.feedback, self.segments)
@@ -179,75 +179,77 @@ class ReduceScatter:
 def reduce_scatter(
     name: str, output: Tensor, input: Tensor, levels: Levels, feedback: Feedback, segments: Sequence[int] = ()
 ) -> None:
-    """The mean over ranks of this rank's part; where momenta are wanted, they are made of gradients here. Arguments are those
-    of `AllReduce`, and
+    """Compressed mean reduce-scatter. Turns gradients into momenta if `feedback.decay` is set.
 
     Args:
-        output: [length], of any float format.
-        input: [ranks * length], in the order of ranks of the whole group.
-        segments: numbers of each stretch of a part that no block of the codec goes beyond; empty: one stretch.
+        name: name of this reduction and its state.
+        output: [length], of any float dtype.
+        input: [ranks * length], in rank order of the full group.
+        levels: groups of the reduction; `outer` is not None.
+        feedback: state of all reductions of this rank.
+        segments: lengths of the segments of a part that are encoded separately; empty: one segment.
 
     Raises:
-        CommunicationError: the segments are not those of a part.
+        CommunicationError: the lengths of the segments do not sum to the length of a part.
     """
     assert levels.outer is not None
     if segments and sum(segments) != len(output):
         raise CommunicationError(
-            f"{len(output)} numbers of {name} have a gradient in this backward, not {sum(segments)}",
+            f"{len(output)} elements of {name} have a gradient in this backward, not {sum(segments)}",
             where="plan.comm.compression",
-            rule="what messages leave out is kept for every number: the same parameters have gradients in every backward",
+            rule="error feedback is kept per element: the same parameters have gradients in every backward",
             fix='freeze the parameters that are not always used, or set plan.comm.compression = "none"',
         )
     gradient = input.view(levels.outer_size, levels.inner_size, len(output))
     if levels.inner is not None and levels.inner.size() > 1:
-        host = gradient.transpose(0, 1).reshape(-1)  # in the order of the ranks of a host
+        host = gradient.transpose(0, 1).reshape(-1)  # in local rank order
         gradient = host.new_empty(levels.outer_size, len(output))
         reduce_scatter_single(gradient.view(-1), host, dist.ReduceOp.AVG, group=levels.inner)
     gradient = gradient.reshape(levels.outer_size, len(output))
-    left = feedback.add_to(name, gradient, momentum=True)
+    errors = feedback.add_to(name, gradient, momentum=True)
     segments = segments or [len(output)]
-    received, work = _send_parts(left, segments, feedback, levels.outer)
-    total = _add_up_parts(left, segments, received, work, feedback, levels.outer)
-    left[levels.outer.rank()] = 0
+    received, work = _send_parts(errors, segments, feedback, levels.outer)
+    total = _sum_parts(errors, segments, received, work, feedback, levels.outer)
+    errors[levels.outer.rank()] = 0
     mean = feedback.add_change(name, total.div_(levels.outer_size), momentum=True)
     output.copy_(mean.mul_(feedback.loss_scale))
 
 
 def _send_parts(
-    left: Tensor, segments: Sequence[int], feedback: Feedback, group: dist.ProcessGroup
-) -> tuple[Tensor, Sending]:
-    """Begin to send all parts but one's own; what their messages leave out stays in `left`.
+    errors: Tensor, segments: Sequence[int], feedback: Feedback, group: dist.ProcessGroup
+) -> tuple[Tensor, PendingMessages]:
+    """Start to send all parts except this rank's own; their compression errors remain in `errors`.
 
     Returns:
-        The messages that come, and what waits for them.
+        The buffer of the received messages, and the messages in flight.
     """
     codec, own = feedback.codec, group.rank()
-    messages = left.new_zeros(len(left), sum(map(codec.bytes, segments)), dtype=torch.uint8)
+    messages = errors.new_zeros(len(errors), sum(map(codec.bytes, segments)), dtype=torch.uint8)
     for others in (slice(0, own), slice(own + 1, None)):
-        if len(left[others]):
-            columns = left[others].split(segments, 1)
+        if len(errors[others]):
+            columns = errors[others].split(segments, 1)
             messages[others] = torch.cat([encode(codec, column) for column in columns], 1)
             if feedback.keeps_errors:
-                left[others] -= _decode_segments(codec, messages[others], segments)
+                errors[others] -= _decode_segments(codec, messages[others], segments)
     received = torch.empty_like(messages)
     work = dist.all_to_all_single(received, messages, group=group, async_op=True)
-    return received, Sending(work, messages)
+    return received, PendingMessages(work, messages)
 
 
-def _add_up_parts(
-    left: Tensor,
+def _sum_parts(
+    errors: Tensor,
     segments: Sequence[int],
     received: Tensor,
-    work: Sending,
+    work: PendingMessages,
     feedback: Feedback,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """The sum of this rank's part over ranks, float32, when the messages of the others are there."""
+    """Wait for the messages of the other ranks and sum this rank's part over ranks, in float32."""
     work.wait()
-    total = torch.zeros_like(left[0])
+    total = torch.zeros_like(errors[0])
     for rank in range(group.size()):
         own, message = rank == group.rank(), received[rank : rank + 1]
-        total += left[rank] if own else _decode_segments(feedback.codec, message, segments)[0]
+        total += errors[rank] if own else _decode_segments(feedback.codec, message, segments)[0]
     return total
 
 

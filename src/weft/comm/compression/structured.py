@@ -1,13 +1,15 @@
-"""2:4: of every four numbers the two largest, as bfloat16, and where they stand: 36 bits, a quarter of what float32 takes and
-a bit more (the pattern is that of sparse tensor cores: Mishra et al., Accelerating Sparse Deep Neural Networks, 2021).
+"""2:4 codec: the two largest of every four elements as bfloat16, and their indices, 9 bits per element.
 
-    values      2 x 16 bits a group, first all first ones, then all second ones
-    places      2 x 2 bits a group, two groups a byte
+The pattern is that of sparse tensor cores (Mishra et al., Accelerating Sparse Deep Neural Networks, 2021). Message layout:
 
-The four of a group stand a quarter of all numbers apart, not side by side: neighbours are a row of a matrix, say the embedding
-of one token, which are all large or all zero, while what stands far apart has places to give away to each other. Not more than
-half of what a step has to say is left out; with error feedback it is said later (Stich et al., Sparsified SGD with Memory,
-2018). A sum over ranks is not sparse any more: owners send it in 8 bits (`int8.py`).
+    values      2 x 16 bits per group: all first values, then all second values
+    indices     2 x 2 bits per group, two groups per byte
+
+The four elements of a group are a quarter of the tensor apart instead of adjacent. Adjacent elements belong to one row of a
+matrix, for example the embedding of one token, and tend to be all large or all zero. Distant elements are independent, so that
+fewer large elements are dropped. At most half of the magnitude of a message is dropped; with error feedback, dropped elements
+are sent later (Stich et al., Sparsified SGD with Memory, 2018). A sum over ranks is no longer sparse, so that owners send it in
+8 bits (`int8.py`).
 """
 
 import torch
@@ -19,25 +21,26 @@ from weft.comm.compression.codec import Codec, as_bytes, from_bytes, in_blocks
 GROUP = 4
 
 
-def structured_reference(numbers: Tensor) -> Tensor:
-    """What numbers, float32 of one dim, are after their way: of equal magnitudes those that come first are kept."""
-    kept = torch.zeros_like(numbers)
-    groups = -(-len(numbers) // GROUP)
+def structured_reference(elements: Tensor) -> Tensor:
+    """Reference of a 2:4 round trip of a one-dimensional float32 tensor; ties keep the elements that come first."""
+    kept = torch.zeros_like(elements)
+    groups = -(-len(elements) // GROUP)
     for start in range(groups):
-        places = range(start, len(numbers), groups)
-        magnitudes = numbers[start::groups].abs().nan_to_num(torch.inf, torch.inf).tolist()
-        for number in sorted(range(len(places)), key=lambda number: -magnitudes[number])[:2]:
-            kept[places[number]] = numbers[places[number]].bfloat16()
+        indices = range(start, len(elements), groups)
+        magnitudes = elements[start::groups].abs().nan_to_num(torch.inf, torch.inf).tolist()
+        for index in sorted(range(len(indices)), key=lambda index: -magnitudes[index])[:2]:
+            kept[indices[index]] = elements[indices[index]].bfloat16()
     return kept
 
 
-def _encode(numbers: Tensor) -> Tensor:
-    """By comparing pairs: the larger of each, unless both of one pair are larger than both of the other. All in integers,
-    and choices by masks of all ones or none, which a CPU is ten times as fast at as at `torch.where`.
+def _encode(elements: Tensor) -> Tensor:
+    """Encode by pairwise comparison: keep the larger element of each pair, or both of a pair that exceed both of the other.
+
+    The comparisons use integers and bit masks, which are ten times as fast on a CPU as `torch.where`.
     """
-    quarters = pad(numbers, (0, -numbers.shape[1] % GROUP)).view(len(numbers), GROUP, -1).view(torch.int32)
+    quarters = pad(elements, (0, -elements.shape[1] % GROUP)).view(len(elements), GROUP, -1).view(torch.int32)
     a, b, c, d = quarters.unbind(1)  # [rows, groups] each
-    # A float's bits without its sign are ordered as its magnitude is; not-a-number is above all.
+    # Without the sign, the bits of floats are ordered by magnitude, with NaN above all other values.
     size_a, size_b, size_c, size_d = (quarters & 0x7FFFFFFF).unbind(1)
     b_larger, d_larger = _is_less(size_a, size_b), _is_less(size_c, size_d)
     high, other_high = torch.maximum(size_a, size_b), torch.maximum(size_c, size_d)
@@ -47,14 +50,14 @@ def _encode(numbers: Tensor) -> Tensor:
     second_is_d, second_is_c = c_and_d | (d_larger & ~a_and_b), ~(d_larger | a_and_b | c_and_d)
     first = (a & first_is_a) | (b & first_is_b) | (c & c_and_d)
     second = (d & second_is_d) | (c & second_is_c) | (b & a_and_b)
-    places = (first_is_b & 1) | (c_and_d & 2) | (second_is_d & 12) | (second_is_c & 8) | (a_and_b & 4)
+    indices = (first_is_b & 1) | (c_and_d & 2) | (second_is_d & 12) | (second_is_c & 8) | (a_and_b & 4)
     values = torch.cat([first, second], 1).view(torch.float32).bfloat16()
-    nibbles = in_blocks(places.to(torch.uint8), 2)
+    nibbles = in_blocks(indices.to(torch.uint8), 2)
     return torch.cat([as_bytes(values), nibbles[..., 0] | (nibbles[..., 1] << 4)], 1)
 
 
 def _is_less(one: Tensor, other: Tensor) -> Tensor:
-    """All ones where it is, else none; of int32 numbers that are not negative."""
+    """Bit mask, all ones where one < other and else zero, for non-negative int32."""
     return (one - other) >> 31
 
 
@@ -63,8 +66,8 @@ def _decode(messages: Tensor, length: int) -> Tensor:
     values = from_bytes(messages[:, : 4 * groups], torch.bfloat16).float().view(rows, 2, groups)
     packed = messages[:, 4 * groups :]
     nibbles = torch.stack([packed & 15, packed >> 4], 2).view(rows, -1)[:, :groups]
-    places = torch.stack([nibbles & 3, nibbles >> 2], 1).long()
-    return values.new_zeros(rows, GROUP, groups).scatter_(1, places, values).view(rows, -1)[:, :length]
+    indices = torch.stack([nibbles & 3, nibbles >> 2], 1).long()
+    return values.new_zeros(rows, GROUP, groups).scatter_(1, indices, values).view(rows, -1)[:, :length]
 
 
 def _bytes(length: int) -> int:

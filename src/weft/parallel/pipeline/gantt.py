@@ -1,4 +1,4 @@
-"""A timeline as a drawing: bars for a plot, or lines of text for a terminal. Imports no torch."""
+"""Gantt chart of a timeline: bars for a plot, or text for a terminal. Imports no torch."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ LEGEND = "F forward  B backward  I gradient of inputs  W gradient of weights  [F
 
 
 class Bar(NamedTuple):
-    """One slot in a drawing."""
+    """One slot of a Gantt chart."""
 
     rank: int
     start: float
@@ -20,7 +20,7 @@ class Bar(NamedTuple):
 
 
 def bars(timeline: Timeline) -> list[Bar]:
-    """Every slot as a bar, rank by rank, in order; labels are those of the longest form (`2F3`, `[2F3|0B1]`)."""
+    """All slots as bars, rank by rank, in order, with labels in the longest form (`2F3`, `[2F3|0B1]`)."""
     return [
         Bar(rank, start, end, _label(slot, 0), "".join(action.kind for action in slot))
         for rank, slots in enumerate(timeline.schedule.slots)
@@ -29,21 +29,21 @@ def bars(timeline: Timeline) -> list[Bar]:
 
 
 def _label(slot: Slot, form: int) -> str:
-    """Form 0: stage, kind, micro-batch; 1: kind, micro-batch; 2: kind."""
+    """Label of a slot. Form 0: stage, kind, micro-batch; form 1: kind, micro-batch; form 2: kind."""
     texts = [(f"{stage}{kind}{batch}", f"{kind}{batch}", kind)[form] for stage, kind, batch in slot]
     return texts[0] if len(texts) == 1 else f"[{'|'.join(texts)}]"
 
 
 def gantt_text(timeline: Timeline, width: int = 120) -> str:
-    """Draw a timeline: one line a rank, time to the right, and how much of it the rank idles.
+    """Draw a timeline as text: one line per rank, time to the right, and the idle share of each rank.
 
-    Bars are labelled as `2F3` (stage, kind, micro-batch), as `F3` where each rank holds one stage or the bars are narrow, or
-    by the kind alone; the same form is used for the whole drawing. A joint slot stands in brackets and is filled with `=`,
-    other slots with `-`, idle time with `.`.
+    Labels are `2F3` (stage, kind, micro-batch), `F3` if each rank holds one stage or the bars are narrow, or the kind alone;
+    the whole chart uses the same form. A joint slot is in brackets and filled with `=`, other slots are filled with `-`, idle
+    time with `.`.
 
     Args:
-        timeline: of `simulate`.
-        width: columns for the time axis.
+        timeline: result of `simulate`.
+        width: columns of the time axis.
     """
     schedule = timeline.schedule
     scale = width / timeline.makespan if timeline.makespan else 0

@@ -1,10 +1,10 @@
-"""Cutting a model into stages: which blocks each has, and one model a rank that runs as any of its stages.
+"""Partitioning of a model into pipeline stages: blocks per stage, and one model per rank that runs as any of its stages.
 
-A rank keeps the model as its authors wrote it, with the names of all parameters, but without the blocks and ends of other
-ranks: in their place stand modules without weights, which pass hidden states on. To run one stage, every block and end
-outside of it is passed over in this way, the last block before it gives what the stage before has sent, and what comes to
-the first block behind it is the stage's output. So everything that a model does around its blocks (masks, rotary
-embeddings, scaled embeddings, capped logits) stays in place, and has no effect where it does not belong.
+A rank keeps the original model with all parameter names, but without the blocks and ends (embedding, last norm, head) of other
+ranks. These are replaced by modules without weights that pass hidden states on. To run one stage, all blocks and ends outside
+of it are bypassed in this way: the last block before the stage returns the received hidden states, and the input of the first
+block after the stage is the output of the stage. Everything that a model does around its blocks (masks, rotary embeddings,
+scaled embeddings, capped logits) still runs, and has no effect on stages that do not need it.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,63 +24,63 @@ from weft.anatomy.transformers import EXPERTS, document_masks
 from weft.checkpoint.huggingface import build_on_meta
 from weft.errors import ModelError, PlanError
 from weft.parallel.pipeline.schedules import SCHEDULES
-from weft.parallel.pipeline.taint import BlockChain, CrossingError, trace_block_io
+from weft.parallel.pipeline.taint import BlockChain, TaintError, trace_block_io
 from weft.plan import Pipeline, Plan
 
 WHERE = "plan.parallel.pp"
-PROBE_SHAPE = (1, 4)  # rows and tokens of the forward that shows how blocks are called
+PROBE_SHAPE = (1, 4)  # rows and tokens of the forward that traces how blocks are called
 
 
-# How many blocks
+# Blocks per stage
 
 
 def split_blocks(num_blocks: int, num_stages: int, settings: Pipeline) -> list[range]:
-    """The blocks of each stage: by given numbers, else so that the largest cost of a stage is the smallest.
+    """Assign blocks to stages: by `stage_blocks` if given, else such that the largest cost of a stage is minimal.
 
-    Among such cuts the one with the smallest sum of squared costs is taken. O(num_blocks^2 num_stages).
+    Among the assignments with this largest cost, choose the smallest sum of squared costs. O(num_blocks^2 num_stages).
 
     Raises:
-        PlanError: a stage would be empty, or the given numbers do not fit.
+        PlanError: a stage would be empty, or `stage_blocks` or `block_costs` do not fit the model.
     """
     if num_stages > num_blocks:
-        raise _too_many_stages(num_blocks, num_stages, settings.stages_a_rank)
+        raise _too_many_stages(num_blocks, num_stages, settings.stages_per_rank)
     counts, costs = settings.stage_blocks, settings.block_costs or (1.0,) * num_blocks
     if counts and (len(counts) != num_stages or sum(counts) != num_blocks):
         raise PlanError(
-            f"stage_blocks names {sum(counts)} blocks in {len(counts)} stages",
+            f"stage_blocks assigns {sum(counts)} blocks to {len(counts)} stages",
             where="plan.pipeline.stage_blocks",
-            rule=f"there are {num_blocks} blocks, and pp x virtual_stages = {num_stages} stages",
-            fix=f"give {num_stages} numbers whose sum is {num_blocks}, or none",
+            rule=f"the model has {num_blocks} blocks, and pp x virtual_stages = {num_stages} stages",
+            fix=f"set {num_stages} values with the sum {num_blocks}, or remove the key",
         )
     if len(costs) != num_blocks:
         raise PlanError(
-            f"block_costs has {len(costs)} numbers",
+            f"block_costs has {len(costs)} values",
             where="plan.pipeline.block_costs",
-            rule=f"there are {num_blocks} blocks",
-            fix=f"give {num_blocks} numbers, or none",
+            rule=f"the model has {num_blocks} blocks",
+            fix=f"set {num_blocks} values, or remove the key",
         )
     if not counts:
-        counts = _cheapest_cut(costs, num_stages, settings.embedding_cost, settings.head_cost)
+        counts = _cheapest_partition(costs, num_stages, settings.embedding_cost, settings.head_cost)
     borders = [sum(counts[:stage]) for stage in range(num_stages + 1)]
     return [range(low, high) for low, high in pairwise(borders)]
 
 
-def check_ranks(num_blocks: int, plan: Plan) -> None:
-    """Refuse a number of pp ranks that blocks are too few for, whatever the number of stages a rank.
+def check_pp_degree(num_blocks: int, plan: Plan) -> None:
+    """Refuse a pp degree that leaves a rank without blocks, whatever the number of stages per rank.
 
     Raises:
-        PlanError: with a number that is small enough, or another schedule.
+        PlanError: names a pp degree that is small enough, or another schedule.
     """
     settings = plan.pipeline
     kind = SCHEDULES.get(settings.schedule)
     fewest, most = kind.virtual_stages if kind else (1, None)
     if plan.parallel.pp * fewest > num_blocks:
-        each = max(fewest, settings.stages_a_rank) if most is None else fewest
+        each = max(fewest, settings.stages_per_rank) if most is None else fewest
         raise _too_many_stages(num_blocks, plan.parallel.pp * fewest, each)
 
 
-def _too_many_stages(num_blocks: int, num_stages: int, stages_a_rank: int) -> PlanError:
-    most = num_blocks // stages_a_rank
+def _too_many_stages(num_blocks: int, num_stages: int, stages_per_rank: int) -> PlanError:
+    most = num_blocks // stages_per_rank
     fewer = (
         'set plan.pipeline.schedule to "1f1b", which needs fewer stages'
         if num_blocks > 1
@@ -94,7 +94,7 @@ def _too_many_stages(num_blocks: int, num_stages: int, stages_a_rank: int) -> Pl
     )
 
 
-def _cheapest_cut(costs: tuple[float, ...], num_stages: int, embedding: float, head: float) -> tuple[int, ...]:
+def _cheapest_partition(costs: tuple[float, ...], num_stages: int, embedding: float, head: float) -> tuple[int, ...]:
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -103,7 +103,7 @@ def _cheapest_cut(costs: tuple[float, ...], num_stages: int, embedding: float, h
         return sums[high] - sums[low] + embedding * (stage == 0) + head * (stage == num_stages - 1)
 
     def best(combine: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
-        """The cut of all blocks with the smallest combined cost, stage by stage."""
+        """Partition of all blocks with the smallest combined cost, built stage by stage."""
         cuts: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
         for stage in range(num_stages):
             left = num_stages - 1 - stage
@@ -122,31 +122,33 @@ def _cheapest_cut(costs: tuple[float, ...], num_stages: int, embedding: float, h
     return best(lambda total, cost: total + (cost**2 if cost <= limit else float("inf")))[1]
 
 
-# What a model looks like between its blocks
+# How a model calls its blocks
 
 
-def read_chain(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype) -> BlockChain:
-    """Run a copy of a model on the meta device, see what travels from block to block, and try stages of it.
+def trace_block_chain(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype) -> BlockChain:
+    """Trace how a model calls its blocks, on a copy on the meta device, and test-run stages of the copy.
 
     Args:
-        model: whole; it is not touched.
-        anatomy: its roles.
-        dtype: of the weights in forward.
+        model: full model; it is not changed.
+        anatomy: anatomy of the model.
+        dtype: dtype of the weights in forward.
 
     Raises:
-        PlanError: a part of the model uses numbers of another that are not hidden states, or cannot run without it.
+        PlanError: a part of the model uses values of another part that are not hidden states, or cannot run without it.
     """
     random = [key for key, value in model.config.get_text_config().to_dict().items() if "layerdrop" in key and value]
     if random:
-        raise _uncuttable(anatomy, f"{random[0]} leaves out blocks at random")
+        raise _cannot_partition(anatomy, f"{random[0]} skips blocks at random")
     try:
         probe: Any = build_on_meta(model.config, dtype)
     except ModelError:
-        raise _uncuttable(anatomy, "no copy of it can be built from its configuration") from None
+        raise _cannot_partition(anatomy, "it cannot be built from its configuration alone") from None
     for name, module in probe.named_modules():
         if EXPERTS.fullmatch(name.rpartition(".")[2]) and not isinstance(module, nn.ModuleList):
-            module.forward = lambda hidden, *args, **kwargs: hidden  # which are chosen has no answer here
-    positions = torch.arange(PROBE_SHAPE[1]).remainder(2)[None]  # two documents: only then are there masks
+            module.forward = lambda hidden, *args, **kwargs: (
+                hidden
+            )  # routing depends on values, which meta tensors lack
+    positions = torch.arange(PROBE_SHAPE[1]).remainder(2)[None]  # two documents, because one needs no mask
     probe.forward = partial(
         probe.forward,
         input_ids=torch.zeros(PROBE_SHAPE, dtype=torch.int64, device="meta"),
@@ -157,59 +159,59 @@ def read_chain(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype) -> 
     )
     try:
         chain = trace_block_io(probe.train(), anatomy, PROBE_SHAPE)
-        _rehearse(probe, anatomy, chain)
-    except CrossingError as crossing:
-        raise _uncuttable(anatomy, str(crossing)) from None
-    except Exception as error:  # each family fails in its own way: whatever it says goes to the user
-        raise _uncuttable(anatomy, f"its forward fails without numbers: {error}") from None
+        _trial_run(probe, anatomy, chain)
+    except TaintError as error:
+        raise _cannot_partition(anatomy, str(error)) from None
+    except Exception as error:  # each family fails in a different way, and its message goes to the user
+        raise _cannot_partition(anatomy, f"its forward fails on the meta device: {error}") from None
     return chain
 
 
-def _rehearse(probe: Any, anatomy: Anatomy, chain: BlockChain) -> None:
-    """Run a model on the meta device as its first block alone and as its last one, so that each part is passed over."""
+def _trial_run(probe: Any, anatomy: Anatomy, chain: BlockChain) -> None:
+    """Run the probe as its first block alone and as its last block alone, so that each part is bypassed once."""
     num_blocks = len(anatomy.blocks)
     stages = [range(1), range(1, num_blocks - 1), range(num_blocks - 1, num_blocks)]
-    relay = cut_model(probe, anatomy, chain, stages, (0, 1, 2))[1]
-    install_stage_switch(probe, anatomy, relay)
+    stage_io = partition_model(probe, anatomy, chain, stages, (0, 1, 2))[1]
+    install_stage_switch(probe, anatomy, stage_io)
     for trains in (False, True):
         probe.train(trains)
         with torch.set_grad_enabled(trains):
-            with relay.running(0, None):
+            with stage_io.running(0, None):
                 probe()
-            with relay.running(2, relay.take_sent().detach().requires_grad_(trains)):
+            with stage_io.running(2, stage_io.take_sent().detach().requires_grad_(trains)):
                 probe()
 
 
-def _uncuttable(anatomy: Anatomy, what: str) -> PlanError:
+def _cannot_partition(anatomy: Anatomy, what: str) -> PlanError:
     return PlanError(
         f"{anatomy.family} cannot be cut into stages: {what}",
         where=f"{WHERE}, model_type {anatomy.family}",
-        rule="hidden states, and nothing else, travel from block to block",
+        rule="only hidden states pass from block to block",
         fix="set plan.parallel.pp = 1",
     )
 
 
-# A model that runs as one of its stages
+# Model that runs as one of its stages
 
 
 @dataclass
 class StageIO:
-    """Which stage a model is running as, and what comes in and goes out."""
+    """Active stage of a partitioned model, with its received and sent hidden states."""
 
     stages: list[range]
-    """Blocks of each stage of the whole model."""
+    """Blocks of each stage of the full model."""
     own: tuple[int, ...]
     """Stages of this rank."""
     chain: BlockChain
     first_trained: int
-    """The first stage with a parameter that trains; the number of stages where none does."""
+    """Index of the first stage with a parameter that trains; the number of stages if no parameter trains."""
     active: int | None = None
     sequence_parts: int = 1
-    """Ranks of tp that hold a part of each sequence between matrices."""
+    """Number of tp ranks that share each sequence between matrices (sequence parallelism)."""
     received: Tensor | None = None
     sent: Tensor | None = None
     device: torch.device | None = None
-    """Of the model."""
+    """Device of the model."""
 
     def has_first(self) -> bool:
         return self.own[0] == 0
@@ -219,7 +221,7 @@ class StageIO:
 
     @contextmanager
     def running(self, stage: int, received: Tensor | None) -> Iterator[None]:
-        """Inside, the model runs as one stage; `take_sent` is what it gives to the next one."""
+        """Context in which the model runs as one stage; `take_sent` returns the output of the stage."""
         self.active, self.received, self.sent = stage, received, None
         try:
             yield
@@ -227,109 +229,109 @@ class StageIO:
             self.active = self.received = None
 
     def take_sent(self) -> Tensor:
-        """The hidden states behind the stage that ran last; they are not kept."""
+        """Remove and return the hidden states after the stage that ran last."""
         assert self.sent is not None
         sent, self.sent = self.sent, None
         return sent
 
-    def pass_block(self, number: int, hidden: Tensor) -> Tensor:
-        """What a block outside of the stage gives."""
+    def pass_block(self, index: int, hidden: Tensor) -> Tensor:
+        """Output of a block outside the active stage."""
         blocks = self.stages[self.active or 0]
-        if number == blocks.start - 1:
+        if index == blocks.start - 1:
             assert self.received is not None
             return self.received.unflatten(2, self.chain.sizes)
-        if number == blocks.stop:
+        if index == blocks.stop:
             self.sent = hidden.flatten(2)
-            # What a model does in place must not reach the next stage, and behind its last norm it knows whole sequences.
+            # Zeros, so that in-place operations do not reach the next stage; full length, as expected after the last norm.
             rows, tokens, *sizes = hidden.shape
             return hidden.new_zeros(rows, tokens * self.sequence_parts, *sizes)
         return hidden
 
 
 class PassThroughBlock(nn.Module):
-    """In the place of a block of another stage."""
+    """Placeholder for a block outside the active stage."""
 
-    def __init__(self, relay: StageIO, number: int, block: nn.Module):
+    def __init__(self, stage_io: StageIO, block_index: int, block: nn.Module):
         super().__init__()
-        # Models ask their blocks which kind of attention they have.
+        # Models read the attention type from their blocks.
         self.__dict__.update({key: v for key, v in vars(block).items() if isinstance(v, str | int | float | bool)})
-        self.relay, self.number = relay, number
+        self.stage_io, self.block_index = stage_io, block_index
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = self.relay.pass_block(self.number, args[0] if args else kwargs["hidden_states"])
-        place = self.relay.chain.places[self.number]
-        return hidden if place is None else tuple(hidden if i == place[0] else None for i in range(place[1]))
+        hidden = self.stage_io.pass_block(self.block_index, args[0] if args else kwargs["hidden_states"])
+        position = self.stage_io.chain.hidden_positions[self.block_index]
+        return hidden if position is None else tuple(hidden if i == position[0] else None for i in range(position[1]))
 
 
-class PassedEnd(nn.Module):
-    """In the place of what another stage has before or behind its blocks: embedding, last norm, head."""
+class PassThroughEnd(nn.Module):
+    """Placeholder for a module before or after the blocks that runs on another stage: embedding, last norm, head."""
 
-    def __init__(self, relay: StageIO, is_embedding: bool, makes_numbers: bool):
+    def __init__(self, stage_io: StageIO, is_embedding: bool, is_added: bool):
         super().__init__()
-        self.relay, self.is_embedding, self.makes_numbers = relay, is_embedding, makes_numbers
+        self.stage_io, self.is_embedding, self.is_added = stage_io, is_embedding, is_added
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        received = self.relay.received
-        if received is not None and self.is_embedding:  # of the right shape; its numbers are not used
+        received = self.stage_io.received
+        if received is not None and self.is_embedding:  # only the shape is used
             return torch.zeros_like(received)
-        if received is not None and self.makes_numbers:  # positions, say, which are added
+        if received is not None and self.is_added:  # for example position embeddings
             return received.new_zeros(())
         return args[0] if args else next(iter(kwargs.values()))
 
     @property
     def weight(self) -> Tensor:
-        """Models ask their ends where they are and in which format; there are no numbers."""
-        return torch.empty(0, dtype=self.relay.chain.dtype, device=self.relay.device)
+        """Empty weight: models read the device and dtype of their ends from it."""
+        return torch.empty(0, dtype=self.stage_io.chain.dtype, device=self.stage_io.device)
 
 
-def cut_model(
+def partition_model(
     model: PreTrainedModel, anatomy: Anatomy, chain: BlockChain, stages: list[range], own: tuple[int, ...]
 ) -> tuple[Anatomy, StageIO]:
-    """Take from a model what is not in the stages of this rank, in place.
+    """Remove everything outside the stages of this rank from a model, in place.
 
-    Call `install_stage_switch` when all hooks of the model are in place.
+    Call `install_stage_switch` after all hooks of the model are registered.
 
     Args:
-        model: whole, on the meta device or not.
-        anatomy: its roles.
-        chain: from `read_chain`.
+        model: full model, on the meta device or on a real one.
+        anatomy: anatomy of the model.
+        chain: result of `trace_block_chain`.
         stages: blocks of each stage.
-        own: stages of this rank, first to last.
+        own: stages of this rank, in ascending order.
 
     Returns:
-        The anatomy of what is left, with an empty name for an embedding or head that is elsewhere; and the relay.
+        The anatomy of the remaining model, with an empty name for an embedding or head on another rank; and the `StageIO`.
     """
-    relay = StageIO(stages, own, chain, _first_trained(model, anatomy, chain, stages))
-    kept = {number for stage in own for number in stages[stage]}
-    for number, block in enumerate(anatomy.blocks):
-        if number not in kept:
-            _put(model, block.name, PassThroughBlock(relay, number, model.get_submodule(block.name)))
-    ends = [(chain.first, relay.has_first()), (chain.last, relay.has_last())]
+    stage_io = StageIO(stages, own, chain, _first_trained(model, anatomy, chain, stages))
+    kept = {index for stage in own for index in stages[stage]}
+    for index, block in enumerate(anatomy.blocks):
+        if index not in kept:
+            _replace_module(model, block.name, PassThroughBlock(stage_io, index, model.get_submodule(block.name)))
+    ends = [(chain.first, stage_io.has_first()), (chain.last, stage_io.has_last())]
     for name in (name for names, is_here in ends if not is_here for name in names):
-        _put(model, name, _passed_end(relay, anatomy, name, model.get_submodule(name)))
-    left = replace(
+        _replace_module(model, name, _pass_through_end(stage_io, anatomy, name, model.get_submodule(name)))
+    remaining = replace(
         anatomy,
-        blocks=tuple(block for number, block in enumerate(anatomy.blocks) if number in kept),
-        embedding=anatomy.embedding if relay.has_first() else "",
-        final_norm=anatomy.final_norm if relay.has_last() else None,
-        head=anatomy.head if relay.has_last() else "",
-        tied=anatomy.tied and relay.has_first() and relay.has_last(),
+        blocks=tuple(block for index, block in enumerate(anatomy.blocks) if index in kept),
+        embedding=anatomy.embedding if stage_io.has_first() else "",
+        final_norm=anatomy.final_norm if stage_io.has_last() else None,
+        head=anatomy.head if stage_io.has_last() else "",
+        tied=anatomy.tied and stage_io.has_first() and stage_io.has_last(),
     )
-    return left, relay
+    return remaining, stage_io
 
 
 def stage_modules(anatomy: Anatomy, chain: BlockChain, stages: list[range], stage: int) -> list[str]:
-    """Names of the modules with weights of one stage: its blocks, and the ends of the model that it has.
+    """Names of the modules with weights of one stage: its blocks, and the embedding, last norm or head that belong to it.
 
     Args:
-        anatomy: of the whole model.
-        chain: from `read_chain`.
+        anatomy: anatomy of the full model.
+        chain: result of `trace_block_chain`.
         stages: blocks of each stage.
-        stage: number of the stage.
+        stage: index of the stage.
     """
     first = chain.first if stage == 0 else ()
     last = chain.last if stage == len(stages) - 1 else ()
-    return [*first, *(anatomy.blocks[number].name for number in stages[stage]), *last]
+    return [*first, *(anatomy.blocks[index].name for index in stages[stage]), *last]
 
 
 def _first_trained(model: nn.Module, anatomy: Anatomy, chain: BlockChain, stages: list[range]) -> int:
@@ -340,46 +342,52 @@ def _first_trained(model: nn.Module, anatomy: Anatomy, chain: BlockChain, stages
     return len(stages)
 
 
-def install_stage_switch(model: PreTrainedModel, anatomy: Anatomy, relay: StageIO) -> None:
-    """Let each forward of a cut model be that of the stage that its relay names; the last step of splitting a model.
+def install_stage_switch(model: PreTrainedModel, anatomy: Anatomy, stage_io: StageIO) -> None:
+    """Make each forward of a partitioned model run its active stage; the last step of `parallelize`.
 
     Args:
-        model: cut.
-        anatomy: of the whole model.
-        relay: of `cut_model`.
+        model: partitioned model.
+        anatomy: anatomy of the full model.
+        stage_io: result of `partition_model`.
     """
-    numbers = [number for stage in relay.own for number in relay.stages[stage]]
+    indices = [index for stage in stage_io.own for index in stage_io.stages[stage]]
     choices: list[tuple[dict[str, Any], str, nn.Module, nn.Module, Callable[[range], bool]]] = []
 
-    def choose(name: str, passed: nn.Module, runs: Callable[[range], bool]) -> None:
+    def choose(name: str, placeholder: nn.Module, runs: Callable[[range], bool]) -> None:
         parent, _, last = name.rpartition(".")
         present = model.get_submodule(name)
-        choices.append((model.get_submodule(parent)._modules, last, present, passed, runs))
+        choices.append((model.get_submodule(parent)._modules, last, present, placeholder, runs))
 
-    for number in numbers:
-        name = anatomy.blocks[number].name
-        choose(name, PassThroughBlock(relay, number, model.get_submodule(name)), partial(_holds, number))
-    if relay.has_first():
-        for name in relay.chain.first:
-            choose(name, _passed_end(relay, anatomy, name, model.get_submodule(name)), lambda blocks: blocks.start == 0)
-    if relay.has_last():
-        stop = len(anatomy.blocks)
-        for name in relay.chain.last:
+    for index in indices:
+        name = anatomy.blocks[index].name
+        choose(name, PassThroughBlock(stage_io, index, model.get_submodule(name)), partial(_holds, index))
+    if stage_io.has_first():
+        for name in stage_io.chain.first:
             choose(
-                name, _passed_end(relay, anatomy, name, model.get_submodule(name)), lambda blocks: blocks.stop == stop
+                name,
+                _pass_through_end(stage_io, anatomy, name, model.get_submodule(name)),
+                lambda blocks: blocks.start == 0,
+            )
+    if stage_io.has_last():
+        stop = len(anatomy.blocks)
+        for name in stage_io.chain.last:
+            choose(
+                name,
+                _pass_through_end(stage_io, anatomy, name, model.get_submodule(name)),
+                lambda blocks: blocks.stop == stop,
             )
 
     def enter(*_: object) -> None:
-        if relay.active is None:
+        if stage_io.active is None:
             raise ModelError(
-                "a model that is cut into stages was called",
-                rule="a pipeline is run by its schedule",
+                "a model that is partitioned into pipeline stages was called directly",
+                rule="the pipeline schedule runs the stages",
                 fix="use weft.train.step.forward_backward or evaluate, or set plan.parallel.pp = 1",
             )
-        blocks = relay.stages[relay.active]
-        relay.device = next(model.parameters()).device
-        for table, key, present, passed, runs in choices:
-            table[key] = present if runs(blocks) else passed
+        blocks = stage_io.stages[stage_io.active]
+        stage_io.device = next(model.parameters()).device
+        for table, key, present, placeholder, runs in choices:
+            table[key] = present if runs(blocks) else placeholder
 
     def leave(*_: object) -> None:
         for table, key, present, *_rest in choices:
@@ -389,15 +397,15 @@ def install_stage_switch(model: PreTrainedModel, anatomy: Anatomy, relay: StageI
     model.register_forward_hook(leave, always_call=True)
 
 
-def _holds(number: int, blocks: range) -> bool:
-    return number in blocks
+def _holds(index: int, blocks: range) -> bool:
+    return index in blocks
 
 
-def _passed_end(relay: StageIO, anatomy: Anatomy, name: str, module: nn.Module) -> PassedEnd:
+def _pass_through_end(stage_io: StageIO, anatomy: Anatomy, name: str, module: nn.Module) -> PassThroughEnd:
     is_embedding = name == anatomy.embedding
-    return PassedEnd(relay, is_embedding, isinstance(module, nn.Embedding) and not is_embedding)
+    return PassThroughEnd(stage_io, is_embedding, isinstance(module, nn.Embedding) and not is_embedding)
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     model.get_submodule(parent)._modules[last] = module

@@ -1,37 +1,38 @@
-"""The schedule that a plan asks for: one with a name, or the user's own from a file. Imports no torch."""
+"""Pipeline schedule of a plan: a named schedule, or a user-defined one from a CSV file. Imports no torch."""
 
 from pathlib import Path
 
 from weft.errors import PlanError
 from weft.parallel.pipeline.schedule import WHERE, Schedule, parse_schedule
-from weft.parallel.pipeline.schedules import build_schedule, find_kind
+from weft.parallel.pipeline.schedules import build_schedule, schedule_kind
 from weft.parallel.pipeline.simulate import ActionCosts, Timeline, simulate
 from weft.parallel.pipeline.verify import verify
 from weft.plan import Plan
 
 
-def is_file(plan: Plan) -> bool:
-    """Whether the schedule is a file of the user's own."""
+def is_schedule_file(plan: Plan) -> bool:
+    """True if the plan names a CSV file with a user-defined schedule."""
     return plan.pipeline.schedule.endswith(".csv")
 
 
-def read_order(plan: Plan, num_micro_batches: int) -> Schedule:
-    """The schedule of a plan, for a step of some micro-batches.
+def load_schedule(plan: Plan, num_micro_batches: int) -> Schedule:
+    """Build the named schedule of a plan, or read its schedule file, for one step.
 
     Raises:
-        PlanError: the schedule does not take these numbers, or the user's own cannot be read or cannot run.
+        PlanError: the schedule does not support the plan's degrees or number of micro-batches, or its file cannot be read or
+            cannot run.
     """
     p, settings = plan.parallel, plan.pipeline
-    if not is_file(plan):
-        return build_schedule(settings.schedule, p.pp, num_micro_batches, settings.stages_a_rank)
+    if not is_schedule_file(plan):
+        return build_schedule(settings.schedule, p.pp, num_micro_batches, settings.stages_per_rank)
     schedule = _read_table(plan, num_micro_batches)
-    if schedule.num_stages != p.pp * settings.stages_a_rank:
+    if schedule.num_stages != p.pp * settings.stages_per_rank:
         each, rest = divmod(schedule.num_stages, p.pp)
-        table = f"write the table for {p.pp * settings.stages_a_rank} stages"
+        table = f"write the table for {p.pp * settings.stages_per_rank} stages"
         raise PlanError(
             f"{settings.schedule} has {schedule.num_stages} stages",
             where=WHERE,
-            rule=f"pp {p.pp} x virtual_stages {settings.stages_a_rank} is the number of stages",
+            rule=f"pp {p.pp} x virtual_stages {settings.stages_per_rank} is the number of stages",
             fix=table if rest else f"set plan.pipeline.virtual_stages to {each}, or {table}",
         )
     verify(schedule)
@@ -39,29 +40,29 @@ def read_order(plan: Plan, num_micro_batches: int) -> Schedule:
 
 
 def stage_ranks(plan: Plan) -> tuple[int, ...]:
-    """Stage -> rank of pp.
+    """Pipeline rank of each stage.
 
     Raises:
-        PlanError: see `read_order`.
+        PlanError: see `load_schedule`.
     """
     p, settings = plan.parallel, plan.pipeline
-    if is_file(plan):
+    if is_schedule_file(plan):
         return _read_table(plan, 1).rank_of_stage
-    return find_kind(settings.schedule, settings.stages_a_rank).place(p.pp, settings.stages_a_rank)
+    return schedule_kind(settings.schedule, settings.stages_per_rank).placement(p.pp, settings.stages_per_rank)
 
 
 def plan_timeline(plan: Plan, num_micro_batches: int) -> Timeline:
-    """One step of a plan's pipeline where every stage takes 1 for a forward, and 1 for each part of a backward.
+    """Timeline of one step of a plan's pipeline, with unit cost for a forward and for each part of a backward.
 
     Raises:
-        PlanError: see `read_order`.
+        PlanError: see `load_schedule`.
     """
-    return simulate(read_order(plan, num_micro_batches), ActionCosts())
+    return simulate(load_schedule(plan, num_micro_batches), ActionCosts())
 
 
 def splits_backward(plan: Plan) -> bool:
-    """Whether the schedule computes gradients of inputs and of weights apart."""
-    schedule = _read_table(plan, 1) if is_file(plan) else read_order(plan, 2 * plan.parallel.pp)
+    """True if the schedule computes input gradients (I) and weight gradients (W) separately."""
+    schedule = _read_table(plan, 1) if is_schedule_file(plan) else load_schedule(plan, 2 * plan.parallel.pp)
     return any(action.kind == "W" for *_, action in schedule.actions())
 
 

@@ -1,4 +1,4 @@
-"""How long a schedule takes: when every slot starts and ends, and how much of the time each rank idles. Imports no torch."""
+"""Simulated timeline of a schedule: start and end of every slot, and idle time of each rank. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,34 +9,34 @@ from weft.parallel.pipeline.schedule import Action, Schedule, Slot, peak_in_flig
 from weft.parallel.pipeline.verify import verify
 
 ByStage = float | Sequence[float]
-"""One number for every stage, or one for each."""
+"""One value for all stages, or one per stage."""
 
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """Seconds of every kind of action, by stage. Integers and fractions stay exact. A whole backward takes I + W."""
+    """Seconds of each kind of action, per stage. Integers and fractions stay exact. A full backward takes I + W."""
 
     forward: ByStage = 1
     backward_input: ByStage = 1
     backward_weight: ByStage = 1
     communication: float = 0
-    """From the end of an action to the moment that its result is on another rank; no rank is busy with it."""
+    """Seconds from the end of an action until its result is on another rank; no rank is busy during this time."""
     joint: ByStage | None = None
-    """Of a joint slot, by the stage of its forward; None: the sum of its two actions, that is, nothing overlaps."""
+    """Seconds of a joint slot, by the stage of its forward; None: the sum of its two actions, without overlap."""
 
     def of_slots(self, num_stages: int) -> "SlotSeconds":
-        """The costs of a pipeline of so many stages.
+        """Costs of all slots of a pipeline with this number of stages.
 
         Raises:
-            PlanError: a sequence has another number of entries.
+            PlanError: a sequence has another length than the number of stages.
         """
         forward, inputs, weights = (
             _by_stage(getattr(self, name), num_stages, name)
             for name in ("forward", "backward_input", "backward_weight")
         )
-        whole = tuple(i + w for i, w in zip(inputs, weights, strict=True))
+        full = tuple(i + w for i, w in zip(inputs, weights, strict=True))
         joint = None if self.joint is None else _by_stage(self.joint, num_stages, "joint")
-        return SlotSeconds({"F": forward, "B": whole, "I": inputs, "W": weights}, joint)
+        return SlotSeconds({"F": forward, "B": full, "I": inputs, "W": weights}, joint)
 
 
 def _by_stage(value: ByStage, num_stages: int, name: str) -> tuple[float, ...]:
@@ -45,15 +45,15 @@ def _by_stage(value: ByStage, num_stages: int, name: str) -> tuple[float, ...]:
     if len(value) != num_stages:
         raise PlanError(
             f"{len(value)} costs {name} for {num_stages} stages",
-            rule="a cost is one number, or one for each stage",
-            fix=f"give {num_stages} numbers",
+            rule="a cost is one value for all stages, or one per stage",
+            fix=f"give {num_stages} values",
         )
     return tuple(value)
 
 
 @dataclass(frozen=True)
 class SlotSeconds:
-    """Seconds of any slot of one pipeline."""
+    """Seconds of any slot of a pipeline."""
 
     of_kind: dict[str, tuple[float, ...]]
     joint: tuple[float, ...] | None
@@ -66,13 +66,13 @@ class SlotSeconds:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of a schedule on a clock that starts at 0."""
+    """Start and end of all slots of one step, from time 0."""
 
     schedule: Schedule
     start: tuple[tuple[float, ...], ...]
-    """Rank -> seconds at which each of its slots starts."""
+    """Start of each slot in seconds, by rank."""
     end: tuple[tuple[float, ...], ...]
-    """Rank -> seconds at which each of its slots ends."""
+    """End of each slot in seconds, by rank."""
 
     @cached_property
     def makespan(self) -> float:
@@ -81,7 +81,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Rank -> seconds in which it works."""
+        """Busy seconds of each rank."""
         return tuple(
             sum(end - start for start, end in zip(starts, ends, strict=True))
             for starts, ends in zip(self.start, self.end, strict=True)
@@ -89,64 +89,64 @@ class Timeline:
 
     @property
     def ideal(self) -> float:
-        """Seconds that the busiest rank works: no order of the same work takes less."""
+        """Busy seconds of the busiest rank: a lower bound of the makespan for any order of the same work."""
         return max(self.busy, default=0)
 
     @property
     def mean_busy(self) -> float:
-        """Seconds that a rank works on average: below `ideal` where the stages are uneven."""
+        """Mean busy seconds of a rank: less than `ideal` if the stages are uneven."""
         return sum(self.busy) / max(1, len(self.busy))
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """Rank -> seconds in which it idles, of `makespan`."""
+        """Idle seconds of each rank, within `makespan`."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def bubble_rate(self) -> tuple[float, ...]:
-        """Rank -> part of `makespan` in which it idles."""
+        """Idle share of `makespan`, by rank."""
         return tuple(bubble / self.makespan if self.makespan else 0 for bubble in self.bubble)
 
     @property
     def longest_span(self) -> float:
-        """Most seconds between the first start and the last end of one rank.
+        """Longest time between the first start and the last end of a rank, in seconds.
 
-        That is what a step costs where steps follow each other without a barrier: a rank that starts later ends later. A
-        schedule of no bubbles is a parallelogram (Qi et al., section 5.3, take it as the cost of a schedule).
+        This is the cost of a step if steps follow each other without a barrier: a rank that starts later ends later. A
+        schedule without bubbles is then a parallelogram (Qi et al., section 5.3, use it as the cost of a schedule).
         """
         return max((ends[-1] - starts[0] for starts, ends in zip(self.start, self.end, strict=True) if ends), default=0)
 
     @property
     def span_bubble_rate(self) -> float:
-        """Part of `longest_span` above `ideal`: the bubble rate of Qi et al., table 5."""
+        """Share of `longest_span` above `ideal`: the bubble rate of Qi et al., table 5."""
         return (self.longest_span - self.ideal) / self.longest_span if self.longest_span else 0
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Rank -> most micro-batches of one stage whose forward has run and whose B, or W, has not.
+        """Peak number of micro-batches of one stage between their F and their B or W, by rank.
 
-        An upper bound of the memory: `peak_until_input` says for how many of them the part that I frees is there too.
+        An upper bound of the memory: `peak_until_input` counts the micro-batches that also hold the part freed by I.
         """
         return peak_in_flight(self.schedule)
 
     @cached_property
     def peak_until_input(self) -> tuple[int, ...]:
-        """Rank -> most micro-batches of one stage whose forward has run and whose B, or I, has not."""
+        """Peak number of micro-batches of one stage between their F and their B or I, by rank."""
         return peak_in_flight(self.schedule, released_by="BI")
 
 
 def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
-    """When every slot starts and ends, if each rank starts its next slot as soon as all that it needs is there.
+    """Simulate a schedule: each rank starts its next slot as soon as all dependencies of the slot are done.
 
-    O(actions): the order that `run_through` gives never meets an action before what it needs, so that the end of every slot
-    is known from those before it.
+    O(actions): `run_through` orders every action after its dependencies, so that the end of a slot follows from the ends of
+    earlier slots.
 
     Args:
-        schedule: any that `verify` accepts.
+        schedule: schedule that `verify` accepts.
         costs: seconds of its actions.
 
     Raises:
-        PlanError: the schedule waits forever, or `costs` is of another number of stages.
+        PlanError: the schedule deadlocks, or `costs` is for another number of stages.
     """
     seconds = costs.of_slots(schedule.num_stages)
     needs, rank_of_stage = schedule.needs, schedule.rank_of_stage
@@ -161,8 +161,8 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
         start = ends[rank][-1] if position else 0
         for action in slot:
             for need in needs[action]:
-                away = rank_of_stage[need.stage] != rank
-                start = max(start, end_of[need] + costs.communication if away else end_of[need])
+                is_remote = rank_of_stage[need.stage] != rank
+                start = max(start, end_of[need] + costs.communication if is_remote else end_of[need])
         end = start + seconds(slot)
         starts[rank].append(start)
         ends[rank].append(end)

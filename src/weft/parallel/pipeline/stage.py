@@ -1,8 +1,8 @@
-"""One stage as torch's pipelining runtime sees it, and the runtime that takes its orders from a schedule.
+"""Pipeline stage and runtime for torch.distributed.pipelining that follow a Weft schedule.
 
-torch's own `PipelineStage` keeps a buffer for every micro-batch of a step, of shapes that never change. This one makes a
-buffer when a message is due, for the micro-batch that it is for, and keeps of an output no more than its place in the
-graph: a stage holds what its schedule says, and steps may differ in length.
+torch's own `PipelineStage` keeps a fixed-shape buffer for every micro-batch of a step. This one allocates a buffer when a
+message is due, with the shape of its micro-batch, and keeps only the graph edge of an output. A stage therefore holds exactly
+what its schedule implies, and steps may differ in length.
 """
 
 import logging
@@ -18,69 +18,69 @@ from torch.distributed.pipelining.schedules import OVERLAP_F_B, _Action, _Pipeli
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from weft.parallel.pipeline.schedule import Schedule, slot_text
-from weft.parallel.pipeline.weight_gradients import Product, WeightGradients
+from weft.parallel.pipeline.weight_gradients import DeferredMatmul, WeightGradientQueue
 from weft.precision.fp16_backward import from_message, to_message
 
 Run = Callable[[int, int, list[Tensor]], list[Tensor]]
-"""(stage, micro-batch, what the stage before sent) -> what goes to the next stage; of the last stage, the objective."""
+"""(stage, micro-batch, message of the previous stage) -> message for the next stage; on the last stage, the objective."""
 
 
 class Stage(_PipelineStageBase):
-    """Runs, keeps and sends what one stage has to; the methods are those that torch's runtime calls."""
+    """Runs one stage and its communication; the public methods are the ones that torch's runtime calls."""
 
     def __init__(
         self,
-        number: int,
+        index: int,
         num_stages: int,
         group: dist.ProcessGroup,
         device: torch.device,
         run: Run,
-        message: Callable[[int], list[Tensor]],
-        queue: WeightGradients | None,
+        allocate_message: Callable[[int], list[Tensor]],
+        queue: WeightGradientQueue | None,
         add_up: Callable[[], None],
         reduce: Callable[[], None],
-        carries: bool = False,
+        fp16_backward: bool = False,
         first_trained: int = 0,
     ):
         """
         Args:
-            number: of the stage.
-            num_stages: of the pipeline.
-            group: ranks of pp.
-            device: of this rank.
-            run: the stage's forward.
-            message: micro-batch -> empty tensors for what one stage sends to the next.
-            queue: of the gradients of matrices, where backward is split.
-            add_up: called when gradients of matrices have come out of the queue.
-            reduce: called when all gradients of the stage are there.
-            carries: whether gradients of bfloat16 are held in float16.
-            first_trained: the first stage with weights that train: those before it have no backward.
+            index: index of the stage.
+            num_stages: stages of the pipeline.
+            group: process group of the pp ranks.
+            device: device of this rank.
+            run: forward of the stage.
+            allocate_message: micro-batch -> buffers for a message between two stages.
+            queue: queue of deferred weight gradients, if backwards are split.
+            add_up: called when deferred weight gradients have been computed.
+            reduce: called when the stage has all its gradients.
+            fp16_backward: True if gradients of bfloat16 tensors are held in float16.
+            first_trained: index of the first stage with weights that train; earlier stages have no backward.
         """
-        super().__init__(nn.Module(), number, num_stages, device, group)
-        self.run, self.message, self.queue, self.carries = run, message, queue, carries
+        super().__init__(nn.Module(), index, num_stages, device, group)
+        self.run, self.allocate_message, self.queue, self.fp16_backward = run, allocate_message, queue, fp16_backward
         self.add_up, self.reduce = add_up, reduce
-        self.has_backward, self.gives_back = number >= first_trained, number > first_trained
-        """Whether this stage has a backward, and whether the stage before it has one, which waits for gradients."""
+        self.has_backward, self.sends_gradient = index >= first_trained, index > first_trained
+        """True if this stage has a backward; true if the previous stage has one too, and waits for its gradients."""
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # torch looks for skip connections here
         self.inputs: dict[int, list[Tensor]] = {}
         """Received and not yet used, by micro-batch."""
         self.outputs: dict[int, list[Tensor]] = {}
-        """Computed and not yet sent."""
-        self.kept: dict[int, tuple[list[Tensor], list[Any]]] = {}
-        """Between forward and backward: inputs, and for each output the edge of the graph where its gradient enters, None where
-        no trained parameter had a part in it."""
+        """Computed and not yet sent, by micro-batch."""
+        self.saved: dict[int, tuple[list[Tensor], list[Any]]] = {}
+        """Inputs, and the graph edge of each output, between forward and backward; the edge is None if the output does not
+        depend on a trained parameter."""
         self.output_gradients: dict[int, list[Tensor]] = {}
         self.input_gradients: dict[int, list[Tensor]] = {}
         self.sending: list[dist.Work] = []
-        self.products: dict[int, list[Product]] = {}
-        """Between the two parts of a backward."""
+        self.deferred: dict[int, list[DeferredMatmul]] = {}
+        """Weight gradients between the two parts of a backward, by micro-batch."""
 
-    # Messages
+    # Communication
 
     def get_fwd_recv_ops(self, micro_batch: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
-        self.inputs[micro_batch] = self.message(micro_batch)
+        self.inputs[micro_batch] = self.allocate_message(micro_batch)
         return self._transfers(dist.irecv, self.inputs[micro_batch], self.stage_index - 1)
 
     def get_fwd_send_ops(self, micro_batch: int) -> list[dist.P2POp]:
@@ -91,51 +91,51 @@ class Stage(_PipelineStageBase):
     def get_bwd_recv_ops(self, micro_batch: int) -> list[dist.P2POp]:
         if self.is_last or not self.has_backward:
             return []
-        self.output_gradients[micro_batch] = self.message(micro_batch)
+        self.output_gradients[micro_batch] = self.allocate_message(micro_batch)
         return self._transfers(dist.irecv, self.output_gradients[micro_batch], self.stage_index + 1)
 
     def get_bwd_send_ops(self, micro_batch: int) -> list[dist.P2POp]:
-        if self.gives_back:
+        if self.sends_gradient:
             self.send(self.input_gradients.pop(micro_batch), self.stage_index - 1)
         return []
 
     def send(self, tensors: list[Tensor], stage: int) -> None:
-        """Start to send. torch's runtime would keep every message until the end of the step."""
+        """Start sending. The base class would keep every message until the end of the step."""
         self.sending = [work for work in self.sending if not work.is_completed()]
         self.sending += dist.batch_isend_irecv(self._transfers(dist.isend, tensors, stage))
 
     def finish_sending(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all messages are sent."""
         for work in self.sending:
             work.wait()
         self.sending = []
 
-    def _transfers(self, way: Any, tensors: list[Tensor], stage: int) -> list[dist.P2POp]:
+    def _transfers(self, operation: Any, tensors: list[Tensor], stage: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[stage]
-        return [dist.P2POp(way, tensor, group=self.group, group_peer=peer) for tensor in tensors]
+        return [dist.P2POp(operation, tensor, group=self.group, group_peer=peer) for tensor in tensors]
 
     def set_local_fwd_input(self, outputs: Any, micro_batch: int) -> None:
         self.inputs[micro_batch] = [tensor.detach() for tensor in outputs]
 
     def get_local_bwd_output(self, micro_batch: int) -> Any:
-        return self.input_gradients.pop(micro_batch) if self.gives_back else []
+        return self.input_gradients.pop(micro_batch) if self.sends_gradient else []
 
     def set_local_bwd_input(self, gradients: Any, micro_batch: int) -> None:
         if self.has_backward:
             self.output_gradients[micro_batch] = gradients
 
-    # Work
+    # Computation
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any = (), kwargs: Any = None, save_forward_output: bool = True
     ) -> list[Tensor]:
         inputs = self.inputs.pop(fwd_chunk_id, [])
         trains = torch.is_grad_enabled() and self.has_backward
-        inputs = [tensor.requires_grad_(trains and self.gives_back) for tensor in inputs]
+        inputs = [tensor.requires_grad_(trains and self.sends_gradient) for tensor in inputs]
         outputs = self.run(self.stage_index, fwd_chunk_id, inputs)
         if trains:
             edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in outputs]
-            self.kept[fwd_chunk_id] = inputs, edges
+            self.saved[fwd_chunk_id] = inputs, edges
         outputs = [tensor.detach() for tensor in outputs]
         if not self.is_last and self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
             self.outputs[fwd_chunk_id] = outputs
@@ -146,31 +146,31 @@ class Stage(_PipelineStageBase):
     ) -> None:
         if not self.has_backward:
             return
-        inputs, edges = self.kept.pop(bwd_chunk_id)
+        inputs, edges = self.saved.pop(bwd_chunk_id)
         gradients: list[Any] = self.output_gradients.pop(bwd_chunk_id, [None] * len(edges))
-        if self.carries and not self.is_last:
+        if self.fp16_backward and not self.is_last:
             gradients = [from_message(gradient) for gradient in gradients]
         used = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if edge is not None]
         torch.autograd.backward([edge for edge, _ in used], [gradient for _, gradient in used])
-        if self.gives_back:
+        if self.sends_gradient:
             self.input_gradients[bwd_chunk_id] = [
                 torch.zeros_like(tensor) if tensor.grad is None else to_message(tensor.grad) for tensor in inputs
             ]
         if self.queue is not None:
-            self.products[bwd_chunk_id] = self.queue.take()
+            self.deferred[bwd_chunk_id] = self.queue.take_pending()
             if full_backward:
                 self.backward_weight_one_chunk(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
             return
-        WeightGradients.finish(self.products.pop(bwd_chunk_id))
+        WeightGradientQueue.finish(self.deferred.pop(bwd_chunk_id))
         self.add_up()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         self.reduce()
 
-    # What is known ahead here, and torch would ask the other ranks for
+    # Already known here; the base class would exchange it with the other ranks
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
@@ -186,7 +186,7 @@ class Stage(_PipelineStageBase):
 
 
 class Runtime(_PipelineScheduleRuntime):
-    """torch's runtime with the order of actions of a schedule."""
+    """torch's pipeline runtime, with the action order of a Weft schedule."""
 
     def __init__(self, schedule: Schedule, stages: list[Stage]):
         self.own_stages = stages
@@ -207,26 +207,26 @@ class Runtime(_PipelineScheduleRuntime):
             stage.finish_sending()
 
     def _run_jointly(self, action: Any, ctx: Any) -> None:
-        """A forward and a backward that do not need each other; for now one after the other."""
+        """Run an independent forward and backward; at present one after the other."""
         forward, backward = action.sub_actions
         stages = {stage.stage_index: stage for stage in self.own_stages}
-        number, micro_batch = forward.stage_index, forward.microbatch_index
-        for work in self.fwd_recv_ops.pop((number, micro_batch), []):
+        index, micro_batch = forward.stage_index, forward.microbatch_index
+        for work in self.fwd_recv_ops.pop((index, micro_batch), []):
             work.wait()
-        outputs = stages[number].forward_one_chunk(micro_batch)
-        if number + 1 in stages:
-            stages[number + 1].set_local_fwd_input(outputs, micro_batch)
-        number, micro_batch = backward.stage_index, backward.microbatch_index
-        for work in self.bwd_recv_ops.pop((number, micro_batch), []):
+        outputs = stages[index].forward_one_chunk(micro_batch)
+        if index + 1 in stages:
+            stages[index + 1].set_local_fwd_input(outputs, micro_batch)
+        index, micro_batch = backward.stage_index, backward.microbatch_index
+        for work in self.bwd_recv_ops.pop((index, micro_batch), []):
             work.wait()
-        stages[number].backward_one_chunk(micro_batch)
-        if number - 1 in stages:
-            stages[number - 1].set_local_bwd_input(stages[number].get_local_bwd_output(micro_batch), micro_batch)
+        stages[index].backward_one_chunk(micro_batch)
+        if index - 1 in stages:
+            stages[index - 1].set_local_bwd_input(stages[index].get_local_bwd_output(micro_batch), micro_batch)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's runtime writes the whole schedule to the log before it lets an error through."""
+    """Silence torch's runtime, which logs the whole schedule before it raises an error."""
     log = logging.getLogger("torch.distributed.pipelining.schedules")
     level = log.level
     log.setLevel(logging.CRITICAL + 1)

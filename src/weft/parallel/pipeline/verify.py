@@ -1,4 +1,4 @@
-"""Refuses a schedule that is incomplete, contradicts itself, would wait forever or would hold too much. Imports no torch."""
+"""Validation of schedules: completeness, order, deadlocks and peak memory. Imports no torch."""
 
 from collections import Counter
 
@@ -10,13 +10,19 @@ def verify(schedule: Schedule, max_in_flight: int | None = None) -> None:
     """Check a schedule before anything runs.
 
     Args:
-        schedule: a generated one, or a user's own table.
-        max_in_flight: most micro-batches of one stage whose activations a rank may hold, until B or W (`peak_in_flight`).
+        schedule: generated schedule, or a user-defined table.
+        max_in_flight: maximum number of micro-batches of one stage whose activations a rank may hold, until B or W
+            (`peak_in_flight`).
 
     Raises:
-        PlanError: an unknown stage, rank, kind or micro-batch; an action that is missing or there twice; W without I, or B
-            beside I or W; a slot that is no action and no pair of a forward and a backward; an action before what it needs on
-            its own rank; ranks that wait for each other (the cycle is printed); more in flight than `max_in_flight`.
+        PlanError: one of these:
+
+            - unknown stage, rank, kind or micro-batch
+            - missing or duplicate action; W without I; B together with I or W
+            - slot that is neither one action nor a forward and a backward
+            - action before one of its dependencies on the same rank
+            - deadlock (the message has the cycle)
+            - more micro-batches in flight than `max_in_flight`
     """
     _check_names(schedule)
     _check_complete(schedule)
@@ -35,8 +41,8 @@ def _check_names(schedule: Schedule) -> None:
             raise _refuse(
                 schedule,
                 f"stage {stage} is on rank {owner}",
-                f"ranks are 0 to {schedule.num_ranks - 1}, one for each line of slots",
-                f"give stage {stage} to one of them",
+                f"ranks are 0 to {schedule.num_ranks - 1}, one per line of slots",
+                f"move stage {stage} to one of these ranks",
             )
     for rank, position, action in schedule.actions():
         known = 0 <= action.stage < schedule.num_stages and 0 <= action.micro_batch < schedule.num_micro_batches
@@ -46,14 +52,14 @@ def _check_names(schedule: Schedule) -> None:
                 f"{action} in slot {position} of rank {rank} is unknown",
                 f"stages are 0 to {schedule.num_stages - 1}, micro-batches 0 to {schedule.num_micro_batches - 1}, "
                 "kinds F, B, I and W",
-                "remove it, or change the number of stages or micro-batches",
+                "remove the action, or change the number of stages or micro-batches",
             )
         if schedule.rank_of_stage[action.stage] != rank:
             raise _refuse(
                 schedule,
                 f"{action} in slot {position} of rank {rank}",
                 f"stage {action.stage} is on rank {schedule.rank_of_stage[action.stage]}",
-                "move it there",
+                f"move the action to rank {schedule.rank_of_stage[action.stage]}",
             )
     for rank, slots in enumerate(schedule.slots):
         for position, slot in enumerate(slots):
@@ -63,7 +69,7 @@ def _check_names(schedule: Schedule) -> None:
                     schedule,
                     f"slot {position} of rank {rank} holds {slot_text(slot) if slot else 'nothing'}",
                     "a slot is one action, or a forward and a B or I that may run jointly",
-                    "give each action a slot of its own",
+                    "put each action in a separate slot",
                 )
 
 
@@ -73,9 +79,9 @@ def _check_complete(schedule: Schedule) -> None:
         if times > 1:
             raise _refuse(
                 schedule,
-                f"{action} is there {times} times",
-                "every action runs once in a step",
-                f"keep the one of rank {schedule.rank_of_stage[action.stage]} that comes first",
+                f"{action} occurs {times} times",
+                "every action runs once per step",
+                f"keep its first occurrence on rank {schedule.rank_of_stage[action.stage]}",
             )
     for stage in range(schedule.num_stages):
         for batch in range(schedule.num_micro_batches):
@@ -85,30 +91,30 @@ def _check_complete(schedule: Schedule) -> None:
                 raise _refuse(
                     schedule,
                     f"stage {stage} on rank {rank} has {' and '.join(kinds) or 'nothing'} of micro-batch {batch}",
-                    "a stage runs F and B, or F, I and W, of every micro-batch",
+                    "a stage runs F and B, or F, I and W, for every micro-batch",
                     _fix_kinds(stage, kinds, batch),
                 )
 
 
 def _fix_kinds(stage: int, kinds: str, batch: int) -> str:
     if "B" in kinds and kinds != "B":
-        return f"remove {stage}B{batch}, or what splits it: {stage}I{batch} and {stage}W{batch}"
+        return f"remove {stage}B{batch}, or remove its parts {stage}I{batch} and {stage}W{batch}"
     wanted = "FB" if kinds in ("", "F", "B") else "FIW"
     return "add " + " and ".join(f"{stage}{kind}{batch}" for kind in wanted if kind not in kinds)
 
 
 def _check_order(schedule: Schedule) -> None:
-    place = {action: (rank, position) for rank, position, action in schedule.actions()}
+    location = {action: (rank, position) for rank, position, action in schedule.actions()}
     for rank, position, action in schedule.actions():
         for need in schedule.needs[action]:
-            owner, other = place[need]
+            owner, other = location[need]
             if owner == rank and other >= position:
                 together = other == position
                 raise _refuse(
                     schedule,
                     f"rank {rank} runs {action} in slot {position}, "
                     + (f"jointly with {need}" if together else f"but {need} in slot {other}"),
-                    f"{action} needs {need}, so that {need} runs in an earlier slot",
+                    f"{action} depends on {need}, which must run in an earlier slot",
                     f"move {need} before {action}",
                 )
 
@@ -119,7 +125,7 @@ def _check_progress(schedule: Schedule) -> None:
     if not awaited:
         return
     rank, path = min(awaited), []
-    while rank not in path:  # a rank that is waited for waits itself, so that the path closes
+    while rank not in path:  # the rank that another rank waits for is waiting too, so the path closes
         path.append(rank)
         rank = schedule.rank_of_stage[awaited[rank].stage]
     cycle = path[path.index(rank) :]
@@ -131,8 +137,8 @@ def _check_progress(schedule: Schedule) -> None:
     raise _refuse(
         schedule,
         f"deadlock: rank {cycle[0]} " + ", which ".join(links),
-        "a rank runs its slots in order, and a slot starts when all that it needs has ended",
-        "move one of the awaited actions before the slot that its rank waits with",
+        "a rank runs its slots in order, and starts a slot when all its dependencies are done",
+        "move one of the awaited actions before the slot in which its rank waits",
     )
 
 

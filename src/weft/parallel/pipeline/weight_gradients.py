@@ -1,9 +1,11 @@
-"""The split of a backward: gradients of inputs at once, those of matrices when their turn comes (Qi et al., Zero Bubble, 2023).
+"""Split backward: input gradients immediately, weight gradients deferred (Qi et al., Zero Bubble, 2023).
 
-A linear module of a block runs a function whose backward gives the gradient of its input and leaves the other product, of
-the same input and output gradient, in a queue. Nothing is computed twice. Vectors (norms, biases), embeddings, experts,
-matrices whose gradient tp ranks share, and matrices whose input has no gradient (all before them is frozen) have theirs with
-the gradient of the inputs.
+The backward of a linear module in a block computes the input gradient and queues the matmul of the weight gradient. Nothing is
+computed twice. Some gradients are computed immediately, together with the input gradients:
+
+- vectors (norms, biases), embeddings and experts
+- matrices whose gradient is shared by tp ranks
+- matrices whose input has no gradient, because everything before them is frozen
 """
 
 from functools import partial
@@ -18,11 +20,11 @@ from transformers.pytorch_utils import Conv1D
 from weft.anatomy.roles import Anatomy
 
 
-class Product(NamedTuple):
-    """A gradient of a matrix that is not computed yet."""
+class DeferredMatmul(NamedTuple):
+    """Deferred weight gradient of a matrix."""
 
     weight: Tensor
-    """As forward saw it, with its way back to the parameter."""
+    """The weight that forward used; its graph leads to the parameter."""
     left: Tensor
     """[tokens, rows of the weight]"""
     right: Tensor
@@ -32,42 +34,42 @@ class Product(NamedTuple):
         return self.left.T @ self.right
 
 
-class WeightGradients:
-    """The queue between the two parts of a backward."""
+class WeightGradientQueue:
+    """Queue of weight gradients between the two parts of a backward."""
 
     def __init__(self) -> None:
-        self.products: list[Product] = []
+        self.pending: list[DeferredMatmul] = []
 
-    def take(self) -> list[Product]:
-        """What has come in since the last call."""
-        products, self.products = self.products, []
-        return products
+    def take_pending(self) -> list[DeferredMatmul]:
+        """Remove and return the matmuls queued since the last call."""
+        pending, self.pending = self.pending, []
+        return pending
 
     @staticmethod
-    def finish(products: list[Product]) -> None:
-        """Compute gradients and give them to their parameters, first come first; each is freed before the next."""
-        products.reverse()
-        while products:
-            product = products.pop()
-            torch.autograd.backward(product.weight, product.compute())
+    def finish(pending: list[DeferredMatmul]) -> None:
+        """Compute the weight gradients in order and accumulate them; each matmul is freed before the next one runs."""
+        pending.reverse()
+        while pending:
+            matmul = pending.pop()
+            torch.autograd.backward(matmul.weight, matmul.compute())
 
 
-def defer_weight_gradients(model: nn.Module, anatomy: Anatomy, queue: WeightGradients) -> None:
-    """Let the linear modules of all blocks leave the gradients of their matrices in a queue, in place.
+def defer_weight_gradients(model: nn.Module, anatomy: Anatomy, queue: WeightGradientQueue) -> None:
+    """Make the linear modules of all blocks queue their weight gradients, in place.
 
     Args:
-        model: split over tp already; what multiplies in chunks (`fan.py`) uses the queue by itself.
-        anatomy: of the blocks that are here.
-        queue: of this rank.
+        model: already sharded over tp; modules with overlapped tp matmuls (`async_tp.py`) use the queue themselves.
+        anatomy: anatomy of the blocks on this rank.
+        queue: queue of this rank.
     """
     for block in anatomy.blocks:
         for module in model.get_submodule(block.name).modules():
-            apart = getattr(module, "shares_gradients", False) or getattr(module, "multiplies_in_chunks", False)
-            if type(module) in (nn.Linear, Conv1D) and not apart:
+            excluded = getattr(module, "shares_gradients", False) or getattr(module, "multiplies_in_chunks", False)
+            if type(module) in (nn.Linear, Conv1D) and not excluded:
                 module.forward = partial(_linear, module, queue)
 
 
-def _linear(module: Any, queue: WeightGradients, x: Tensor) -> Tensor:
+def _linear(module: Any, queue: WeightGradientQueue, x: Tensor) -> Tensor:
     rows_first = isinstance(module, nn.Linear)
     weight, bias = module.weight, module.bias
     if torch.is_grad_enabled() and weight.requires_grad and x.requires_grad:
@@ -84,7 +86,7 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         rows_first: bool,
         owner: tuple[Tensor],
-        queue: WeightGradients,
+        queue: WeightGradientQueue,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rows_first, ctx.owner, ctx.queue = rows_first, owner, queue
@@ -96,7 +98,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         tokens, outputs = x.flatten(0, -2), gradient.flatten(0, -2)
         sides = (outputs, tokens) if ctx.rows_first else (tokens, outputs)
-        ctx.queue.products.append(Product(ctx.owner[0], *sides))
+        ctx.queue.pending.append(DeferredMatmul(ctx.owner[0], *sides))
         of_x = F.linear(gradient, weight.T if ctx.rows_first else weight) if ctx.needs_input_grad[0] else None
         of_bias = outputs.sum(0) if ctx.needs_input_grad[2] else None
         return of_x, None, of_bias, None, None, None

@@ -1,10 +1,11 @@
-"""Measures what the planner has to know of this machine, in three or four minutes: rates of products by size, attention,
-memory, links between ranks, what the host takes for a call, and, by four short trainings, how far predictions are off.
+"""Calibration of the planner to this machine, in three or four minutes.
 
-    found = calibrate(ranks=2)
-    found.to_toml()                # a cluster file for `weft plan --cluster`
+    file, error = calibrate(ranks=2)
+    file.to_toml()                 # a cluster file for `weft plan --cluster`
 
-Rates are those of a rank while the others compute too, as far as cores are there.
+Measured are matmul rates by size, attention, memory bandwidth, links between ranks, the host overhead per operator call, and,
+with four short training runs, the ratio of measured to predicted step time. Rates are measured on one rank while the other
+ranks compute too, up to the number of cores.
 """
 
 import itertools
@@ -25,7 +26,7 @@ from weft.planner.costmodel.hardware import GB, GIB, MIB, TERA, ClusterSpec, Dev
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.links import measure_links
 from weft.planner.costmodel.operator_timing import time_step
-from weft.planner.costmodel.operators import Like, Named, Operation, time_operations
+from weft.planner.costmodel.operators import KeywordArguments, Operation, TensorSpec, time_operations
 from weft.planner.costmodel.roofline import fill
 from weft.planner.costmodel.step_time import StepTime, step_time
 from weft.planner.dryrun.trace import trace
@@ -33,14 +34,14 @@ from weft.planner.search.propose import space_of
 from weft.train.metrics import read_metrics
 from weft.train.run import train
 
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SIZES = (32, 128, 512, 2048)  # of products; three of them make 64
-SEQ, HEADS, HEAD_DIM = 1024, 8, 64  # of attention
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SIZES = (32, 128, 512, 2048)  # matmul dimensions; all 64 combinations of m, n and k are measured
+SEQ, HEADS, HEAD_DIM = 1024, 8, 64  # dimensions of the measured attention
 ATTENTION_FLOPS = 2 * SEQ * SEQ * HEADS * HEAD_DIM  # forward, causal
 TILES, DEPTHS = (8, 16, 32, 64, 128, 256), (4, 16, 64, 128, 256, 512)
 STREAM_BYTES = 2**26
-WARM_UP = 2  # steps that are not counted
-TRAININGS = 4  # large and small ones in turns
+WARM_UP = 2  # number of warm-up steps, excluded from the median
+TRAININGS = 4  # number of training runs, alternating between the large and the small model
 MODEL = {"model_type": "llama", "vocab_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 2}
 TRAIN = {"steps": 10, "evaluate_every": 0, "evaluate_rows": 4}
 JOB: dict[str, Any] = {
@@ -57,37 +58,39 @@ SMALL_JOB: dict[str, Any] = {
 }
 
 
-def product(m: int, n: int, k: int, dtype: torch.dtype) -> Operation:
-    """[m, k] x [k, n]."""
-    return Operation("aten.mm.default", ((Like((m, k), (k, 1), dtype), Like((k, n), (n, 1), dtype)), Named(())))
+def matmul(m: int, n: int, k: int, dtype: torch.dtype) -> Operation:
+    """Matmul [m, k] x [k, n]."""
+    return Operation(
+        "aten.mm.default",
+        ((TensorSpec((m, k), (k, 1), dtype), TensorSpec((k, n), (n, 1), dtype)), KeywordArguments(())),
+    )
 
 
-def element_wise(numbers: int) -> Operation:
-    """A sum of two vectors in float32: 12 bytes a number."""
-    vector = Like((numbers,), (1,), torch.float32)
-    return Operation("aten.add.Tensor", ((vector, vector), Named(())))
+def addition(num_elements: int) -> Operation:
+    """Sum of two float32 vectors: 12 bytes of memory traffic per element."""
+    vector = TensorSpec((num_elements,), (1,), torch.float32)
+    return Operation("aten.add.Tensor", ((vector, vector), KeywordArguments(())))
 
 
 def attention(dtype: torch.dtype) -> Operation:
-    """Causal, of one row."""
+    """Causal attention of one sequence."""
     strides = (HEADS * SEQ * HEAD_DIM, SEQ * HEAD_DIM, HEAD_DIM, 1)
-    x = Like((1, HEADS, SEQ, HEAD_DIM), strides, dtype)
-    return Operation("aten.scaled_dot_product_attention.default", ((x, x, x, None, 0.0, True), Named(())))
+    x = TensorSpec((1, HEADS, SEQ, HEAD_DIM), strides, dtype)
+    return Operation("aten.scaled_dot_product_attention.default", ((x, x, x, None, 0.0, True), KeywordArguments(())))
 
 
-def calibrate(ranks: int, say: Callable[[str], None] = print) -> tuple[ClusterFile, float]:
-    """Measure.
+def calibrate(ranks: int, log: Callable[[str], None] = print) -> tuple[ClusterFile, float]:
+    """Measure this machine.
 
     Args:
-        ranks: on this host.
-        say: takes lines of progress.
+        ranks: number of ranks on this host.
+        log: callable that prints a progress line.
 
     Returns:
-        What a cluster file says of this machine, and by how much the products that were measured miss its formula, in the
-        mean.
+        The cluster file of this machine, and the mean relative error of the fitted matmul model.
 
     Raises:
-        DeviceError: the planner does not know the devices of this machine.
+        DeviceError: the planner has no preset for the devices of this machine.
         WeftError: a rank failed.
     """
     detected = detect()
@@ -96,98 +99,109 @@ def calibrate(ranks: int, say: Callable[[str], None] = print) -> tuple[ClusterFi
     memory = detected.total_memory_bytes // (ranks if on_cpu else 1)
     preset = replace(find_device("CPU") if on_cpu else recognise(detected.name), cores=cores)
     preset = replace(preset, native_bf16=detected.supports("bf16"))
-    say("products, attention and memory")
+    log("measuring matmuls, attention and memory bandwidth")
     device, missed = measure_figures(preset, detected.type, min(ranks, cores) if on_cpu else 1)
     device = replace(device, per_host=ranks, memory=float(memory))
     if ranks > 1:
-        say(f"links between {ranks} ranks")
+        log(f"measuring links between {ranks} ranks")
         device = replace(device, inside=measure_links(ranks))
-    say("what the host takes for a call: a small training on one rank")
+    log("measuring the host overhead per operator call: a small training run on one rank")
     device = replace(device, call=seconds_of_call(ClusterSpec(device, 1, 1)))
     cluster = ClusterSpec(device, 1, ranks)
     by_formula, by_operators = [], []
-    for number in range(TRAININGS):
-        say(f"how far predictions are off: training {number + 1} of {TRAININGS} on {ranks} ranks")
-        found = measured_run(SMALL_JOB if number % 2 else JOB, ranks, cluster)
+    for index in range(TRAININGS):
+        log(f"measuring the prediction error: training run {index + 1} of {TRAININGS} on {ranks} ranks")
+        found = measured_run(SMALL_JOB if index % 2 else JOB, ranks, cluster)
         by_operators.append(math.log(found.seconds / found.by_operators))
-        if not number % 2:  # what the host takes for small calls, formulas do not know
+        if not index % 2:  # the formulas do not model host overhead, which dominates the small runs
             by_formula.append(math.log(found.seconds / formula(found.job, ranks, cluster).seconds))
     factors = math.exp(statistics.mean(by_formula)), math.exp(statistics.mean(by_operators))
     return file_of(cluster, *factors), missed
 
 
 def measure_figures(preset: DeviceSpec, device_type: str, processes: int) -> tuple[DeviceSpec, float]:
-    """A preset with measured rates, and the mean error of the formula for products of all sizes, of one.
+    """Replace the rates of a preset by measured ones.
 
-    Emulated bf16 is not measured, which takes minutes; nothing is planned in it, and attention is measured in fp32 there.
+    Emulated bf16 is not measured, because it takes minutes and no plan uses it; attention is then measured in fp32.
+
+    Args:
+        preset: device preset.
+        device_type: torch device type.
+        processes: number of processes that measure concurrently.
+
+    Returns:
+        The device, and the mean relative error of the fitted matmul model.
     """
-    formats = {
-        name: FORMATS[name] for name in preset.peak if name in FORMATS and (name == "fp32" or preset.native_bf16)
-    }
-    products = {
-        (name, m, n, k): product(m, n, k, dtype)
-        for name, dtype in formats.items()
+    dtypes = {name: DTYPES[name] for name in preset.peak if name in DTYPES and (name == "fp32" or preset.native_bf16)}
+    matmuls = {
+        (name, m, n, k): matmul(m, n, k, dtype)
+        for name, dtype in dtypes.items()
         for m, n, k in itertools.product(SIZES, repeat=3)
     }
-    vector, one = element_wise(STREAM_BYTES // 4), element_wise(1)
-    attended = attention(FORMATS["bf16" if preset.native_bf16 else "fp32"])
-    seconds = time_operations([*products.values(), vector, one, attended], processes, device_type)
+    vector, one = addition(STREAM_BYTES // 4), addition(1)
+    attended = attention(DTYPES["bf16" if preset.native_bf16 else "fp32"])
+    seconds = time_operations([*matmuls.values(), vector, one, attended], processes, device_type)
     rates = {
         (name, m, n, k): 2.0 * m * n * k / (seconds[operation] or math.inf)
-        for (name, m, n, k), operation in products.items()
+        for (name, m, n, k), operation in matmuls.items()
     }
-    device, missed = fit_products(replace(preset, launch=seconds[one] or preset.launch), rates)
+    device, missed = fit_matmuls(replace(preset, launch=seconds[one] or preset.launch), rates)
     bandwidth = 3.0 * STREAM_BYTES / (seconds[vector] or math.inf)
     taken = seconds[attended]
     share = ATTENTION_FLOPS / taken / device.peak["bf16"] * (512 + SEQ) / SEQ if taken else preset.attention
     return replace(device, bandwidth=bandwidth, stream=1.0, attention=share, portable=share), missed
 
 
-def fit_products(device: DeviceSpec, rates: dict[tuple[str, int, int, int], float]) -> tuple[DeviceSpec, float]:
-    """Tile, depth and rates of long products with which the formula misses the measured rates by the least, in the mean of
-    logarithms. Products that take no longer than two launches say nothing.
+def fit_matmuls(device: DeviceSpec, rates: dict[tuple[str, int, int, int], float]) -> tuple[DeviceSpec, float]:
+    """Fit tile, depth and peak rates of the matmul model to measured rates, by the least mean absolute error of logarithms.
+
+    Matmuls that take no longer than two kernel launches are ignored.
 
     Args:
-        device: its units stay; a rank that is a process has one core.
-        rates: FLOP/s by format and m, n, k.
+        device: device to fit; its number of units is kept, except on CPU, where a rank has one core.
+        rates: measured FLOP/s by dtype and m, n, k.
+
+    Returns:
+        The fitted device, and the mean relative error.
     """
     units = 1 if device.cores else device.units
-    telling = {key: rate for key, rate in rates.items() if 2.0 * math.prod(key[1:]) / rate > 2 * device.launch}
+    usable = {key: rate for key, rate in rates.items() if 2.0 * math.prod(key[1:]) / rate > 2 * device.launch}
     best, least = device, math.inf
     for rows, columns, depth in itertools.product(TILES, TILES, DEPTHS):
         tried = replace(device, units=units, tile=(rows, columns), depth=depth)
-        long: dict[str, list[float]] = {}  # rates of products without end, as each product has it
-        for (number, m, n, k), rate in telling.items():
-            long.setdefault(number, []).append(math.log(rate / fill(tried, m, n, k, number)))
-        middle = {number: statistics.median(logs) for number, logs in long.items()}
-        missed = statistics.mean(abs(value - middle[number]) for number, logs in long.items() for value in logs)
+        # Logarithms of the rate of a very large matmul, as implied by each measurement.
+        long: dict[str, list[float]] = {}
+        for (dtype, m, n, k), rate in usable.items():
+            long.setdefault(dtype, []).append(math.log(rate / fill(tried, m, n, k, dtype)))
+        middle = {dtype: statistics.median(logs) for dtype, logs in long.items()}
+        missed = statistics.mean(abs(value - middle[dtype]) for dtype, logs in long.items() for value in logs)
         if missed < least:
-            measured = {number: math.exp(value) for number, value in middle.items()}
+            measured = {dtype: math.exp(value) for dtype, value in middle.items()}
             peak = device.peak | {"bf16": measured["fp32"]} | measured
             best, least = replace(tried, peak=peak, efficiency=dict.fromkeys(peak, 1.0)), missed
     return best, math.expm1(least)
 
 
 class Measured(NamedTuple):
-    """A short training here."""
+    """A short training run on this machine."""
 
     job: Job
     calls: int
-    """Of operators, in a step of the first rank."""
+    """Operator calls per step on the first rank."""
     seconds: float
-    """Of a step, the median."""
+    """Median step time."""
     by_operators: float
-    """The same, predicted by operators that were timed before and after it: what else a machine does comes and goes."""
+    """Step time predicted from timed operators: mean of a timing before and one after the run, as machine load varies."""
 
 
 def measured_run(table: dict[str, Any], ranks: int, cluster: ClusterSpec) -> Measured:
-    """Train, and time the operators of it."""
+    """Run a short training, and time its operators before and after it."""
     with tempfile.TemporaryDirectory(prefix="weft-calibrate-") as name:
         rows = {"global_batch_size": ranks * table["train"]["micro_batch_size"] * 2}
         job = Job.parse({**table, "out": f"{name}/run", "train": {**table["train"], **rows}})
         traces = trace(job, ranks, [0], detect().type)
         before = time_step(job, traces, cluster).seconds
-        out = train(job, ranks=ranks, say=lambda line: None)
+        out = train(job, ranks=ranks, log=lambda line: None)
         after = time_step(job, traces, cluster).seconds
         steps = read_metrics(out / "metrics.jsonl")[WARM_UP:]
     seconds = statistics.median(step.step_seconds for step in steps)
@@ -195,13 +209,13 @@ def measured_run(table: dict[str, Any], ranks: int, cluster: ClusterSpec) -> Mea
 
 
 def seconds_of_call(cluster: ClusterSpec) -> float:
-    """What the host takes for a call of an operator, beside the operator: of a training so small that it is much of a step."""
+    """Host overhead per operator call, from a training run so small that the overhead is a large part of its step."""
     found = measured_run(SMALL_JOB, 1, replace(cluster, device=replace(cluster.device, call=0.0)))
     return max(0.0, found.seconds - found.by_operators) / found.calls
 
 
 def formula(job: Job, ranks: int, cluster: ClusterSpec) -> StepTime:
-    """The step of the job's plan by formula."""
+    """Step time of the job's plan by formula."""
     space = space_of(job, cluster)
     layout = layout_of(
         job.plan.resolve(ranks), job.data.seq_len, job.train.global_batch_size, job.train.micro_batch_size
@@ -210,8 +224,8 @@ def formula(job: Job, ranks: int, cluster: ClusterSpec) -> StepTime:
 
 
 def file_of(cluster: ClusterSpec, by_formula: float, by_operators: float) -> ClusterFile:
-    """The cluster as its file has it."""
-    device, wire = cluster.device, cluster.device.inside
+    """Cluster file of a calibrated cluster."""
+    device, link = cluster.device, cluster.device.inside
     return ClusterFile(
         device=device.name,
         hosts=1,
@@ -234,5 +248,5 @@ def file_of(cluster: ClusterSpec, by_formula: float, by_operators: float) -> Clu
             depth=device.depth,
             cores=device.cores or None,
         ),
-        inside=LinkFigures(latency_seconds=wire.latency, gb_per_second=wire.bandwidth / GB, ramp_mib=wire.ramp / MIB),
+        inside=LinkFigures(latency_seconds=link.latency, gb_per_second=link.bandwidth / GB, ramp_mib=link.ramp / MIB),
     )

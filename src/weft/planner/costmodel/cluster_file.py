@@ -1,27 +1,27 @@
-"""A cluster as a small TOML file: hosts, devices, and what is known of them beyond their data sheet.
+"""Cluster file: a small TOML file with hosts, devices, links and calibration.
 
-    device = "H100"                # a preset, or "custom" with [figures]
+    device = "H100"                # name of a preset
     hosts = 16
-    devices_per_host = 8           # may be left out: as many as the device usually has
-    dollars_per_hour = 2.4         # of one device; may be left out
-    watts = 700                    # of one device, with its share of the host; may be left out
-    scalar = 1.08                  # measured over predicted step time on this machine, of one run; may be left out
-    operators_scalar = 1.05        # the same of a step whose operators were timed (--measure); may be left out
+    devices_per_host = 8           # optional; default: the preset's
+    dollars_per_hour = 2.4         # optional; per device
+    watts = 700                    # optional; per device, including its share of the host
+    scalar = 1.08                  # optional; measured / predicted step time of one run on this machine
+    operators_scalar = 1.05        # optional; the same for a prediction from timed operators (--measure)
 
-    [figures]                      # may be left out, as a whole or in parts: what differs from the preset
+    [figures]                      # optional, as are all its keys: overrides of the preset
     bf16_tflops = 989.0            # dense, as on the data sheet
     memory_gib = 80.0
     memory_gb_per_second = 3350.0
 
-    [inside]                       # links between devices of one host, of one device in one direction
+    [inside]                       # intra-node links, per device and direction
     latency_seconds = 1.5e-6
     gb_per_second = 370.0
 
-    [between]                      # links between hosts: the share of one device
+    [between]                      # inter-node links, per device and direction
     latency_seconds = 12e-6
     gb_per_second = 46.0
 
-`weft calibrate --out FILE` writes one for the machine it runs on.
+`weft calibrate --out FILE` writes this file for the machine that it runs on.
 """
 
 from dataclasses import replace
@@ -34,55 +34,55 @@ from pydantic import Field, ValidationError
 from weft.errors import DeviceError
 from weft.job import read_toml
 from weft.plan import Table
-from weft.planner.costmodel.hardware import GB, GIB, MIB, TERA, ClusterSpec, DeviceSpec, Wire, find_device
+from weft.planner.costmodel.hardware import GB, GIB, MIB, TERA, ClusterSpec, DeviceSpec, LinkModel, find_device
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class LinkFigures(Table):
-    """A class of links."""
+    """Latency and bandwidth of one class of links."""
 
     latency_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     gb_per_second: Positive
     ramp_mib: Annotated[float, Field(ge=0)] = 0.2
-    """Size of a message that takes twice as long as the bandwidth says."""
+    """Message size in MiB that takes twice the time of bytes / bandwidth."""
 
-    def wire(self) -> Wire:
-        """As the formulas take it."""
-        return Wire(self.latency_seconds, self.gb_per_second * GB, self.ramp_mib * MIB)
+    def link_model(self) -> LinkModel:
+        """Convert to bytes and bytes per second."""
+        return LinkModel(self.latency_seconds, self.gb_per_second * GB, self.ramp_mib * MIB)
 
 
 class Figures(Table):
-    """What differs from the preset."""
+    """Overrides of a device preset."""
 
     bf16_tflops: Positive | None = None
     fp8_tflops: Positive | None = None
     fp32_tflops: Positive | None = None
     native_bf16: bool | None = None
-    """Whether the device has instructions for bf16."""
+    """True if the device has bf16 instructions."""
     memory_gib: Positive | None = None
     memory_gb_per_second: Positive | None = None
     host_gb_per_second: Positive | None = None
-    """To the memory of the host and back."""
+    """Bandwidth between device and host memory."""
     efficiency: Share | None = None
-    """Share of the peak that long matrix products reach."""
+    """Share of the peak FLOP/s that large matmuls reach."""
     attention_efficiency: Share | None = None
     stream_efficiency: Share | None = None
     launch_seconds: Positive | None = None
-    """What a kernel takes at least."""
+    """Minimum time of a kernel."""
     call_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """What the host takes for a call of an operator, beside the operator itself."""
+    """Host overhead per operator call, in addition to the operator itself."""
     cores: Annotated[int, Field(ge=1)] | None = None
-    """That the ranks of a host share, where ranks are processes."""
+    """CPU cores shared by the ranks of a host."""
     units: Annotated[int, Field(ge=1)] | None = None
-    """Parts that compute a tile of a product each."""
+    """Compute units (SMs, AI cores); each works on one tile of a matmul."""
     tile: tuple[int, int] | None = None
     depth: Annotated[int, Field(ge=1)] | None = None
 
 
 class ClusterFile(Table):
-    """The file."""
+    """Contents of a cluster file."""
 
     device: str
     hosts: Annotated[int, Field(ge=1)] = 1
@@ -96,17 +96,17 @@ class ClusterFile(Table):
     between: LinkFigures | None = None
 
     def cluster(self) -> ClusterSpec:
-        """The cluster it describes.
+        """Cluster described by the file.
 
         Raises:
-            DeviceError: no preset has that name.
+            DeviceError: `device` is not the name of a preset.
         """
         device = self._device(find_device(self.device))
         per_host = self.devices_per_host or device.per_host
         return ClusterSpec(replace(device, per_host=per_host), self.hosts, per_host)
 
     def to_toml(self) -> str:
-        """As the file has it, without what is not known."""
+        """Serialize to TOML, without unset keys."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
     def _device(self, preset: DeviceSpec) -> DeviceSpec:
@@ -128,8 +128,8 @@ class ClusterFile(Table):
             "units": found.units,
             "tile": found.tile,
             "depth": found.depth,
-            "inside": self.inside and self.inside.wire(),
-            "between": self.between and self.between.wire(),
+            "inside": self.inside and self.inside.link_model(),
+            "between": self.between and self.between.link_model(),
             "native_bf16": found.native_bf16,
             "watts": self.watts,
             "dollars_per_hour": self.dollars_per_hour,
@@ -138,43 +138,52 @@ class ClusterFile(Table):
 
 
 class Machine(NamedTuple):
-    """A cluster, and what one measured run of it says of predictions."""
+    """A cluster and its calibration factors."""
 
     cluster: ClusterSpec
     scalar: float = 1.0
-    """Measured over predicted step time, by formula."""
+    """Measured / predicted step time, predicted by formula."""
     operators_scalar: float = 1.0
-    """The same of a step whose operators were timed."""
+    """Measured / predicted step time, predicted from timed operators."""
 
 
 def read_cluster(path: Path) -> Machine:
-    """A cluster from its file.
+    """Read a cluster file.
 
     Raises:
-        JobError: the file is missing or no TOML.
-        DeviceError: a key or value in it is wrong, or no preset has the name.
+        JobError: the file is missing or not valid TOML.
+        DeviceError: a key or value is invalid, or `device` is not the name of a preset.
     """
     try:
         found = ClusterFile.model_validate(read_toml(path))
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
         raise DeviceError(
-            "\n".join(lines), where=str(path), rule="a cluster has the keys of docs/planner.md", fix="correct the file"
+            "\n".join(lines),
+            where=str(path),
+            rule="a cluster file has the keys described in docs/planner.md",
+            fix="correct these keys in the file",
         ) from None
     return Machine(found.cluster(), found.scalar, found.operators_scalar)
 
 
 def choose_cluster(path: Path | None, name: str | None, hosts: int, per_host: int | None) -> Machine:
-    """A cluster from a file, or of so many hosts of a preset.
+    """Cluster from a file or from the name of a device preset.
+
+    Args:
+        path: cluster file.
+        name: name of a device preset; exclusive with `path`.
+        hosts: number of hosts; used with `name`.
+        per_host: devices per host; used with `name`; None: the preset's.
 
     Raises:
-        DeviceError: neither or both are given, or they are wrong.
+        DeviceError: neither or both of `path` and `name` are given, or the given one is invalid.
     """
     if (path is None) == (name is None):
         raise DeviceError(
-            "no cluster is named" if path is None else "a cluster is named twice",
-            rule="a cluster is a file (--cluster), or a device by name (--device) with --nnodes",
-            fix="give one of them",
+            "no cluster is named" if path is None else "the cluster is named twice, by --cluster and by --device",
+            rule="a cluster is named either by a file (--cluster) or by a device preset (--device) with --nnodes",
+            fix="give either --cluster or --device",
         )
     if path is not None:
         return read_cluster(path)

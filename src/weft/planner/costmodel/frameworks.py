@@ -1,7 +1,8 @@
-"""What is known of the software that a run uses: which kernels it has, what it overlaps, what it keeps.
+"""Models of training frameworks: the kernels they have, the communication they overlap, the tensors they keep.
 
-These are priors, from the code and the papers of each stack and from what its published runs have in common; none follows one
-run. What remains is one scalar a machine and stack (`benchmarks/published/validate.py`). The last stack is Weft itself.
+The values are priors from the code and the papers of each framework and from what its published runs have in common; none is
+fitted to a single run. The remaining error is one scalar per machine and framework (`benchmarks/published/validate.py`). The
+last entry is Weft itself.
 """
 
 from dataclasses import dataclass
@@ -12,95 +13,97 @@ from weft.planner.costmodel.hardware import GIB
 
 @dataclass(frozen=True)
 class FrameworkModel:
-    """A training library."""
+    """Performance and memory model of a training framework."""
 
     name: str
     flash: bool = True
-    """Fused attention."""
-    passes: float = 1.0
-    """Bytes that element-wise kernels move, of those of the fused kernels of Megatron-Core."""
+    """True if attention is fused."""
+    elementwise_traffic: float = 1.0
+    """Memory traffic of element-wise kernels, relative to the fused kernels of Megatron-Core."""
     portable: bool = False
-    """Fused attention that is not written for the newest devices (FlashAttention 2, Triton)."""
-    host: float = 0.25e-3
-    """Seconds that the host needs to launch the forward of a layer; the device waits for it where it is quicker."""
-    host_experts: float = 4e-3
-    """The same of a layer with experts: routing, permutations and a message each way are some hundred launches."""
-    host_mamba: float = 4e-3
-    """The same of a state-space mixer: some dozen Triton kernels, whose launches cost more, and no graph of them."""
-    host_staged: float = 0.0
-    """Seconds for each rank of tp that the forward of a layer takes at least, where stages of a pipeline make hosts wait."""
+    """True if fused attention is not written for the newest devices (FlashAttention 2, Triton)."""
+    launch_seconds: float = 0.25e-3
+    """Host seconds to launch the forward of a layer; a lower bound of the layer's time."""
+    moe_launch_seconds: float = 4e-3
+    """Host seconds to launch the forward of an MoE layer: some hundred launches for routing, permutations and all-to-alls."""
+    mamba_launch_seconds: float = 4e-3
+    """Host seconds to launch the forward of a Mamba mixer: dozens of Triton kernels (slower launches), no CUDA graphs."""
+    staged_launch_seconds: float = 0.0
+    """Minimum seconds of a layer's forward per tp rank under pipeline parallelism, where hosts wait for each other."""
     blocking: bool = False
-    """Whether the host waits for each kernel before it launches the next one: launches and kernels then add up."""
-    ring: float = 1.0
-    """How many times as long attention takes over cp: blocks in kernels of their own, whose outputs are merged in float32."""
+    """True if the host waits for each kernel before it launches the next one: launch and kernel times then add up."""
+    ring_slowdown: float = 1.0
+    """Slowdown of attention under ring attention: separate kernels per block, whose outputs are merged in float32."""
     tp_overlap: float = 0.0
-    """Share of the messages of tensor parallelism that is hidden behind products."""
+    """Share of tensor-parallel communication that is overlapped with matmuls in forward."""
     tp_backward: float = 0.3
-    """The same in backward, where the reduction of inputs' gradients runs beside the product for weights'."""
+    """The same share in backward, where the reduction of input gradients overlaps with the matmul for weight gradients."""
     dp_overlap: float = 0.0
-    """Share of the last backward that hides gradients."""
+    """Share of the last backward with which gradient reduction overlaps."""
     gather_overlap: bool = False
-    """Whether updated weights are gathered beside the next forward (ZeRO 1)."""
+    """True if the all-gather of updated weights overlaps with the next forward (ZeRO 1)."""
     prefetch: bool = True
-    """Whether ZeRO 3 gathers a layer ahead."""
-    messages: int = 1
-    """In which ZeRO 3 gathers the weights of a layer."""
-    rows: float = 16.0
-    """Bytes that move for each number of a row that is sorted to its expert and back; 8 where that is part of the dispatch."""
+    """True if ZeRO 3 prefetches the weights of the next layer."""
+    zero3_gathers: int = 1
+    """All-gathers per layer under ZeRO 3."""
+    permute_bytes: float = 16.0
+    """Bytes moved per element to permute token rows to expert order and back; 8 if the dispatch includes the permutation."""
     ep_overlap: float = 0.0
-    """Share of dispatch and combine that other work hides."""
-    ep_wire: float = 0.7
-    """Share of the links' bandwidth that dispatch reaches."""
-    ep_near: float = 0.45
-    """The same inside a host, where a token is sent to each of its experts."""
+    """Share of dispatch and combine that is overlapped with computation."""
+    ep_inter_node_rate: float = 0.7
+    """Share of the inter-node bandwidth that dispatch reaches."""
+    ep_intra_node_rate: float = 0.45
+    """Share of the intra-node bandwidth that dispatch reaches; a token is sent to each of its experts there."""
     imbalance: float = 1.35
-    """Rows of the busiest rank's experts, of those of the mean rank; 1 where a benchmark routes evenly or drops the rest.
-    Qwen3-235B on 256 H100 takes 1.21 times as long routed freely as evenly, with half of its time in experts (ModelZoo)."""
-    once_a_host: bool = False
-    """Whether a token goes once to each host that has experts for it."""
+    """Expert load imbalance: rows on the busiest rank / mean rows per rank; 1 if routing is forced to be even or drops tokens.
+
+    Example: Qwen3-235B on 256 H100 takes 1.21 times as long with free as with even routing, and half of its time is in the
+    experts (ModelZoo)."""
+    once_per_host: bool = False
+    """True if a token is sent only once to each host, even if several of its experts are there."""
     p2p_overlap: float = 0.0
-    """Share of stages' messages that is hidden."""
-    slowdown: float = 1.1
-    """Of computation while messages run beside it."""
-    wire: float = 0.8
-    """Share of measured bandwidth that collectives reach in training (vTrain: 30 % slower there)."""
-    weights: float = 2.0
-    """Bytes of a weight that is computed with."""
-    gradients: float = 4.0
-    """Bytes of an accumulated gradient."""
-    optimizer: float = 12.0
-    """Bytes of master copy and moments."""
-    stays: float = 0.0
-    """Of these, bytes that stay on the device where the others wait on the host."""
-    update_buffer: float = 0.0
-    """Bytes a parameter of a buffer beside them, where several ranks reduce gradients."""
-    reduced: float = 0.0
-    """Bytes of a reduced gradient, of the parameters that a rank updates under ZeRO 1, where it is kept beside all others."""
-    reduce: float = 4.0
-    """Bytes a gradient takes on the wire."""
-    logits: float = 10.0
-    """Bytes that a logit holds at the loss: 16 bits, float32, gradient."""
+    """Share of point-to-point communication between stages that is overlapped."""
+    overlap_slowdown: float = 1.1
+    """Slowdown of computation while communication overlaps with it."""
+    bandwidth_share: float = 0.8
+    """Share of the benchmarked bandwidth that collectives reach in training (vTrain: 30 % slower in training)."""
+    weight_bytes: float = 2.0
+    """Bytes per weight in the compute dtype."""
+    gradient_bytes: float = 4.0
+    """Bytes per accumulated gradient element."""
+    optimizer_bytes: float = 12.0
+    """Bytes per parameter of master weights and moments."""
+    resident_optimizer_bytes: float = 0.0
+    """Part of `optimizer_bytes` that stays on the device if optimizer states are offloaded."""
+    update_buffer_bytes: float = 0.0
+    """Bytes per parameter of an additional buffer, allocated if several ranks reduce gradients."""
+    reduced_gradient_bytes: float = 0.0
+    """Bytes per reduced gradient element under ZeRO 1, if it is stored in addition to the full gradients."""
+    reduce_bytes: float = 4.0
+    """Bytes per gradient element in the reduction."""
+    logit_bytes: float = 10.0
+    """Bytes per logit at the loss: 16-bit logit, float32 copy and gradient."""
     fused_loss: bool = False
-    """Whether logits are never whole in float32, said or not."""
+    """True if runs use a fused loss, which never stores the full logits in float32, even if a table does not mention it."""
     sp: bool = True
-    """Whether a table that does not mention sequence parallelism means it, where there is tp."""
-    gathers_again: bool = True
-    """Whether backward gathers inputs of matrices over tp again, under sequence parallelism, and does not keep them whole."""
-    head_counts: bool = False
-    """Whether its stages are cut by cost, the head counted as the layers that it costs as much as."""
+    """True if a run with tp uses sequence parallelism when its table does not mention it."""
+    regathers_inputs: bool = True
+    """True if, under sequence parallelism, backward gathers the inputs of matmuls again instead of saving them in full."""
+    balance_head: bool = False
+    """True if pipeline stages are balanced by cost, with the head counted in units of layers."""
     dropout: bool = False
     framework: float = 1.5 * GIB
-    """Bytes outside the allocator, of context and communicators."""
+    """Bytes outside the allocator: context and communicators."""
     reserve: float = 1.08
-    """Reserved by the allocator, of what is allocated."""
-    halves: bool = False
-    """Whether selective recomputation drops every second product (FSDP stacks), and not the scores alone (Megatron)."""
+    """Ratio of reserved to allocated bytes of the allocator."""
+    selective_half: bool = False
+    """True if selective recomputation covers every second matmul (FSDP frameworks) instead of the scores only (Megatron)."""
     shards_hold_copy: bool = True
-    """Whether shards of ZeRO 3 keep weights to compute with beside the master weights they are cast from."""
-    units: bool = False
-    """Whether weights and gradients come and go in units of FSDP2, as dry runs of Weft count them."""
+    """True if ZeRO 3 shards store weights in the compute dtype in addition to the master weights."""
+    fsdp2_units: bool = False
+    """True if weights and gradients are allocated and freed per FSDP2 unit, as in the dry runs of Weft."""
     zero: int = 1
-    """Stage of a run that does not say it."""
+    """ZeRO stage of a run whose table does not state it."""
 
 
 STACKS: dict[str, FrameworkModel] = {
@@ -109,60 +112,62 @@ STACKS: dict[str, FrameworkModel] = {
         FrameworkModel(
             "megatron-2021",
             flash=False,
-            passes=1.15,
+            elementwise_traffic=1.15,
             tp_backward=0.0,
-            gradients=2,
-            reduce=2,
+            gradient_bytes=2,
+            reduce_bytes=2,
             dropout=True,
-            logits=14,
+            logit_bytes=14,
             zero=0,
             sp=False,
         ),
-        FrameworkModel("megatron-2022", flash=False, tp_backward=0.4, gradients=4, reduce=2, dropout=True, zero=0),
+        FrameworkModel(
+            "megatron-2022", flash=False, tp_backward=0.4, gradient_bytes=4, reduce_bytes=2, dropout=True, zero=0
+        ),
         FrameworkModel(
             "megatron-deepspeed",
             flash=False,
-            passes=1.3,
+            elementwise_traffic=1.3,
             tp_backward=0.0,
-            gradients=2,
-            optimizer=16,
-            reduce=2,
+            gradient_bytes=2,
+            optimizer_bytes=16,
+            reduce_bytes=2,
             dropout=True,
-            wire=0.6,
+            bandwidth_share=0.6,
             reserve=1.15,
-            framework=4.5 * GIB,  # a communicator of each axis, and of each pair of stages
+            framework=4.5 * GIB,  # one communicator per axis and per pair of stages
             sp=False,
-            host=2e-3,
-            blocking=True,  # BLOOM's script sets CUDA_LAUNCH_BLOCKING against a hang
+            launch_seconds=2e-3,
+            blocking=True,  # BLOOM's script sets CUDA_LAUNCH_BLOCKING to avoid a hang
         ),
         FrameworkModel(
             "deepspeed",
             flash=False,
-            passes=1.15,
-            gradients=2,
-            reduce=2,
-            messages=12,
+            elementwise_traffic=1.15,
+            gradient_bytes=2,
+            reduce_bytes=2,
+            zero3_gathers=12,
             prefetch=False,
-            wire=0.4,
+            bandwidth_share=0.4,
             dropout=True,
             sp=False,
         ),
         FrameworkModel(
-            "megatron-core", tp_overlap=0.1, dp_overlap=0.8, gather_overlap=True, p2p_overlap=0.5, host=2e-3
+            "megatron-core", tp_overlap=0.1, dp_overlap=0.8, gather_overlap=True, p2p_overlap=0.5, launch_seconds=2e-3
         ),
         FrameworkModel(
             "research",
-            passes=1.25,
-            host=0.8e-3,
-            gradients=2,
-            reduce=2,
+            elementwise_traffic=1.25,
+            launch_seconds=0.8e-3,
+            gradient_bytes=2,
+            reduce_bytes=2,
             reserve=1.12,
             framework=3 * GIB,
             tp_backward=0.0,
         ),
         FrameworkModel(
             "megatron-bridge",
-            passes=1.15,
+            elementwise_traffic=1.15,
             tp_overlap=0.7,
             tp_backward=0.8,
             dp_overlap=0.9,
@@ -170,14 +175,14 @@ STACKS: dict[str, FrameworkModel] = {
             p2p_overlap=0.7,
             imbalance=1.0,
             fused_loss=True,
-            once_a_host=True,
-            ep_near=0.8,
-            rows=8,
-            host=0.4e-3,
+            once_per_host=True,
+            ep_intra_node_rate=0.8,
+            permute_bytes=8,
+            launch_seconds=0.4e-3,
         ),
         FrameworkModel(
             "megatron-bridge-26.06",
-            passes=1.15,
+            elementwise_traffic=1.15,
             tp_overlap=0.7,
             tp_backward=0.8,
             dp_overlap=0.9,
@@ -185,108 +190,117 @@ STACKS: dict[str, FrameworkModel] = {
             p2p_overlap=0.7,
             imbalance=1.0,
             fused_loss=True,
-            once_a_host=True,
-            ep_near=0.8,
+            once_per_host=True,
+            ep_intra_node_rate=0.8,
             ep_overlap=0.4,
-            rows=6,
-            host=0.3e-3,
-            host_experts=1.5e-3,
+            permute_bytes=6,
+            launch_seconds=0.3e-3,
+            moe_launch_seconds=1.5e-3,
         ),
-        FrameworkModel("megatron-fsdp", tp_overlap=0.1, dp_overlap=0.8, host=2e-3, zero=3),
+        FrameworkModel("megatron-fsdp", tp_overlap=0.1, dp_overlap=0.8, launch_seconds=2e-3, zero=3),
         FrameworkModel(
             "fsdp",
-            reserve=1.04,  # equal layers and lengths: blocks are used again
-            passes=1.4,
+            reserve=1.04,  # equal layers and sequence lengths: the allocator reuses its blocks
+            elementwise_traffic=1.4,
             portable=True,
             dp_overlap=0.8,
-            optimizer=8,
-            weights=4,
-            wire=0.75,
-            halves=True,
+            optimizer_bytes=8,
+            weight_bytes=4,
+            bandwidth_share=0.75,
+            selective_half=True,
             zero=3,
-            logits=6,
+            logit_bytes=6,
         ),
         FrameworkModel(
             "torchtitan",
-            passes=1.0,
+            elementwise_traffic=1.0,
             portable=True,
-            ring=1.25,
-            logits=14,  # 16 bits, float32, its softmax, and gradient
+            ring_slowdown=1.25,
+            logit_bytes=14,  # 16-bit logit, float32 copy, softmax and gradient
             dp_overlap=0.8,
-            optimizer=8,
-            weights=4,
-            halves=True,
+            optimizer_bytes=8,
+            weight_bytes=4,
+            selective_half=True,
             zero=3,
-            ep_near=0.7,
-            rows=10,
+            ep_intra_node_rate=0.7,
+            permute_bytes=10,
         ),
-        FrameworkModel("fms", portable=True, dp_overlap=0.8, optimizer=8, weights=4, reduce=2, halves=True, zero=3),
+        FrameworkModel(
+            "fms",
+            portable=True,
+            dp_overlap=0.8,
+            optimizer_bytes=8,
+            weight_bytes=4,
+            reduce_bytes=2,
+            selective_half=True,
+            zero=3,
+        ),
         FrameworkModel(
             "nanotron",
-            gathers_again=False,
-            head_counts=True,
-            passes=1.3,
+            regathers_inputs=False,
+            balance_head=True,
+            elementwise_traffic=1.3,
             portable=True,
-            host=2e-3,
-            host_staged=1.5e-3,
+            launch_seconds=2e-3,
+            staged_launch_seconds=1.5e-3,
             tp_backward=0.0,
             dp_overlap=0.3,
-            gradients=6,
-            update_buffer=2,
-            reduced=4,
-            logits=14,
+            gradient_bytes=6,
+            update_buffer_bytes=2,
+            reduced_gradient_bytes=4,
+            logit_bytes=14,
             reserve=1.08,
-            wire=0.7,
+            bandwidth_share=0.7,
             framework=2.5 * GIB,
         ),
         FrameworkModel(
             "mindspeed",
-            passes=1.9,
+            elementwise_traffic=1.9,
             tp_overlap=0.6,
             tp_backward=0.6,
             dp_overlap=0.5,
-            host=0.5e-3,
-            host_experts=6e-3,
-            rows=48,
+            launch_seconds=0.5e-3,
+            moe_launch_seconds=6e-3,
+            permute_bytes=48,
         ),
         FrameworkModel(
             "plain-torch",
-            passes=2.2,
-            host=3e-3,
-            host_experts=14e-3,
+            elementwise_traffic=2.2,
+            launch_seconds=3e-3,
+            moe_launch_seconds=14e-3,
             dp_overlap=0.5,
-            weights=2,
-            gradients=2,
-            optimizer=4,
-            update_buffer=4,
-            wire=0.5,
+            weight_bytes=2,
+            gradient_bytes=2,
+            optimizer_bytes=4,
+            update_buffer_bytes=4,
+            bandwidth_share=0.5,
             zero=0,
         ),
         FrameworkModel(
             "weft",
-            passes=1.3,
+            elementwise_traffic=1.3,
             portable=True,
-            ring=1.25,
+            ring_slowdown=1.25,
             dp_overlap=0.7,
-            logits=14,
-            stays=4,
+            logit_bytes=14,
+            resident_optimizer_bytes=4,
             shards_hold_copy=False,
-            units=True,
+            fsdp2_units=True,
         ),
     )
 }
 
 
 def find_stack(name: str) -> FrameworkModel:
-    """A stack by its name.
+    """Look up a framework model by name.
 
     Raises:
-        PlanError: none is known by it; the nearest is named.
+        PlanError: the name is unknown; the error suggests the nearest name.
     """
     if name in STACKS:
         return STACKS[name]
     raise PlanError(
-        f"no stack is called {name!r}",
-        rule=f"known are {', '.join(STACKS)}",
+        f"the planner has no framework {name!r}",
+        rule=f"a framework is one of {', '.join(STACKS)}",
         fix=nearest(name, STACKS),
     )

@@ -1,8 +1,8 @@
-"""Devices and clusters as the planner sees them: peak rates, memory, links, prices. Data sheets; nothing is measured here.
+"""Device presets and clusters for the planner: peak rates, memory, links and prices from data sheets.
 
-Rates are dense (no sparsity), for one device: one die pair of Ascend 910C, one package of B200. Links are per device and one
-direction, at what a long collective reaches and not at the signalling rate (NVLink 4: 450 GB/s on paper, 370 in a ring).
-Prices are list prices of large clouds of 2025, in dollars an hour; 0 where none is known.
+Rates are dense (without sparsity) and per device: one die pair of an Ascend 910C, one package of a B200. Link bandwidths are
+per device and direction, as reached by large collectives, not the signalling rate (NVLink 4: 450 GB/s nominal, 370 in a ring).
+Prices are 2025 list prices of large clouds, in dollars per hour; 0: unknown.
 """
 
 import re
@@ -17,65 +17,67 @@ TERA = 1e12
 
 
 @dataclass(frozen=True)
-class Wire:
-    """A class of links, as a long collective over it finds it."""
+class LinkModel:
+    """Link parameters, as measured with collectives."""
 
     latency: float
-    """Seconds of one step of a collective."""
+    """Seconds per step of a collective."""
     bandwidth: float
-    """Bytes a second of one device in one direction, for long messages."""
+    """Bytes per second, per device and direction, for large messages."""
     ramp: float
-    """Bytes of a message that takes twice as long as its bandwidth says: time = bytes / bandwidth x (1 + sqrt(ramp / bytes)).
-    Of a whole collective; from NCCL measurements of 1 MiB to 1 GiB, whose bus bandwidth rises as the square root."""
+    """Message size in bytes that takes twice the time of bytes / bandwidth.
+
+    The time of a full collective is bytes / bandwidth x (1 + sqrt(ramp / bytes)). In NCCL measurements from 1 MiB to 1 GiB,
+    bus bandwidth rises with the square root of the size."""
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator."""
+    """Specification of one accelerator."""
 
     name: str
     peak: dict[str, float]
-    """FLOP/s by number format: fp32, bf16 (and fp16), fp8, fp4."""
+    """Peak FLOP/s by dtype: fp32, bf16 (also fp16), fp8, fp4."""
     memory: float
-    """Bytes."""
+    """Device memory in bytes."""
     bandwidth: float
-    """Bytes a second to its memory."""
+    """Memory bandwidth in bytes per second."""
     per_host: int
-    """Devices that the fast link joins."""
-    inside: Wire
-    """Between devices of one host."""
-    between: Wire
-    """Between hosts: the share of one device."""
+    """Devices per host: the size of the fast (scale-up) domain."""
+    inside: LinkModel
+    """Link between devices of one host."""
+    between: LinkModel
+    """Link between hosts, per device."""
     units: int
-    """Parts that compute a tile of a matrix product each (SM, AI core)."""
+    """Compute units (SMs, AI cores); each works on one tile of a matmul."""
     tile: tuple[int, int] = (128, 256)
-    """Rows and columns of such a tile."""
+    """Rows and columns of a matmul tile."""
     depth: int = 128
-    """Depth of a product, in bf16, that costs as much as its start and its end."""
+    """Inner dimension of a bf16 matmul whose main loop takes as long as prologue and epilogue of a tile."""
     efficiency: dict[str, float] = field(default_factory=dict)
-    """Share of the peak that a product without end reaches, by format: clocks under load and instruction issue."""
+    """Share of the peak that very large matmuls reach, by dtype; limited by clocks under load and instruction issue."""
     attention: float = 0.6
-    """The same of fused attention, forward, written for this device."""
+    """Share of the peak that fused attention reaches in forward, with kernels written for this device."""
     portable: float = 0.5
-    """The same of fused attention that was written for an older one, or in a portable language."""
+    """Share of the peak that fused attention reaches in forward, with kernels for an older device or in a portable language."""
     stream: float = 0.8
     """Share of the memory bandwidth that element-wise kernels reach."""
     launch: float = 4e-6
-    """Seconds that a kernel takes at least."""
+    """Minimum seconds per kernel."""
     call: float = 0.0
-    """Seconds that the host takes for a call of an operator, beside the operator, where that is measured."""
+    """Host overhead per operator call in seconds, in addition to the operator; 0: not measured."""
     host_bandwidth: float = 25 * GB
-    """Bytes a second to the memory of its host and back, of tensors of any size."""
+    """Bytes per second between device and host memory."""
     cores: int = 0
-    """That the ranks of a host share, where ranks are processes; 0: each has a device of its own."""
+    """CPU cores shared by the ranks of a host; 0: each rank has its own device."""
     watts: float = 0.0
     dollars_per_hour: float = 0.0
     native_bf16: bool = True
-    """Whether it has instructions for bf16; without them precision.param_dtype = "auto" means fp32."""
+    """True if the device has bf16 instructions; if not, precision.param_dtype = "auto" means fp32."""
 
-    def rate(self, number: str) -> float:
-        """FLOP/s of long products in a format; a format that the device lacks runs in bf16."""
-        known = number if number in self.peak else "bf16"
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of large matmuls in a dtype; a dtype that the device does not support runs in bf16."""
+        known = dtype if dtype in self.peak else "bf16"
         return self.peak[known] * self.efficiency.get(known, self.efficiency["bf16"])
 
 
@@ -86,8 +88,8 @@ def _ampere(name: str, memory: float, bandwidth: float) -> DeviceSpec:
         memory=memory * GIB,
         bandwidth=bandwidth * GB,
         per_host=8,
-        inside=Wire(3e-6, 235 * GB, 2 * MIB),
-        between=Wire(12e-6, 23 * GB, 0.2 * MIB),
+        inside=LinkModel(3e-6, 235 * GB, 2 * MIB),
+        between=LinkModel(12e-6, 23 * GB, 0.2 * MIB),
         units=108,
         efficiency={"bf16": 0.84, "fp32": 0.85},
         watts=400,
@@ -102,8 +104,8 @@ def _hopper(name: str, memory: float, bandwidth: float, link: float) -> DeviceSp
         memory=memory * GIB,
         bandwidth=bandwidth * GB,
         per_host=8,
-        inside=Wire(1.5e-6, link * GB, 4.5 * MIB),
-        between=Wire(12e-6, 46 * GB, 0.2 * MIB),
+        inside=LinkModel(1.5e-6, link * GB, 4.5 * MIB),
+        between=LinkModel(12e-6, 46 * GB, 0.2 * MIB),
         units=132,
         depth=256,
         efficiency={"bf16": 0.74, "fp8": 0.68, "fp32": 0.8},
@@ -117,21 +119,21 @@ def _hopper(name: str, memory: float, bandwidth: float, link: float) -> DeviceSp
 
 def _blackwell(name: str, memory: float, domain: int, fp4: float, watts: float) -> DeviceSpec:
     faster = 1.11 if name.startswith("G") else 1.0
-    cooler = 1.2 if "300" in name else 1.0  # more watts a device keep the clock up
+    cooler = 1.2 if "300" in name else 1.0  # a higher power limit keeps the clock up
     return DeviceSpec(
         name=name,
         peak={"fp32": 75 * TERA, "bf16": 2250 * faster * TERA, "fp8": 4500 * faster * TERA, "fp4": fp4 * TERA},
         memory=memory * GIB,
         bandwidth=7700 * GB,
         per_host=domain,
-        inside=Wire(1.5e-6, 700 * GB, 6 * MIB),
-        between=Wire(12e-6, (92 if "300" in name else 46) * GB, 0.2 * MIB),
+        inside=LinkModel(1.5e-6, 700 * GB, 6 * MIB),
+        between=LinkModel(12e-6, (92 if "300" in name else 46) * GB, 0.2 * MIB),
         units=148,
         tile=(256, 256),
         depth=512,
         efficiency={"bf16": 0.6 * cooler, "fp8": 0.66 * cooler, "fp4": 0.55 * cooler, "fp32": 0.8},
         attention=0.5,
-        portable=0.5,  # PyTorch has cuDNN's
+        portable=0.5,  # PyTorch uses the kernels of cuDNN
         stream=0.7,
         launch=4e-6,
         watts=watts,
@@ -158,8 +160,8 @@ DEVICES: dict[str, DeviceSpec] = {
             memory=192 * GIB,
             bandwidth=5300 * GB,
             per_host=8,
-            inside=Wire(4e-6, 310 * GB, 6 * MIB),
-            between=Wire(14e-6, 45 * GB, 0.2 * MIB),
+            inside=LinkModel(4e-6, 310 * GB, 6 * MIB),
+            between=LinkModel(14e-6, 45 * GB, 0.2 * MIB),
             units=304,
             depth=384,
             efficiency={"bf16": 0.5, "fp8": 0.45, "fp32": 0.6},
@@ -174,8 +176,8 @@ DEVICES: dict[str, DeviceSpec] = {
             memory=64 * GIB,
             bandwidth=1600 * GB,
             per_host=8,
-            inside=Wire(6e-6, 150 * GB, 4 * MIB),
-            between=Wire(20e-6, 22 * GB, 0.5 * MIB),
+            inside=LinkModel(6e-6, 150 * GB, 4 * MIB),
+            between=LinkModel(20e-6, 22 * GB, 0.5 * MIB),
             units=24,
             efficiency={"bf16": 0.88, "fp32": 0.6},
             attention=0.5,
@@ -189,8 +191,8 @@ DEVICES: dict[str, DeviceSpec] = {
             memory=128 * GIB,
             bandwidth=3200 * GB,
             per_host=384,
-            inside=Wire(6e-6, 150 * GB, 4 * MIB),
-            between=Wire(20e-6, 45 * GB, 0.5 * MIB),
+            inside=LinkModel(6e-6, 150 * GB, 4 * MIB),
+            between=LinkModel(20e-6, 45 * GB, 0.5 * MIB),
             units=48,
             efficiency={"bf16": 0.8, "fp32": 0.6},
             attention=0.5,
@@ -204,15 +206,15 @@ DEVICES: dict[str, DeviceSpec] = {
             memory=32 * GIB,
             bandwidth=900 * GB,
             per_host=16,
-            inside=Wire(4e-6, 120 * GB, 1 * MIB),
-            between=Wire(15e-6, 11 * GB, 0.2 * MIB),
+            inside=LinkModel(4e-6, 120 * GB, 1 * MIB),
+            between=LinkModel(15e-6, 11 * GB, 0.2 * MIB),
             units=80,
             tile=(128, 128),
             efficiency={"bf16": 0.75, "fp32": 0.85},
             attention=0.5,
             watts=350,
             dollars_per_hour=1.5,
-            native_bf16=False,  # the rate is that of fp16
+            native_bf16=False,  # the bf16 rate above is that of fp16
         ),
         DeviceSpec(
             name="L40S",
@@ -220,8 +222,8 @@ DEVICES: dict[str, DeviceSpec] = {
             memory=48 * GIB,
             bandwidth=864 * GB,
             per_host=8,
-            inside=Wire(8e-6, 20 * GB, 1 * MIB),
-            between=Wire(15e-6, 11 * GB, 0.2 * MIB),
+            inside=LinkModel(8e-6, 20 * GB, 1 * MIB),
+            between=LinkModel(15e-6, 11 * GB, 0.2 * MIB),
             units=142,
             tile=(128, 128),
             efficiency={"bf16": 0.6, "fp8": 0.55, "fp32": 0.6},
@@ -234,8 +236,8 @@ DEVICES: dict[str, DeviceSpec] = {
             memory=256 * GIB,
             bandwidth=200 * GB,
             per_host=1,
-            inside=Wire(5e-6, 10 * GB, 0.1 * MIB),
-            between=Wire(50e-6, 1.2 * GB, 0.1 * MIB),
+            inside=LinkModel(5e-6, 10 * GB, 0.1 * MIB),
+            between=LinkModel(50e-6, 1.2 * GB, 0.1 * MIB),
             units=32,
             tile=(64, 64),
             depth=64,
@@ -254,39 +256,39 @@ def _plain(name: str) -> str:
 
 
 ALIASES = {"A100": "A100-80", "910B": "Ascend 910B", "910C": "Ascend 910C", "Ascend": "Ascend 910B"}
-# What devices are called in plain letters, the longest first, so that a GH200 is no H200.
+# Normalized names and aliases of the presets, longest first, so that "GH200" does not match H200.
 NAMES = {_plain(name): name for name in DEVICES} | {_plain(name): known for name, known in ALIASES.items()}
 NAMES = dict(sorted(NAMES.items(), key=lambda item: -len(item[0])))
 
 
 def find_device(name: str) -> DeviceSpec:
-    """A preset by its name, whatever its case, blanks and dashes.
+    """Look up a preset by name, ignoring case, spaces and dashes.
 
     Raises:
-        DeviceError: there is none of that name; the nearest is named.
+        DeviceError: the name is unknown; the error suggests the nearest name.
     """
     if _plain(name) in NAMES:
         return DEVICES[NAMES[_plain(name)]]
     raise DeviceError(
-        f"no device is called {name!r}",
+        f"the planner has no device {name!r}",
         where="device",
-        rule=f"known are {', '.join(DEVICES)}",
+        rule=f"a device is one of {', '.join(DEVICES)}",
         fix=nearest(name, DEVICES),
     )
 
 
 def recognise(text: str) -> DeviceSpec:
-    """The preset whose name is a part of a text, such as "NVIDIA H100 80GB HBM3".
+    """Find the preset whose name occurs in a text, such as "NVIDIA H100 80GB HBM3".
 
     Raises:
-        DeviceError: none is.
+        DeviceError: the text contains no known name.
     """
     return find_device(next((name for name in NAMES if name in _plain(text)), text))
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Equal hosts of one kind of device."""
+    """Homogeneous cluster: identical hosts with identical devices."""
 
     device: DeviceSpec
     hosts: int
@@ -295,38 +297,38 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.per_host < 1:
             raise DeviceError(
-                f"a cluster of {self.hosts} hosts with {self.per_host} devices",
-                rule="both are 1 or more",
-                fix="give the number of hosts and of devices on each",
+                f"the cluster has {self.hosts} hosts with {self.per_host} devices each",
+                rule="a cluster has at least one host and one device per host",
+                fix="set the number of hosts and the number of devices per host to 1 or more",
             )
 
     @property
     def num_devices(self) -> int:
-        """Of all hosts."""
+        """Devices of all hosts."""
         return self.hosts * self.per_host
 
     def sized(self, num_devices: int) -> "ClusterSpec":
-        """As many devices on hosts of the same kind."""
+        """Cluster of `num_devices` devices on the same hosts."""
         per_host = min(self.per_host, num_devices)
         return replace(self, hosts=-(-num_devices // per_host), per_host=per_host)
 
     def within(self, most_devices: int | None, most_dollars: float | None) -> "ClusterSpec":
-        """As many of its devices as may be used: whole hosts, or a part of one.
+        """Largest part of the cluster within limits: full hosts, or a part of one host.
 
         Args:
-            most_devices: of them; None: all.
-            most_dollars: that all devices may cost in an hour; None: any sum.
+            most_devices: maximum number of devices; None: no limit.
+            most_dollars: maximum cost of all devices, in dollars per hour; None: no limit.
 
         Raises:
-            DeviceError: a sum is given and the price of a device is not known, or it does not pay for one.
+            DeviceError: `most_dollars` is given, but the price of a device is unknown or exceeds it.
         """
         price, most = self.device.dollars_per_hour, self.num_devices
         if most_dollars is not None and price <= 0:
             raise DeviceError(
-                f"no price is known of {self.device.name}",
+                f"the price of {self.device.name} is not known",
                 where="--max-dollars",
-                rule="a limit of dollars needs the price of a device",
-                fix="write dollars_per_hour into a cluster file, or limit the devices",
+                rule="a cost limit needs the price of a device",
+                fix="set dollars_per_hour in a cluster file, or limit the number of devices instead",
             )
         if most_dollars is not None:
             most = min(most, int(most_dollars / price))
@@ -334,33 +336,37 @@ class ClusterSpec:
             most = min(most, most_devices)
         if most < 1:
             raise DeviceError(
-                f"{most_dollars:g} dollars an hour do not pay for one {self.device.name}",
+                f"{most_dollars:g} dollars per hour do not pay for one {self.device.name}",
                 where="--max-dollars",
-                rule=f"a device costs {price:g} dollars an hour",
-                fix="allow more, or take cheaper devices",
+                rule=f"one device costs {price:g} dollars per hour",
+                fix="raise the limit, or use cheaper devices",
             )
         return self.sized(most if most < self.per_host else most - most % self.per_host)
 
 
 def cluster_of(device: DeviceSpec, num_devices: int) -> ClusterSpec:
-    """The cluster of so many devices on hosts of the usual size."""
+    """Cluster of `num_devices` devices, with the preset's number of devices per host."""
     return ClusterSpec(device, 1, device.per_host).sized(num_devices)
 
 
-# Fabrics that are no InfiniBand or RoCE: the share of their bandwidth that collectives reach, and what else they take longer.
+# Fabrics other than InfiniBand and RoCE: the share of their bandwidth that collectives reach, and other link parameters.
 FABRICS: dict[str, tuple[float, dict[str, float]]] = {
     "EFA": (0.7, {"latency": 100e-6, "ramp": 20 * MIB}),  # SRD, by libfabric
-    "Omni-Path": (0.6, {}),  # through buffers of the host
+    "Omni-Path": (0.6, {}),  # copies through host memory
 }
 
 
 def read_hardware(text: str, num_devices: int) -> ClusterSpec:
-    """The cluster that a published table describes in words: kind of device, and what joins its hosts.
+    """Parse the hardware description of a published run: the device and the network between hosts.
 
-    Understood are "8x200Gb" and "3200Gb" a host, "400Gb ... per GPU", "8x50GB/s", "4/node" and "96GB HBM2e".
+    Recognized are "8x200Gb" and "3200Gb" per host, "400Gb ... per GPU", "8x50GB/s", "4/node" and "96GB HBM2e".
+
+    Args:
+        text: the description.
+        num_devices: number of devices of the run.
 
     Raises:
-        DeviceError: no device known to the planner is in it.
+        DeviceError: the text names no device that the planner knows.
     """
     device = recognise(text)
     if "HBM2e" in text and device.name == "H100":  # 96 GB, 500 W: slower memory and clocks
@@ -378,7 +384,7 @@ def read_hardware(text: str, num_devices: int) -> ClusterSpec:
 
 
 def _gigabits(text: str, per_host: int) -> float | None:
-    """Gb/s between hosts for each device."""
+    """Inter-node bandwidth per device in Gb/s; None if the text does not state it."""
     own = re.search(r"(\d+)\s*Gb(?:/s|ps)?\b[^,;)]*\bper GPU", text)
     if own:
         return float(own[1])

@@ -1,4 +1,4 @@
-"""A layout: how a model is trained, as far as step time and memory depend on it, and what each rank of it holds."""
+"""Training layout: parallel degrees, batch and memory options, and the layers and parameters of each rank."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -13,127 +13,132 @@ Schedule = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-2p", "z
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """How a model is trained, as far as time and memory depend on it."""
+    """All settings of a training run that its step time and memory depend on."""
 
     seq: int
     global_batch: int
-    """Sequences."""
+    """Sequences per step."""
     micro_batch: int = 1
     tp: int = 1
     sp: bool = False
     pp: int = 1
     vpp: int = 1
-    """Chunks of a rank."""
-    head_counts: bool = False
-    """Whether stages are cut by cost, so that the last has fewer layers for the head; else by number of layers."""
+    """Virtual pipeline stages (model chunks) per pipeline rank."""
+    balance_head: bool = False
+    """True to balance stages by cost including the head, so that the last stage has fewer layers; else by layer count."""
     cp: int = 1
     ulysses: int = 1
-    """Of cp, ranks that share heads; the others are a ring."""
+    """Ulysses degree: cp ranks that shard the heads; ring attention runs over the remaining degree cp / ulysses."""
     ep: int = 1
     dp: int = 1
     zero: int = 1
     shard: int = 0
-    """Data ranks that share states; 0: all."""
+    """Data ranks over which ZeRO shards states; 0: all."""
     recompute: Recompute = "none"
     recompute_share: float = 1.0
-    """Of layers, those that compute again."""
+    """Share of layers with recomputation."""
     rest: Recompute = "none"
-    """What the other layers compute again."""
+    """Recompute mode of the remaining layers."""
     offload: bool = False
-    """Whether activations wait on the host between forward and backward, and computation for them."""
+    """True to offload activations to the host between forward and backward; the copies are not overlapped."""
     adapters: bool = False
-    """Whether the weights are frozen and only small adapters (LoRA) are trained."""
+    """True if the weights are frozen and only small adapters (LoRA) are trained."""
     expert_tp: int = 0
-    """Ranks that share each expert's matrices; 0: those of tp where there is no ep, and else 1."""
-    number: str = "bf16"
-    """Format of the products of layers."""
+    """Expert tensor parallelism: ranks that shard each expert's matrices; 0: tp if ep is 1, else 1."""
+    dtype: str = "bf16"
+    """Dtype of the matmuls of the layers."""
     schedule: Schedule = "1f1b"
     fused_loss: bool = False
-    """Whether logits are never whole in float32."""
+    """True if the loss is fused, so that the full logits are never stored in float32."""
     optimizer_on_host: bool = False
-    """Whether states of the optimizer wait on the host between updates."""
+    """True to offload optimizer states to the host between updates."""
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on each data rank."""
+        """Micro-batches per step and data rank."""
         return max(1, round(self.global_batch / (self.dp * self.micro_batch)))
 
     @property
     def num_devices(self) -> int:
-        """Product of the degrees."""
+        """Number of devices: the product of the degrees."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on one rank of cp."""
+        """Tokens per micro-batch on one cp rank."""
         return self.micro_batch * self.seq // self.cp
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of matrices come later than those of inputs."""
+        """True if the schedule defers the gradients of weights (zero bubble)."""
         return self.schedule.startswith("zb")
 
     @property
     def ring(self) -> int:
-        """Ranks of cp that pass keys and values around."""
+        """Degree of ring attention: cp ranks that pass keys and values on."""
         return self.cp // self.ulysses
 
     @property
     def etp(self) -> int:
-        """Ranks that share each expert's matrices."""
+        """Expert tensor-parallel degree."""
         return self.expert_tp or (self.tp if self.ep == 1 else 1)
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same part of the experts."""
+        """Expert data-parallel degree: ranks that hold the same experts."""
         return max(1, self.dp * self.cp * self.tp // (self.ep * self.etp))
 
     @property
     def shards(self) -> int:
-        """Ranks that share the states of what every token meets, under ZeRO."""
+        """Ranks over which ZeRO shards the states of the dense (non-expert) parameters."""
         return (self.shard or self.dp) * self.cp
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share the states of one part of the experts, under ZeRO."""
+        """Ranks over which ZeRO shards the states of the expert parameters."""
         return max(1, self.shards * self.tp // (self.ep * self.etp))
 
 
 def check(shape: Shape, layout: TrainingLayout) -> None:
-    """Refuse what no library can run.
+    """Reject layouts that no framework can run.
 
     Raises:
-        PlanError: a degree does not divide what it splits.
+        PlanError: a degree does not divide the dimension that it splits.
     """
     rules = (
         (
             layout.pp * layout.vpp > shape.layers,
-            f"{layout.pp} x {layout.vpp} stages of {shape.layers} layers",
-            "a stage has a layer",
+            f"{layout.pp} x {layout.vpp} pipeline stages need more than the model's {shape.layers} layers",
+            "each pipeline stage has at least one layer",
         ),
-        (shape.heads % layout.tp > 0, f"tp {layout.tp} does not divide {shape.heads} heads", "ranks of tp share heads"),
+        (
+            shape.heads % layout.tp > 0,
+            f"tp {layout.tp} does not divide {shape.heads} heads",
+            "tp divides the number of attention heads",
+        ),
         (
             bool(shape.experts) and shape.experts % layout.ep > 0,
-            f"ep {layout.ep} of {shape.experts} experts",
-            "ranks share experts",
+            f"ep {layout.ep} does not divide {shape.experts} experts",
+            "ep divides the number of experts",
         ),
         (
             layout.seq % (2 * layout.cp) > 0 and layout.cp > 1,
-            f"cp {layout.cp} of {layout.seq} tokens",
-            "ranks of cp share tokens",
+            f"2 x cp {layout.cp} does not divide {layout.seq} tokens",
+            "twice cp divides the sequence length",
         ),
     )
     for broken, what, rule in rules:
         if broken:
-            raise PlanError(what, where="layout", rule=rule, fix="choose a degree that divides it")
+            raise PlanError(what, where="layout", rule=rule, fix="choose another degree")
 
 
 def layers_of_ranks(shape: Shape, layout: TrainingLayout) -> tuple[int, ...]:
-    """Layers of each rank of pp; where stages are not equal, the first and the last have fewer.
+    """Number of layers per pipeline rank; if stages are unequal, the first and the last have fewer.
 
-    Where the head counts, a layer belongs to the stage in which the cost up to its end falls, of equal parts of the whole cost.
+    With `layout.balance_head`, the total cost including the head is divided into equal parts, one per stage. A layer belongs to
+    the stage in which it ends.
     """
-    if not layout.head_counts:
+    if not layout.balance_head:
         return split_layers(shape.layers, layout.pp, layout.vpp)
     chunks = layout.pp * layout.vpp
     head = shape.vocab * shape.hidden * shape.layers / shape.shared_parameters  # in layers
@@ -145,7 +150,7 @@ def layers_of_ranks(shape: Shape, layout: TrainingLayout) -> tuple[int, ...]:
 
 @cache
 def split_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
-    """Layers of each rank of pp, of vpp equal chunks each."""
+    """Number of layers per pipeline rank, with vpp chunks per rank."""
     chunks = pp * vpp
     each, left = divmod(layers, chunks)
     order = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), chunk == chunks - 1, chunk))
@@ -156,16 +161,16 @@ def split_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
 
 
 def expert_layers(shape: Shape, layout: TrainingLayout, rank: int) -> float:
-    """Layers with experts of a rank of pp: the first layers of some models have none."""
+    """Number of MoE layers of a pipeline rank; the first layers of some models are dense."""
     counts = layers_of_ranks(shape, layout)
     dense = shape.dense_layers if shape.num_mlp == shape.layers else 0
-    first = min(counts[0], dense)  # as good as always they are fewer than the first rank has
+    first = min(counts[0], dense)  # approximation: all dense layers are on the first rank
     rest = shape.num_moe / max(1, shape.layers - dense)
     return rest * (counts[rank] - first * (rank == 0))
 
 
 def local_parameters(shape: Shape, layout: TrainingLayout, rank: int) -> tuple[float, float]:
-    """Parameters of a rank of pp, unsharded by data ranks: those that every token meets, and those of experts."""
+    """Dense and expert parameters of a pipeline rank, before ZeRO sharding."""
     share = layers_of_ranks(shape, layout)[rank] / shape.layers
     shared = share * shape.shared_parameters / layout.tp
     if rank == 0:
@@ -178,19 +183,20 @@ def local_parameters(shape: Shape, layout: TrainingLayout, rank: int) -> tuple[f
 
 
 def layout_of(plan: Plan, seq: int, global_batch: int, micro_batch: int) -> TrainingLayout:
-    """The layout of a resolved plan; a schedule of one's own counts as 1F1B.
+    """Layout of a resolved plan; a custom pipeline schedule counts as 1F1B.
 
     Args:
-        seq: tokens of a sequence.
-        global_batch: sequences of a step.
-        micro_batch: sequences of a micro-batch.
+        plan: the resolved plan.
+        seq: tokens per sequence.
+        global_batch: sequences per step.
+        micro_batch: sequences per micro-batch.
     """
     p, order = plan.parallel, plan.pipeline.schedule
     recompute: Recompute = "none"
     if plan.memory.recompute:
         kinds = set(plan.memory.recompute)
-        whole = "block" in kinds or {"attention", "mlp"} <= kinds
-        recompute = "full" if whole else "mlp" if "mlp" in kinds else "attention" if "attention" in kinds else "light"
+        full = "block" in kinds or {"attention", "mlp"} <= kinds
+        recompute = "full" if full else "mlp" if "mlp" in kinds else "attention" if "attention" in kinds else "light"
     return TrainingLayout(
         seq=seq,
         global_batch=global_batch,
@@ -198,7 +204,7 @@ def layout_of(plan: Plan, seq: int, global_batch: int, micro_batch: int) -> Trai
         tp=p.tp,
         sp=p.sp and p.tp > 1,
         pp=p.pp,
-        vpp=plan.pipeline.stages_a_rank,
+        vpp=plan.pipeline.stages_per_rank,
         cp=p.cp,
         ulysses=p.cp_ulysses,
         ep=p.ep,
@@ -209,7 +215,7 @@ def layout_of(plan: Plan, seq: int, global_batch: int, micro_batch: int) -> Trai
         recompute=recompute,
         recompute_share=1 / plan.memory.recompute_interval,
         offload=bool(plan.memory.offload),
-        number="fp32" if plan.precision.param_dtype in ("fp32", "fp64") else "bf16",
+        dtype="fp32" if plan.precision.param_dtype in ("fp32", "fp64") else "bf16",
         schedule=cast(Schedule, order) if order in get_args(Schedule) else "1f1b",
         optimizer_on_host=plan.memory.optimizer_device != "device",
     )

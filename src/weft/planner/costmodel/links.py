@@ -1,8 +1,9 @@
-"""Measures what collectives take among ranks of this host, as training makes them; each rank is `python -m weft.planner.costmodel.links`.
+"""Benchmark of collectives between ranks of this host, called as in training.
 
     wire = measure_links(ranks=2)
 
-The figures are those of `weft.planner.costmodel.network`: seconds = latency + (bytes + sqrt(bytes x ramp)) / bandwidth.
+Each rank runs `python -m weft.planner.costmodel.links`. The measured times are fitted to the link model of
+`weft.planner.costmodel.network`: seconds = latency + (bytes + sqrt(bytes x ramp)) / bandwidth.
 """
 
 import json
@@ -23,17 +24,20 @@ from weft.backends.hierarchical import all_gather_single, reduce_scatter_single
 from weft.device.device import detect
 from weft.launch.launcher import connect, launch, rank_main
 from weft.plan import Parallel, Plan
-from weft.planner.costmodel.hardware import Wire
+from weft.planner.costmodel.hardware import LinkModel
 from weft.topology.mesh import build_mesh
 
 RESULT = "seconds.json"
 SIZES = tuple(2**power for power in range(10, 26, 3))  # bytes of the gathered tensor
-WORK = 384  # rows and columns of a product between two messages
-SECONDS, LEAST_ROUNDS, MOST_ROUNDS, REPEATS = 0.3, 5, 60, 5  # of each measurement, whose median counts
+WORK = 384  # rows and columns of the matmul between two collectives
+SECONDS, LEAST_ROUNDS, MOST_ROUNDS, REPEATS = 0.3, 5, 60, 5  # per measurement; the median of the repeats is used
 
 
-def measure_links(ranks: int) -> Wire:
-    """The link between so many ranks of this host, as collectives find it.
+def measure_links(ranks: int) -> LinkModel:
+    """Measure the link between ranks of this host with collectives.
+
+    Args:
+        ranks: number of ranks to start on this host.
 
     Raises:
         WeftError: a rank failed.
@@ -41,71 +45,74 @@ def measure_links(ranks: int) -> Wire:
     with tempfile.TemporaryDirectory(prefix="weft-links-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", "weft.planner.costmodel.links", str(folder)]
-        launch(command, ranks=ranks, log_dir=folder / "logs", warm=detect().supports_fork)
+        launch(command, ranks=ranks, log_dir=folder / "logs", use_forkserver=detect().supports_fork)
         return fit([tuple(row) for row in json.loads((folder / RESULT).read_text(encoding="utf-8"))], ranks)
 
 
-def fit(rows: list[tuple[float, float]], ranks: int) -> Wire:
-    """Latency, bandwidth and ramp by least squares of relative errors.
+def fit(rows: list[tuple[float, float]], ranks: int) -> LinkModel:
+    """Fit latency, bandwidth and ramp by least squares of the relative errors.
 
     Args:
-        rows: (bytes that a rank sends, seconds).
-        ranks: in the ring.
+        rows: (bytes sent per rank, seconds) per measurement.
+        ranks: number of ranks in the ring.
     """
     sizes, seconds = np.array(rows, dtype=float).T
     terms = np.stack([np.ones_like(sizes), sizes, np.sqrt(sizes)], 1) / seconds[:, None]
     latency, slope, root = np.linalg.lstsq(terms, np.ones_like(sizes))[0]
     if root < 0 or slope <= 0 or latency <= 0:
         root, (latency, slope) = 0.0, np.linalg.lstsq(terms[:, :2], np.ones_like(sizes))[0]
-    latency, slope = max(latency, 0.0), max(slope, 1e-12)  # a terabyte a second: faster than any link
-    return Wire(float(latency) / max(1, ranks - 1), float(1 / slope), float((root / slope) ** 2))
+    latency, slope = max(latency, 0.0), max(slope, 1e-12)  # 1 TB/s, faster than any link
+    return LinkModel(float(latency) / max(1, ranks - 1), float(1 / slope), float((root / slope) ** 2))
 
 
 def time_collectives() -> list[tuple[float, float]]:
-    """(Bytes that a rank sends, seconds) of all-gathers and reduce-scatters of some sizes. Every rank calls it.
+    """Time all-gathers and reduce-scatters of several sizes; must be called by every rank.
 
-    Ranks compute before each message, as in training: who waits for it may have to be woken, or has lost its core. What they
-    take with messages, less what they take without, is that of the messages.
+    Ranks compute before each collective, as in training, because a waiting process may have to be woken or may have lost its
+    core. The time of the collectives is the time with them minus the time without them.
+
+    Returns:
+        (bytes sent per rank, seconds) per size.
     """
     device = detect()
     _, world_size, local_rank = connect(device)
     torch.set_num_threads(1)
-    place = device.torch_device(local_rank)
+    torch_device = device.torch_device(local_rank)
     plan = Plan(parallel=Parallel(tp=world_size, dp_shard=1))
-    group = build_mesh(plan, place.type, world_size).get_group("tp")
-    matrix = torch.ones(WORK, WORK, device=place)
+    group = build_mesh(plan, torch_device.type, world_size).get_group("tp")
+    matrix = torch.ones(WORK, WORK, device=torch_device)
 
-    def rounds(number: int, part: Tensor, whole: Tensor, send: bool) -> float:
-        """Seconds of the slowest rank."""
+    def rounds(count: int, part: Tensor, full: Tensor, send: bool) -> float:
+        """Time a number of rounds; returns the seconds of the slowest rank."""
         dist.barrier(group)
         begin = time.perf_counter()
-        for _ in range(number):
+        for _ in range(count):
             matrix @ matrix
             if send:
-                all_gather_single(whole, part, group)
+                all_gather_single(full, part, group)
             matrix @ matrix
             if send:
-                reduce_scatter_single(part, whole, dist.ReduceOp.SUM, group)
+                reduce_scatter_single(part, full, dist.ReduceOp.SUM, group)
         device.synchronize()
-        slowest = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=place)
+        slowest = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=torch_device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest)
 
     rows = []
     for size in SIZES:
-        numbers = math.ceil(size / 4 / world_size)
-        part = torch.zeros(numbers, device=place)
-        whole = torch.zeros(numbers * world_size, device=place)
-        once = rounds(LEAST_ROUNDS, part, whole, True) / LEAST_ROUNDS
-        number = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(SECONDS / once)))
-        more = [rounds(number, part, whole, True) - rounds(number, part, whole, False) for _ in range(REPEATS)]
-        taken = max(1e-6, statistics.median(more) / (2 * number))
-        rows.append((whole.nbytes * (world_size - 1) / world_size, taken))
+        num_elements = math.ceil(size / 4 / world_size)
+        part = torch.zeros(num_elements, device=torch_device)
+        full = torch.zeros(num_elements * world_size, device=torch_device)
+        once = rounds(LEAST_ROUNDS, part, full, True) / LEAST_ROUNDS
+        count = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(SECONDS / once)))
+        more = [rounds(count, part, full, True) - rounds(count, part, full, False) for _ in range(REPEATS)]
+        seconds = max(1e-6, statistics.median(more) / (2 * count))
+        rows.append((full.nbytes * (world_size - 1) / world_size, seconds))
     return rows
 
 
 def main() -> None:
-    """Of a rank: measure, and leave the result in the folder."""
+    """Entry point of a rank: measure, and let rank 0 write the result file."""
     rows = time_collectives()
     if int(os.environ.get("RANK", "0")) == 0:
         (Path(sys.argv[1]) / RESULT).write_text(json.dumps(rows), encoding="utf-8")

@@ -1,117 +1,126 @@
-"""How long messages of a layout take: which axis crosses hosts, and alpha-beta times of collectives on two levels.
+"""Communication model: which axes cross hosts, and alpha-beta times of hierarchical (intra-node and inter-node) collectives.
 
-Ranks are placed tp, then cp, then dp, then pp, the first the nearest; experts are shared by neighbours (ep counts along
-tp x cp x dp). So a group is known by its size and its stride, and each rank drives its own share of the links between hosts.
-Formulas as in `weft.topology.collective_time` (Thakur, Rabenseifner and Gropp, 2005), of a bandwidth that grows with the message
-(`Wire.ramp`), where rings inside and between hosts run at once, as NCCL's do: the slower of the two decides.
+Ranks are ordered tp, cp, dp, pp, with tp innermost; ep groups are consecutive ranks along tp x cp x dp. A process group is
+therefore given by its size and its stride, and each rank uses its own share of the links between hosts. The formulas are those
+of `weft.topology.collective_time` (Thakur, Rabenseifner and Gropp, 2005), with a bandwidth that grows with the message size
+(`LinkModel.ramp`). Rings inside and between hosts run concurrently, as in NCCL: the slower of the two determines the time.
 """
 
 import math
 from dataclasses import dataclass
 
-from weft.planner.costmodel.hardware import ClusterSpec, Wire
+from weft.planner.costmodel.hardware import ClusterSpec, LinkModel
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that speak with each other."""
+    """A process group and its links."""
 
     size: int
-    inside: int
-    """Of them on one host."""
-    wire: Wire
-    """Inside a host."""
-    out: Wire
-    """Between hosts, of one rank."""
+    ranks_per_host: int
+    """Ranks of the group per host."""
+    intra_node: LinkModel
+    """Link inside a host."""
+    inter_node: LinkModel
+    """Link between hosts, per rank."""
 
     @property
     def hosts(self) -> int:
-        """Hosts over which it goes."""
-        return -(-self.size // self.inside)
+        """Number of hosts that the group spans."""
+        return -(-self.size // self.ranks_per_host)
 
     @property
-    def slowest(self) -> Wire:
-        """Of its links."""
-        return self.wire if self.hosts == 1 else self.out
+    def slowest(self) -> LinkModel:
+        """Slowest link of the group."""
+        return self.intra_node if self.hosts == 1 else self.inter_node
 
 
 def group(cluster: ClusterSpec, size: int, stride: int) -> RankGroup:
-    """Ranks `stride` apart.
+    """Process group of `size` ranks, `stride` apart.
 
     Args:
-        size: ranks.
-        stride: 1 for neighbours.
+        cluster: cluster on which the ranks are placed.
+        size: number of ranks.
+        stride: distance between two consecutive ranks of the group; 1: adjacent ranks.
     """
     inside = max(1, min(size, cluster.per_host // stride))
     return RankGroup(size, inside, cluster.device.inside, cluster.device.between)
 
 
 def all_reduce(ranks: RankGroup, num_bytes: float) -> float:
-    """Seconds: 2 (n - 1) / n x bytes around the ring; latency of a ring inside and of a tree between hosts."""
+    """Seconds of an all-reduce: 2 (n - 1) / n x bytes around a ring; ring latency inside a host, tree latency between hosts."""
     if ranks.size == 1:
         return 0.0
     return 2 * _gather(ranks, num_bytes, tree=True)
 
 
 def all_gather(ranks: RankGroup, num_bytes: float) -> float:
-    """Seconds; `num_bytes` of the gathered tensor, around a ring. Reduce-scatter takes as long."""
+    """Seconds of a ring all-gather of `num_bytes` gathered bytes; also those of a reduce-scatter of `num_bytes` input bytes."""
     return _gather(ranks, num_bytes) if ranks.size > 1 else 0.0
 
 
 def _gather(ranks: RankGroup, num_bytes: float, tree: bool = False) -> float:
     far = _steps(ranks.hosts) if tree else ranks.hosts - 1.0
-    latency = (ranks.inside - 1) * ranks.wire.latency + far * ranks.out.latency
+    latency = (ranks.ranks_per_host - 1) * ranks.intra_node.latency + far * ranks.inter_node.latency
     moved = (ranks.size - 1) / ranks.size * num_bytes
-    inside = _transfer(ranks.wire, moved, ranks.wire.bandwidth) if ranks.inside > 1 else 0.0
+    inside = _transfer(ranks.intra_node, moved, ranks.intra_node.bandwidth) if ranks.ranks_per_host > 1 else 0.0
     if ranks.hosts == 1:
         return latency + inside
-    return latency + max(inside, _transfer(ranks.out, moved, ranks.out.bandwidth * ranks.inside))
+    return latency + max(inside, _transfer(ranks.inter_node, moved, ranks.inter_node.bandwidth * ranks.ranks_per_host))
 
 
 def _steps(hosts: int) -> float:
     return math.log2(hosts) if hosts > 1 else 0.0
 
 
-def _transfer(wire: Wire, num_bytes: float, bandwidth: float) -> float:
-    """Bytes at a bandwidth that they do not reach when they are few."""
+def _transfer(wire: LinkModel, num_bytes: float, bandwidth: float) -> float:
+    """Seconds of a transfer, with the lower effective bandwidth of small messages."""
     return (num_bytes + math.sqrt(num_bytes * wire.ramp)) / bandwidth if num_bytes else 0.0
 
 
 def all_to_all(
-    ranks: RankGroup, num_bytes: float, once: float = 1.0, near_rate: float = 1.0, far_rate: float = 1.0
+    ranks: RankGroup,
+    num_bytes: float,
+    inter_node_share: float = 1.0,
+    intra_node_rate: float = 1.0,
+    inter_node_rate: float = 1.0,
 ) -> float:
-    """Seconds of an exchange in which each rank has `num_bytes`, its own share included.
+    """Seconds of an all-to-all.
 
     Args:
-        once: of the bytes for other hosts, the part that is sent: less than 1 where a token that several experts of one
-            host want travels once.
-        near_rate: share of the bandwidth inside a host that is reached.
-        far_rate: the same between hosts.
+        ranks: process group.
+        num_bytes: input bytes per rank, including the part that stays on the rank.
+        inter_node_share: share of the bytes for other hosts that is sent; less than 1 if a token is sent once to each host
+            instead of once to each of its experts there.
+        intra_node_rate: reached share of the bandwidth inside a host.
+        inter_node_rate: reached share of the bandwidth between hosts.
     """
     if ranks.size == 1:
         return 0.0
-    near = num_bytes * (ranks.inside - 1) / ranks.size
-    far = num_bytes * (ranks.size - ranks.inside) / ranks.size * once
-    latency = ranks.wire.latency * (ranks.inside > 1) * 4 + ranks.out.latency * min(8.0, float(ranks.hosts - 1))
-    inside = _transfer(ranks.wire, near, ranks.wire.bandwidth * near_rate)
-    return latency + max(inside, _transfer(ranks.out, far, ranks.out.bandwidth * far_rate))
+    near = num_bytes * (ranks.ranks_per_host - 1) / ranks.size
+    far = num_bytes * (ranks.size - ranks.ranks_per_host) / ranks.size * inter_node_share
+    latency = ranks.intra_node.latency * (ranks.ranks_per_host > 1) * 4 + ranks.inter_node.latency * min(
+        8.0, float(ranks.hosts - 1)
+    )
+    inside = _transfer(ranks.intra_node, near, ranks.intra_node.bandwidth * intra_node_rate)
+    return latency + max(inside, _transfer(ranks.inter_node, far, ranks.inter_node.bandwidth * inter_node_rate))
 
 
 def point_to_point(ranks: RankGroup, num_bytes: float) -> float:
-    """Seconds from one rank to the next of its group, over its slowest link."""
+    """Seconds of one message to the next rank of the group, over the group's slowest link."""
     if ranks.size == 1:
         return 0.0
     wire = ranks.slowest
     return wire.latency + _transfer(wire, num_bytes, wire.bandwidth)
 
 
-def exposed(messages: float, beside: float, slowdown: float) -> float:
-    """Seconds that messages add to the computation beside which they run, both slowed by each other.
+def exposed(communication: float, computation: float, slowdown: float) -> float:
+    """Exposed communication time: seconds that communication adds to the computation that it overlaps with.
 
     Args:
-        messages: seconds alone.
-        beside: seconds of computation that can hide them.
-        slowdown: of the computation while messages run, 1 or more (they take memory bandwidth and processors).
+        communication: seconds of the communication alone.
+        computation: seconds of computation that the communication can overlap with.
+        slowdown: slowdown of the overlapped computation, at least 1 (communication uses memory bandwidth and compute units).
     """
-    hidden = min(messages, beside)
-    return messages - hidden + hidden * (slowdown - 1)
+    hidden = min(communication, computation)
+    return communication - hidden + hidden * (slowdown - 1)

@@ -1,9 +1,8 @@
-"""The step of a plan from its dry runs, whose operators were timed on the device at hand and whose messages take what the
-cluster's links say.
+"""Step time from dry runs: operators timed on the local device, communication by the cluster's link model.
 
-The step is computation, messages and update one after the other, as on ranks whose own cores move the messages; stages of a
-pipeline are put in the order of their schedule, event by event. Ranks that share the cores of a host take all of their work
-divided by the cores, at least.
+Computation, communication and optimizer update are added without overlap, as on CPU ranks whose own cores move the data.
+Pipeline stages are simulated event by event in the order of their schedule. If the ranks of a host share its cores, the step
+takes at least the work of all ranks divided by the number of cores.
 """
 
 from collections import defaultdict
@@ -35,79 +34,84 @@ class Work(NamedTuple):
     backward: float
     update: float
     messages: dict[str, float]
-    """By term of a step: "tp", "cp", "ep" or "gradients"."""
+    """Communication time by term of the step: "tp", "cp", "ep" or "gradients"."""
     sent: float
-    """Of one message to the next stage."""
+    """Time of one point-to-point message to the next stage."""
 
     @property
     def on_core(self) -> float:
-        """In which it computes."""
+        """Computation time of the rank: forward, backward and update."""
         return self.forward + self.backward + self.update
 
 
 def work_of(trace: Trace, seconds: Mapping[Operation, float | None], cluster: ClusterSpec) -> Work:
-    """Add up what a rank does.
+    """Sum up the seconds of one rank.
 
     Args:
-        trace: its dry run.
-        seconds: of each operation, without its phase; those without any count nothing.
-        cluster: whose links carry the messages.
+        trace: dry run of the rank.
+        seconds: time per operation, keyed without its phase; an operation with None counts zero.
+        cluster: cluster whose links carry the communication.
     """
     phases = dict.fromkeys(("forward", "backward", "update"), 0.0)
     calls = phases.copy()
     for operation, times in trace.count.operations.items():
         phases[operation.phase] += times * (seconds[operation._replace(phase="")] or 0.0)
         calls[operation.phase] += times * cluster.device.call
-    for phase, host in calls.items():  # a core calls and computes; an accelerator computes while the host calls
+    # A CPU core dispatches, then computes. An accelerator computes while the host dispatches.
+    for phase, host in calls.items():
         phases[phase] = phases[phase] + host if cluster.device.cores else max(phases[phase], host)
     messages: dict[str, float] = defaultdict(float)
     between: list[float] = []
     for message in trace.count.messages:
-        taken = message_seconds(message, trace.plan, trace.world_size, cluster)
+        seconds_taken = message_seconds(message, trace.plan, trace.world_size, cluster)
         if message.axis == "pp" and message.operation in ("send", "recv"):
-            between.append(taken)
+            between.append(seconds_taken)
         else:
-            messages[term_of(message.axis)] += taken
+            messages[term_of(message.axis)] += seconds_taken
     sent = sum(between) / len(between) if between else 0.0
     return Work(phases["forward"], phases["backward"], phases["update"], dict(messages), sent)
 
 
 def term_of(axis: str) -> str:
-    """The part of a step to which messages of an axis belong."""
+    """Term of a step that counts the communication over an axis."""
     return "cp" if axis.startswith("cp") else axis if axis in ("tp", "ep") else "gradients"
 
 
 def message_seconds(message: Message, plan: Plan, world_size: int, cluster: ClusterSpec) -> float:
-    """What one message takes that nothing hides; its bytes are those of a ring."""
+    """Seconds of one collective or point-to-point message without overlap; `message.bytes` counts a ring algorithm."""
     size, stride = _group(message.axis, plan, world_size)
     ranks = network.group(cluster, size, stride)
     if message.operation in ("send", "recv"):
         return network.point_to_point(ranks, message.bytes)
-    whole = message.bytes * size / max(1, size - 1)
-    return network.all_to_all(ranks, whole) if message.operation == "all_to_all" else network.all_gather(ranks, whole)
+    full_bytes = message.bytes * size / max(1, size - 1)
+    return (
+        network.all_to_all(ranks, full_bytes)
+        if message.operation == "all_to_all"
+        else network.all_gather(ranks, full_bytes)
+    )
 
 
 @cache
 def _group(axis: str, plan: Plan, world_size: int) -> tuple[int, int]:
-    """Ranks of an axis, or of several that were joined, and how far apart they are."""
+    """Size and stride of the process group of an axis, or of several flattened axes."""
     for names, shape in ((AXES, mesh_shape(plan)), (EXPERT_AXES, expert_mesh_shape(plan))):
         for count in range(1, len(names) + 1):
-            for places in combinations(range(len(names)), count):
-                if "_".join(names[place] for place in places) == axis:
-                    return prod(shape[place] for place in places), prod(shape[places[-1] + 1 :])
+            for indices in combinations(range(len(names)), count):
+                if "_".join(names[index] for index in indices) == axis:
+                    return prod(shape[index] for index in indices), prod(shape[indices[-1] + 1 :])
     return world_size, 1
 
 
 def measured_step(
     traces: Sequence[Trace], seconds: Mapping[Operation, float | None], cluster: ClusterSpec, micro_batches: int
 ) -> StepTime:
-    """Seconds of a step.
+    """Step time from timed operators.
 
     Args:
-        traces: dry runs of one rank of each stage, in their order.
-        seconds: of each operation, without its phase.
-        cluster: with its links, and the cores that ranks share.
-        micro_batches: of a step, on each data rank.
+        traces: dry runs of one rank per pipeline stage, in stage order.
+        seconds: time per operation, keyed without its phase.
+        cluster: links between ranks, and the cores that ranks share.
+        micro_batches: micro-batches per step and data rank.
     """
     works = [work_of(trace, seconds, cluster) for trace in traces]
     plan, world = traces[0].plan, traces[0].world_size
@@ -116,7 +120,7 @@ def measured_step(
     most = works[busiest]
     pipeline = 0.0
     if len(works) > 1:
-        schedule = build_schedule(plan.pipeline.schedule, len(works), micro_batches, plan.pipeline.stages_a_rank)
+        schedule = build_schedule(plan.pipeline.schedule, len(works), micro_batches, plan.pipeline.stages_per_rank)
         owners, per_rank = schedule.rank_of_stage, schedule.num_stages // len(works)
         share = 1 / (micro_batches * per_rank)
         forward = [(works[rank].forward + inside[rank] / 3) * share for rank in owners]
@@ -138,23 +142,24 @@ def time_step(
     traces: list[Trace],
     cluster: ClusterSpec,
     formula: StepTime | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> StepTime:
-    """The step of a plan by its operators, timed now on the device at hand.
+    """Step time of a plan, with its operators timed now on the local device.
 
     Args:
-        job: of the dry runs.
-        traces: of one rank of each stage of a pipeline.
-        cluster: of devices as this machine has.
-        formula: the same step by formula. Accelerators send beside computation: what stays of that is taken from it.
-        say: is told of operators that cannot be called for themselves, and count nothing.
+        job: job of the dry runs.
+        traces: dry runs of one rank per pipeline stage.
+        cluster: cluster of the same devices as this machine's.
+        formula: the same step by formula; on accelerators, which overlap communication with computation, its exposed
+            communication times are used.
+        log: callable that prints a line about the operators that cannot be timed in isolation and count zero.
     """
     device = cluster.device
     calls = {operation for found in traces for operation in found.count.operations}
     processes = min(cluster.per_host, device.cores) if device.cores else 1
     seconds = time_operations(calls, processes, detect().type)
     if untimed := sorted({operation.name for operation, found in seconds.items() if found is None}):
-        say(f"not timed, and counted as nothing: {', '.join(untimed)}")
+        log(f"not timed, counted as 0 s: {', '.join(untimed)}")
     micro_batches = job.train.global_batch_size // (job.train.micro_batch_size * traces[0].plan.parallel.data_ranks)
     time = measured_step(traces, seconds, cluster, micro_batches)
     if formula is None or device.cores:

@@ -1,8 +1,8 @@
-"""Times the operators of a dry run on the device at hand: a step of any plan, by the clock, with one device and no ranks.
+"""Operator timing: run each operator call of a dry run on the local device, to time a step of any plan with one device.
 
-A dry run notes what each operator is called with: shapes, strides, formats. Each different call is then made for itself, on
-numbers of no meaning, and timed; a step is the sum of its calls. So do Habitat (Yu et al., 2021) and Daydream (Zhu et al.,
-2020) with operators of a profile; here they come from ranks that nobody has.
+A dry run records the arguments of each operator call: shapes, strides and dtypes. Each distinct call is then executed in
+isolation on random data and timed; the step is the sum of its calls. Habitat (Yu et al., 2021) and Daydream (Zhu et al., 2020)
+do the same with operators from a profile of a real run; here the operators come from dry runs, which need no real ranks.
 """
 
 import multiprocessing
@@ -22,39 +22,40 @@ from torch.utils._pytree import tree_map_only
 
 from weft.device.device import detect
 
-MOST_VALUES = 2**16  # of a tensor of whole numbers that steers: they decide how long an operator takes
-SECONDS, MOST_CALLS, BATCHES = 3e-3, 50, 5  # of a batch of calls; the median of the batches counts
-COLD_BYTES, MOST_COPIES = 2**26, 32  # of the tensors that take turns
-BETWEEN_BYTES = 2**23  # that a CPU touches between two calls: what a core's own caches hold of code and numbers is gone
-QUIET = ("prim", "c10d", "profiler")  # namespaces of what computes nothing; messages are counted apart
+MOST_VALUES = 2**16  # largest integer tensor whose values are recorded: index values determine the time of an operator
+SECONDS, MOST_CALLS = 3e-3, 50  # duration of a batch of calls, and maximum number of calls in it
+BATCHES = 5  # number of batches; their median is used
+COLD_BYTES, MOST_COPIES = 2**26, 32  # limits of the argument copies that consecutive calls cycle through
+BETWEEN_BYTES = 2**23  # bytes that a CPU writes between two calls, to evict code and data from private caches
+QUIET = ("prim", "c10d", "profiler")  # namespaces without computation; communication is counted separately
 
 
 Arguments = tuple[list[Any], dict[str, Any]]
 
 
-class Like(NamedTuple):
-    """A tensor without its numbers."""
+class TensorSpec(NamedTuple):
+    """Metadata of a tensor; for small integer tensors also its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     values: bytes | None = None
-    """Of whole numbers that a dry run knows."""
+    """Contents of an integer tensor that is real in the dry run; None: unknown."""
 
 
 class Operation(NamedTuple):
-    """A call of an operator; equal ones take equal time."""
+    """An operator call; equal calls take equal time."""
 
     name: str
-    """Such as "aten.mm.default"."""
+    """Qualified name, such as "aten.mm.default"."""
     arguments: Any
-    """Positional and named ones, frozen."""
+    """Frozen positional and keyword arguments."""
     phase: str = ""
-    """In which part of a step it is: "forward", "backward" or "update"."""
+    """Phase of the step: "forward", "backward" or "update"."""
 
 
 class OperatorLog(TorchDispatchMode):
-    """Notes every operator that computes something, in order, in `operations`."""
+    """Record every operator call that computes something, in order, in `operations`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class OperatorLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper (DTensor) goes first; its operations on local tensors come back here
+            return NotImplemented  # DTensor dispatches first; its operations on local tensors then reach this mode
         if func.namespace not in QUIET and not makes_view(func):
             phase = "backward" if torch._C._current_graph_task_id() >= 0 else "forward"
             operation = Operation(str(func), freeze((args, kwargs or {})), phase)
@@ -71,84 +72,84 @@ class OperatorLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_phases(operations: list[Operation]) -> list[Operation]:
-    """The operations of a step; what comes after the last backward is its update."""
-    backward = [place for place, operation in enumerate(operations) if operation.phase == "backward"]
+def mark_updates(operations: list[Operation]) -> list[Operation]:
+    """Mark the operations after the last backward operation as phase "update"."""
+    backward = [index for index, operation in enumerate(operations) if operation.phase == "backward"]
     end = backward[-1] + 1 if backward else len(operations)
     return operations[:end] + [operation._replace(phase="update") for operation in operations[end:]]
 
 
 def makes_view(func: Any) -> bool:
-    """Whether an operator returns what it was given, seen in another way."""
+    """True if an operator returns a view of its input."""
     results = func._schema.returns
     return any(result.alias_info is not None and not result.alias_info.is_write for result in results)
 
 
 def freeze(value: Any) -> Any:
-    """Arguments as something that can be compared and sent."""
+    """Convert arguments to a hashable, picklable form."""
     if isinstance(value, Tensor):
         known = not isinstance(value, FakeTensor) and not value.is_floating_point() and value.numel() <= MOST_VALUES
-        numbers = value.contiguous().numpy().tobytes() if known and value.device.type == "cpu" else None
-        return Like(tuple(value.shape), value.stride(), value.dtype, numbers)
+        data = value.contiguous().numpy().tobytes() if known and value.device.type == "cpu" else None
+        return TensorSpec(tuple(value.shape), value.stride(), value.dtype, data)
     if isinstance(value, list | tuple):
         return tuple(map(freeze, value))
     if isinstance(value, dict):
-        return Named(tuple((name, freeze(item)) for name, item in sorted(value.items())))
+        return KeywordArguments(tuple((name, freeze(item)) for name, item in sorted(value.items())))
     return None if isinstance(value, torch.Generator) else value
 
 
-class Named(NamedTuple):
-    """Arguments by name."""
+class KeywordArguments(NamedTuple):
+    """Frozen keyword arguments."""
 
     items: tuple[tuple[str, Any], ...]
 
 
-def thaw(value: Any, place: torch.device) -> Any:
-    """Arguments with tensors of numbers that mean nothing."""
-    if isinstance(value, Like):
-        return _make(value, place)
-    if isinstance(value, Named):
-        return {name: thaw(item, place) for name, item in value.items}
+def thaw(value: Any, device: torch.device) -> Any:
+    """Convert frozen arguments back, with tensors of random values where the values were not recorded."""
+    if isinstance(value, TensorSpec):
+        return _random_tensor(value, device)
+    if isinstance(value, KeywordArguments):
+        return {name: thaw(item, device) for name, item in value.items}
     if isinstance(value, torch.device):
-        return place
-    return [thaw(item, place) for item in value] if isinstance(value, tuple) else value
+        return device
+    return [thaw(item, device) for item in value] if isinstance(value, tuple) else value
 
 
-def _make(like: Like, place: torch.device) -> Tensor:
-    if like.values is not None:
-        numbers = torch.frombuffer(bytearray(like.values), dtype=like.dtype) if like.values else torch.empty(0)
-        return numbers.to(like.dtype).view(like.shape).to(place)
-    size = 1 + sum((length - 1) * step for length, step in zip(like.shape, like.stride, strict=True))
-    size = 0 if 0 in like.shape else size
-    if like.dtype.is_floating_point:
-        numbers = torch.rand(size, dtype=torch.float32, device=place).add_(0.5).to(like.dtype)
+def _random_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
+    if spec.values is not None:
+        data = torch.frombuffer(bytearray(spec.values), dtype=spec.dtype) if spec.values else torch.empty(0)
+        return data.to(spec.dtype).view(spec.shape).to(device)
+    size = 1 + sum((length - 1) * step for length, step in zip(spec.shape, spec.stride, strict=True))
+    size = 0 if 0 in spec.shape else size
+    if spec.dtype.is_floating_point:
+        data = torch.rand(size, dtype=torch.float32, device=device).add_(0.5).to(spec.dtype)
     else:
-        numbers = torch.zeros(size, dtype=like.dtype, device=place)
-    return numbers.as_strided(like.shape, like.stride)
+        data = torch.zeros(size, dtype=spec.dtype, device=device)
+    return data.as_strided(spec.shape, spec.stride)
 
 
 @torch.no_grad()
-def seconds_of(operation: Operation, place: torch.device) -> float | None:
-    """What one call takes; None where it cannot be made for itself.
+def seconds_of(operation: Operation, device: torch.device) -> float | None:
+    """Seconds of one call; None if the call fails in isolation.
 
-    Calls take turns with copies of their tensors, and results stay for a while, so that caches hold no more of them than they
-    do between the other calls of a step.
+    Consecutive calls cycle through copies of their arguments, and results are kept for some calls, so that caches are as cold
+    as they are between the other calls of a step.
     """
     namespace, name, overload = operation.name.split(".")
     func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     try:
-        first = _arguments(operation, place)
+        first = _arguments(operation, device)
         size = max(1, bytes_in(first))
         copies = [first, *(_copy(operation, first) for _ in range(min(MOST_COPIES, COLD_BYTES // size)))]
-        once = min(_batch(func, copies[:1], 1, place) for _ in range(2))
+        once = min(_time_batch(func, copies[:1], 1, device) for _ in range(2))
     except (RuntimeError, TypeError, IndexError, ValueError):
         return None
-    number = max(1, min(MOST_CALLS, int(SECONDS / once)))
-    return median(_batch(func, copies[1:] or copies, number, place) for _ in range(BATCHES)) / number
+    count = max(1, min(MOST_CALLS, int(SECONDS / once)))
+    return median(_time_batch(func, copies[1:] or copies, count, device) for _ in range(BATCHES)) / count
 
 
-def _arguments(operation: Operation, place: torch.device) -> Arguments:
-    return _routed(operation, thaw(operation.arguments, place))
+def _arguments(operation: Operation, device: torch.device) -> Arguments:
+    return _with_random_routing(operation, thaw(operation.arguments, device))
 
 
 def _copy(operation: Operation, arguments: Arguments) -> Arguments:
@@ -158,33 +159,33 @@ def _copy(operation: Operation, arguments: Arguments) -> Arguments:
             memory, tensor.storage_offset(), tensor.shape, tensor.stride()
         )
 
-    return _routed(operation, tree_map_only(Tensor, clone, arguments))
+    return _with_random_routing(operation, tree_map_only(Tensor, clone, arguments))
 
 
-def _routed(operation: Operation, arguments: Arguments) -> Arguments:
-    """Arguments in which rows go to groups at random, as routers send them: no two products have as many."""
+def _with_random_routing(operation: Operation, arguments: Arguments) -> Arguments:
+    """Replace the group offsets of a grouped matmul by random routing, so that group sizes differ as in training."""
     positional, named = arguments
     if operation.name.startswith("aten._grouped_mm") and len(positional) > 2:
-        borders, rows = positional[2], positional[0].shape[-1 if positional[1].ndim == 2 else 0]
-        groups = torch.randint(len(borders), (rows,), device=borders.device).bincount(minlength=len(borders))
-        positional[2] = groups.cumsum(0).to(borders.dtype)
+        offsets, rows = positional[2], positional[0].shape[-1 if positional[1].ndim == 2 else 0]
+        groups = torch.randint(len(offsets), (rows,), device=offsets.device).bincount(minlength=len(offsets))
+        positional[2] = groups.cumsum(0).to(offsets.dtype)
     return positional, named
 
 
 def bytes_in(value: Any) -> int:
-    """Of all tensors in nested arguments."""
+    """Total bytes of all tensors in nested arguments."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return sum(map(bytes_in, items))
 
 
-def _batch(func: Any, copies: Sequence[Arguments], number: int, place: torch.device) -> float:
-    """Seconds of so many calls, which take turns with copies of their tensors."""
-    turns = islice(cycle(copies), number)
+def _time_batch(func: Any, copies: Sequence[Arguments], count: int, device: torch.device) -> float:
+    """Total seconds of `count` calls, which cycle through copies of their arguments."""
+    turns = islice(cycle(copies), count)
     kept: deque[Any] = deque(maxlen=len(copies))
-    if place.type == "cpu":
-        return _among_others(func, turns, kept)
+    if device.type == "cpu":
+        return _time_on_cpu(func, turns, kept)
     begin = time.perf_counter()
     for positional, named in turns:
         kept.append(func(*positional, **named))
@@ -192,11 +193,11 @@ def _batch(func: Any, copies: Sequence[Arguments], number: int, place: torch.dev
     return time.perf_counter() - begin
 
 
-def _among_others(func: Any, turns: Iterable[Arguments], kept: deque[Any]) -> float:
-    """Seconds of calls on a CPU, where other work has the caches between two of them."""
-    seconds, others = 0.0, torch.zeros(BETWEEN_BYTES, dtype=torch.uint8)
+def _time_on_cpu(func: Any, turns: Iterable[Arguments], kept: deque[Any]) -> float:
+    """Total seconds of calls on a CPU, with a cache eviction before each call."""
+    seconds, evicted = 0.0, torch.zeros(BETWEEN_BYTES, dtype=torch.uint8)
     for positional, named in turns:
-        others.add_(1)
+        evicted.add_(1)
         begin = time.perf_counter()
         kept.append(func(*positional, **named))
         seconds += time.perf_counter() - begin
@@ -206,25 +207,25 @@ def _among_others(func: Any, turns: Iterable[Arguments], kept: deque[Any]) -> fl
 def time_operations(
     operations: Iterable[Operation], processes: int = 1, device_type: str = "cpu"
 ) -> dict[Operation, float | None]:
-    """Seconds of each different call; None for one that cannot be made for itself.
+    """Seconds per distinct call; None for a call that fails in isolation.
 
     Args:
-        operations: of dry runs; their phases do not matter.
-        processes: that measure at once, as ranks on the cores of a host compute at once; their mean counts.
-        device_type: on which they are timed.
+        operations: operations of dry runs; their phases are ignored.
+        processes: processes that measure concurrently, like the ranks on the cores of a host; their mean is returned.
+        device_type: type of the device to time on.
     """
     different = sorted({operation._replace(phase="") for operation in operations}, key=str)
     forks = sys.platform == "linux" and device_type == "cpu"
     context = multiprocessing.get_context("fork" if forks else "spawn")
     with context.Pool(processes) as pool:
-        rows = pool.starmap(_time_alone, [(different, device_type)] * processes, chunksize=1)
+        rows = pool.starmap(_time_in_process, [(different, device_type)] * processes, chunksize=1)
     return {
         operation: None if None in times else sum(times) / len(times)
         for operation, *times in zip(different, *rows, strict=True)
     }
 
 
-def _time_alone(operations: list[Operation], device_type: str) -> list[float | None]:
+def _time_in_process(operations: list[Operation], device_type: str) -> list[float | None]:
     torch.set_num_threads(1)
-    detect().use(0)  # memory is taken and given back as in a rank
+    detect().use(0)  # the same allocator settings as in a rank
     return [seconds_of(operation, torch.device(device_type)) for operation in operations]

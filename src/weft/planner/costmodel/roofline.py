@@ -1,8 +1,10 @@
-"""How long one kernel takes: the slower of its arithmetic and its bytes, with what small sizes waste, and never under a launch.
+"""Roofline model of one kernel: the maximum of arithmetic, memory and launch time, with corrections for small sizes.
 
-A matrix product is cut into tiles, one a unit of the device at a time: few tiles leave units idle (half of the last wave, on
-average), a short inner dimension is spent on beginnings and ends of tiles (depth), sizes that are no multiples of 8 or 64
-numbers miss what the matrix units are made for.
+A matmul is divided into tiles; each compute unit (SM, AI core) works on one tile at a time. Three effects lower its rate:
+
+- few tiles leave units idle (half of the last wave, on average);
+- a short inner dimension is dominated by the start and the end of each tile (`DeviceSpec.depth`);
+- dimensions that are not multiples of 64 or 8 elements use the matrix units badly or not at all.
 """
 
 import math
@@ -12,39 +14,43 @@ from weft.planner.costmodel.hardware import DeviceSpec
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
 
 
-def matmul(device: DeviceSpec, m: float, n: float, k: float, number: str = "bf16", batch: float = 1.0) -> float:
-    """Seconds of [m, k] x [k, n], `batch` times in one kernel.
+def matmul(device: DeviceSpec, m: float, n: float, k: float, dtype: str = "bf16", batch: float = 1.0) -> float:
+    """Seconds of a batched matmul [m, k] x [k, n] in one kernel.
 
     Args:
-        number: format of the inputs; the result is written in 16 bits.
-        batch: of equal products, as of heads or experts.
+        device: the accelerator.
+        m: rows of the output.
+        n: columns of the output.
+        k: inner dimension.
+        dtype: dtype of the inputs; the output has 16 bits per element.
+        batch: number of equal matmuls, such as one per head or per expert.
     """
     if min(m, n, k) <= 0:
         return 0.0
-    arithmetic = 2 * m * n * k * batch / (device.rate(number) * fill(device, m, n, k, number, batch))
-    size = BYTES.get(number, 2.0)
+    arithmetic = 2 * m * n * k * batch / (device.rate(dtype) * fill(device, m, n, k, dtype, batch))
+    size = BYTES.get(dtype, 2.0)
     moved = batch * (size * (m * k + k * n) + 2 * m * n) / (device.bandwidth * device.stream)
     return max(arithmetic, moved, device.launch)
 
 
-def fill(device: DeviceSpec, m: float, n: float, k: float, number: str = "bf16", batch: float = 1.0) -> float:
-    """Share of the rate of long products that one of these sizes reaches."""
+def fill(device: DeviceSpec, m: float, n: float, k: float, dtype: str = "bf16", batch: float = 1.0) -> float:
+    """Utilization of a matmul of these dimensions, as a share of the rate of large matmuls."""
     rows, columns = device.tile
     waves = batch * max(1.0, m / rows) * max(1.0, n / columns) / device.units
-    depth = device.depth * 2 / BYTES.get(number, 2.0)
+    depth = device.depth * 2 / BYTES.get(dtype, 2.0)
     edge = min(1.0, m / rows) * min(1.0, n / columns)
     return edge * waves / (waves + 0.5) * k / (k + depth) * aligned(min(n, k))
 
 
 def aligned(size: float) -> float:
-    """Share of the rate for a dimension that is no multiple of 64, or not even of 8 (NVIDIA, Matrix Multiplication)."""
+    """Share of the matmul rate for a dimension by its alignment to 64 or 8 elements (NVIDIA, Matrix Multiplication guide)."""
     if size % 64 == 0 or size != int(size):
         return 1.0
     return 0.92 if size % 8 == 0 else 0.12  # kernels without matrix units
 
 
 def flash_attention(device: DeviceSpec, flops: float, head_dim: float, seq: float, portable: bool = False) -> float:
-    """Seconds of a fused attention that does `flops`; short sequences and narrow heads fill tiles badly."""
+    """Seconds of fused attention with `flops` FLOPs; short sequences and small heads use tiles badly."""
     narrow = min(1.0, head_dim / 128) ** 0.5
     share = device.portable if portable else device.attention
     rate = device.peak["bf16"] * share * narrow * seq / (seq + 512)
@@ -54,24 +60,24 @@ def flash_attention(device: DeviceSpec, flops: float, head_dim: float, seq: floa
 def plain_attention(
     device: DeviceSpec, tokens: float, seq: float, heads: float, head_dim: float, backward: bool, dropout: bool
 ) -> float:
-    """Seconds of attention in separate kernels: two products a head (four in backward), and scores to memory and back.
+    """Seconds of unfused attention: two matmuls per head (four in backward), and scores written to memory and read back.
 
-    Bytes of a score: written 2, softmax 4, dropout 5 (where there is any), read 2; in backward 19, without dropout 12.
+    Bytes per score in forward: write 2, softmax 4, dropout 5 (if any), read 2. In backward: 19, or 12 without dropout.
     """
     batch = tokens / seq * heads
-    products = matmul(device, seq, seq, head_dim, batch=batch) + matmul(device, seq, head_dim, seq, batch=batch)
+    matmuls = matmul(device, seq, seq, head_dim, batch=batch) + matmul(device, seq, head_dim, seq, batch=batch)
     moved = (19 if dropout else 12) if backward else (13 if dropout else 8)
-    return products * (2 if backward else 1) + stream(device, batch * seq * seq * moved)
+    return matmuls * (2 if backward else 1) + stream(device, batch * seq * seq * moved)
 
 
 def stream(device: DeviceSpec, num_bytes: float) -> float:
-    """Seconds of element-wise work that reads and writes so many bytes."""
+    """Seconds of an element-wise kernel that reads and writes `num_bytes` bytes in total."""
     return num_bytes / (device.bandwidth * device.stream)
 
 
-def grouped(device: DeviceSpec, tokens: float, experts: float, n: float, k: float, number: str = "bf16") -> float:
-    """Seconds of products of `tokens` rows, spread evenly over the experts of a rank, in one kernel."""
+def grouped(device: DeviceSpec, tokens: float, experts: float, n: float, k: float, dtype: str = "bf16") -> float:
+    """Seconds of a grouped matmul: `tokens` rows, evenly distributed over the experts of a rank, in one kernel."""
     if not tokens or not experts:
         return 0.0
     rows = math.ceil(tokens / experts)
-    return matmul(device, rows, n, k, number, experts)
+    return matmul(device, rows, n, k, dtype, experts)

@@ -1,8 +1,9 @@
-"""The shape of a decoder: parameters, operations per token and bytes of activations, by formula, before any model is built.
+"""Analytical model of a decoder: parameters, FLOPs per token and activation bytes, by formula, before any model is built.
 
-Operations count a multiplication and an addition as two. Model operations are those of one forward and a backward of twice as
-much; what is recomputed is not among them. Two conventions of attention are in use: whole (PaLM, Megatron until 2024: 12 L h s
-a token) and causal (half of that, Megatron-Bridge, Llama 3). Symbols: s sequence, b micro-batch, h hidden, a heads, t tp, c cp.
+A multiplication and an addition count as two FLOPs. Model FLOPs are one forward plus a backward of twice the forward's FLOPs,
+without recomputation. Two conventions for attention are in use: full attention (PaLM, Megatron until 2024: 12 L h s per token)
+and causal attention (half of that: Megatron-Bridge, Llama 3). Symbols: s sequence length, b micro-batch size, h hidden size,
+a heads, t tp, c cp.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ Recompute = Literal["none", "light", "selective", "attention", "mlp", "full"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder."""
+    """Dimensions of a decoder."""
 
     layers: int
     hidden: int
@@ -25,88 +26,88 @@ class Shape:
     kv_heads: int
     head_dim: int
     ffn: int
-    """Width of the dense feed-forward part; 0 where there is none."""
+    """Width of the dense MLP; 0 if the model has none."""
     vocab: int
     gated: bool = True
-    """Three matrices a feed-forward part (SwiGLU), not two."""
+    """True if an MLP has three matrices (SwiGLU) instead of two."""
     tied: bool = False
-    """Embedding and head are one matrix."""
+    """True if the embedding and the head share one matrix."""
     positions: int = 0
-    """Learned positions."""
+    """Number of learned position embeddings."""
     biases: bool = False
     experts: int = 0
     top_k: int = 0
     top_groups: int = 0
-    """Groups of experts, laid on hosts, to which those of a token are limited; 0: they are not."""
+    """Expert groups (one per host) that one token may be routed to; 0: no limit."""
     expert_ffn: int = 0
     shared_ffn: int = 0
-    """Width of all shared experts together."""
+    """Total width of all shared experts."""
     dense_layers: int = 0
-    """First layers without experts, in a model with experts."""
+    """Leading layers with a dense MLP in an MoE model."""
     latent: int = 0
-    """Width in which experts work, between two projections of all tokens; 0: hidden."""
+    """Input and output width of the experts (latent MoE: two projections around the experts); 0: hidden."""
     q_lora: int = 0
     kv_lora: int = 0
-    """Low ranks of MLA; kv_lora > 0 says that attention is MLA."""
+    """Low-rank dimensions of MLA; attention is MLA if kv_lora > 0."""
     rope_dim: int = 0
-    """Of MLA: the part of a key that carries positions, beside head_dim."""
+    """MLA: dimensions of a key with rotary embedding, in addition to head_dim."""
     value_dim: int = 0
-    """Of MLA: of a head's values; 0: head_dim."""
+    """MLA: dimensions of a head's value; 0: head_dim."""
     mamba_layers: int = 0
-    """State-space mixers in the place of attention."""
+    """Layers with a state-space mixer instead of attention."""
     mamba_inner: int = 0
     attention_layers: int = -1
-    """Layers with attention; -1: all that are not Mamba."""
+    """Layers with attention; -1: all layers without a Mamba mixer."""
     mlp_layers: int = -1
-    """Layers with a feed-forward part or experts; -1: all."""
+    """Layers with a dense MLP or experts; -1: all layers."""
     window: int = 0
-    """Some layers attend to so many tokens; 0: none does."""
+    """Sliding-window length in tokens; 0: no layer has a window."""
     windowed: float = 0.5
-    """Share of layers that do."""
+    """Share of layers with a sliding window."""
     expert_biases: bool = False
     predict_ahead: int = 0
-    """Layers of multi-token prediction, with a head of their own."""
+    """Multi-token prediction layers, each with its own head."""
 
     @property
     def num_attention(self) -> int:
-        """Layers with attention."""
+        """Number of attention layers."""
         return self.layers - self.mamba_layers if self.attention_layers < 0 else self.attention_layers
 
     @cached_property
     def num_moe(self) -> int:
-        """Layers with experts."""
+        """Number of MoE layers."""
         return self.num_mlp - self.dense_layers if self.experts else 0
 
     @cached_property
     def num_mlp(self) -> int:
-        """Layers with a feed-forward part of any kind."""
+        """Number of layers with a dense MLP or experts."""
         return self.layers if self.mlp_layers < 0 else self.mlp_layers
 
     @cached_property
     def q_width(self) -> int:
-        """Of queries and keys of all heads."""
+        """Width of the queries of all heads."""
         return self.heads * (self.head_dim + self.rope_dim)
 
     @cached_property
     def v_width(self) -> int:
-        """Of values of all heads, which the output projection reads."""
+        """Width of the attention output of all heads: the input of the output projection."""
         return self.heads * (self.value_dim or self.head_dim)
 
     @cached_property
     def kv_width(self) -> int:
-        """Of keys, and of values, of their own heads."""
+        """Width of the keys (and of the values) of all key-value heads."""
         return self.kv_heads * self.head_dim
 
     @property
     def matrices(self) -> int:
-        """Of a feed-forward part."""
+        """Number of weight matrices of an MLP."""
         return 3 if self.gated else 2
 
     # Parameters
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer's attention."""
+        """Attention parameters of one layer."""
         if self.kv_lora:
             queries = (
                 self.hidden * self.q_lora + self.q_lora * self.q_width if self.q_lora else self.hidden * self.q_width
@@ -120,33 +121,33 @@ class Shape:
 
     @property
     def dense_parameters(self) -> int:
-        """Of one dense feed-forward part."""
+        """Parameters of one dense MLP."""
         return self.matrices * self.hidden * self.ffn + (self.ffn + self.hidden if self.biases else 0)
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Of the routed experts of one layer."""
+        """Parameters of the routed experts of one layer."""
         return self.experts * self.matrices * (self.latent or self.hidden) * self.expert_ffn
 
     @property
     def router_parameters(self) -> int:
-        """Of what every token of a layer with experts passes beside them: router, shared experts, projections."""
+        """Parameters of an MoE layer outside the routed experts: router, shared experts and latent projections."""
         shared = self.matrices * self.hidden * self.shared_ffn
         return self.hidden * self.experts + shared + 2 * self.hidden * self.latent
 
     @property
     def mamba_parameters(self) -> int:
-        """Of one state-space mixer: into gate and state, and out (Mamba-2)."""
+        """Parameters of one Mamba-2 mixer: input projections (gate, state) and output projection."""
         return self.hidden * (2 * self.mamba_inner + self.mamba_inner // 2) + self.mamba_inner * self.hidden
 
     @property
     def norm_parameters(self) -> int:
-        """Of one layer."""
+        """Norm parameters of one layer."""
         return 2 * self.hidden * (2 if self.biases else 1)
 
     @cached_property
     def shared_parameters(self) -> int:
-        """Of all layers, without routed experts."""
+        """Parameters of all layers without the routed experts."""
         return (
             self.num_attention * self.attention_parameters
             + self.mamba_layers * self.mamba_parameters
@@ -157,33 +158,33 @@ class Shape:
 
     @cached_property
     def embedding_parameters(self) -> int:
-        """Of the embedding, positions included."""
+        """Parameters of the token and position embeddings."""
         return (self.vocab + self.positions) * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the full model."""
         ends = self.embedding_parameters + (0 if self.tied else self.vocab * self.hidden)
         return self.shared_parameters + self.num_moe * self.expert_parameters + ends + self.norm_parameters // 2
 
     @property
     def active_parameters(self) -> int:
-        """That a token meets, the embedding left out, the head counted."""
+        """Active parameters per token: without the embedding, with the head."""
         active = self.num_moe * self.expert_parameters * self.top_k // max(1, self.experts)
         return self.shared_parameters + active + self.vocab * self.hidden
 
     @cached_property
     def all_dense(self) -> "Shape":
-        """The same, with the mean width of its dense and shared parts in each layer that has any."""
+        """The same dimensions with one dense MLP per MLP layer, of the mean width of dense MLPs and shared experts."""
         width = (self.num_mlp - self.num_moe) * self.ffn + self.num_moe * self.shared_ffn
         return replace(self, ffn=width // max(1, self.num_mlp))
 
-    # Operations of a token
+    # FLOPs per token
 
     def attention_flops(self, seq: int, causal: bool = True) -> float:
-        """Forward operations of a token of one layer in scores and their product with values.
+        """Forward FLOPs per token of one layer's attention: scores and the weighted sum of values.
 
-        Of a model some of whose layers attend to a window, the mean of its layers.
+        In a model with sliding-window layers, the mean over all layers.
         """
         seen = seq / 2 if causal else seq
         if self.window and self.window < seq:
@@ -191,8 +192,8 @@ class Shape:
         return 2 * seen * (self.q_width + self.v_width)
 
     def flops(self, seq: int, causal: bool = True) -> float:
-        """Model operations of a token in forward and backward: 6 a parameter of a matrix, and attention (PaLM, appendix B)."""
-        mamba = self.mamba_layers * 4 * self.mamba_inner * 128  # of the state, 128 a channel
+        """Model FLOPs per token, forward and backward: 6 per matrix parameter, plus attention (PaLM, appendix B)."""
+        mamba = self.mamba_layers * 4 * self.mamba_inner * 128  # state updates; 128 states per channel
         forward = 2 * self.active_parameters + mamba + self.num_attention * self.attention_flops(seq, causal)
         if self.predict_ahead:
             layer = self.attention_parameters + self.router_parameters + 2 * self.hidden**2
@@ -202,19 +203,22 @@ class Shape:
 
 
 def megatron_flops(shape: Shape, batch: int, seq: int) -> float:
-    """72 B L s h^2 (1 + s / 6h + V / 12 h L): model operations of a GPT in a step (Korthikanti et al. 2022, appendix A)."""
+    """Model FLOPs of one GPT step: 72 B L s h^2 (1 + s / 6h + V / 12 h L) (Korthikanti et al. 2022, appendix A)."""
     h, layers = shape.hidden, shape.layers
     return 72 * batch * layers * seq * h**2 * (1 + seq / (6 * h) + shape.vocab / (12 * h * layers))
 
 
 def megatron_hardware_flops(shape: Shape, batch: int, seq: int) -> float:
-    """96 B s L h^2 (1 + s / 6h + V / 16 L h): with full recomputation (Narayanan et al. 2021, section 5.1)."""
+    """Hardware FLOPs of one GPT step with full recomputation: 96 B s L h^2 (1 + s / 6h + V / 16 L h).
+
+    Source: Narayanan et al. 2021, section 5.1.
+    """
     h, layers = shape.hidden, shape.layers
     return 96 * batch * layers * seq * h**2 * (1 + seq / (6 * h) + shape.vocab / (16 * h * layers))
 
 
 def gpt_parameters(shape: Shape) -> float:
-    """12 L h^2 (1 + 13 / 12 h + (V + s) / 12 L h) (Narayanan et al. 2021, equation 2)."""
+    """Parameters of a GPT: 12 L h^2 (1 + 13 / 12 h + (V + s) / 12 L h) (Narayanan et al. 2021, equation 2)."""
     h, layers = shape.hidden, shape.layers
     return 12 * layers * h**2 * (1 + 13 / (12 * h) + (shape.vocab + shape.positions) / (12 * layers * h))
 
@@ -222,15 +226,15 @@ def gpt_parameters(shape: Shape) -> float:
 def model_state_bytes_of(
     parameters: float, zero: int, ranks: int, weights: float = 2, gradients: float = 2, optimizer: float = 12
 ) -> float:
-    """Bytes of model states on one of `ranks` data ranks under a ZeRO stage (Rajbhandari et al. 2020, figure 1).
+    """Bytes of model states per data rank under a ZeRO stage (Rajbhandari et al. 2020, figure 1).
 
     Args:
-        parameters: that the rank would hold unsharded.
-        zero: 0 nothing sharded, 1 optimizer, 2 and gradients, 3 and weights.
-        ranks: that share.
-        weights: bytes of a weight.
-        gradients: bytes of its gradient.
-        optimizer: bytes of its float32 copy and moments.
+        parameters: number of parameters that the rank would hold unsharded.
+        zero: ZeRO stage: 0 shards nothing, 1 the optimizer states, 2 also gradients, 3 also weights.
+        ranks: data ranks over which states are sharded.
+        weights: bytes per weight.
+        gradients: bytes per gradient element.
+        optimizer: bytes per parameter of the float32 master copy and the moments.
     """
     parts = zip((weights, gradients, optimizer), (zero >= 3, zero >= 2, zero >= 1), strict=True)
     return parameters * sum(size / ranks if sharded else size for size, sharded in parts)
@@ -245,35 +249,38 @@ def activation_bytes(
     recompute: Recompute = "none",
     flash: bool = False,
 ) -> float:
-    """Bytes that one dense layer keeps of a micro-batch in 16 bits.
+    """Activation bytes that one dense layer saves per micro-batch, in 16-bit dtypes.
 
-    Of a plain (not gated) layer with multi-head attention these are those of Korthikanti et al. 2022, table 2:
-    s b h (10 + 24 / t + 5 a s / h t), where sp divides the 10 too. Gated and grouped-query layers count their tensors in the
-    same way, without dropout.
+    For a layer without a gated MLP and with multi-head attention the formula is that of Korthikanti et al. 2022, table 2:
+    s b h (10 + 24 / t + 5 a s / h t), where sequence parallelism also divides the 10 by t. The tensors of gated MLPs and of
+    grouped-query attention are counted in the same way, without dropout.
 
     Args:
-        seq: tokens of a sequence on this rank (divided by cp).
-        batch: sequences.
-        tp: ranks of tensor parallelism.
-        sp: whether they share what is between the matrices.
-        recompute: full keeps the input of the layer alone; selective drops scores and probabilities.
-            light drops what norms and activation functions make; attention that, and all that is inside of attention.
-            mlp keeps of the feed-forward part its input alone.
-        flash: attention that never keeps them, but a float32 number a head and token.
+        seq: tokens per sequence on this rank (sequence length / cp).
+        batch: sequences per micro-batch.
+        tp: tensor-parallel ranks.
+        sp: True if sequence parallelism shards the activations between the matrices.
+        recompute: activations that are recomputed in backward instead of saved:
+            "light": outputs of norms and activation functions;
+            "attention": the same, and everything inside attention;
+            "mlp": everything inside the MLP;
+            "selective": attention scores and probabilities;
+            "full": everything but the input of the layer.
+        flash: True if attention is fused: saves one float32 element per head and token instead of scores and probabilities.
     """
     tokens, h = seq * batch, shape.hidden
     outside = tp if sp else 1
     if recompute == "full":
         return 2 * tokens * h / outside
     light = recompute in ("light", "attention")
-    # Norm inputs 4 h, matrix inputs 4 h where sp gathers again; of plain layers also dropout masks 2 h.
+    # Norm inputs 4 h; matrix inputs 4 h (sp gathers them again in backward); layers without gating also have dropout masks 2 h.
     near = (8 if shape.gated else 10) * h - 4 * h * light
-    # Gate, up and what activation makes of them; of plain layers gelu's two.
+    # Gate, up and the output of the activation function; without gating, input and output of GELU.
     wide = 0 if recompute == "mlp" else (6 if shape.gated else 4) - 2 * light
-    # q, out 2 each, k, v.
+    # Bytes per element: 2 each for q, out, k and v.
     attended = 0 if recompute == "attention" else 2 * shape.q_width + 2 * shape.v_width + 4 * shape.kv_width
     inside = attended + wide * shape.ffn
-    scores = 5 * shape.heads * seq * tokens  # scores 2, mask of dropout 1, its output 2
+    scores = 5 * shape.heads * seq * tokens  # scores 2 bytes, dropout mask 1, dropout output 2
     if flash:
         scores = 4 * shape.heads * tokens
     if recompute == "attention" or (recompute == "selective" and not flash):
@@ -281,14 +288,14 @@ def activation_bytes(
     return tokens * near / outside + (tokens * inside + scores) / tp
 
 
-# From elsewhere
+# Shapes from a configuration or by name
 
 
 def from_config(config: Mapping[str, Any]) -> Shape:
-    """The shape that a Hugging Face config.json describes.
+    """Read the dimensions of a decoder from a Hugging Face config.json.
 
     Raises:
-        ModelError: a size that every decoder has is missing.
+        ModelError: the config lacks a required dimension.
     """
 
     def need(*names: str) -> int:
@@ -298,8 +305,8 @@ def from_config(config: Mapping[str, Any]) -> Shape:
         raise ModelError(
             f"the config has no {names[0]}",
             where="config.json",
-            rule="a decoder has layers, hidden size, heads and a vocabulary",
-            fix=f"give one of {', '.join(names)}",
+            rule="a decoder needs layers, hidden size, heads and vocabulary size",
+            fix=f"set one of {', '.join(names)}",
         )
 
     def find(*names: str) -> int:
@@ -344,7 +351,7 @@ _MLA = Shape(
     top_groups=4, expert_ffn=2048, shared_ffn=2048, dense_layers=3,
 )  # fmt: skip
 _LLAMA2_7B = Shape(32, 4096, 32, 32, 128, 11008, 32000)
-# Published configurations of models that tables name without all sizes; the first name that is part of theirs decides.
+# Published model configurations, for tables without all dimensions. The first key that occurs in a model's name is used.
 KNOWN: dict[str, Shape] = {
     "deepseekv3": replace(_MLA, predict_ahead=1),
     "deepseekv2": replace(
@@ -453,6 +460,6 @@ KNOWN: dict[str, Shape] = {
 
 
 def known_shape(name: str) -> Shape | None:
-    """The published shape of a model of that name."""
+    """Published dimensions of a model by its name; None if unknown."""
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
     return next((shape for part, shape in KNOWN.items() if part in plain), None)

@@ -1,8 +1,8 @@
-"""Step time of a layout on a cluster, by formula, in about a millisecond: to rank candidates by.
+"""Analytical step time of a layout on a cluster, used to rank candidates; takes about a millisecond.
 
-A micro-batch's forward and backward through each stage are added up from kernels (`roofline.py`) and the messages beside them
-(`network.py`); the schedule turns them into a step; then come gradients and the optimizer. Each term is kept, so that a plan
-can be explained.
+Forward and backward of one micro-batch through each stage are summed from kernel times (`roofline.py`) and exposed
+communication (`network.py`). The schedule turns them into a step, followed by gradient reduction and the optimizer. Each term
+is kept separately, so that a plan can be explained.
 """
 
 from dataclasses import dataclass
@@ -16,144 +16,152 @@ from weft.planner.costmodel.network import exposed
 from weft.planner.costmodel.peak_memory import layer_bytes
 from weft.planner.costmodel.shape import Shape
 
-# Between which factors of a predicted step time nine of ten measured ones lie, with a run of the machine and library that
-# calibrates and without, as `benchmarks/published` finds of published runs.
+# 90 % intervals of measured / predicted step time on published runs (`benchmarks/published`): with one run of the same machine
+# and framework for calibration, and without.
 CALIBRATED, UNCALIBRATED = (0.84, 1.4), (0.8, 1.4)
 
 
-class Two(NamedTuple):
-    """Seconds of forward and of backward."""
+class ForwardBackward(NamedTuple):
+    """Seconds of forward and backward."""
 
     forward: float
     backward: float
 
-    def plus(self, other: "Two") -> "Two":
-        """Both sums."""
-        return Two(self.forward + other.forward, self.backward + other.backward)
+    def plus(self, other: "ForwardBackward") -> "ForwardBackward":
+        """Element-wise sum."""
+        return ForwardBackward(self.forward + other.forward, self.backward + other.backward)
 
-    def times(self, forward: float, backward: float | None = None) -> "Two":
-        """Both products."""
-        return Two(self.forward * forward, self.backward * (forward if backward is None else backward))
+    def times(self, forward: float, backward: float | None = None) -> "ForwardBackward":
+        """Multiply forward and backward by a factor each; `backward` defaults to `forward`."""
+        return ForwardBackward(self.forward * forward, self.backward * (forward if backward is None else backward))
 
     @property
     def sum(self) -> float:
-        """Of both."""
+        """Seconds of forward plus backward."""
         return self.forward + self.backward
 
 
-NOTHING = Two(0.0, 0.0)
+ZERO_TIME = ForwardBackward(0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and what they consist of on the busiest rank."""
+    """Step time in seconds by term, on the busiest rank. Communication terms count exposed time only."""
 
     compute: float
-    """Products, attention, element-wise work of all micro-batches."""
+    """Matmuls, attention and element-wise kernels of all micro-batches."""
     tp: float
     cp: float
     ep: float
     zero: float
-    """Of weights that are gathered for each layer, as far as computation does not hide them."""
+    """ZeRO 3: all-gathers of each layer's weights and reduce-scatters of its gradients."""
     pipeline: float
-    """Bubble, uneven stages and messages between stages."""
+    """Bubble, imbalance between stages, and point-to-point communication."""
     gradients: float
-    """Reduced, and weights gathered, as far as nothing hides them."""
+    """Gradient reduction, and the all-gather of updated weights."""
     optimizer: float
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Total step time."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of the mean layer, for one micro-batch on one rank."""
+    """Seconds of the mean layer, per micro-batch on one rank."""
 
-    compute: Two
-    tp: Two
-    cp: Two
-    ep: Two
+    compute: ForwardBackward
+    tp: ForwardBackward
+    cp: ForwardBackward
+    ep: ForwardBackward
     weights: float
-    """Of compute.backward, for gradients of weights."""
+    """Part of compute.backward that computes gradients of weights."""
 
     @property
-    def whole(self) -> Two:
-        """With its messages."""
+    def total(self) -> ForwardBackward:
+        """Computation plus exposed communication."""
         return self.compute.plus(self.tp).plus(self.cp).plus(self.ep)
 
 
-def product(cluster: ClusterSpec, m: float, n: float, k: float, number: str, experts: float = 0) -> Two:
-    """Seconds of [m, k] x [k, n] and of its two gradients; with experts, m rows spread over them."""
+def matmul_times(cluster: ClusterSpec, m: float, n: float, k: float, dtype: str, experts: float = 0) -> ForwardBackward:
+    """Seconds of the matmul [m, k] x [k, n] and of its two gradients; with `experts`, of a grouped matmul of m rows."""
     d = cluster.device
     if experts:
         rows = max(1.0, m / experts)
-        forward = roofline.grouped(d, m, experts, n, k, number)
-        return Two(
-            forward, roofline.grouped(d, m, experts, k, n, number) + roofline.matmul(d, k, n, rows, number, experts)
+        forward = roofline.grouped(d, m, experts, n, k, dtype)
+        return ForwardBackward(
+            forward, roofline.grouped(d, m, experts, k, n, dtype) + roofline.matmul(d, k, n, rows, dtype, experts)
         )
-    forward = roofline.matmul(d, m, n, k, number)
-    return Two(forward, roofline.matmul(d, m, k, n, number) + roofline.matmul(d, k, n, m, number))
+    forward = roofline.matmul(d, m, n, k, dtype)
+    return ForwardBackward(forward, roofline.matmul(d, m, k, n, dtype) + roofline.matmul(d, k, n, m, dtype))
 
 
 def attention_time(
     shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel
-) -> tuple[Two, Two]:
-    """Seconds of the matrices of attention, and of attention itself."""
-    tokens, tp, h, number = layout.tokens, layout.tp, shape.hidden, layout.number
+) -> tuple[ForwardBackward, ForwardBackward]:
+    """Seconds of the attention projections, and of attention itself."""
+    tokens, tp, h, dtype = layout.tokens, layout.tp, shape.hidden, layout.dtype
     if shape.kv_lora:
-        low = product(cluster, tokens, shape.q_lora + shape.kv_lora + shape.rope_dim, h, number)
-        queries = product(cluster, tokens, shape.q_width / tp, shape.q_lora or h, number)
-        keys = product(cluster, tokens, (shape.heads * shape.head_dim + shape.v_width) / tp, shape.kv_lora, number)
+        low = matmul_times(cluster, tokens, shape.q_lora + shape.kv_lora + shape.rope_dim, h, dtype)
+        queries = matmul_times(cluster, tokens, shape.q_width / tp, shape.q_lora or h, dtype)
+        keys = matmul_times(cluster, tokens, (shape.heads * shape.head_dim + shape.v_width) / tp, shape.kv_lora, dtype)
         into = low.plus(queries).plus(keys)
     else:
-        into = product(cluster, tokens, (shape.q_width + 2 * max(shape.kv_width, tp * shape.head_dim)) / tp, h, number)
-    matrices = into.plus(product(cluster, tokens, h, shape.v_width / tp, number))
+        into = matmul_times(
+            cluster, tokens, (shape.q_width + 2 * max(shape.kv_width, tp * shape.head_dim)) / tp, h, dtype
+        )
+    matrices = into.plus(matmul_times(cluster, tokens, h, shape.v_width / tp, dtype))
     device, heads = cluster.device, shape.heads / tp
     if stack.flash:
         flops = tokens * shape.attention_flops(layout.seq) / tp
         core = roofline.flash_attention(device, flops, shape.head_dim, layout.seq / layout.ring, stack.portable)
-        core *= stack.ring if layout.ring > 1 else 1.0
-        return matrices, Two(core, core * 2.5 * 1.15)  # five products for two, at a lower rate
+        core *= stack.ring_slowdown if layout.ring > 1 else 1.0
+        # Backward has five matmuls instead of two, at a lower rate.
+        return matrices, ForwardBackward(core, core * 2.5 * 1.15)
     forward = roofline.plain_attention(device, tokens, layout.seq, heads, shape.head_dim, False, stack.dropout)
     backward = roofline.plain_attention(device, tokens, layout.seq, heads, shape.head_dim, True, stack.dropout)
-    return matrices, Two(forward, backward)
+    return matrices, ForwardBackward(forward, backward)
 
 
-def mlp_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel) -> Two:
-    """Seconds of the mean layer's feed-forward parts, dense and of experts."""
-    tokens, tp, h, number = layout.tokens, layout.tp, shape.hidden, layout.number
+def mlp_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel) -> ForwardBackward:
+    """Seconds of the mean layer's MLP, dense or MoE."""
+    tokens, tp, h, dtype = layout.tokens, layout.tp, shape.hidden, layout.dtype
     wide = shape.matrices - 1
-    total = NOTHING
+    total = ZERO_TIME
     if shape.num_mlp > shape.num_moe:
-        dense = product(cluster, tokens, wide * shape.ffn / tp, h, number).plus(
-            product(cluster, tokens, h, shape.ffn / tp, number)
+        dense = matmul_times(cluster, tokens, wide * shape.ffn / tp, h, dtype).plus(
+            matmul_times(cluster, tokens, h, shape.ffn / tp, dtype)
         )
         total = total.plus(dense.times((shape.num_mlp - shape.num_moe) / shape.layers))
     if shape.num_moe:
         routed = tokens / (tp // layout.etp) * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
         experts, width = shape.experts / layout.ep, shape.latent or h
-        moe = product(cluster, routed, wide * shape.expert_ffn / layout.etp, width, number, experts)
-        moe = moe.plus(product(cluster, routed, width, shape.expert_ffn / layout.etp, number, experts))
+        moe = matmul_times(cluster, routed, wide * shape.expert_ffn / layout.etp, width, dtype, experts)
+        moe = moe.plus(matmul_times(cluster, routed, width, shape.expert_ffn / layout.etp, dtype, experts))
         if shape.shared_ffn:
-            moe = moe.plus(product(cluster, tokens, wide * shape.shared_ffn / tp, h, number))
-            moe = moe.plus(product(cluster, tokens, h, shape.shared_ffn / tp, number))
+            moe = moe.plus(matmul_times(cluster, tokens, wide * shape.shared_ffn / tp, h, dtype))
+            moe = moe.plus(matmul_times(cluster, tokens, h, shape.shared_ffn / tp, dtype))
         if shape.latent:
-            moe = moe.plus(product(cluster, tokens / tp, shape.latent, h, "bf16").times(2))
-        moe = moe.plus(product(cluster, tokens / tp, shape.experts, h, "bf16"))
-        # Rows are put in the experts' order and back; router in float32.
-        moved = routed * (stack.rows * width + 6 * shape.expert_ffn / layout.etp) + tokens / tp * shape.experts * 24
-        if shape.expert_biases:  # no kernel has them: added, clamped, and activated apart, in a pass each
+            moe = moe.plus(matmul_times(cluster, tokens / tp, shape.latent, h, "bf16").times(2))
+        moe = moe.plus(matmul_times(cluster, tokens / tp, shape.experts, h, "bf16"))
+        # Permutation of token rows to expert order and back; the router computes in float32.
+        moved = (
+            routed * (stack.permute_bytes * width + 6 * shape.expert_ffn / layout.etp)
+            + tokens / tp * shape.experts * 24
+        )
+        if shape.expert_biases:  # no fused kernel supports biases: addition, clamp and activation are separate kernels
             moved += routed * (8 * width + 44 * shape.expert_ffn / layout.etp)
-        spread = roofline.stream(cluster.device, moved * stack.passes)
-        moe = moe.plus(Two(spread, 1.5 * spread)).plus(Two(12 * cluster.device.launch, 16 * cluster.device.launch))
+        spread = roofline.stream(cluster.device, moved * stack.elementwise_traffic)
+        moe = moe.plus(ForwardBackward(spread, 1.5 * spread)).plus(
+            ForwardBackward(12 * cluster.device.launch, 16 * cluster.device.launch)
+        )
         total = total.plus(moe.times(shape.num_moe / shape.layers))
     return total
 
 
-def stream_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel) -> Two:
-    """Seconds of norms, residuals, positions, activation functions and casts of the mean layer."""
+def stream_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel) -> ForwardBackward:
+    """Seconds of norms, residual additions, rotary embeddings, activation functions and casts of the mean layer."""
     tokens, tp, h = layout.tokens, layout.tp, shape.hidden
     outside = tokens / (tp if layout.sp else 1) * h * (22 if stack.dropout else 20)
     dense = (shape.num_mlp - shape.num_moe) / shape.layers * shape.ffn + shape.num_moe / shape.layers * shape.shared_ffn
@@ -162,136 +170,150 @@ def stream_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stac
     if shape.mamba_layers:
         inside += shape.mamba_layers / shape.layers * 120 * shape.mamba_inner * tokens / tp
     cast = 0.0
-    if layout.number in ("fp8", "fp4"):  # read once, written in both orders
+    if layout.dtype in ("fp8", "fp4"):  # quantization: read once, written row-wise and column-wise
         cast = 4 * tokens * (2 * h / (tp if layout.sp else 1) + (shape.v_width * attended + dense) / tp)
         cast += 4 * tokens / tp * shape.top_k * ((shape.latent or h) + shape.expert_ffn) * shape.num_moe / shape.layers
-    forward = roofline.stream(cluster.device, (outside + inside) * stack.passes + cast)
-    return Two(forward, 1.7 * forward)
+    forward = roofline.stream(cluster.device, (outside + inside) * stack.elementwise_traffic + cast)
+    return ForwardBackward(forward, 1.7 * forward)
 
 
 def layer_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel) -> LayerTime:
-    """Seconds of the mean layer, with what is computed again in backward."""
+    """Seconds of the mean layer, including recomputation in backward."""
     matrices, core = attention_time(shape, layout, cluster, stack)
     share = shape.num_attention / shape.layers
     matrices, core = matrices.times(share), core.times(share)
-    mamba = NOTHING
+    mamba = ZERO_TIME
     if shape.mamba_layers:
         inner = shape.mamba_inner / layout.tp
-        mamba = product(cluster, layout.tokens, 2.5 * inner, shape.hidden, layout.number)
-        mamba = mamba.plus(product(cluster, layout.tokens, shape.hidden, inner, layout.number)).times(
+        mamba = matmul_times(cluster, layout.tokens, 2.5 * inner, shape.hidden, layout.dtype)
+        mamba = mamba.plus(matmul_times(cluster, layout.tokens, shape.hidden, inner, layout.dtype)).times(
             shape.mamba_layers / shape.layers
         )
     mlp, streams = mlp_time(shape, layout, cluster, stack), stream_time(shape, layout, cluster, stack)
-    products = matrices.plus(mlp).plus(mamba)
-    compute = products.plus(core).plus(streams)
-    weights = products.backward / 2
-    again = (
+    matmuls = matrices.plus(mlp).plus(mamba)
+    compute = matmuls.plus(core).plus(streams)
+    weights = matmuls.backward / 2
+    recomputed = (
         layout.recompute_share
         * {
             "none": 0.0,
             "light": streams.forward / 2,
-            "selective": compute.forward / 2 if stack.halves else core.forward,
+            "selective": compute.forward / 2 if stack.selective_half else core.forward,
             "attention": matrices.forward + core.forward + streams.forward / 2,
             "mlp": mlp.forward,
             "full": compute.forward,
         }[layout.recompute]
     )
     own = sum(local_parameters(shape, layout, 0)) - shape.embedding_parameters / layout.tp
-    collect = roofline.stream(cluster.device, 2 * stack.gradients * own / layers_of_ranks(shape, layout)[0])
+    collect = roofline.stream(cluster.device, 2 * stack.gradient_bytes * own / layers_of_ranks(shape, layout)[0])
     if layout.adapters:
-        weights, collect = 0.0, -products.backward / 2
-    compute = Two(compute.forward, compute.backward + again + collect)
+        weights, collect = 0.0, -matmuls.backward / 2
+    compute = ForwardBackward(compute.forward, compute.backward + recomputed + collect)
     if layout.offload:
-        away = layer_bytes(shape, layout, stack, layout.recompute) / cluster.device.host_bandwidth
-        compute = compute.plus(Two(away, away))
+        offload_seconds = layer_bytes(shape, layout, stack, layout.recompute) / cluster.device.host_bandwidth
+        compute = compute.plus(ForwardBackward(offload_seconds, offload_seconds))
     tp, cp, ep = message_times(shape, layout, cluster, stack, core)
-    # Messages too, of four of tp in a layer all but the last, or the first of a part.
+    # Recomputation repeats collectives too: three of a layer's four over tp, or the first one of attention or MLP.
     part = layout.recompute_share
-    again_tp = {"full": 0.75, "attention": 0.25, "mlp": 0.25}.get(layout.recompute, 0.0)
-    tp = Two(tp.forward, tp.backward + again_tp * part * tp.forward)
+    recomputed_tp = {"full": 0.75, "attention": 0.25, "mlp": 0.25}.get(layout.recompute, 0.0)
+    tp = ForwardBackward(tp.forward, tp.backward + recomputed_tp * part * tp.forward)
     if layout.recompute in ("full", "attention"):
-        cp = Two(cp.forward, cp.backward + part * cp.forward)
+        cp = ForwardBackward(cp.forward, cp.backward + part * cp.forward)
     if layout.recompute in ("full", "mlp"):
-        ep = Two(ep.forward, ep.backward + part * ep.forward)
+        ep = ForwardBackward(ep.forward, ep.backward + part * ep.forward)
     moe, mixers = shape.num_moe / shape.layers, shape.mamba_layers / shape.layers
-    floor = stack.host * (1 - moe - mixers) + max(stack.host, stack.host_experts) * moe + stack.host_mamba * mixers
+    floor = (
+        stack.launch_seconds * (1 - moe - mixers)
+        + max(stack.launch_seconds, stack.moe_launch_seconds) * moe
+        + stack.mamba_launch_seconds * mixers
+    )
     if layout.pp > 1:
-        floor = max(floor, stack.host_staged * layout.tp)
-    launches = Two(floor, floor * (2 if layout.recompute == "full" else 1.2))
+        floor = max(floor, stack.staged_launch_seconds * layout.tp)
+    launches = ForwardBackward(floor, floor * (2 if layout.recompute == "full" else 1.2))
     if stack.blocking:
         return LayerTime(compute.plus(launches), tp, cp, ep, weights)
     forward = max(compute.forward, launches.forward - tp.forward - ep.forward)
     backward = max(compute.backward, launches.backward - tp.backward - ep.backward)
-    return LayerTime(Two(forward, backward), tp, cp, ep, weights)
+    return LayerTime(ForwardBackward(forward, backward), tp, cp, ep, weights)
 
 
 def message_times(
-    shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, core: Two
-) -> tuple[Two, Two, Two]:
-    """Seconds of messages of tp, cp and ep of the mean layer that nothing hides."""
+    shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, core: ForwardBackward
+) -> tuple[ForwardBackward, ForwardBackward, ForwardBackward]:
+    """Exposed communication of tp, cp and ep in the mean layer, in seconds."""
     tokens, h = layout.tokens, shape.hidden
     size = 2.0 * tokens * h
     ranks = network.group(cluster, layout.tp, 1)
-    # A mixer and a dense part gather and reduce once each; experts get the tokens that a rank has, and shared experts gather.
+    # Attention (or Mamba) and a dense MLP have one all-gather and one reduce-scatter each. Routed experts process the tokens
+    # of the rank without them; shared experts need the all-gather.
     parts = (
         shape.num_attention + shape.mamba_layers + shape.num_mlp - shape.num_moe * (not shape.shared_ffn)
     ) / shape.layers
     if layout.ep == 1 and shape.num_moe:
         parts = (shape.num_attention + shape.mamba_layers + shape.num_mlp) / shape.layers
-    half = network.all_gather(ranks, size) / stack.wire
-    forward, backward = 2 * half, (3 if layout.sp and stack.gathers_again else 2) * half
-    tp = Two(parts * forward * (1 - stack.tp_overlap), parts * backward * (1 - stack.tp_backward))
+    half = network.all_gather(ranks, size) / stack.bandwidth_share
+    forward, backward = 2 * half, (3 if layout.sp and stack.regathers_inputs else 2) * half
+    tp = ForwardBackward(parts * forward * (1 - stack.tp_overlap), parts * backward * (1 - stack.tp_backward))
     ring = network.group(cluster, layout.ring, layout.tp * layout.ulysses)
     kept = 4.0 * tokens * layout.cp * (shape.kv_width or shape.kv_lora) / (layout.tp * layout.ulysses)
-    keys = network.all_gather(ring, kept) / stack.wire
-    # Queries, keys and values to the ranks of their heads, and what they come to back: the longer of both hides nothing.
+    keys = network.all_gather(ring, kept) / stack.bandwidth_share
+    # Ulysses: all-to-all of queries, keys and values before attention, and of its output after it; not overlapped.
     sharing = network.group(cluster, layout.ulysses, layout.tp)
     there = 4.0 * tokens * (shape.q_width + shape.kv_width) / layout.tp
-    heads = network.all_to_all(sharing, there) / stack.wire
-    cp = Two(
-        heads + exposed(keys, core.forward, stack.slowdown), heads + exposed(2 * keys, core.backward, stack.slowdown)
+    heads = network.all_to_all(sharing, there) / stack.bandwidth_share
+    cp = ForwardBackward(
+        heads + exposed(keys, core.forward, stack.overlap_slowdown),
+        heads + exposed(2 * keys, core.backward, stack.overlap_slowdown),
     ).times(shape.num_attention / shape.layers)
-    ep = NOTHING
+    ep = ZERO_TIME
     if shape.num_moe and layout.ep > 1:
         experts = network.group(cluster, layout.ep, layout.etp)
         hosts = experts.hosts
-        wanted = hosts * (1 - (1 - 1 / hosts) ** shape.top_k)  # hosts of a token's experts, drawn at random
-        once = min(wanted, shape.top_groups or wanted) / shape.top_k if stack.once_a_host else 1.0
+        # Expected number of hosts of a token's experts, if these are drawn at random.
+        wanted = hosts * (1 - (1 - 1 / hosts) ** shape.top_k)
+        once = min(wanted, shape.top_groups or wanted) / shape.top_k if stack.once_per_host else 1.0
         routed = 2.0 * tokens / layout.tp * shape.top_k * (shape.latent or h) * stack.imbalance
-        way = network.all_to_all(experts, routed, once, stack.ep_near, stack.ep_wire) * shape.num_moe / shape.layers
-        ep = Two(2 * way, 2 * way).times(1 - stack.ep_overlap)
-        # Ranks that share an expert gather its rows, and reduce what they made of them.
-        shared = network.all_gather(network.group(cluster, layout.etp, 1), routed * layout.etp) / stack.wire
-        tp = tp.plus(Two(2 * shared, 2 * shared).times(shape.num_moe / shape.layers))
+        way = (
+            network.all_to_all(experts, routed, once, stack.ep_intra_node_rate, stack.ep_inter_node_rate)
+            * shape.num_moe
+            / shape.layers
+        )
+        ep = ForwardBackward(2 * way, 2 * way).times(1 - stack.ep_overlap)
+        # Expert tensor parallelism: all-gather of the rows of an expert, reduce-scatter of its outputs.
+        shared = network.all_gather(network.group(cluster, layout.etp, 1), routed * layout.etp) / stack.bandwidth_share
+        tp = tp.plus(ForwardBackward(2 * shared, 2 * shared).times(shape.num_moe / shape.layers))
     return tp, cp, ep
 
 
-def head_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel) -> Two:
-    """Seconds of head and loss for one micro-batch."""
+def head_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel) -> ForwardBackward:
+    """Seconds of head and loss per micro-batch."""
     wide = shape.vocab / layout.tp
     logits = roofline.stream(
-        cluster.device, layout.tokens * wide * (6 if layout.fused_loss else 14) * max(1.0, stack.passes)
+        cluster.device, layout.tokens * wide * (6 if layout.fused_loss else 14) * max(1.0, stack.elementwise_traffic)
     )
-    both = product(cluster, layout.tokens, wide, shape.hidden, "bf16").plus(Two(logits, logits))
+    both = matmul_times(cluster, layout.tokens, wide, shape.hidden, "bf16").plus(ForwardBackward(logits, logits))
     return both.times(1 + shape.predict_ahead)
 
 
 def step_time(
     shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, layer: LayerTime | None = None
 ) -> StepTime:
-    """Seconds of a step.
+    """Step time of a layout by term.
 
     Args:
-        cluster: where it runs; it may have more devices than the layout needs.
-        layer: what `layer_time` gives, where it is known already: many layouts share it.
+        shape: the model.
+        layout: the layout.
+        cluster: cluster to run on; may have more devices than the layout needs.
+        stack: the training framework.
+        layer: result of `layer_time`, if already computed (many layouts have the same one).
     """
     layer = layer or layer_time(shape, layout, cluster, stack)
     head = head_time(shape, layout, cluster, stack)
-    whole = layer.whole
-    gather = zero_times(shape, layout, cluster, stack, whole)
+    total = layer.total
+    gather = zero_times(shape, layout, cluster, stack, total)
     m, counts = layout.micro_batches, layers_of_ranks(shape, layout)
-    ranks = [whole.plus(gather).times(float(count)) for count in counts]
-    ranks[-1] = ranks[-1].plus(head).plus(whole.times(shape.predict_ahead))
+    ranks = [total.plus(gather).times(float(count)) for count in counts]
+    ranks[-1] = ranks[-1].plus(head).plus(total.times(shape.predict_ahead))
     busiest = max(range(layout.pp), key=lambda rank: ranks[rank].sum)
     last = busiest == layout.pp - 1
     most, at_head = counts[busiest] + shape.predict_ahead * last, head.sum * last
@@ -309,21 +331,27 @@ def step_time(
 
 
 def fillers(schedule: str, pp: int, micro_batches: int) -> int:
-    """Gradients of weights, of one micro-batch on one rank each, that fill the bubble (Qi et al. 2023, table 2).
+    """Number of weight-gradient computations (W of one micro-batch) that fill the bubble of a zero-bubble schedule.
 
-    One for each other rank, and one or two more; of these, few micro-batches have fewer (appendix H).
+    One per other rank, plus one or two more per other rank, limited by the number of micro-batches (Qi et al. 2023, table 2
+    and appendix H).
     """
     more = {"zb-h1": 1, "zb-h2": 2, "zb-2p": 2, "zbv": 2}.get(schedule, -1)
     return (pp - 1) + more * (min(micro_batches, pp) - 1) if more > 0 else 0
 
 
 def pipeline_time(
-    shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, ranks: list[Two], weights: float
+    shape: Shape,
+    layout: TrainingLayout,
+    cluster: ClusterSpec,
+    stack: FrameworkModel,
+    ranks: list[ForwardBackward],
+    weights: float,
 ) -> float:
-    """Seconds that a step takes longer than the busiest rank's own work.
+    """Pipeline overhead of a step: seconds beyond the busiest rank's own work.
 
-    Of 1F1B each other rank's forward and backward of one micro-batch, of v chunks the v-th part; of zero-bubble schedules
-    without the gradients of weights, which fill the gaps.
+    The bubble of 1F1B is one micro-batch's forward and backward of every other rank. With v chunks per rank it is 1 / v of
+    that. Zero-bubble schedules fill it with weight gradients.
     """
     if layout.pp == 1:
         return 0.0
@@ -332,40 +360,42 @@ def pipeline_time(
     bubble = max(0.0, bubble - fillers(layout.schedule, layout.pp, layout.micro_batches) * weights / layout.vpp)
     ends = network.group(cluster, layout.pp, layout.num_devices // layout.pp)
     size = 2.0 * layout.tokens * shape.hidden
-    one = network.point_to_point(ends, size / layout.tp) / stack.wire
+    one = network.point_to_point(ends, size / layout.tp) / stack.bandwidth_share
     if layout.tp > 1 and not layout.sp:
         one += network.all_gather(network.group(cluster, layout.tp, 1), size)
     steady = 2 * layout.micro_batches * layout.vpp * one * (1 - stack.p2p_overlap)
     return bubble + 2 * (layout.pp - 1) * one + steady
 
 
-def zero_times(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, layer: Two) -> Two:
-    """Seconds that ZeRO 3 adds to the mean layer of each micro-batch."""
-    if layout.zero < 3 or layout.dp * layout.cp == 1 or layout.pp > 1:  # stages keep their weights gathered over a step
-        return NOTHING
+def zero_times(
+    shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, layer: ForwardBackward
+) -> ForwardBackward:
+    """Exposed communication of ZeRO 3, in seconds per mean layer and micro-batch."""
+    if layout.zero < 3 or layout.dp * layout.cp == 1 or layout.pp > 1:  # with pp, weights stay gathered during a step
+        return ZERO_TIME
     shared, experts = (size / layers_of_ranks(shape, layout)[0] for size in local_parameters(shape, layout, 0))
     shared -= shape.embedding_parameters / layout.tp / layers_of_ranks(shape, layout)[0]
     ranks = network.group(cluster, layout.shards, layout.tp)
     among = network.group(cluster, layout.expert_shards, layout.ep * layout.etp)
 
     def time(num_bytes: float) -> float:
-        one = network.all_gather(ranks, shared * num_bytes / stack.messages)
-        return (stack.messages * one + network.all_gather(among, experts * num_bytes)) / stack.wire
+        one = network.all_gather(ranks, shared * num_bytes / stack.zero3_gathers)
+        return (stack.zero3_gathers * one + network.all_gather(among, experts * num_bytes)) / stack.bandwidth_share
 
-    weights, gradients = time(2.0), time(stack.reduce)
+    weights, gradients = time(2.0), time(stack.reduce_bytes)
     if layout.shard and layout.shard < layout.dp:
         copies = network.group(cluster, layout.dp // layout.shard, layout.tp * layout.shards)
-        size = stack.reduce * (shared / layout.shards + experts / layout.expert_shards)
-        gradients += network.all_reduce(copies, size) / stack.wire
-    beside = layer if stack.prefetch else NOTHING
-    forward = exposed(weights, beside.forward, stack.slowdown)
-    return Two(forward, exposed(weights + gradients, beside.backward, stack.slowdown))
+        size = stack.reduce_bytes * (shared / layout.shards + experts / layout.expert_shards)
+        gradients += network.all_reduce(copies, size) / stack.bandwidth_share
+    overlapped = layer if stack.prefetch else ZERO_TIME
+    forward = exposed(weights, overlapped.forward, stack.overlap_slowdown)
+    return ForwardBackward(forward, exposed(weights + gradients, overlapped.backward, stack.overlap_slowdown))
 
 
 def gradient_time(
-    shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, rank: Two
+    shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel, rank: ForwardBackward
 ) -> float:
-    """Seconds of reducing gradients and gathering updated weights that one micro-batch's work does not hide."""
+    """Exposed time of gradient reduction and of the all-gather of updated weights, overlapped with one micro-batch."""
     if (layout.zero >= 3 and layout.pp == 1) or layout.dp * layout.cp == 1:
         return 0.0
     shared, experts = local_parameters(shape, layout, 0)
@@ -375,21 +405,28 @@ def gradient_time(
     def time(num_bytes: float) -> float:
         return (
             network.all_gather(ranks, shared * num_bytes) + network.all_gather(among, experts * num_bytes)
-        ) / stack.wire
+        ) / stack.bandwidth_share
 
-    reduce = time(stack.reduce)
+    reduce = time(stack.reduce_bytes)
     second = time(2.0) if layout.zero else reduce
     if not layout.zero:
-        return exposed(reduce + second, stack.dp_overlap * rank.backward, stack.slowdown)
+        return exposed(reduce + second, stack.dp_overlap * rank.backward, stack.overlap_slowdown)
     hidden = rank.forward if stack.gather_overlap else 0.0
-    return exposed(reduce, stack.dp_overlap * rank.backward, stack.slowdown) + exposed(second, hidden, stack.slowdown)
+    return exposed(reduce, stack.dp_overlap * rank.backward, stack.overlap_slowdown) + exposed(
+        second, hidden, stack.overlap_slowdown
+    )
 
 
 def optimizer_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: FrameworkModel) -> float:
-    """Seconds of clipping and Adam: each state of a parameter that the rank updates is read and written."""
+    """Seconds of gradient clipping and Adam: one read and one write of each state of the rank's parameters."""
     shared, experts = local_parameters(shape, layout, 0)
     mine = shared / layout.shards + experts / layout.expert_shards if layout.zero else shared + experts
-    update = roofline.stream(cluster.device, 2 * (stack.optimizer + stack.gradients + stack.weights) * mine) + 2e-3
-    if layout.optimizer_on_host:  # there and back, beside the update
-        return max(update, 2 * (stack.optimizer - stack.stays) * mine / cluster.device.host_bandwidth)
+    update = (
+        roofline.stream(cluster.device, 2 * (stack.optimizer_bytes + stack.gradient_bytes + stack.weight_bytes) * mine)
+        + 2e-3
+    )
+    if layout.optimizer_on_host:  # transfer to the device and back, overlapped with the update
+        return max(
+            update, 2 * (stack.optimizer_bytes - stack.resident_optimizer_bytes) * mine / cluster.device.host_bandwidth
+        )
     return update

@@ -1,4 +1,4 @@
-"""A step of a layout event by event: the schedule that the runtime runs, with the seconds that formulas give its actions."""
+"""Event-by-event simulation of one pipeline step: the runtime's schedule with action times from the cost model."""
 
 import json
 from pathlib import Path
@@ -14,36 +14,38 @@ from weft.planner.search.search import Space
 
 
 def head_cost(space: Space, layout: TrainingLayout) -> float:
-    """Time of head and loss in that of a block: what stages are cut by, so that the last one has fewer blocks."""
+    """Time of head and loss in units of one block's time; used to balance stages, so that the last one has fewer blocks."""
     head = head_time(space.shape, layout, space.cluster, space.stack)
-    return round(head.sum / space.layer(layout).whole.sum, 2)
+    return round(head.sum / space.layer(layout).total.sum, 2)
 
 
 def timeline_of(space: Space, layout: TrainingLayout) -> Timeline:
-    """One step of the pipeline, stages cut as the runtime cuts them.
+    """Simulate one step of the pipeline, with the runtime's division into stages.
 
     Raises:
-        PlanError: the schedule takes no such numbers of ranks, stages and micro-batches.
+        PlanError: the schedule does not support this number of ranks, stages or micro-batches.
     """
     layer = space.layer(layout)
-    whole = layer.whole
+    total = layer.total
     head = head_time(space.shape, layout, space.cluster, space.stack)
     stages = layout.pp * layout.vpp
     cut = split_blocks(space.shape.layers, stages, Pipeline(head_cost=head_cost(space, layout)))
     blocks = [len(part) for part in cut]
-    forward = [count * whole.forward for count in blocks]
+    forward = [count * total.forward for count in blocks]
     weights = [count * layer.weights for count in blocks]
-    inputs = [count * (whole.backward - layer.weights) for count in blocks]
+    inputs = [count * (total.backward - layer.weights) for count in blocks]
     forward[-1] += head.forward
     inputs[-1] += head.backward
     ends = network.group(space.cluster, layout.pp, layout.num_devices // layout.pp)
-    sent = network.point_to_point(ends, 2.0 * layout.tokens * space.shape.hidden / layout.tp) / space.stack.wire
+    sent = (
+        network.point_to_point(ends, 2.0 * layout.tokens * space.shape.hidden / layout.tp) / space.stack.bandwidth_share
+    )
     schedule = build_schedule(layout.schedule, layout.pp, layout.micro_batches, layout.vpp)
     return simulate(schedule, ActionCosts(forward, inputs, weights, sent))
 
 
 def refined(space: Space, layout: TrainingLayout, time: StepTime) -> StepTime:
-    """A step time whose bubble is that of its schedule, event by event, and not of the formula."""
+    """Replace the bubble of a step time, which is by formula, by that of the simulated schedule."""
     if layout.pp == 1:
         return time
     busy = time.compute + time.tp + time.cp + time.ep
@@ -51,7 +53,7 @@ def refined(space: Space, layout: TrainingLayout, time: StepTime) -> StepTime:
 
 
 def write_trace(timeline: Timeline, time: StepTime, path: Path) -> None:
-    """A step as a trace for Perfetto or Chrome, in microseconds: a line for each rank of pp, then gradients and update."""
+    """Write a step as a trace for Perfetto or Chrome: one thread per pipeline rank, with gradients and update at the end."""
     bars = [
         (rank, start, end, str(slot[0]), slot[0].kind)
         for rank, slots in enumerate(timeline.schedule.slots)

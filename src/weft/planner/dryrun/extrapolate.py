@@ -1,7 +1,8 @@
-"""Dry runs that take no longer for a deep model than for a shallow one: of two with few layers, carried on.
+"""Dry runs of deep models, extrapolated from two dry runs with few layers.
 
-All layers of a kind do the same. A model of few layers and one of a few more are run dry; what the second has more is added as
-often as the whole model has it. Whether a model is made of equal layers, its parameters tell: they have to be on the same line.
+All layers of one type do the same work. A model of few layers and one with a few more are dry-run, and their difference is
+added as often as the full model has these layers. The layers count as equal if the number of parameters is linear in the
+depth.
 """
 
 import math
@@ -14,16 +15,16 @@ from torch import nn
 from weft.checkpoint.huggingface import build_on_meta
 from weft.checkpoint.model_config import read_config
 from weft.job import Job, Model
-from weft.planner.dryrun.step_counts import extend, extrapolate
+from weft.planner.dryrun.step_counts import extrapolate, extrapolate_value
 from weft.planner.dryrun.trace import Trace, trace_all
 from weft.train.run import check_model
 
-SHALLOW = 4  # layers: with fewer, what the ends of a model hold for a moment is more than what its layers do
+SHALLOW = 4  # minimum layers; with fewer, the short-lived tensors of embedding and head dominate those of the layers
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def cut_layers(config: dict[str, Any], depth: int) -> dict[str, Any]:
-    """The configuration of a model that has only the first layers."""
+    """Configuration of the model with only its first `depth` layers."""
     cut = {name: depth if name in DEPTHS else value for name, value in config.items()}
     return cut | {
         name: value[:depth] for name, value in config.items() if isinstance(value, list) and name.endswith("_types")
@@ -31,18 +32,18 @@ def cut_layers(config: dict[str, Any], depth: int) -> dict[str, Any]:
 
 
 def first_layers(config: dict[str, Any]) -> int:
-    """Layers at the beginning that are of a kind of their own."""
+    """Number of leading layers of another type (dense layers of an MoE model)."""
     return int(config.get("first_k_dense_replace") or 0)
 
 
 def trace_in_brief(job: Job, world_size: int, device_type: str, stage: int = 0) -> list[Trace]:
-    """Dry runs of the first rank and, of a pipeline, of others: memory, messages and floating-point operations of a whole step.
+    """Extrapolated dry runs: memory, communication and FLOPs of a full step on the first rank, with pp on three ranks.
 
-    Without a pipeline of few layers, where the model is made of equal ones; with one of few micro-batches.
+    Without pp, few layers are run if the model has equal layers. With pp, few micro-batches are run.
 
     Args:
-        job, world_size, device_type: as of `weft.planner.dryrun.trace.trace`.
-        stage: of a pipeline, to be looked at beside the first and the last.
+        job, world_size, device_type: as for `weft.planner.dryrun.trace.trace`.
+        stage: with pp, a stage to run in addition to the first and the last one.
 
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
@@ -61,31 +62,33 @@ def trace_in_brief(job: Job, world_size: int, device_type: str, stage: int = 0) 
     shallow, deep = trace_all([(with_layers(job, config, few), world_size, 0, device_type) for few in depths])
     times = (depth - depths[1]) // (depths[1] - depths[0])
 
-    whole = replace(
+    full = replace(
         deep,
-        parameters=extend(shallow.parameters, deep.parameters, times),
+        parameters=extrapolate_value(shallow.parameters, deep.parameters, times),
         count=extrapolate(shallow.count, deep.count, times),
-        elsewhere={name: extend(shallow.elsewhere[name], size, times) for name, size in deep.elsewhere.items()},
-        moved=extend(shallow.moved, deep.moved, times),
+        offloaded={
+            name: extrapolate_value(shallow.offloaded[name], size, times) for name, size in deep.offloaded.items()
+        },
+        offload_traffic=extrapolate_value(shallow.offload_traffic, deep.offload_traffic, times),
         seconds=shallow.seconds + deep.seconds,
     )
-    return [whole]
+    return [full]
 
 
 def with_layers(job: Job, config: dict[str, Any], depth: int) -> Job:
-    """The job with a model that has only the first layers."""
+    """Job with only the first `depth` layers of the model."""
     model = job.model.model_copy(update={"path": None, "config": cut_layers(config, depth)})
     return job.model_copy(update={"model": model})
 
 
-def two_depths(config: dict[str, Any], every: int = 1) -> tuple[int, int] | None:
-    """Layers of the two models that are run in place of the whole one; None where it is not much deeper, or layers differ.
+def two_depths(config: dict[str, Any], recompute_interval: int = 1) -> tuple[int, int] | None:
+    """Depths of the two models that replace the full one; None if it is not much deeper or its layers differ.
 
     Args:
-        config: of the whole model.
-        every: one in so many layers is computed again.
+        config: configuration of the full model.
+        recompute_interval: recompute interval: every n-th layer is recomputed.
     """
-    depth, step = _depth(config), math.lcm(_period(config), every)
+    depth, step = _depth(config), math.lcm(_period(config), recompute_interval)
     shallow = first_layers(config) + SHALLOW
     shallow += (depth - shallow) % step
     if depth <= 2 * (shallow + step):
@@ -100,7 +103,7 @@ def _depth(config: dict[str, Any]) -> int:
 
 
 def _period(config: dict[str, Any]) -> int:
-    """Layers after which the kinds of layers come again; at least two, of which the second may use what the first has left."""
+    """Period of the layer types, at least 2 layers: every second layer may reuse memory that the previous one has freed."""
     kinds = [value[first_layers(config) :] for name, value in config.items() if name.endswith("_types") and value]
     rows = list(zip(*kinds, strict=False))
     return next(step for step in range(2, len(rows) + 3) if rows[step:] == rows[: max(0, len(rows) - step)])

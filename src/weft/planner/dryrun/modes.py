@@ -1,8 +1,8 @@
-"""What is fake in a dry run and what is real, and what is taken as given.
+"""Dispatch modes of a dry run: fake data tensors, real control tensors, fake collectives and even routing.
 
-Numbers that are computed with (weights, activations, gradients) are fake tensors: shapes without memory. Numbers that steer
-(tokens, positions, documents, the experts of a token) are real: so what the host reads, and what Transformers decides by it,
-is what a run reads and decides.
+Data tensors (weights, activations, gradients) are fake: shapes without memory. Control tensors (tokens, positions, document
+ids, expert indices) are real, so that the host reads the same values, and Transformers takes the same branches, as in a real
+run.
 """
 
 import math
@@ -25,23 +25,23 @@ from weft.compute.attention import FLASH_HEAD_DIM
 from weft.errors import JobError
 from weft.parallel.expert import takes_indices
 
-LARGEST_STEERING_BYTES = 2**26  # of real numbers made at once: masks of long rows are larger, and no host reads them
+LARGEST_CONTROL_BYTES = 2**26  # largest real tensor; masks of long rows are larger, but the host never reads them
 aten = torch.ops.aten
 
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group of many ranks of which this process is one, and which sends nothing.
+    """Default process group of `world_size` ranks that sends nothing; this process is one of the ranks.
 
     Raises:
-        JobError: there is a process group already.
+        JobError: this process is in a process group already.
     """
     if dist.is_initialized():
         raise JobError(
             "this process is in a process group already",
             where="weft.planner.dryrun.trace.trace_rank",
-            rule="a dry run makes process groups of its own",
-            fix="call weft.planner.dryrun.trace.trace, which starts a process for each rank",
+            rule="a dry run initializes its own fake process group",
+            fix="call weft.planner.dryrun.trace.trace, which starts one process per rank",
         )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -51,47 +51,47 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 class RealControlTensors(TorchDispatchMode):
-    """Inside a FakeTensorMode: operations on real tensors stay real, and new tensors of whole numbers are.
+    """Keep integer tensors real inside a FakeTensorMode: new integer tensors and results of operations on real tensors.
 
-    Real tensors that meet fake ones become fake. Of a collective of real tensors, all ranks are taken to have what this one
-    has. A fake number that the host reads (a loss, the norm of the gradient) is 1.
+    An operation on real and fake tensors gives fake results. A collective on real tensors assumes the same values on all ranks
+    as on this one. A fake scalar that the host reads (a loss, the gradient norm) is 1.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # what most calls are for
+            return args[0].fake_device  # shortcut for the most frequent call
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper (DTensor) goes first; its operations on local tensors come back here
+            return NotImplemented  # DTensor dispatches first; its operations on local tensors then reach this mode
         tensors = find_tensors((*args, *kwargs.values()))
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
             if func is aten._local_scalar_dense.default and args[0].is_floating_point():
                 return 1.0
             if func is aten._grouped_mm.default:
-                return _grouped_product(*args)
+                return _grouped_matmul(*args)
             return func(*args, **kwargs)
-        largest = math.prod(max(tensor.numel(), 1) for tensor in tensors)  # of what broadcasting makes
-        if not tensors or largest * 8 > LARGEST_STEERING_BYTES:
+        largest = math.prod(max(tensor.numel(), 1) for tensor in tensors)  # upper bound of a broadcast result
+        if not tensors or largest * 8 > LARGEST_CONTROL_BYTES:
             fake = func(*args, **kwargs)
             made = find_tensors(fake)
             size = sum(tensor.numel() * tensor.element_size() for tensor in made)
-            if size > LARGEST_STEERING_BYTES or (not tensors and any(tensor.is_floating_point() for tensor in made)):
+            if size > LARGEST_CONTROL_BYTES or (not tensors and any(tensor.is_floating_point() for tensor in made)):
                 return fake
         with unset_fake_temporarily():
             result = func(*args, **kwargs)
             if func.namespace == "c10d":
-                _agree(func._schema.name.removeprefix("c10d::"), args)
+                _apply_uniform_collective(func._schema.name.removeprefix("c10d::"), args)
         return result
 
 
-def _grouped_product(x: Tensor, weight: Tensor, borders: Tensor | None = None, *_: Any) -> Tensor:
-    """The shape of a grouped product; of formats other than bf16, torch 2.13 computes it on CPU but knows no shape."""
-    groups = () if borders is None or x.ndim != weight.ndim else (len(borders),)
+def _grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
+    """Fake grouped matmul: for dtypes other than bf16, torch 2.13 computes it on CPU but has no shape function."""
+    groups = () if offsets is None or x.ndim != weight.ndim else (len(offsets),)
     return x.new_empty((*groups, x.shape[-2], weight.shape[-1]))
 
 
-def _agree(operation: str, args: Any) -> None:
-    """Leave in real tensors what a collective does if all ranks have the same."""
+def _apply_uniform_collective(operation: str, args: Any) -> None:
+    """Apply a collective to real tensors, assuming that all ranks have the same values."""
     group = find_group(args)
     assert group is not None
     if operation == "allreduce_":  # of counts: sums
@@ -103,12 +103,11 @@ def _agree(operation: str, args: Any) -> None:
         args[0].view(group.size(), -1).copy_(args[1].view(group.size(), -1)[group.rank()])
 
 
-# Attention of an accelerator that is not here
+# Attention operators of an absent accelerator
 
 
 def fuse_attention(model: nn.Module, anatomy: Anatomy) -> None:
-    """Compute a model's attention under `FusedAttention`, in place: inside its forward, so that what backward computes again
-    is too."""
+    """Run the attention modules of a model under `FusedAttention`, in place, so that recomputation uses it too."""
     for name in (name for block in anatomy.blocks for name in block.attention):
         attention = model.get_submodule(name)
         attention.forward = partial(_fused, attention.forward)
@@ -120,9 +119,10 @@ def _fused(forward: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention by the operators that torch chooses on CUDA, so that a CPU build counts their memory.
+    """Replace attention by the operators that torch chooses on CUDA, so that a CPU build counts their memory.
 
-    Flash where there is no mask and one head size of 16-bit numbers; else the memory-efficient one; float64 stays as it is.
+    Flash attention is used for 16-bit dtypes without a mask, with equal head dimensions of keys and values. Otherwise it is
+    memory-efficient attention; float64 is unchanged.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,21 +161,23 @@ def _attend(
 
 
 def route_evenly(model: nn.Module, anatomy: Anatomy) -> None:
-    """Send the copies of each rank's tokens to all experts in turn, whatever the routers say, in place.
+    """Replace the expert indices of all routers by round-robin indices, in place.
 
     Args:
-        model: whole; it may be parallelized afterwards.
-        anatomy: its roles.
+        model: full model; may be parallelized afterwards.
+        anatomy: anatomy of the model.
     """
     for name in (name for block in anatomy.blocks for name in block.experts):
         experts: Any = model.get_submodule(name)
         if takes_indices(experts):
-            experts.register_forward_pre_hook(partial(_take_turns, experts.num_experts), prepend=True, with_kwargs=True)
+            experts.register_forward_pre_hook(
+                partial(_round_robin, experts.num_experts), prepend=True, with_kwargs=True
+            )
 
 
-def _take_turns(num_experts: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _round_robin(num_experts: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = next((key for key in kwargs if "ind" in key), None)
     index = args[1] if name is None else kwargs[name]
-    turns = torch.arange(index.numel(), dtype=index.dtype, device=index.device) % num_experts
-    turns = turns.view(index.shape)
-    return ((args[0], turns, *args[2:]), kwargs) if name is None else (args, kwargs | {name: turns})
+    indices = torch.arange(index.numel(), dtype=index.dtype, device=index.device) % num_experts
+    indices = indices.view(index.shape)
+    return ((args[0], indices, *args[2:]), kwargs) if name is None else (args, kwargs | {name: indices})

@@ -1,4 +1,4 @@
-"""What one rank does and holds in one training step, counted in the same way in a real run and in a dry one."""
+"""Counters of memory, communication, FLOPs and operators of one rank in one training step, for real and dry runs alike."""
 
 import gc
 from collections import Counter
@@ -15,53 +15,53 @@ from weft.anatomy.roles import Anatomy
 from weft.comm.collectives import Message, Recorder
 from weft.data import MicroBatch
 from weft.memory.live_bytes import LiveBytes, Moment
-from weft.planner.costmodel.operators import Operation, OperatorLog, in_phases
+from weft.planner.costmodel.operators import Operation, OperatorLog, mark_updates
 
 Name = TypeVar("Name")
 
 
 class Traffic(NamedTuple):
-    """Messages of one kind in one step."""
+    """Total communication of one axis, operation and dtype in one step."""
 
     axis: str
     operation: str
     dtype: torch.dtype
     messages: int
     bytes: int
-    """Sent by one rank, under a ring algorithm."""
+    """Bytes sent per rank with a ring algorithm."""
 
 
 @dataclass(frozen=True)
-class Count:
-    """What one rank does and holds in one step."""
+class StepCounts:
+    """Counts of one rank in one step."""
 
     state_bytes: dict[str, int]
-    """Between two steps, by kind (`weft.memory.live_bytes.Kind`)."""
+    """Bytes between two steps, by kind of tensor (see `weft.memory.live_bytes`)."""
     moments: dict[Moment, dict[str, int]]
-    """At the fullest moment of each part of the model, in forward and in backward, by kind."""
+    """Peak bytes by kind, within each part of the model in forward and in backward."""
     peak_roles: dict[str, int]
-    """Of the activations among them: by the part of the model in whose forward they were made."""
+    """Activation bytes at the peak of the step, by the part of the model whose forward created them."""
     peak_maker: tuple[str, list[tuple[int, ...]], str]
-    """The operation that made the fullest moment, the shapes of its results, and the part of the model."""
+    """Operation that reached the peak, the shapes of its results, and its part of the model."""
     messages: list[Message]
-    """In the order in which they are issued."""
+    """Collectives and point-to-point messages in the order of issue."""
     flops: int
-    """Of matrix products and attention, in forward and backward, recomputation included; causal attention counts whole."""
+    """FLOPs of matmuls and attention in forward and backward, including recomputation; causal attention counts as full."""
     operations: Counter[Operation]
-    """Every call of an operator that computes something, and how often."""
+    """Number of calls per distinct operator call that computes something."""
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """At the fullest moment of the step, by kind."""
+        """Bytes at the peak of the step, by kind."""
         return max(self.moments.values(), key=lambda kinds: sum(kinds.values()), default={})
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest moment."""
+        """Peak bytes of the step."""
         return sum(self.peak_bytes.values())
 
     def traffic(self) -> list[Traffic]:
-        """Messages by axis, operation and format, the largest sums first."""
+        """Communication by axis, operation and dtype, the largest total first."""
         counts: Counter[tuple[str, str, torch.dtype]] = Counter()
         sums: Counter[tuple[str, str, torch.dtype]] = Counter()
         for message in self.messages:
@@ -78,27 +78,27 @@ def count_step(
     step: Callable[[Sequence[MicroBatch]], object],
     anatomy: Anatomy,
     most: int | None = None,
-) -> Count:
-    """Count what one step does and holds on this rank. Every rank must call it.
+) -> StepCounts:
+    """Count one step on this rank. Must be called by every rank.
 
     Args:
-        model: parallelized, after at least one step.
-        optimizer: over its parameters.
+        model: parallelized model, after at least one step.
+        optimizer: optimizer over the model's parameters.
         batches: micro-batches of the step.
-        step: trains on micro-batches.
-        anatomy: of the whole model.
-        most: micro-batches to run at most, three or more: the first ones and the last. What the last but one of them does is
-            counted for those between, as all but the first and the last do the same.
+        step: callable that trains on micro-batches.
+        anatomy: anatomy of the full model.
+        most: maximum number of micro-batches to run, at least 3: the first ones and the last one. The counts of the last but
+            one are repeated for the skipped micro-batches, as all but the first and the last do the same work.
     """
     some = list(batches) if most is None or len(batches) <= most else [*batches[: most - 1], batches[-1]]
     skipped = len(batches) - len(some)
-    begins: list[tuple[int, int, int]] = []  # messages, floating-point operations and calls when each forward begins
-    gc.collect()  # what dies later dies by itself, at the same moment in every run
+    begins: list[tuple[int, int, int]] = []  # number of messages, FLOPs and operator calls at the start of each forward
+    gc.collect()  # without the cyclic collector, tensors are freed at the same point in every run
     gc.disable()
     try:
         with LiveBytes() as live, FlopCounter() as flops, OperatorLog() as log, Recorder() as recorder:
             live.track_training(model, optimizer)
-            live.watch_roles(model, anatomy)
+            live.track_roles(model, anatomy)
             state = live.current.copy()
             live.track("activations", (tensor for batch in batches for tensor in vars(batch).values()))
             recorder.messages.clear()
@@ -112,7 +112,7 @@ def count_step(
     finally:
         gc.enable()
     messages, total, calls = recorder.messages, flops.total, log.operations
-    operations = Counter(in_phases(calls))
+    operations = Counter(mark_updates(calls))
     if skipped:
         (begin, before, first), (end, after, last) = begins[len(some) - 2 : len(some)]
         messages = messages[:end] + messages[begin:end] * skipped + messages[end:]
@@ -121,57 +121,61 @@ def count_step(
             operations[operation] += skipped
     moments = {moment: _by_kind(kinds) for moment, kinds in live.moments.items()}
     roles = _by_kind(live.roles_at_peak)
-    return Count(_by_kind(state), moments, roles, live.made_peak, messages, total, operations)
+    return StepCounts(_by_kind(state), moments, roles, live.peak_operation, messages, total, operations)
 
 
-def count_calls(step: Callable[[], object]) -> Count:
-    """The messages and floating-point operations of a step, and nothing else."""
+def count_calls(step: Callable[[], object]) -> StepCounts:
+    """Count only the communication and the FLOPs of a step."""
     with FlopCounter() as flops, Recorder() as recorder:
         step()
-    return Count({}, {}, {}, ("", [], ""), recorder.messages, flops.total, Counter())
+    return StepCounts({}, {}, {}, ("", [], ""), recorder.messages, flops.total, Counter())
 
 
 def _by_kind(kinds: Counter[Any]) -> dict[str, int]:
     return {kind: size for kind, size in kinds.items() if size}
 
 
-def extrapolate(first: Count, second: Count, times: int) -> Count:
-    """The count of a step that is larger than a second one by so many times what this has more than a first one.
+def extrapolate(first: StepCounts, second: StepCounts, times: int) -> StepCounts:
+    """Extrapolate counts linearly: second + (second - first) x times.
 
-    Every figure goes on in a straight line; so do the bytes of the fullest moment of each part, of which another may become the
-    fullest. Calls of operators, and the makers of activations, are left out.
+    The peak bytes of each part of the model are extrapolated separately, so another part may have the peak in the result.
+    Operator calls and `peak_roles` are omitted.
 
     Args:
-        first: of a step of less; of its bytes, what it does not have is as in the second.
-        second: of a step of more.
-        times: 0 is the second.
+        first: counts of the smaller step; bytes of a part that it lacks are taken as constant.
+        second: counts of the larger step.
+        times: number of differences to add; 0 returns the counts of the larger step.
     """
     between = Counter(second.messages)
     between.subtract(first.messages)
     more = [message for message, count in between.items() for _ in range(count * times)]
-    moments = {name: _lines(first.moments.get(name, {}), kinds, times) for name, kinds in second.moments.items()}
-    return Count(
-        _lines(first.state_bytes, second.state_bytes, times),
+    moments = {
+        name: _extrapolate_bytes(first.moments.get(name, {}), kinds, times) for name, kinds in second.moments.items()
+    }
+    return StepCounts(
+        _extrapolate_bytes(first.state_bytes, second.state_bytes, times),
         moments,
         {},
         second.peak_maker,
         second.messages + more,
-        extend(first.flops, second.flops, times),
+        extrapolate_value(first.flops, second.flops, times),
         Counter(),
     )
 
 
-def _lines(first: Mapping[Name, int], second: Mapping[Name, int], times: int) -> dict[Name, int]:
-    return {name: extend(first.get(name, 0) if first else size, size, times) for name, size in second.items()}
+def _extrapolate_bytes(first: Mapping[Name, int], second: Mapping[Name, int], times: int) -> dict[Name, int]:
+    return {
+        name: extrapolate_value(first.get(name, 0) if first else size, size, times) for name, size in second.items()
+    }
 
 
-def extend(first: int, second: int, times: int) -> int:
-    """A figure on the line through two, so many times their distance behind the second."""
+def extrapolate_value(first: int, second: int, times: int) -> int:
+    """Extrapolate a value linearly: second + (second - first) x times."""
     return second + (second - first) * times
 
 
 class FlopCounter(TorchDispatchMode):
-    """Adds up the floating-point operations of matrix products and attention, by the formulas of torch and those below."""
+    """Sum of the FLOPs of matmuls and attention, by the formulas of torch and `FORMULAS`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +183,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper (DTensor) goes first; its operations on local tensors come back here
+            return NotImplemented  # DTensor dispatches first; its operations on local tensors then reach this mode
         result = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func.overloadpacket) or FORMULAS.get(func.overloadpacket)
         if formula is not None:
@@ -188,7 +192,7 @@ class FlopCounter(TorchDispatchMode):
 
 
 def _grouped_flops(x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Rows [R, K] x matrices [E, K, N], or for the matrices' gradients [M, R] x [R, N]: each row meets one matrix."""
+    """FLOPs of rows [R, K] x matrices [E, K, N], or of weight gradients [M, R] x [R, N]: one matrix per row."""
     return 2 * x.shape[-2] * x.shape[-1] * weight.shape[-1]
 
 
@@ -200,7 +204,7 @@ def _attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *ar
     return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
 
 
-# Of operations that torch 2.13 knows no formula for.
+# FLOP formulas of operations for which torch 2.13 has none.
 aten = torch.ops.aten
 FORMULAS: dict[Any, Callable[..., int]] = {
     aten._grouped_mm: _grouped_flops,

@@ -1,4 +1,4 @@
-"""Dry runs as a table for the terminal, and as JSON."""
+"""Output of dry runs: a table for the terminal, and JSON."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,11 @@ GIB = 2**30
 
 
 def print_traces(job: Job, traces: list[Trace]) -> None:
-    """Print one column a rank: parameters, operations, memory by kind between steps and at the peak, messages by axis.
+    """Print a table with one column per rank: parameters, FLOPs, memory between steps and at the peak, communication by axis.
 
     Args:
-        job: with its plan as written.
-        traces: of the same job.
+        job: the job.
+        traces: dry runs of the job.
     """
     console = Console(highlight=False, soft_wrap=True)
     console.print(describe(job.model_copy(update={"plan": traces[0].plan}), traces[0].world_size), markup=False)
@@ -28,11 +28,14 @@ def print_traces(job: Job, traces: list[Trace]) -> None:
         table.add_row(name, *cells, end_section=name.startswith("total") or name == "TFLOP")
     console.print(table)
     seconds = ", ".join(f"{trace.seconds:.1f}" for trace in traces)
-    console.print(f"Taken as given: even routing, equal ranks, finite numbers. Seconds a rank: {seconds}.")
+    console.print(
+        "Assumptions: even routing, the same number of tokens on all ranks, finite losses and gradients. "
+        f"Seconds per dry run: {seconds}."
+    )
 
 
 def rows(traces: list[Trace]) -> list[tuple[str, list[str]]]:
-    """The lines of the table: a name, and a cell for each rank."""
+    """Rows of the table: a name, and one cell per rank."""
     counts = [trace.count for trace in traces]
     lines = [
         ("parameters, millions", [f"{trace.parameters / 1e6:,.1f}" for trace in traces]),
@@ -57,7 +60,7 @@ def rows(traces: list[Trace]) -> list[tuple[str, list[str]]]:
 
 
 def write_traces(traces: list[Trace], path: Path) -> None:
-    """Write everything that was counted, every message included, as JSON: a list with an object for each rank."""
+    """Write all counts, including each collective and message, as JSON: a list with one object per rank."""
     path.write_text(json.dumps([_to_dict(trace) for trace in traces], indent=1), encoding="utf-8")
 
 

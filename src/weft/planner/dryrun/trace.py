@@ -1,8 +1,8 @@
-"""The dry run: one rank's share of a training step of any number of ranks, by the real code, without the ranks.
+"""Dry run: one rank's part of a training step at any world size, with the real training code but without the other ranks.
 
-The model is built, split, trained for a step to warm up and for one that is counted, on fake tensors
-(`weft.planner.dryrun.modes`) and torch's fake process groups, which send nothing. Three things are taken as given, as nobody can
-know them ahead: routers use all experts evenly, all ranks have as many tokens, and losses and gradients are finite.
+The model is built, parallelized and trained for one warm-up step and one counted step, on fake tensors
+(`weft.planner.dryrun.modes`) and torch's fake process groups, which send nothing. Three things depend on the data and are
+assumed: routing is even, all ranks have the same number of tokens, and losses and gradients are finite.
 """
 
 import gc
@@ -29,15 +29,15 @@ from weft.data import MicroBatch
 from weft.device.device import Cpu, detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
-from weft.memory.optimizer_state import OffloadedStates, budget_of
+from weft.memory.optimizer_state import OffloadedStates, offload_budget
 from weft.memory.pool import Pool
-from weft.memory.quantized_state import keep_states_small
+from weft.memory.quantized_state import quantize_states
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.planner.dryrun.modes import RealControlTensors, fake_world, fuse_attention, route_evenly
-from weft.planner.dryrun.step_counts import Count, count_calls, count_step, extrapolate
+from weft.planner.dryrun.step_counts import StepCounts, count_calls, count_step, extrapolate
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh
@@ -45,33 +45,33 @@ from weft.train.optimizer import build_optimizer
 from weft.train.run import check_model
 from weft.train.step import train_step
 
-MICRO_BATCHES = 3  # the first, one of those in the middle, and the last
+MICRO_BATCHES = 3  # the first one, one for all in the middle, and the last one
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The dry run of one rank."""
+    """Result of the dry run of one rank."""
 
     rank: int
     world_size: int
     plan: Plan
-    """Resolved."""
+    """Resolved plan."""
     parameters: int
-    """Numbers in the weights that this rank keeps between steps."""
-    count: Count
-    elsewhere: dict[str, int]
-    """Bytes that are on the host or on a disk, at most, by what they are."""
-    moved: int
-    """Bytes that go there and come back in one step."""
+    """Parameter elements that this rank stores between steps."""
+    count: StepCounts
+    offloaded: dict[str, int]
+    """Peak bytes offloaded to the host or to disk, by kind."""
+    offload_traffic: int
+    """Offload traffic per step in bytes, both directions."""
     seconds: float
-    """What the dry run took."""
+    """Duration of the dry run."""
 
 
 def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "cpu") -> list[Trace]:
-    """Dry runs of some ranks of a job. What can be refused is refused before they start. Arguments as of `trace_rank`.
+    """Dry-run some ranks of a job, after all checks of job and plan. Arguments as for `trace_rank`.
 
     Raises:
-        JobError: there is no such rank, or the model cannot take the rows of the job.
+        JobError: a rank does not exist, or the rows of the job do not fit the model.
         PlanError: the plan does not fit the model or the number of ranks.
         ModelError: the model cannot be built or read.
     """
@@ -81,36 +81,36 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
         raise JobError(
             f"there is no rank {wrong[0]}",
             where="--rank",
-            rule=f"{world_size} ranks have the numbers 0 to {world_size - 1}",
-            fix="name one of them",
+            rule=f"with {world_size} ranks, a rank is 0 to {world_size - 1}",
+            fix="choose a rank in this range",
         )
     return trace_all([(job, world_size, rank, device_type) for rank in ranks])
 
 
 def native_bf16(device_type: str) -> bool:
-    """Whether devices of a type compute bf16 natively: those of this machine as they say, others as the newest do."""
+    """True if devices of a type compute bf16 natively; detected for this machine's devices, assumed True for other types."""
     device = Cpu() if device_type == "cpu" else detect()
     return device.type != device_type or device.supports("bf16")
 
 
 def trace_stages(job: Job, world_size: int, device_type: str = "cpu") -> list[Trace]:
-    """Dry runs of one rank of each stage of a pipeline, in their order; the others do the same. All else as of `trace`."""
+    """Dry-run one rank per pipeline stage, in stage order; all ranks of a stage do the same work. Otherwise like `trace`."""
     stages = job.plan.resolve(world_size).parallel.pp
     return trace(job, world_size, [stage * world_size // stages for stage in range(stages)], device_type)
 
 
 def trace_all(runs: Sequence[tuple[Job, int, int, str]], in_brief: bool = False) -> list[Trace]:
-    """Dry runs, each in a process of its own, as many at once as there are cores. Arguments as of `trace_rank`."""
-    # A fork is ready at once, but cannot use an accelerator that this process has looked at.
+    """Run dry runs in separate processes, up to one per core concurrently. Arguments as for `trace_rank`."""
+    # A fork starts faster, but cannot use an accelerator that this process has initialized.
     forks = sys.platform == "linux" and not torch.accelerator.is_available()
     context = multiprocessing.get_context("fork" if forks else "spawn")
-    # Torch caches meshes under keys that are the same for all ranks: a process must not be two of them.
+    # Torch caches meshes under keys that are the same for all ranks, so each rank needs a new process.
     with context.Pool(min(len(runs), os.cpu_count() or 1), maxtasksperchild=1) as pool:
-        return pool.starmap(partial(_trace_alone, in_brief), runs, chunksize=1)
+        return pool.starmap(partial(_trace_in_process, in_brief), runs, chunksize=1)
 
 
-def _trace_alone(in_brief: bool, job: Job, world_size: int, rank: int, device_type: str) -> Trace:
-    gc.freeze()  # what came with the fork is not looked at again
+def _trace_in_process(in_brief: bool, job: Job, world_size: int, rank: int, device_type: str) -> Trace:
+    gc.freeze()  # the collector need not scan the objects that were inherited by the fork
     warnings.filterwarnings("ignore", module="torch")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -118,30 +118,32 @@ def _trace_alone(in_brief: bool, job: Job, world_size: int, rank: int, device_ty
 
 
 def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", in_brief: bool = False) -> Trace:
-    """The dry run of one rank in this process, which must not be in a process group; once in the life of a process.
+    """Dry-run one rank in this process, which must not be in a process group. Only one dry run per process is possible.
 
-    Nothing is read but the model's configuration, and memory does not grow with the model.
+    Only the model's configuration is read, and the memory needed does not grow with the model.
 
     Args:
-        job: its plan is resolved against `world_size`; its rows are `assumed_batches`.
-        world_size: ranks of the job.
-        rank: one of them.
-        device_type: what the ranks run on. Where torch has none of it: fake tensors of the CPU, with the attention of CUDA.
-        in_brief: run as many micro-batches of a pipeline as fill it, and carry on what these do; operators are not noted then.
+        job: job to run; its plan is resolved for `world_size`, and its data are replaced by `assumed_batches`.
+        world_size: number of ranks of the job.
+        rank: rank to run.
+        device_type: device type of the ranks. If torch has no such device here, fake CPU tensors with the attention operators
+            of CUDA are used.
+        in_brief: True to run only enough micro-batches to fill a pipeline, and extrapolate to the rest; operators are not
+            recorded then.
 
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
         ModelError: the model cannot be built or read.
-        JobError: there is a process group already.
+        JobError: this process is in a process group already.
     """
     started = time.perf_counter()
     plan = job.plan.resolve(world_size).resolve_precision(native_bf16(device_type))
     job = job.model_copy(update={"plan": plan})
     absent = device_type not in ("cpu", detect().type)
-    place = torch.device("cpu" if absent else device_type)
+    device = torch.device("cpu" if absent else device_type)
     with ExitStack() as stack:
         stack.enter_context(fake_world(rank, world_size))
-        mesh = build_mesh(plan, place.type, world_size)
+        mesh = build_mesh(plan, device.type, world_size)
         model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
         anatomy = read_anatomy(model)
         route_evenly(model, anatomy)
@@ -150,18 +152,18 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         parallelize(model, plan, mesh)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(RealControlTensors())
-        allocate(model, place)
+        allocate(model, device)
         model.train()
-        optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, place)
-        pools = _imagine_elsewhere(model, optimizer, plan, mesh, device_type)
+        optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, device)
+        pools = _fake_offload(model, optimizer, plan, mesh, device_type)
         scale = LossScale.from_plan(plan.precision.loss_scale)
 
         def step(batches: Sequence[MicroBatch]) -> None:
             train_step(model, optimizer, batches, plan, mesh, scale, job.optimizer.clip_norm)
 
-        schedule = plan.parallel.pp > 1  # needs all its micro-batches
-        few, some = _rounds(plan, batches) if in_brief and schedule else (batches, batches)
-        # Makes the optimizer's state, and fills the caches of DTensor, also for adding up gradients.
+        schedule = plan.parallel.pp > 1  # a pipeline schedule needs all its micro-batches
+        few, some = _brief_micro_batches(plan, batches) if in_brief and schedule else (batches, batches)
+        # Warm-up: creates the optimizer states and fills the caches of DTensor, including those for gradient accumulation.
         first = count_calls(lambda: step(few if schedule else batches[:2]))
         before = {name: pool.requested for name, pool in pools.items()}
         if schedule:
@@ -172,22 +174,25 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
             count = extrapolate(first, count, (len(batches) - len(some)) // (len(some) - len(few)))
         share = max(1.0, len(batches) / (len(some) if schedule else MICRO_BATCHES))
         sent = {name: (pool.requested - before[name]) * share for name, pool in pools.items()}
-        if "optimizer" in pools:  # its homes stay
+        if "optimizer" in pools:  # its blocks persist between steps
             sent["optimizer"] = pools["optimizer"].live
         parameters = sum(to_local(parameter.detach()).numel() for parameter in model.parameters())
-    elsewhere = {name: pool.peak for name, pool in pools.items() if pool.is_off_device}
-    moved = 2 * int(sum(sent[name] for name in elsewhere))
-    return Trace(rank, world_size, plan, parameters, count, elsewhere, moved, time.perf_counter() - started)
+    offloaded = {name: pool.peak for name, pool in pools.items() if pool.is_off_device}
+    offload_traffic = 2 * int(sum(sent[name] for name in offloaded))
+    return Trace(rank, world_size, plan, parameters, count, offloaded, offload_traffic, time.perf_counter() - started)
 
 
-def _rounds(plan: Plan, batches: list[MicroBatch]) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """As many micro-batches as go once around a pipeline, and one or a round more, as with more a rank holds no more. All of
-    them where the schedule is not like that, or does not take so few."""
-    around, whole = plan.parallel.pp, len(batches)
-    most = plan_timeline(plan, whole).peak_in_flight
+def _brief_micro_batches(plan: Plan, batches: list[MicroBatch]) -> tuple[list[MicroBatch], list[MicroBatch]]:
+    """Two micro-batch counts from which the full step can be extrapolated: one round of the pipeline, and one or a round more.
+
+    The larger one must already reach the maximum number of micro-batches in flight. All micro-batches (twice) if the schedule
+    has no such counts or does not support so few.
+    """
+    around, total = plan.parallel.pp, len(batches)
+    most = plan_timeline(plan, total).peak_in_flight
     for more in (1, around):
-        few = around + whole % more
-        if few + more >= whole:
+        few = around + total % more
+        if few + more >= total:
             break
         try:
             _, some = (plan_timeline(plan, size).peak_in_flight for size in (few, few + more))
@@ -198,38 +203,38 @@ def _rounds(plan: Plan, batches: list[MicroBatch]) -> tuple[list[MicroBatch], li
     return batches, batches
 
 
-def _imagine_elsewhere(
+def _fake_offload(
     model: Any, optimizer: torch.optim.Optimizer, plan: Plan, mesh: DeviceMesh, device_type: str
 ) -> dict[str, Pool]:
-    """Let what leaves the device go to memory that is fake, as everything here; by what leaves it."""
-    memory, on_cpu = plan.memory, device_type == "cpu"  # whose own memory the host's is
+    """Set up offloading to fake host or disk memory; returns the pools by kind of offloaded data."""
+    memory, on_cpu = plan.memory, device_type == "cpu"  # on CPU, host memory is device memory
 
-    def imagined(tier: str) -> Pool:
+    def fake_pool(tier: str) -> Pool:
         return Pool(lambda size: torch.empty(size, dtype=torch.uint8), is_off_device=tier == "disk" or not on_cpu)
 
     pools: dict[str, Pool] = {}
     if plan.precision.optimizer_state_dtype != "update":
-        keep_states_small(optimizer, plan.precision.optimizer_state_dtype)
+        quantize_states(optimizer, plan.precision.optimizer_state_dtype)
     if memory.offload:
-        model.offload.pool = pools["activations"] = imagined(memory.offload_to)
+        model.offload.pool = pools["activations"] = fake_pool(memory.offload_to)
     if memory.optimizer_device == "disk" or (memory.optimizer_device == "host" and not on_cpu):
-        pools["optimizer"] = imagined(memory.optimizer_device)
-        budget = budget_of(optimizer, memory, mesh.get_local_rank("pp"))
+        pools["optimizer"] = fake_pool(memory.optimizer_device)
+        budget = offload_budget(optimizer, memory, mesh.get_local_rank("pp"))
         OffloadedStates(optimizer, detect(), pools["optimizer"], budget)
     return pools
 
 
-def assumed_batches(job: Job, place: torch.device) -> list[MicroBatch]:
-    """The micro-batches of a rank: as many rows as in the job; where rows are packed, each of two documents of one length.
+def assumed_batches(job: Job, device: torch.device) -> list[MicroBatch]:
+    """Micro-batches of a rank with the job's number of rows; packed rows contain two documents of equal length.
 
     Args:
-        job: with a resolved plan.
-        place: device of the rank.
+        job: job with a resolved plan.
+        device: device of the rank.
     """
     train, data = job.train, job.data
     share = -(-train.global_batch_size // job.plan.parallel.data_ranks)
     packed = data.packing and data.source != "tokens"
-    positions = torch.arange(data.seq_len, device=place) % (data.seq_len // 2 if packed else data.seq_len)
+    positions = torch.arange(data.seq_len, device=device) % (data.seq_len // 2 if packed else data.seq_len)
     sizes = [min(train.micro_batch_size, share - begin) for begin in range(0, share, train.micro_batch_size)]
-    zeros = [torch.zeros(size, data.seq_len, dtype=torch.int64, device=place) for size in sizes]
+    zeros = [torch.zeros(size, data.seq_len, dtype=torch.int64, device=device) for size in sizes]
     return [MicroBatch(rows, positions.repeat(len(rows), 1), rows.clone()) for rows in zeros]

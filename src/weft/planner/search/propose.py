@@ -1,4 +1,4 @@
-"""What `weft plan` finds for a job on a cluster: the best layouts, confirmed, with what was not chosen and why."""
+"""Planning for `weft plan`: search the best layouts of a job on a cluster, confirm them by dry runs, and explain the choice."""
 
 import math
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from weft.planner.dryrun.trace import Trace, trace_stages
 from weft.planner.search.search import (
     EQUAL,
     MARGIN,
+    Alternative,
     Choice,
-    Direction,
     Space,
     fewest_devices,
     search,
@@ -38,48 +38,52 @@ from weft.planner.search.search import (
     simplest,
     techniques,
 )
-from weft.planner.search.strategy import RECOMPUTE, Cost, cost_of, in_words, plan_of, stack_for
+from weft.planner.search.strategy import RECOMPUTE, Cost, cluster_text, cost_of, plan_of, stack_for
 
-MOST_REFUSED = 8  # layouts: after so many the formulas have nothing to say
-HEADROOMS = (0.75, 0.5, 0.25)  # of a device's memory
+MOST_REFUSED = 8  # maximum number of layouts refused by dry runs; beyond it the formulas are not usable
+MEMORY_SHARES = (0.75, 0.5, 0.25)  # shares of a device's memory
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What was found."""
+    """Result of planning."""
 
     job: Job
     space: Space
     scalar: float
     best: list[Choice]
-    """The chosen layout, then others, the fastest first; with a pipeline, their bubble is of the schedule itself.
+    """The chosen layout, followed by alternatives, the fastest first. With pp, the bubble is that of the simulated schedule.
 
-    The chosen one is the simplest of those that are equal to the fastest within the planner's uncertainty."""
+    The chosen layout is the one with the fewest techniques among those whose step time is equal to the fastest within the
+    planner's uncertainty."""
     costs: list[Cost]
+    """Cost of each layout in `best`."""
     traces: list[Trace]
-    """Dry runs of the first of them, if it was confirmed."""
+    """Dry runs of the chosen layout; empty if it was not confirmed."""
     refused: list[tuple[Choice, str]]
-    """Faster ones by formula that a dry run, or a rule of the runtime, refused."""
-    directions: list[Direction]
-    leaner: list[Choice]
-    """The fastest within less memory: 3/4, a half, a quarter of the device's."""
+    """Layouts that are faster by formula but were refused by a dry run or a rule of the runtime, with the reason."""
+    alternatives: list[Alternative]
+    """Best layouts with another value of one setting."""
+    lower_memory: list[Choice]
+    """Fastest layouts within 3/4, 1/2 and 1/4 of the device's memory."""
     compressed: dict[str, float]
-    """By codec: seconds of the best step with its gradients compressed. What that costs in loss is not the planner's to say."""
+    """Step time in seconds with compressed gradients, by codec. The effect on the loss is not predicted."""
     fewest: tuple[ClusterSpec, Choice] | None
+    """Smallest cluster on which a layout fits, and the fastest layout there."""
     size: int
-    """Layouts in the space."""
+    """Number of layouts in the space."""
     by_operators: list[StepTime]
-    """Seconds of the best ones, in their order, by operators that were timed; empty where none were."""
+    """Step times of the layouts in `best` from timed operators; empty if operators were not timed."""
 
     @property
     def slower(self) -> list[float]:
-        """Relative difference of the predicted time of each of the best to that of the chosen one."""
+        """Predicted step time of each layout in `best`, relative to the chosen one (0: equal)."""
         seconds = seconds_of(self.best, self.by_operators)
         return [time / seconds[0] - 1 for time in seconds]
 
 
 def planned(job: Job, space: Space, layout: TrainingLayout) -> Job:
-    """The job with the plan of a layout."""
+    """Job with the plan of a layout."""
     train = job.train.model_copy(update={"micro_batch_size": layout.micro_batch})
     return job.model_copy(update={"plan": plan_of(layout, job.plan, head_cost(space, layout)), "train": train})
 
@@ -92,31 +96,31 @@ def propose(
     count: int = 5,
     confirm: bool = True,
     failure_hours: float = 0.0,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     by_operators: float | None = None,
 ) -> Proposal:
-    """Search, refine and confirm.
+    """Search, refine and confirm the best layouts of a job.
 
     Args:
-        job: its model, length, batch and formats are taken; its plan's layout is not.
-        cluster: to run on; all of it is used.
-        scalar: measured over predicted step time of this machine.
-        margin: of a device's memory that a plan may fill.
-        count: layouts to show.
-        confirm: whether the best is run dry, and the next where memory is not enough.
-        failure_hours: mean time between failures of one device; 0: nothing fails.
-        say: takes lines of progress.
-        by_operators: time the operators of the best layouts on the device at hand, and order them by that; measured over
-            predicted step time by that account.
+        job: provides model, sequence length, batch size and dtypes; the layout of its plan is ignored.
+        cluster: cluster to run on; all devices are used.
+        scalar: measured / predicted step time of this machine.
+        margin: share of a device's memory that a plan may fill.
+        count: number of layouts to return.
+        confirm: True to confirm the best layout by a dry run, and the next one if its memory does not fit.
+        failure_hours: mean time between failures of one device; 0: no failures.
+        log: callable that prints a progress line.
+        by_operators: if not None, time the operators of the best layouts on the local device and order the layouts by the
+            result; the value is measured / predicted step time for predictions from timed operators.
 
     Raises:
-        DeviceError: operators are to be timed for devices of another kind than are here.
-        PlanError: nothing fits, however lean; says the smallest cluster on which something does.
+        DeviceError: operators cannot be timed here, because the cluster has devices of another type.
+        PlanError: no layout fits; the error names the smallest cluster on which a layout fits.
     """
     job = job.model_copy(update={"plan": job.plan.resolve_precision(cluster.device.native_bf16)})
     space = space_of(job, cluster, margin)
     if by_operators is not None:
-        check_here(type_of(cluster), in_words(cluster))
+        check_local_device(type_of(cluster), cluster_text(cluster))
     if not space.bounds:
         raise nothing_fits(space, 0.0)
     if confirm:
@@ -124,38 +128,39 @@ def propose(
     found = search(space, max(count, 3))
     if not found.best:
         raise nothing_fits(space, found.least_memory)
-    say(f"{found.size:,} layouts, {found.timed:,} of them timed")
+    log(f"{found.size:,} layouts, step time predicted for {found.timed:,} of them")
     limit, size = space.budget, found.size
-    best, times, refused = shortlist(job, space, found.best, by_operators, say)
+    best, times, refused = shortlist(job, space, found.best, by_operators, log)
     traces: list[Trace] = []
     while confirm and best and len(refused) < MOST_REFUSED:
-        say(f"dry run of {describe(best[0])}")
+        log(f"dry run of {describe(best[0])}")
         traces, why, peak = dry_run(job, space, best[0], limit)
         if not why:
             break
         first = best[0]
         refused.append((first, why))
-        best, times = simple_first(best[1:], times[1:])
-        if peak:  # what formulas miss of it they miss of its like: look again, for what holds as much less
+        best, times = simplest_first(best[1:], times[1:])
+        if peak:
+            # The formulas underestimate similar layouts too: search again with the budget reduced by the same ratio.
             fixed = first.memory.framework
-            room = fixed + (limit - fixed) * (first.memory.total - fixed) / (peak - fixed)
-            narrower = replace(space, margin=room / cluster.device.memory)
-            if leaner := search(narrower, max(count, 3)).best:
-                space, (best, times, wrong) = narrower, shortlist(job, narrower, leaner, by_operators, say)
+            budget = fixed + (limit - fixed) * (first.memory.total - fixed) / (peak - fixed)
+            narrower = replace(space, margin=budget / cluster.device.memory)
+            if lower_memory := search(narrower, max(count, 3)).best:
+                space, (best, times, wrong) = narrower, shortlist(job, narrower, lower_memory, by_operators, log)
                 refused += wrong
     if not best or (confirm and not traces):
         raise PlanError(
-            f"none of the {len(refused)} best layouts stands its dry run: {refused[0][1]}",
+            f"none of the {len(refused)} best layouts passes its dry run: {refused[0][1]}",
             where="weft plan",
-            fix="take more devices, or devices with more memory",
+            fix="use more devices, or devices with more memory",
         )
-    directions = [
-        there._replace(choice=exact(space, there.choice)) if there.choice else there
-        for there in sensitivity(space, best[0])
+    alternatives = [
+        alternative._replace(choice=refine(space, alternative.choice)) if alternative.choice else alternative
+        for alternative in sensitivity(space, best[0])
     ]
     if not times:
-        # The search ranks pipelines by a formula; by their own schedules, layouts with another value may be nearer.
-        nearby = [there.choice for there in directions if there.choice]
+        # The search ranks pipelines by a formula; in simulation, layouts with another value of a setting may be faster.
+        nearby = [alternative.choice for alternative in alternatives if alternative.choice]
         best = best[:1] + nearest([*best[1:], *nearby], [choice for choice, _ in refused])
     best, times = best[: max(count, 3)], times[: max(count, 3)]
     return Proposal(
@@ -166,8 +171,8 @@ def propose(
         [cost_of(space.shape, choice.layout, choice.time.seconds, cluster, failure_hours, scalar) for choice in best],
         traces,
         refused,
-        directions=directions,
-        leaner=leaner_than(space, best[0]),
+        alternatives=alternatives,
+        lower_memory=lower_memory_layouts(space, best[0]),
         compressed=compressed_steps(space, best[0].layout),
         fewest=fewest_devices(space),
         size=size,
@@ -176,130 +181,141 @@ def propose(
 
 
 def nearest(choices: list[Choice], refused: list[Choice]) -> list[Choice]:
-    """Each layout once, the fastest first, without those that were refused."""
+    """Remove duplicates and refused layouts; the fastest first."""
     without = {choice.layout for choice in refused}
     by_layout = {choice.layout: choice for choice in choices if choice.layout not in without}
     return sorted(by_layout.values(), key=lambda choice: choice.time.seconds)
 
 
 def shortlist(
-    job: Job, space: Space, found: list[Choice], by_operators: float | None, say: Callable[[str], None]
+    job: Job, space: Space, found: list[Choice], by_operators: float | None, log: Callable[[str], None]
 ) -> tuple[list[Choice], list[StepTime], list[tuple[Choice, str]]]:
-    """Layouts of a search and the simplest that is as fast, in the order of `simple_first`; arguments as of `propose`.
+    """Refine the layouts of a search: simulate schedules, add the simplest equal layout, time operators, and sort.
+
+    Args:
+        job: as for `propose`.
+        space: search space.
+        found: layouts of the search.
+        by_operators: as for `propose`.
+        log: as for `propose`.
 
     Returns:
-        The layouts, their bubble that of the schedule itself; their seconds by operators, if these were timed; and those
-        that were refused then.
+        The layouts in the order of `simplest_first`, with simulated bubbles; their step times from timed operators, if any; and
+        the layouts that were refused, with the reason.
     """
-    best = [exact(space, choice) for choice in found]
+    best = [refine(space, choice) for choice in found]
     simple = simplest(space, min(choice.time.seconds for choice in best) * (1 + EQUAL))
     if simple and all(choice.layout != simple.layout for choice in best):
-        best.append(exact(space, simple))
+        best.append(refine(space, simple))
     if by_operators is None:
-        return *simple_first(best, []), []
-    best, times, refused = time_operators(job, space, best, by_operators, say)
-    return *simple_first(best, times), refused
+        return *simplest_first(best, []), []
+    best, times, refused = time_operators(job, space, best, by_operators, log)
+    return *simplest_first(best, times), refused
 
 
-def simple_first(best: list[Choice], times: list[StepTime]) -> tuple[list[Choice], list[StepTime]]:
-    """Layouts in the order of their time, but with the simplest of those that are equal to the fastest before all others.
+def simplest_first(best: list[Choice], times: list[StepTime]) -> tuple[list[Choice], list[StepTime]]:
+    """Sort layouts by step time, then move the one with the fewest techniques among those equal to the fastest to the front.
 
     Args:
         best: layouts.
-        times: their seconds by operators, in the same order, or nothing.
+        times: step times from timed operators in the same order; may be empty.
     """
     if not best:
         return best, times
     seconds = seconds_of(best, times)
     order = sorted(range(len(best)), key=seconds.__getitem__)
-    equal = [place for place in order if seconds[place] < seconds[order[0]] * (1 + EQUAL)]
-    chosen = min(equal, key=lambda place: (techniques(best[place].layout), seconds[place]))
+    equal = [index for index in order if seconds[index] < seconds[order[0]] * (1 + EQUAL)]
+    chosen = min(equal, key=lambda index: (techniques(best[index].layout), seconds[index]))
     order.remove(chosen)
     order.insert(0, chosen)
-    return [best[place] for place in order], [times[place] for place in order] if times else []
+    return [best[index] for index in order], [times[index] for index in order] if times else []
 
 
 def seconds_of(best: list[Choice], times: list[StepTime]) -> list[float]:
-    """Seconds of a step of each layout: by operators where these were timed, else by formula."""
+    """Step time of each layout: from timed operators if there are any, otherwise by formula."""
     return [time.seconds for time in times or (choice.time for choice in best)]
 
 
-def exact(space: Space, choice: Choice) -> Choice:
-    """A layout whose bubble is that of its schedule, not of the formula."""
+def refine(space: Space, choice: Choice) -> Choice:
+    """Layout with the bubble of the simulated schedule instead of the formula's."""
     return choice._replace(time=refined(space, choice.layout, choice.time))
 
 
-def leaner_than(space: Space, best: Choice) -> list[Choice]:
-    """The fastest layouts within shares of a device's memory, each leaner than the one before it."""
+def lower_memory_layouts(space: Space, best: Choice) -> list[Choice]:
+    """Fastest layouts within smaller shares of a device's memory, in descending order of memory."""
     found: list[Choice] = []
-    for share in HEADROOMS:
-        room = share * space.cluster.device.memory
-        if room >= (found or [best])[-1].memory.total:
-            continue  # which fits there too
-        found += [exact(space, choice) for choice in search(replace(space, margin=share), 1).best]
+    for share in MEMORY_SHARES:
+        budget = share * space.cluster.device.memory
+        if budget >= (found or [best])[-1].memory.total:
+            continue  # the previous layout fits here too
+        found += [refine(space, choice) for choice in search(replace(space, margin=share), 1).best]
     return found
 
 
 def compressed_steps(space: Space, layout: TrainingLayout) -> dict[str, float]:
-    """By codec, seconds of a step whose gradients it compresses; none where there are no data ranks.
+    """Step time in seconds with compressed gradients, by codec; empty without data parallelism.
 
-    The codec reads and writes each number of the rank's gradient as float32, three times with error feedback.
+    The codec reads and writes each gradient element of the rank in float32, three times with error feedback.
     """
     if layout.dp * layout.cp == 1:
         return {}
     coding = stream(space.cluster.device, 6 * 4 * sum(local_parameters(space.shape, layout, 0)))
     found = {}
     for name, codec in CODECS.items():
-        if name != "1-bit":  # which is an optimizer too
-            other = replace(space, stack=replace(space.stack, reduce=codec.bytes_per_number))
+        if name != "1-bit":  # requires its own optimizer
+            other = replace(space, stack=replace(space.stack, reduce_bytes=codec.bytes_per_element))
             found[name] = coding + refined(other, layout, other.time(layout)).seconds
     return found
 
 
 def time_operators(
-    job: Job, space: Space, best: list[Choice], scalar: float, say: Callable[[str], None]
+    job: Job, space: Space, best: list[Choice], scalar: float, log: Callable[[str], None]
 ) -> tuple[list[Choice], list[StepTime], list[tuple[Choice, str]]]:
-    """Layouts in the order of their seconds by operators that are timed here, these seconds, and layouts that were refused."""
+    """Time the operators of layouts on the local device.
+
+    Returns:
+        The layouts sorted by the resulting step time, these step times, and the refused layouts with the reason.
+    """
     timed: list[tuple[Choice, StepTime]] = []
     refused: list[tuple[Choice, str]] = []
     for choice in best:
-        say(f"operators of {describe(choice)}")
+        log(f"timing the operators of {describe(choice)}")
         run = planned(job, space, choice.layout)
         try:
             traces = trace_stages(run, choice.layout.num_devices, type_of(space.cluster))
         except PlanError as error:
             refused.append((choice, error.what))
             continue
-        time = time_step(run, traces, space.cluster, choice.time, say)
+        time = time_step(run, traces, space.cluster, choice.time, log)
         timed.append((choice, StepTime(**{name: value * scalar for name, value in vars(time).items()})))
     timed.sort(key=lambda pair: pair[1].seconds)
     return [choice for choice, _ in timed], [time for _, time in timed], refused
 
 
-def check_here(device_type: str, cluster: str) -> None:
-    """Refuse to time operators for devices of another kind than this machine has.
+def check_local_device(device_type: str, cluster: str) -> None:
+    """Reject operator timing for devices of another type than this machine's.
 
     Raises:
-        DeviceError: it has.
+        DeviceError: the device types differ.
     """
     here = detect().type
     if here != device_type:
         raise DeviceError(
             f"operators cannot be timed for {cluster}",
             where="weft plan --measure",
-            rule=f"they are timed on the device at hand, and this machine computes on {here}",
-            fix="run it where one such device is, or leave --measure out",
+            rule=f"operators are timed on the local device, and the device type of this machine is {here}",
+            fix="run the command on a machine with such a device, or omit --measure",
         )
 
 
 def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
-    """All layouts of a job on a cluster.
+    """Search space of a job on a cluster.
 
     Raises:
         ModelError: the model's configuration cannot be read.
     """
     precision = job.plan.precision.resolve(cluster.device.native_bf16)
-    number = "bf16" if precision.param_dtype in ("bf16", "fp16") else "fp32"
+    dtype = "bf16" if precision.param_dtype in ("bf16", "fp16") else "fp32"
     stack = stack_for(precision)
     return Space(
         shape_of(job),
@@ -308,13 +324,13 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
         cluster,
         stack,
         margin,
-        number=number,
+        dtype=dtype,
         unsplit=unsplit(job),
     )
 
 
 def unsplit(job: Job) -> dict[str, str]:
-    """Axes over which the job's model cannot be split, not even over two ranks, and why."""
+    """Axes over which the job's model cannot be parallelized, not even over two ranks, with the reason."""
     model = build_on_meta(read_config(job.model), torch.bfloat16)
     anatomy, refused = read_anatomy(model), {}
     for axis in ("tp", "cp", "pp", "ep"):
@@ -328,19 +344,23 @@ def unsplit(job: Job) -> dict[str, str]:
 
 
 def shape_of(job: Job) -> Shape:
-    """Of the job's model."""
+    """Dimensions of the job's model."""
     config: transformers.PretrainedConfig = read_config(job.model)
     return from_config(config.get_text_config().to_dict())
 
 
 def type_of(cluster: ClusterSpec) -> str:
-    """What torch calls its devices."""
+    """Torch device type of a cluster: "cpu", "npu" or "cuda"."""
     name = cluster.device.name
     return "cpu" if name == "CPU" else "npu" if name.startswith("Ascend") else "cuda"
 
 
 def dry_run(job: Job, space: Space, choice: Choice, limit: float) -> tuple[list[Trace], str, float]:
-    """Dry runs of the first, the last and the fullest stage; why the layout cannot be, if so; its bytes, if above the limit."""
+    """Dry-run the first, the last and the fullest pipeline stage of a layout.
+
+    Returns:
+        The traces; the reason why the layout is refused, or ""; and its peak bytes if they exceed `limit`, otherwise 0.
+    """
     run = planned(job, space, choice.layout)
     try:
         traces = trace_in_brief(run, choice.layout.num_devices, type_of(space.cluster), choice.memory.stage)
@@ -348,45 +368,45 @@ def dry_run(job: Job, space: Space, choice: Choice, limit: float) -> tuple[list[
         return [], error.what, 0.0
     peak = max(found.count.peak for found in traces) * space.stack.reserve + choice.memory.framework
     if peak > limit:
-        return [], f"{peak / GIB:,.1f} GiB of {limit / GIB:,.1f}, as a dry run counts", peak
+        return [], f"the dry run needs {peak / GIB:,.1f} GiB of {limit / GIB:,.1f} GiB", peak
     return traces, "", 0.0
 
 
 def nothing_fits(space: Space, least: float) -> PlanError:
-    """The error that says what would do."""
+    """Error for a search without a result; names the smallest cluster on which a layout fits."""
     if not space.bounds:
         shape = space.shape
         return PlanError(
-            f"no layout fills {in_words(space.cluster)}",
+            f"no combination of degrees uses all devices of {cluster_text(space.cluster)}",
             where="weft plan",
-            rule="degrees divide the devices, and what they split: "
-            f"a batch of {space.global_batch} rows, {space.seq} tokens, {shape.heads} heads, {shape.layers} layers",
-            fix="take another number of devices, or a global batch that has more divisors",
+            rule="the degrees divide the number of devices and the dimensions that they split: "
+            f"a global batch of {space.global_batch} rows, {space.seq} tokens, {shape.heads} heads, {shape.layers} layers",
+            fix="use another number of devices, or a global batch size with more divisors",
         )
     enough = fewest_devices(space)
-    needs = f", the leanest layout needs {least / GIB:,.0f} GiB" if math.isfinite(least) and least else ""
+    needs = f", the smallest layout needs {least / GIB:,.0f} GiB" if math.isfinite(least) and least else ""
     return PlanError(
-        f"no layout fits on {in_words(space.cluster)}: {space.budget / GIB:,.0f} GiB a device can be filled{needs}",
+        f"no layout fits on {cluster_text(space.cluster)}: {space.budget / GIB:,.0f} GiB per device are usable{needs}",
         where="weft plan",
-        rule="states, activations and buffers of a rank fit into its device",
-        fix=f"take {enough[0].num_devices} devices, with {describe(enough[1])}"
+        rule="states, activations and buffers of a rank fit into the memory of its device",
+        fix=f"use {enough[0].num_devices} devices, with {describe(enough[1])}"
         if enough
-        else "take devices with more memory, a larger global batch, or a smaller model",
+        else "use devices with more memory, a larger global batch size, or a smaller model",
     )
 
 
 def describe(choice: Choice) -> str:
-    """A layout in one line."""
+    """Layout as one line of text."""
     layout = choice.layout
     parts = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "pp", "ep", "dp") if getattr(layout, name) > 1]
     if layout.ulysses > 1:
-        parts.append(f"heads over {layout.ulysses} of cp")
+        parts.append(f"ulysses {layout.ulysses}")
     parts.append(f"zero {layout.zero}" + (f" over {layout.shard}" if layout.shard else ""))
     parts.append(f"micro-batch {layout.micro_batch}")
     if layout.pp > 1:
         parts.append(layout.schedule + (f" x {layout.vpp}" if layout.vpp > 1 else ""))
-    if again := ", ".join(RECOMPUTE[layout.recompute]):
-        every = round(1 / layout.recompute_share)
-        parts.append(f"recompute {again}" + (f" of one in {every}" if every > 1 else ""))
+    if recomputed := ", ".join(RECOMPUTE[layout.recompute]):
+        interval = round(1 / layout.recompute_share)
+        parts.append(f"recompute {recomputed}" + (f" every {interval} blocks" if interval > 1 else ""))
     parts += ["offload block"] * layout.offload + ["optimizer on host"] * layout.optimizer_on_host
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""What can be trained on the devices at hand: models of usual sizes, each with its best plan, its time and its price."""
+"""Training scenarios: models of common sizes, each with its best plan, training time and cost on a given cluster."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,27 +10,27 @@ from weft.planner.costmodel.shape import KNOWN, Shape
 from weft.planner.search.search import MARGIN, Choice, Space, search
 from weft.planner.search.strategy import Cost, cost_of, stack_for
 
-ENOUGH = 20.0  # tokens a parameter of compute-optimal training (Hoffmann et al., Chinchilla, 2022)
-BATCH_TOKENS = 2**21  # of a step: about two million, as is usual from a billion parameters on
-DATA_ONLY = dict.fromkeys(("tp", "cp", "pp"), "the model is no decoder")
+TOKENS_PER_PARAMETER = 20.0  # tokens per parameter of compute-optimal training (Hoffmann et al., Chinchilla, 2022)
+BATCH_TOKENS = 2**21  # per step: about two million, common for models of a billion parameters and more
+DATA_ONLY = dict.fromkeys(("tp", "cp", "pp"), "the model is not a decoder")
 LARGEST_BATCH = 2**24
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A kind of training."""
+    """A type of training: modality, sequence length and models."""
 
     name: str
     seq: int
-    """Tokens of a row."""
+    """Tokens per sequence."""
     models: dict[str, Shape]
     is_decoder: bool
-    """Whether tensor, context and pipeline parallelism can split it; else data parallelism and ZeRO do."""
+    """True if tensor, context and pipeline parallelism apply; otherwise only data parallelism and ZeRO."""
     note: str
 
 
 def _encoder(layers: int, hidden: int, heads: int, ffn: int) -> Shape:
-    """A vision transformer: plain feed-forward parts, patches in the place of words."""
+    """Shape of a vision transformer: MLPs without gating, patches instead of tokens."""
     return Shape(layers, hidden, heads, heads, hidden // heads, ffn, 1000, gated=False, biases=True)
 
 
@@ -50,7 +50,7 @@ SCENARIOS: dict[str, Scenario] = {
                 "DeepSeek-V3 671B": replace(KNOWN["deepseekv3"], predict_ahead=0),
             },
             True,
-            "rows of 4,096 tokens of text",
+            "text sequences of 4,096 tokens",
         ),
         Scenario(
             "vision",
@@ -63,7 +63,7 @@ SCENARIOS: dict[str, Scenario] = {
                 "ViT-22B": _encoder(48, 6144, 48, 24576),
             },
             False,
-            "images of 224 x 224 in patches of 14 x 14: 256 tokens each; split over data ranks and by ZeRO alone",
+            "images of 224 x 224 pixels in patches of 14 x 14: 256 tokens each; data parallelism and ZeRO only",
         ),
         Scenario(
             "multimodal",
@@ -75,87 +75,89 @@ SCENARIOS: dict[str, Scenario] = {
                 "72B (Qwen2.5-VL size)": Shape(80, 8192, 64, 8, 128, 29568, 152064),
             },
             True,
-            "rows of 8,192 tokens of text and images; the language model, which takes nearly all of the time",
+            "sequences of 8,192 tokens of text and images; only the language model, which takes nearly all of the time",
         ),
     )
 }
 
 
 @dataclass(frozen=True)
-class Option:
-    """A model, the best plan for it, and what training it takes; without a plan where nothing fits."""
+class ScenarioPlan:
+    """A model with its best plan and its training cost; both are None if no layout fits."""
 
     model: str
     shape: Shape
     global_batch: int
     tokens: float
-    """To train on."""
+    """Number of tokens to train on."""
     choice: Choice | None
     cost: Cost | None
 
     @property
     def days(self) -> float:
-        """Of training, failures apart."""
+        """Training time in days, without failures."""
         return self.tokens / self.cost.tokens_per_second / 86400 if self.cost else float("inf")
 
     @property
     def dollars(self) -> float:
-        """Of the devices, for all of it; 0 where no price is known."""
+        """Total cost of the devices in dollars; 0 if no price is known."""
         return (self.cost.dollars_per_trillion_tokens or 0.0) * self.tokens / 1e12 if self.cost else 0.0
 
 
 def find_scenario(name: str) -> Scenario:
-    """By its name.
+    """Look up a scenario by name.
 
     Raises:
-        PlanError: there is none of that name.
+        PlanError: the name is unknown.
     """
     if name in SCENARIOS:
         return SCENARIOS[name]
     raise PlanError(
-        f"no scenario is called {name!r}", rule=f"there are {', '.join(SCENARIOS)}", fix="choose one of them"
+        f"there is no scenario {name!r}",
+        rule=f"a scenario is one of {', '.join(SCENARIOS)}",
+        fix="choose one of these scenarios",
     )
 
 
-def options(
+def plan_scenario(
     scenario: Scenario,
     cluster: ClusterSpec,
     tokens: float = 0.0,
     scalar: float = 1.0,
     margin: float = MARGIN,
-    say: Callable[[str], None] = print,
-) -> list[Option]:
-    """Each model of a scenario on a cluster.
+    log: Callable[[str], None] = print,
+) -> list[ScenarioPlan]:
+    """Find the best plan for each model of a scenario.
 
     Args:
-        scenario: models and rows.
-        cluster: all of it is used.
-        tokens: to train on; 0: 20 a parameter that a token meets.
-        scalar: measured over predicted step time of this machine.
-        margin: of a device's memory that a plan may fill.
-        say: takes lines of progress.
+        scenario: models and sequence length.
+        cluster: cluster to train on; all devices are used.
+        tokens: number of tokens to train on; 0: 20 per active parameter.
+        scalar: measured / predicted step time of this machine.
+        margin: share of a device's memory that a plan may fill.
+        log: callable that prints a progress line.
     """
     precision = Precision().resolve(cluster.device.native_bf16)
     stack, found = stack_for(precision), []
     for name, shape in scenario.models.items():
-        say(f"searching for {name}")
+        log(f"searching a plan for {name}")
         batch = batch_of(scenario.seq, cluster.num_devices)
         unsplit = {} if scenario.is_decoder else DATA_ONLY
-        space = Space(shape, scenario.seq, batch, cluster, stack, margin, number=precision.param_dtype, unsplit=unsplit)
+        space = Space(shape, scenario.seq, batch, cluster, stack, margin, dtype=precision.param_dtype, unsplit=unsplit)
         best = search(space, 1).best
-        wanted = tokens or ENOUGH * shape.active_parameters
+        wanted = tokens or TOKENS_PER_PARAMETER * shape.active_parameters
         cost = cost_of(shape, best[0].layout, best[0].time.seconds, cluster, 0.0, scalar) if best else None
-        found.append(Option(name, shape, batch, wanted, best[0] if best else None, cost))
+        found.append(ScenarioPlan(name, shape, batch, wanted, best[0] if best else None, cost))
     return found
 
 
 def batch_of(seq: int, num_devices: int) -> int:
-    """Rows of a step: two million tokens, or more where devices would have less than a row, in a multiple of the devices."""
+    """Sequences per step: about two million tokens, a multiple of the devices; at least one per device if possible."""
     rows = max(1, BATCH_TOKENS // seq // num_devices) * num_devices
     return min(rows, max(num_devices, LARGEST_BATCH // seq))
 
 
-def recommended(found: list[Option], days: float) -> Option | None:
-    """The largest model whose training ends in so many days."""
-    fitting = [option for option in found if option.choice and option.days <= days]
-    return max(fitting, key=lambda option: option.shape.parameters, default=None)
+def recommended(found: list[ScenarioPlan], days: float) -> ScenarioPlan | None:
+    """Largest model that can be trained in `days` days; None if there is none."""
+    fitting = [plan for plan in found if plan.choice and plan.days <= days]
+    return max(fitting, key=lambda plan: plan.shape.parameters, default=None)

@@ -1,9 +1,9 @@
-"""The search for the fastest layout that fits: every combination of degrees, schedules and ways to hold less, by formula.
+"""Exhaustive search for the fastest layout that fits, over all degrees, schedules and memory options, by formula.
 
-Exhaustive, and quick because most of the space is never looked at: a layout cannot be faster than its layers and a bubble
-alone, and layers are known for all layouts of one tp, cp, ep and micro-batch at once. Candidates are visited in the order of
-that bound, and a list of the best is complete when the next bound is above its last (branch and bound). A second pass finds
-the best layout with each value near a chosen one, so that what was not chosen has its reason.
+Branch and bound keeps the search fast: a lower bound of the step time is the time of the layers plus the bubble, and the layer
+time is shared by all layouts with the same tp, cp, ep and micro-batch. Candidates are visited in the order of that bound, and
+the list of the best is complete when the next bound exceeds its last entry. A second pass finds the best layout with each
+neighbouring value of each setting, to explain why that value was not chosen.
 """
 
 import bisect
@@ -17,25 +17,25 @@ from typing import NamedTuple
 from weft.planner.costmodel.frameworks import FrameworkModel
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.layout import Schedule, TrainingLayout, split_layers
-from weft.planner.costmodel.peak_memory import MemoryEstimate, Traced, peak_memory, rank_states
+from weft.planner.costmodel.peak_memory import LayerActivations, MemoryEstimate, peak_memory, rank_states
 from weft.planner.costmodel.shape import Recompute, Shape
 from weft.planner.costmodel.step_time import LayerTime, StepTime, fillers, head_time, layer_time, step_time
 
-MARGIN = 0.92  # of a device's memory that a plan may fill: fragments and what formulas do not know have the rest
+MARGIN = 0.92  # share of a device's memory that a plan may fill; the rest is for fragmentation and model error
 LARGEST_MICRO_BATCH = 64
-SHARING_HOSTS = (1, 16, 128)  # whose data ranks share states among themselves under ZeRO 3, beside all of them
-FEW = 4  # layers in flight on a rank: what is offloaded, or computed again, is one or two of them at any moment
-INTERLEAVED = (2, 3, 4, 5, 6, 8)  # stages of a rank
-EQUAL = 0.03  # relative difference of two predicted step times below which neither is known to be less (`benchmarks/published`)
+SHARD_GROUP_HOSTS = (1, 16, 128)  # HSDP shard group sizes in hosts, in addition to sharding over all data ranks
+FEW_LAYERS = 4  # layers in flight on a rank: so few that the one or two layers being offloaded or recomputed matter
+INTERLEAVED = (2, 3, 4, 5, 6, 8)  # stages per rank
+EQUAL = 0.03  # relative difference below which two predicted step times count as equal (`benchmarks/published`)
 
 
 Value = int | tuple[str, int]
 Setting = tuple[str, Value]
-"""A name and a value; of schedules also the stages of a rank."""
+"""Name and value of a setting; the value of a schedule is its name and the stages per rank."""
 
 
 class Degrees(NamedTuple):
-    """A layout without its ways to hold less."""
+    """A layout without its memory options."""
 
     tp: int
     cp: int
@@ -50,7 +50,7 @@ class Degrees(NamedTuple):
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """What is compared with other values."""
+        """Settings that `sensitivity` varies."""
         order: Value = (self.schedule, self.vpp)
         return (
             ("tp", self.tp),
@@ -65,32 +65,35 @@ class Degrees(NamedTuple):
 
 
 class MemoryOptions(NamedTuple):
-    """Ways to hold less."""
+    """Memory-saving options of a layout."""
 
     recompute: Recompute
-    every: int
-    """One in so many layers computes again."""
+    interval: int
+    """Recompute interval: every n-th layer is recomputed."""
     offload: bool
     optimizer_on_host: bool
 
     def dominates(self, other: "MemoryOptions") -> bool:
-        """Whether it is surely as fast: `other` does all that it does, and more. What is recomputed need not be offloaded."""
+        """True if these options are certainly at least as fast as `other`, because `other` includes all of them.
+
+        With offload, the recompute options must be the same: recomputed activations need not be offloaded.
+        """
         if self.offload:
-            less = (self.recompute, self.every) == (other.recompute, other.every) and other.offload
+            less = (self.recompute, self.interval) == (other.recompute, other.interval) and other.offload
         else:
-            less = AGAIN[self.recompute] <= AGAIN[other.recompute]
-            less = less and (self.recompute == "none" or self.every >= other.every)
+            less = RECOMPUTED_PARTS[self.recompute] <= RECOMPUTED_PARTS[other.recompute]
+            less = less and (self.recompute == "none" or self.interval >= other.interval)
         return less and self.optimizer_on_host <= other.optimizer_on_host
 
 
-AGAIN: dict[str, set[str]] = {  # parts of a layer
+RECOMPUTED_PARTS: dict[str, set[str]] = {  # recomputed parts of a layer
     "none": set(),
     "light": {"light"},
     "attention": {"light", "attention"},
     "mlp": {"mlp"},
     "full": {"light", "attention", "mlp"},
 }
-WAYS: tuple[tuple[Recompute, int], ...] = (
+RECOMPUTE_OPTIONS: tuple[tuple[Recompute, int], ...] = (
     ("none", 1),
     ("light", 1),
     ("full", 4),
@@ -100,48 +103,49 @@ WAYS: tuple[tuple[Recompute, int], ...] = (
     ("mlp", 1),
     ("full", 1),
 )
-LEAN = [
-    MemoryOptions(recompute, every, offload, on_host)
+# With offload, only the recompute options none, light and full are searched.
+MEMORY_OPTIONS = [
+    MemoryOptions(recompute, interval, offload, on_host)
     for on_host in (False, True)
     for offload in (False, True)
-    for recompute, every in (WAYS[:2] + WAYS[-1:] if offload else WAYS)  # beside offload: none, light and full
+    for recompute, interval in (RECOMPUTE_OPTIONS[:2] + RECOMPUTE_OPTIONS[-1:] if offload else RECOMPUTE_OPTIONS)
 ]
 
 
 class Choice(NamedTuple):
-    """A layout with its predicted cost."""
+    """A layout with its predicted step time and memory."""
 
     layout: TrainingLayout
     time: StepTime
     memory: MemoryEstimate
 
 
-class Direction(NamedTuple):
-    """One other value of one setting, and the best layout with it; without one where nothing fits."""
+class Alternative(NamedTuple):
+    """Alternative value of one setting, and the best layout with it; None if no such layout fits."""
 
     setting: str
     value: Value
     choice: Choice | None
     least_memory: float
-    """Bytes that the leanest layout with it needs, where nothing fits; 0: not even looked at, as states alone are too large."""
+    """Minimum bytes of the layouts with this value if none fits; 0: not computed, because the states alone are too large."""
 
 
 @dataclass
 class SearchResult:
-    """What a search comes to."""
+    """Result of a search."""
 
     best: list[Choice]
-    """The fastest first."""
+    """Best layouts, the fastest first."""
     size: int
-    """Layouts in the space."""
+    """Number of layouts in the space."""
     timed: int
-    """Of which the time was worked out in full."""
+    """Number of candidates whose full step time was computed."""
     least_memory: float
-    """Bytes of the leanest layout that was looked at, where nothing fits."""
+    """Minimum bytes of the visited layouts if none fits."""
 
 
-def _as_a_layer_sees(layout: TrainingLayout) -> TrainingLayout:
-    """What one micro-batch of one layer depends on."""
+def _layer_key(layout: TrainingLayout) -> TrainingLayout:
+    """Reduce a layout to the settings that the time of one layer depends on, as a cache key."""
     return TrainingLayout(
         layout.seq,
         layout.seq,
@@ -156,40 +160,40 @@ def _as_a_layer_sees(layout: TrainingLayout) -> TrainingLayout:
         recompute=layout.recompute,
         recompute_share=layout.recompute_share,
         offload=layout.offload,
-        number=layout.number,
+        dtype=layout.dtype,
     )
 
 
 @dataclass
 class Space:
-    """All layouts of a model on a cluster, and what they share."""
+    """Search space: all layouts of a model on a cluster."""
 
     shape: Shape
     seq: int
     global_batch: int
-    """Sequences."""
+    """Sequences per step."""
     cluster: ClusterSpec
     stack: FrameworkModel
     margin: float = MARGIN
-    number: str = "bf16"
-    """Format of the products of layers, as a device's peak names it."""
-    traced: Traced | None = None
-    """What dry runs of a few layers have counted."""
+    dtype: str = "bf16"
+    """Dtype of the matmuls of the layers, a key of `DeviceSpec.peak`."""
+    traced: LayerActivations | None = None
+    """Activation bytes counted by dry runs of a few layers; None: by formula."""
     unsplit: Mapping[str, str] = field(default_factory=dict)
-    """Axes over which the model cannot be split, and why."""
+    """Axes over which the model cannot be parallelized, with the reason."""
 
     def __post_init__(self) -> None:
         self._layers: dict[TrainingLayout, LayerTime] = {}
         self._states: dict[tuple[int, ...], float] = {}
-        self._grids: dict[TrainingLayout, int] = {}
+        self._ulysses: dict[TrainingLayout, int] = {}
 
     @property
     def budget(self) -> float:
-        """Bytes of a device that a layout may fill."""
+        """Bytes per device that a layout may fill."""
         return self.margin * self.cluster.device.memory
 
-    def skeletons(self) -> Iterator[Degrees]:
-        """Every one that divides what it splits."""
+    def all_degrees(self) -> Iterator[Degrees]:
+        """All valid combinations of degrees, ZeRO stage, micro-batch and schedule."""
         shape, devices = self.shape, self.cluster.num_devices
         for pp in divisors(devices):
             if pp > (shape.layers if "pp" not in self.unsplit else 1):
@@ -203,11 +207,11 @@ class Space:
                     dp = devices // pp // tp // cp
                     if self.seq % (2 * cp * tp) or self.global_batch % dp:
                         continue
-                    yield from self._of_degrees(tp, cp, pp, dp)
+                    yield from self._combinations(tp, cp, pp, dp)
 
-    def _of_degrees(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Degrees]:
+    def _combinations(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Degrees]:
         rows = self.global_batch // dp
-        groups = (self.cluster.per_host * hosts // (tp * cp) for hosts in SHARING_HOSTS)
+        groups = (self.cluster.per_host * hosts // (tp * cp) for hosts in SHARD_GROUP_HOSTS)
         shards = [0] + [group for group in groups if 1 < group < dp and dp % group == 0]
         states = [(zero, 0) for zero in ((0, 1, 2) if dp * cp > 1 else (0,))]
         states += [(3, shard) for shard in shards if dp * cp > 1]
@@ -231,9 +235,9 @@ class Space:
             if pp * vpp <= self.shape.layers and micro_batches >= pp:
                 yield "interleaved", vpp
 
-    def layout(self, skeleton: Degrees, lean: MemoryOptions) -> TrainingLayout:
-        """The whole of it."""
-        tp, cp, pp, dp, ep, zero, shard, micro_batch, schedule, vpp = skeleton
+    def layout(self, degrees: Degrees, options: MemoryOptions) -> TrainingLayout:
+        """Combine degrees and memory options to a layout."""
+        tp, cp, pp, dp, ep, zero, shard, micro_batch, schedule, vpp = degrees
         layout = TrainingLayout(
             seq=self.seq,
             global_batch=self.global_batch,
@@ -248,139 +252,143 @@ class Space:
             zero=zero,
             shard=shard,
             expert_tp=1,
-            recompute=lean.recompute,
-            recompute_share=1 / lean.every,
-            offload=lean.offload,
+            recompute=options.recompute,
+            recompute_share=1 / options.interval,
+            offload=options.offload,
             schedule=schedule,
-            optimizer_on_host=lean.optimizer_on_host,
-            number=self.number,
+            optimizer_on_host=options.optimizer_on_host,
+            dtype=self.dtype,
         )
-        return self._with_grid(layout)
+        return self._with_ulysses(layout)
 
-    def _with_grid(self, layout: TrainingLayout) -> TrainingLayout:
-        """The layout with as many ranks of cp that share heads as are best for its layers: nothing else depends on it."""
+    def _with_ulysses(self, layout: TrainingLayout) -> TrainingLayout:
+        """Set the Ulysses degree that minimizes the layer time; nothing else depends on it."""
         if layout.cp == 1 or self.shape.kv_lora:
             return layout
-        alike = _as_a_layer_sees(layout)
-        if alike not in self._grids:
+        key = _layer_key(layout)
+        if key not in self._ulysses:
             heads = self.shape.heads // layout.tp
             sizes = [size for size in divisors(layout.cp) if heads % size == 0]
-            self._grids[alike] = min(sizes, key=lambda size: self.layer(replace(layout, ulysses=size)).whole.sum)
-        return replace(layout, ulysses=self._grids[alike])
+            self._ulysses[key] = min(sizes, key=lambda size: self.layer(replace(layout, ulysses=size)).total.sum)
+        return replace(layout, ulysses=self._ulysses[key])
 
     def layer(self, layout: TrainingLayout) -> LayerTime:
-        """Seconds of its mean layer: one for all layouts that differ in nothing that a layer sees."""
-        alike = _as_a_layer_sees(layout)
-        if alike not in self._layers:
-            self._layers[alike] = layer_time(self.shape, alike, self.cluster, self.stack)
-        return self._layers[alike]
+        """Time of the mean layer, cached."""
+        key = _layer_key(layout)
+        if key not in self._layers:
+            self._layers[key] = layer_time(self.shape, key, self.cluster, self.stack)
+        return self._layers[key]
 
     def time(self, layout: TrainingLayout) -> StepTime:
-        """Predicted seconds of a step."""
+        """Predicted step time."""
         return step_time(self.shape, layout, self.cluster, self.stack, self.layer(layout))
 
     def memory(self, layout: TrainingLayout) -> MemoryEstimate:
-        """Predicted bytes of the fullest rank."""
+        """Predicted memory of the rank with the highest peak."""
         return peak_memory(self.shape, layout, self.stack, self.traced)
 
     @cached_property
     def bounds(self) -> list[tuple[float, Degrees]]:
-        """Seconds that a step of each skeleton takes at least, the lowest first: all but gradients, ZeRO and the update.
+        """Lower bound of the step time of each candidate, lowest first.
 
-        Seconds of its mean layer and of the head, put on its busiest rank, with the bubble that they leave.
+        The bound is the time of layers and head on the busiest rank plus the bubble, without gradients, ZeRO and update.
         """
         known: dict[tuple[int, ...], tuple[float, float, float]] = {}
         found = []
-        for skeleton in self.skeletons():
-            tp, cp, pp, dp, ep, _, _, micro, schedule, vpp = skeleton
+        for degrees in self.all_degrees():
+            tp, cp, pp, dp, ep, _, _, micro, schedule, vpp = degrees
             key = tp, cp, ep, micro, min(pp, 2)
             if key not in known:
-                layout = self.layout(skeleton, LEAN[0])
+                layout = self.layout(degrees, MEMORY_OPTIONS[0])
                 layer, head = self.layer(layout), head_time(self.shape, layout, self.cluster, self.stack)
-                known[key] = layer.whole.sum, head.sum, layer.weights
-            whole_sum, head_sum, weights = known[key]
+                known[key] = layer.total.sum, head.sum, layer.weights
+            layer_sum, head_sum, weights = known[key]
             counts = split_layers(self.shape.layers, pp, vpp)
-            busiest = max(max(counts) * whole_sum, counts[-1] * whole_sum + head_sum)
+            busiest = max(max(counts) * layer_sum, counts[-1] * layer_sum + head_sum)
             num_micro_batches = self.global_batch // (dp * micro)
-            bubble = (self.shape.layers * whole_sum + head_sum - busiest) / vpp
+            bubble = (self.shape.layers * layer_sum + head_sum - busiest) / vpp
             bubble -= fillers(schedule, pp, num_micro_batches) * weights * max(counts) / vpp
-            found.append((num_micro_batches * busiest + max(0.0, bubble), skeleton))
+            found.append((num_micro_batches * busiest + max(0.0, bubble), degrees))
         return sorted(found)
 
-    def least_states(self, skeleton: Degrees) -> float:
-        """Bytes of states of the first rank at least, however lean it is."""
-        tp, cp, pp, dp, ep, zero, shard, *_, vpp = skeleton
+    def least_states(self, degrees: Degrees) -> float:
+        """Minimum bytes of model states on the first rank, with all memory options."""
+        tp, cp, pp, dp, ep, zero, shard, *_, vpp = degrees
         key = tp, cp, pp, dp, ep, zero, shard, vpp
         if key not in self._states:
-            self._states[key] = rank_states(self.shape, self.layout(skeleton, LEAN[-1]), self.stack, 0)
+            self._states[key] = rank_states(self.shape, self.layout(degrees, MEMORY_OPTIONS[-1]), self.stack, 0)
         return self._states[key]
 
-    def leanest(self, skeleton: Degrees) -> float:
-        """Bytes of the fullest rank with all ways to hold less; with few layers in flight, if these do not fit, of the best."""
-        num_micro_batches = self.global_batch // (skeleton.dp * skeleton.micro_batch)
-        held = -(-self.shape.layers // skeleton.pp) * min(num_micro_batches, skeleton.pp)
-        least = self.memory(self.layout(skeleton, LEAN[-1])).total
-        if held > FEW or least <= self.budget:
-            return least
-        ways = [lean for lean in LEAN if lean.optimizer_on_host]
-        return min(self.memory(self.layout(skeleton, lean)).total for lean in ways)
+    def least_peak(self, degrees: Degrees) -> float:
+        """Minimum peak bytes over the memory options.
 
-    def fastest(self, skeleton: Degrees, limit: float) -> tuple[Choice | None, float]:
-        """The fastest way to hold as little as there is room for.
+        All options together give the minimum, except with few layers in flight: then, if they do not fit, the minimum over
+        all combinations is computed.
+        """
+        num_micro_batches = self.global_batch // (degrees.dp * degrees.micro_batch)
+        held = -(-self.shape.layers // degrees.pp) * min(num_micro_batches, degrees.pp)
+        least = self.memory(self.layout(degrees, MEMORY_OPTIONS[-1])).total
+        if held > FEW_LAYERS or least <= self.budget:
+            return least
+        offloading = [options for options in MEMORY_OPTIONS if options.optimizer_on_host]
+        return min(self.memory(self.layout(degrees, options)).total for options in offloading)
+
+    def fastest(self, degrees: Degrees, limit: float) -> tuple[Choice | None, float]:
+        """Fastest memory options that fit.
 
         Args:
-            skeleton: the rest of the layout.
-            limit: seconds; a slower layout is of no interest.
+            degrees: degrees, ZeRO stage, micro-batch and schedule of the layout.
+            limit: step time in seconds; slower layouts are discarded.
 
         Returns:
-            None where nothing fits or is fast enough; and the bytes of the leanest, 0 where they were not counted.
+            The fastest layout, None if none fits or is fast enough; and the minimum peak bytes, 0 if not computed.
         """
-        if self.least_states(skeleton) + self.stack.framework > self.budget:
+        if self.least_states(degrees) + self.stack.framework > self.budget:
             return None, 0.0
-        if math.isfinite(limit) and self.time(self.layout(skeleton, LEAN[0])).seconds >= limit:
+        if math.isfinite(limit) and self.time(self.layout(degrees, MEMORY_OPTIONS[0])).seconds >= limit:
             return None, 0.0
-        leanest = self.leanest(skeleton)
-        if leanest > self.budget:
-            return None, leanest
-        best = min(self.fitting(skeleton), key=lambda choice: choice.time.seconds)
-        return (best if best.time.seconds < limit else None), leanest
+        least_peak = self.least_peak(degrees)
+        if least_peak > self.budget:
+            return None, least_peak
+        best = min(self.fitting(degrees), key=lambda choice: choice.time.seconds)
+        return (best if best.time.seconds < limit else None), least_peak
 
-    def fitting(self, skeleton: Degrees) -> list[Choice]:
-        """The ways to hold as little as there is room for, without those that do more than another one that fits."""
+    def fitting(self, degrees: Degrees) -> list[Choice]:
+        """Layouts for all memory options that fit and are not dominated by other options that fit."""
         fitting: list[MemoryOptions] = []
         choices = []
-        for lean in LEAN:
-            if any(other.dominates(lean) for other in fitting):
+        for options in MEMORY_OPTIONS:
+            if any(other.dominates(options) for other in fitting):
                 continue
-            layout = self.layout(skeleton, lean)
+            layout = self.layout(degrees, options)
             memory = self.memory(layout)
             if memory.total <= self.budget:
-                fitting.append(lean)
+                fitting.append(options)
                 choices.append(Choice(layout, self.time(layout), memory))
         return choices
 
 
 def search(space: Space, count: int = 5) -> SearchResult:
-    """The fastest layouts that fit.
+    """Find the fastest layouts that fit.
 
     Args:
-        space: where to look.
-        count: layouts to find.
+        space: search space.
+        count: number of layouts to find.
     """
     best: list[Choice] = []
     timed, least = 0, math.inf
-    for bound, skeleton in space.bounds:
+    for bound, degrees in space.bounds:
         if len(best) == count and bound >= best[-1].time.seconds:
             break
-        choice, leanest = space.fastest(skeleton, best[-1].time.seconds if len(best) == count else math.inf)
-        least, timed = min(least, leanest or math.inf), timed + (choice is not None)
+        choice, least_peak = space.fastest(degrees, best[-1].time.seconds if len(best) == count else math.inf)
+        least, timed = min(least, least_peak or math.inf), timed + (choice is not None)
         if choice is not None:
             best = sorted([*best, choice], key=lambda found: found.time.seconds)[:count]
-    return SearchResult(best, len(space.bounds) * len(LEAN), timed, least if math.isfinite(least) else 0.0)
+    return SearchResult(best, len(space.bounds) * len(MEMORY_OPTIONS), timed, least if math.isfinite(least) else 0.0)
 
 
 def techniques(layout: TrainingLayout | Degrees) -> int:
-    """Number of techniques that a layout uses beside data parallelism and ZeRO; of a skeleton, those of its degrees."""
+    """Number of techniques of a layout beyond data parallelism and ZeRO; for `Degrees`, without memory options."""
     axes = [getattr(layout, axis) > 1 for axis in ("tp", "cp", "pp", "ep", "vpp")]
     used = sum(axes) + (layout.schedule != "1f1b") + (layout.shard > 0)
     if isinstance(layout, Degrees):
@@ -389,70 +397,70 @@ def techniques(layout: TrainingLayout | Degrees) -> int:
 
 
 def simplest(space: Space, limit: float) -> Choice | None:
-    """The layout that fits with the fewest techniques, and the fastest of these; None where none is fast enough.
+    """Find the layout with the fewest techniques that fits and is fast enough; among equals the fastest. None if there is none.
 
     Args:
-        space: where to look.
-        limit: seconds that a step must stay below.
+        space: search space.
+        limit: upper limit of the step time in seconds (exclusive).
     """
     best: Choice | None = None
     quick = space.bounds[: bisect.bisect_left(space.bounds, limit, key=lambda pair: pair[0])]
-    for bound, skeleton in sorted(quick, key=lambda pair: (techniques(pair[1]), pair[0])):
-        if best and (techniques(skeleton), bound) >= _simplicity(best):
+    for bound, degrees in sorted(quick, key=lambda pair: (techniques(pair[1]), pair[0])):
+        if best and (techniques(degrees), bound) >= _complexity(best):
             break
-        if not space.fastest(skeleton, limit)[0]:
+        if not space.fastest(degrees, limit)[0]:
             continue
-        choice = min((one for one in space.fitting(skeleton) if one.time.seconds < limit), key=_simplicity)
-        if best is None or _simplicity(choice) < _simplicity(best):
+        choice = min((one for one in space.fitting(degrees) if one.time.seconds < limit), key=_complexity)
+        if best is None or _complexity(choice) < _complexity(best):
             best = choice
     return best
 
 
-def _simplicity(choice: Choice) -> tuple[int, float]:
+def _complexity(choice: Choice) -> tuple[int, float]:
     return techniques(choice.layout), choice.time.seconds
 
 
-def sensitivity(space: Space, best: Choice) -> list[Direction]:
-    """The best layouts with other values of each setting: the two below and the two above the chosen one's."""
-    chosen = dict(skeleton_of(best.layout).settings)
+def sensitivity(space: Space, best: Choice) -> list[Alternative]:
+    """Best layouts with other values of each setting: the two below and the two above the value of `best`."""
+    chosen = dict(degrees_of(best.layout).settings)
     values: dict[str, set[Value]] = defaultdict(set)
-    for _, skeleton in space.bounds:
-        for name, value in skeleton.settings:
+    for _, degrees in space.bounds:
+        for name, value in degrees.settings:
             values[name].add(value)
     found: dict[Setting, Choice | None] = {
-        (name, value): None for name in chosen for value in _near(values[name], chosen[name])
+        (name, value): None for name in chosen for value in _neighbours(values[name], chosen[name])
     }
     needs: dict[Setting, float] = {}
-    for bound, skeleton in space.bounds:
-        settings = [setting for setting in skeleton.settings if setting in found]
+    for bound, degrees in space.bounds:
+        settings = [setting for setting in degrees.settings if setting in found]
         limits = {
             setting: math.inf if (known := found[setting]) is None else known.time.seconds for setting in settings
         }
         if not limits or bound >= max(limits.values()):
             continue
-        choice, leanest = space.fastest(skeleton, max(limits.values()))
+        choice, least_peak = space.fastest(degrees, max(limits.values()))
         for setting, limit in limits.items():
-            if choice is None and leanest:
-                needs[setting] = min(needs.get(setting, math.inf), leanest)
+            if choice is None and least_peak:
+                needs[setting] = min(needs.get(setting, math.inf), least_peak)
             elif choice is not None and choice.time.seconds < limit:
                 found[setting] = choice
     return [
-        Direction(name, value, choice, 0.0 if choice else needs.get((name, value), 0.0))
+        Alternative(name, value, choice, 0.0 if choice else needs.get((name, value), 0.0))
         for (name, value), choice in found.items()
     ]
 
 
-def _near(values: set[Value], chosen: Value) -> list[Value]:
-    """Numbers near the chosen one; of schedules all others."""
+def _neighbours(values: set[Value], chosen: Value) -> list[Value]:
+    """Two values below and two above the chosen one; for schedules all others."""
     ordered = sorted(values, key=str if isinstance(chosen, tuple) else None)
-    place = ordered.index(chosen)
+    index = ordered.index(chosen)
     if isinstance(chosen, tuple):
-        return ordered[:place] + ordered[place + 1 :]
-    return ordered[max(0, place - 2) : place] + ordered[place + 1 : place + 3]
+        return ordered[:index] + ordered[index + 1 :]
+    return ordered[max(0, index - 2) : index] + ordered[index + 1 : index + 3]
 
 
-def skeleton_of(layout: TrainingLayout) -> Degrees:
-    """Of a layout."""
+def degrees_of(layout: TrainingLayout) -> Degrees:
+    """Degrees of a layout."""
     return Degrees(
         layout.tp,
         layout.cp,
@@ -468,48 +476,49 @@ def skeleton_of(layout: TrainingLayout) -> Degrees:
 
 
 def fewest_devices(space: Space) -> tuple[ClusterSpec, Choice] | None:
-    """The smallest cluster of the same hosts, by halves and doubles, on which a layout fits, and its fastest layout there.
+    """Smallest cluster of the same hosts on which a layout fits, and the fastest layout there; sizes by halving and doubling.
 
-    None where 64 times the devices do not do.
+    None if even 64 times the devices are not enough.
     """
     size, found = space.cluster.num_devices, None
     spaces = (replace(space, cluster=space.cluster.sized(size << power)) for power in range(7))
-    if fits_at_all(space):
+    if any_layout_fits(space):
         spaces = (replace(space, cluster=space.cluster.sized(size >> power)) for power in range(size.bit_length()))
         for smaller in spaces:
-            if not fits_at_all(smaller):
+            if not any_layout_fits(smaller):
                 break
             found = smaller
     else:
-        found = next((larger for larger in spaces if fits_at_all(larger)), None)
+        found = next((larger for larger in spaces if any_layout_fits(larger)), None)
     return (found.cluster, search(found, 1).best[0]) if found else None
 
 
-def fits_at_all(space: Space) -> bool:
-    """Whether some layout fits, however slow."""
-    # No schedule holds less than 1F1B.
-    smallest = [s for s in space.skeletons() if s.micro_batch == 1 and s.schedule == "1f1b"]
+def any_layout_fits(space: Space) -> bool:
+    """True if any layout fits, however slow."""
+    # No schedule has fewer micro-batches in flight than 1F1B.
+    smallest = [s for s in space.all_degrees() if s.micro_batch == 1 and s.schedule == "1f1b"]
     return any(
-        space.least_states(skeleton) + space.stack.framework <= space.budget and space.leanest(skeleton) <= space.budget
-        for skeleton in sorted(smallest, key=lambda s: -s.zero)
+        space.least_states(degrees) + space.stack.framework <= space.budget
+        and space.least_peak(degrees) <= space.budget
+        for degrees in sorted(smallest, key=lambda s: -s.zero)
     )
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, the smallest first."""
+    """All divisors of a number, in ascending order."""
     low = [factor for factor in range(1, math.isqrt(number) + 1) if number % factor == 0]
     return low + [number // factor for factor in reversed(low) if factor * factor != number]
 
 
-def reason(direction: Direction, best: Choice, cluster: ClusterSpec) -> str:
-    """Why another value was not chosen, in one line: equal, how much slower and by what, or what does not fit."""
-    name = setting_in_words(direction.setting, direction.value)
-    if direction.choice is None:
-        if direction.least_memory:
+def reason(alternative: Alternative, best: Choice, cluster: ClusterSpec) -> str:
+    """Explain in one line why another value was not chosen: equal, slower (by how much and in which term), or does not fit."""
+    name = setting_in_words(alternative.setting, alternative.value)
+    if alternative.choice is None:
+        if alternative.least_memory:
             have = cluster.device.memory / GIB
-            return f"{name}: does not fit, needs {direction.least_memory / GIB:,.0f} GiB at least of {have:,.0f}"
+            return f"{name}: does not fit, needs at least {alternative.least_memory / GIB:,.0f} GiB of {have:,.0f} GiB"
         return f"{name}: does not fit, model states alone are too large"
-    other, mine = direction.choice.time, best.time
+    other, mine = alternative.choice.time, best.time
     slower = other.seconds / mine.seconds - 1
     if abs(slower) < EQUAL:
         return f"{name}: equal ({slower:+.1%})"
@@ -517,31 +526,32 @@ def reason(direction: Direction, best: Choice, cluster: ClusterSpec) -> str:
     worst = max(terms, key=lambda term: terms[term])
     if terms[worst] <= 0:
         return f"{name}: {slower:+.1%}"
-    return f"{name}: {slower:+.1%}, {TERMS[worst]} {terms[worst]:+.3g} s{_crossing(worst, direction.choice.layout, cluster)}"
+    crossing = _host_crossing(worst, alternative.choice.layout, cluster)
+    return f"{name}: {slower:+.1%}, {TERMS[worst]} {terms[worst]:+.3g} s{crossing}"
 
 
 def setting_in_words(setting: str, value: Value) -> str:
-    """As a user knows it."""
+    """Setting and value as text for the user."""
     if isinstance(value, tuple):
-        return f"schedule {value[0]}" + (f", {value[1]} stages a rank" if value[1] > 1 else "")
+        return f"schedule {value[0]}" + (f", {value[1]} stages per rank" if value[1] > 1 else "")
     if setting == "shard":
-        return f"states shared by {value} ranks" if value else "states shared by all data ranks"
+        return f"states sharded over {value} ranks" if value else "states sharded over all data ranks"
     return f"{setting} {value}"
 
 
 TERMS = {
     "compute": "computation",
-    "tp": "messages of tp",
-    "cp": "messages of cp",
-    "ep": "messages of ep",
-    "zero": "gathered weights",
-    "pipeline": "bubble and messages of pp",
-    "gradients": "gradients",
-    "optimizer": "update",
+    "tp": "tp communication",
+    "cp": "cp communication",
+    "ep": "ep communication",
+    "zero": "ZeRO 3 communication",
+    "pipeline": "bubble and pp communication",
+    "gradients": "gradient reduction",
+    "optimizer": "optimizer update",
 }
 
 
-def _crossing(term: str, layout: TrainingLayout, cluster: ClusterSpec) -> str:
-    """That the ranks of a term are on several hosts."""
+def _host_crossing(term: str, layout: TrainingLayout, cluster: ClusterSpec) -> str:
+    """Note for a term whose process groups cross hosts; empty otherwise."""
     reach = {"tp": layout.tp, "cp": layout.tp * layout.cp, "ep": layout.ep}.get(term, 0)
-    return f", as it crosses hosts of {cluster.per_host}" if reach > cluster.per_host else ""
+    return f", crosses hosts of {cluster.per_host} devices" if reach > cluster.per_host else ""

@@ -1,10 +1,10 @@
-"""From a layout that was found to a plan that runs, and what it costs: time, memory, energy, money, and what failures take."""
+"""Conversion of a layout to a plan, and its cost: throughput, energy, money and goodput under failures."""
 
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.plan import BYTES, Plan, Precision, Prediction, state_bytes
+from weft.plan import BYTES, Plan, Precision, Prediction, bytes_per_state_element
 from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.layout import TrainingLayout
@@ -19,33 +19,33 @@ RECOMPUTE: dict[str, tuple[str, ...]] = {
     "mlp": ("mlp",),
     "full": ("block",),
 }
-WRITE_SECONDS = 30.0  # of a checkpoint in the background, at most: nothing newer is safe until then
-RESTART_SECONDS = 180.0  # from a failure to the next step: noticed, started again, loaded
+WRITE_SECONDS = 30.0  # maximum time of a background checkpoint write; before its end, a failure loses the checkpoint
+RESTART_SECONDS = 180.0  # from a failure to the next step: detection, restart, loading
 
 
 def stack_for(precision: Precision) -> FrameworkModel:
-    """Weft, with the dtypes of a plan; a forward dtype of "auto" counts as bf16."""
+    """Framework model of Weft with the dtypes of a plan; param_dtype "auto" counts as bf16."""
     precision = precision.resolve(native_bf16=True)
     copy = BYTES[precision.param_dtype] if precision.param_dtype != precision.update else 0
     master = BYTES[precision.update] - (copy if precision.weights != "whole" else 0)
     return replace(
         STACKS["weft"],
-        weights=float(copy or BYTES[precision.update]),
-        optimizer=(master if copy else 0) + 2 * state_bytes(precision),
-        stays=float(master if copy else 0),
-        gradients=float(BYTES[precision.reduce_dtype]),
-        reduce=float(BYTES[precision.reduce_dtype]),
+        weight_bytes=float(copy or BYTES[precision.update]),
+        optimizer_bytes=(master if copy else 0) + 2 * bytes_per_state_element(precision),
+        resident_optimizer_bytes=float(master if copy else 0),
+        gradient_bytes=float(BYTES[precision.reduce_dtype]),
+        reduce_bytes=float(BYTES[precision.reduce_dtype]),
         shards_hold_copy=not copy or precision.weights != "whole",
     )
 
 
 def plan_of(layout: TrainingLayout, base: Plan, head_cost: float = 0.0) -> Plan:
-    """The plan that runs a layout.
+    """Plan of a layout.
 
     Args:
-        layout: as the search found it.
-        base: what the layout does not say, formats above all.
-        head_cost: of head and loss, in blocks: by it stages are cut.
+        layout: result of a search.
+        base: plan that provides all other settings, such as dtypes.
+        head_cost: time of head and loss in units of one block's time, used to balance pipeline stages.
     """
     shard = layout.shard or layout.dp
     parallel = base.parallel.model_copy(
@@ -77,18 +77,18 @@ def plan_of(layout: TrainingLayout, base: Plan, head_cost: float = 0.0) -> Plan:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step of so many seconds comes to."""
+    """Throughput, efficiency and price of a layout."""
 
     tokens_per_second: float
     mfu: float
-    """Model operations, causal attention, nothing recomputed, over the peak in the format of the products."""
+    """Model FLOPs utilization: causal attention, no recomputation, relative to the peak of the matmul dtype."""
     joules_per_token: float | None
     dollars_per_trillion_tokens: float | None
     dollars_per_month: float | None
     goodput: float
-    """Share of the time that makes progress, failures and checkpoints apart."""
+    """Share of time that makes progress, without failures, restarts and checkpoints."""
     checkpoint_seconds: float
-    """Best time between checkpoints; infinite where nothing fails."""
+    """Optimal checkpoint interval in seconds; infinite without failures."""
 
 
 def cost_of(
@@ -99,19 +99,19 @@ def cost_of(
     failure_hours: float,
     scalar: float = 1.0,
 ) -> Cost:
-    """What a layout comes to.
+    """Compute the cost of a layout.
 
     Args:
-        shape: of the model.
-        layout: of the run.
-        seconds: of a step.
-        cluster: its devices, with watts and dollars where they are known.
-        failure_hours: mean time between failures of one device with its share of the host; 0: nothing fails.
-        scalar: measured over predicted step time.
+        shape: the model.
+        layout: the layout.
+        seconds: predicted step time.
+        cluster: devices, with watts and dollars per hour if known.
+        failure_hours: mean time between failures of one device including its share of the host; 0: no failures.
+        scalar: measured / predicted step time.
     """
     device, devices = cluster.device, layout.num_devices
     tokens = layout.global_batch * layout.seq / (seconds * scalar)
-    peak = device.peak.get(layout.number, device.peak["bf16"]) * devices
+    peak = device.peak.get(layout.dtype, device.peak["bf16"]) * devices
     good, between = goodput(failure_hours * 3600 / devices if failure_hours else math.inf)
     dollars = device.dollars_per_hour * devices
     return Cost(
@@ -126,13 +126,17 @@ def cost_of(
 
 
 def goodput(mean_seconds: float, blocked: float = 0.1) -> tuple[float, float]:
-    """Share of time that makes progress, and the best time between checkpoints (Young, 1974; Daly, 2006).
+    """Goodput and optimal checkpoint interval in seconds (Young, 1974; Daly, 2006).
 
-    A failure costs half an interval and what is being written, and a restart; a checkpoint what training waits for its copy.
+    A failure costs half a checkpoint interval, the write in progress and a restart. A checkpoint costs the time that training
+    is blocked.
 
     Args:
-        mean_seconds: between failures of the whole job.
-        blocked: seconds that training waits for each checkpoint.
+        mean_seconds: mean time between failures of the full job.
+        blocked: seconds that training is blocked per checkpoint.
+
+    Returns:
+        The share of time that makes progress, and the checkpoint interval.
     """
     if math.isinf(mean_seconds):
         return 1.0, math.inf
@@ -141,20 +145,20 @@ def goodput(mean_seconds: float, blocked: float = 0.1) -> tuple[float, float]:
     return 1 / (1 + lost), between
 
 
-def in_words(cluster: ClusterSpec) -> str:
-    """Hosts and devices."""
+def cluster_text(cluster: ClusterSpec) -> str:
+    """Cluster as text, such as "2 hosts of 8 H100"."""
     hosts = f"{cluster.hosts} hosts of " if cluster.hosts > 1 else ""
     return f"{hosts}{cluster.per_host} {cluster.device.name}"
 
 
 def predict(space: Space, choice: Choice, found: list[Trace], scalar: float = 1.0) -> Prediction:
-    """What is written into a plan: seconds by formula; bytes as dry runs have counted them, without any by formula.
+    """Prediction that is stored in a plan: step time by formula, memory from dry runs if there are any, otherwise by formula.
 
     Args:
-        space: of the search.
-        choice: one layout of it.
-        found: dry runs of its ranks.
-        scalar: measured over predicted step time of this machine.
+        space: space of the search.
+        choice: a layout of the space.
+        found: dry runs of the layout's ranks.
+        scalar: measured / predicted step time of this machine.
     """
     seconds = choice.time.seconds * scalar
     if found:
@@ -168,7 +172,7 @@ def predict(space: Space, choice: Choice, found: list[Trace], scalar: float = 1.
     for message in found[0].count.messages if found else ():
         sent[message.axis] = sent.get(message.axis, 0) + message.bytes
     return Prediction(
-        cluster=in_words(space.cluster),
+        cluster=cluster_text(space.cluster),
         micro_batch=choice.layout.micro_batch,
         step_seconds=seconds,
         terms={name: value * scalar for name, value in vars(choice.time).items() if value},
