@@ -3,8 +3,8 @@
     python benchmarks/gpu/checkpoint.py [--folder DIR] [--blocks 32]     # about five minutes on an H100
 
 A model of the shape of Llama-3-8B is trained on one device, with weights and moments in bf16 so that they fit in 80 GB. In
-turn, some steps run without a save, and some with a snapshot before the first of them. A snapshot copies the state into pinned host
-memory on its own stream, overlapped with the next forward and backward; the update waits for it. Printed are
+turn, some steps run without a save, and some with a snapshot before the first of them. A snapshot copies the state into pinned
+host memory on its own stream, overlapped with the next forward and backward; the update waits for it. Printed are
 
 - blocked: the seconds of the call, plus the extra time of its first step over a step of the turn before;
 - the slow-down of the following steps, while the file is digested and written;

@@ -214,26 +214,26 @@ class Plan(Table):
             if rule.broken(concrete):
                 raise PlanError(rule.name, where="plan", rule=rule.reason, fix=_fix(rule, concrete))
         parallel = self.parallel
-        others = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp
+        other_degrees = parallel.dp_replicate * parallel.tp * parallel.cp * parallel.pp
         degrees = " x ".join(f"{name} {getattr(parallel, name)}" for name in ("dp_replicate", "tp", "cp", "pp"))
         if parallel.dp_shard == -1:
-            if world_size % others:
+            if world_size % other_degrees:
                 raise PlanError(
-                    f"{world_size} ranks cannot be divided by {degrees} = {others}",
+                    f"{world_size} ranks cannot be divided by {degrees} = {other_degrees}",
                     where="plan.parallel",
                     rule="the product of the degrees must divide the number of ranks; dp_shard = -1 takes the quotient",
-                    fix=f"start a multiple of {others} ranks, or choose degrees whose product divides {world_size}",
+                    fix=f"start a multiple of {other_degrees} ranks, or choose degrees whose product divides {world_size}",
                 )
-            parallel = parallel.model_copy(update={"dp_shard": world_size // others})
-        elif others * parallel.dp_shard != world_size:
+            parallel = parallel.model_copy(update={"dp_shard": world_size // other_degrees})
+        elif (total := other_degrees * parallel.dp_shard) != world_size:
             raise PlanError(
-                f"{degrees} x dp_shard {parallel.dp_shard} = {others * parallel.dp_shard}, but there are {world_size} ranks",
+                f"{degrees} x dp_shard {parallel.dp_shard} = {total}, but there are {world_size} ranks",
                 where="plan.parallel",
                 rule="the product of the degrees must equal the number of ranks",
-                fix=f"start {others * parallel.dp_shard} ranks, or "
+                fix=f"start {total} ranks, or "
                 + (
                     f"choose degrees whose product divides {world_size}, and dp_shard = -1 for the quotient"
-                    if world_size % others
+                    if world_size % other_degrees
                     else "set plan.parallel.dp_shard to -1 for the quotient"
                 ),
             )
@@ -302,7 +302,7 @@ def bytes_per_state_element(precision: Precision) -> float:
     return STATE_BYTES.get(precision.optimizer_state_dtype, BYTES[precision.update])
 
 
-# The runtime, the planner and the docs all read this table, so that they agree on what is refused.
+# A single table for runtime, planner and docs, so that all three refuse the same plans.
 RULES: tuple[Rule, ...] = (
     Rule(
         name="recompute of blocks together with parts of blocks",

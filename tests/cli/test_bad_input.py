@@ -257,9 +257,9 @@ WRONG: list[tuple[str, list[str]]] = [
             "no_type.json": ["has no 'model_type'", 'model_type = "llama"'],
             "misspelt.json": ["no model_type is called 'lama'", "llama"],
             "list_type.json": ["the configuration is refused"],
-            "text_size.json": ["hidden_size", "with a value of its type"],
+            "text_size.json": ["hidden_size", "correct the value"],
             "negative.json": ["cannot build", "sizes are positive"],
-            "no_blocks.json": ["num_hidden_layers = 0", "at least one block"],
+            "no_blocks.json": ["num_hidden_layers = 0", "at least one decoder block"],
             "no_heads.json": ["the configuration is refused"],
         }.items()
     ),

@@ -70,7 +70,7 @@ def test_many_ranks_are_shown_by_host(
     ("arguments", "words"),
     [
         (["--file", "nowhere.toml"], "there is no file nowhere.toml"),
-        (["--file", "cluster.toml", "--nproc-per-node", "3"], "the job starts 3 there"),
+        (["--file", "cluster.toml", "--nproc-per-node", "3"], "and 3 in the job"),
         (["--file", "cluster.toml", "--set", "plan.parallel.tp=3"], "cannot be divided by"),
         (["--nnodes", "2"], "host 0 of 2 has no --rdzv-endpoint"),
     ],

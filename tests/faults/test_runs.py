@@ -203,7 +203,7 @@ def test_a_nan_is_located_and_does_not_reach_the_weights(tmp_path: Path) -> None
     out, printed = train_in_the_pool(job, ranks, fault=nan_in_step_3_of_rank_1)
     output = " ".join(printed[0].split())
     assert (
-        "step 3 skipped, weights untouched: rank 1: the gradient of model.layers.1.self_attn.k_proj.weight not finite"
+        "step 3 skipped, weights unchanged: rank 1: the gradient of model.layers.1.self_attn.k_proj.weight not finite"
         in output
     )
     assert [row.step for row in read_metrics(out / "metrics.jsonl") if row.skipped] == [3]
@@ -279,7 +279,7 @@ def test_rollback_skips_batches_of_noise(tmp_path: Path) -> None:
     }
     out, printed = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "run", **tables), fault=noise_in_batch_80)
     output = " ".join(printed[0].split())
-    assert "step 81 skipped, weights untouched: loss" in output
+    assert "step 81 skipped, weights unchanged: loss" in output
     assert "resuming after step 66" in output
     assert "batches 66 to 80 are skipped" in output
     position = read_manifest(folder_of(out, 90)).position

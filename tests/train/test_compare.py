@@ -155,21 +155,21 @@ def received_for_another_micro_batch(rank: int) -> Iterator[None]:
 @contextmanager
 def tied_gradient_not_shared(rank: int) -> Iterator[None]:
     """The gradients of tied embedding and head are not summed."""
-    with mock.patch.object(PipelineOfModel, "_share_tied_gradient", return_value=None):
+    with mock.patch.object(PipelineOfModel, "_sum_tied_gradients", return_value=None):
         yield
 
 
 @contextmanager
 def tied_copy_off(rank: int) -> Iterator[None]:
     """Only the head's copy of a tied weight has a wrong gradient."""
-    share = PipelineOfModel._share_tied_gradient
+    share = PipelineOfModel._sum_tied_gradients
 
     def spoil(self: PipelineOfModel) -> None:
         share(self)
         if self.tied_copy is not None:
             self.tied_copy.grad *= 1.5  # type: ignore[operator]
 
-    with mock.patch.object(PipelineOfModel, "_share_tied_gradient", spoil):
+    with mock.patch.object(PipelineOfModel, "_sum_tied_gradients", spoil):
         yield
 
 
@@ -245,7 +245,9 @@ def side(job: Job, folder: Path, bug: Callable[[int], Any] = no_bug) -> Path:
 
 def with_plan(job: Job, micro_batch: int = 8, pipeline: Pipeline = Pipeline(), **parallel: Any) -> Job:  # noqa: B008
     plan = Plan(parallel=Parallel(**parallel), pipeline=pipeline, precision=job.plan.precision)
-    return job.model_copy(update={"plan": plan, "train": job.train.model_copy(update={"micro_batch_size": micro_batch})})
+    return job.model_copy(
+        update={"plan": plan, "train": job.train.model_copy(update={"micro_batch_size": micro_batch})}
+    )
 
 
 def compare_sides(
@@ -570,7 +572,7 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: mock.Mock(free=200_000))
     with pytest.raises(DataError, match=r"0\.0 GB are free"):
         compare_module.compare(job, job, tmp_path / "out")
-    with pytest.raises(JobError, match="something else"):
+    with pytest.raises(JobError, match="content other than"):
         compare_module.compare(job, job, tmp_path)
 
 

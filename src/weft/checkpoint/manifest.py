@@ -101,7 +101,7 @@ class Manifest(Table):
     """Content of `manifest.json`."""
 
     format: Literal["weft-checkpoint"] = "weft-checkpoint"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     position: Position
     world_size: Annotated[int, Field(ge=1)]
     job: dict[str, Any]

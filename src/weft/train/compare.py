@@ -199,7 +199,7 @@ def compare(
         out: folder for both sides, `a` and `b`; an earlier comparison in it is replaced. Each side needs disk space for the
             outputs and for two copies of the weights (gradients and updated weights), or three for a step after the first.
         steps: number of steps to run, at most the steps of the job.
-        step: step whose tensors are compared, counted from 1; at least so many steps are run. None: the first step, and if its
+        step: step whose tensors are compared, counted from 1; `steps` is raised to it. None: the first step, and if its
             tensors agree but losses or gradient norms differ later, both sides run again for the first step that differs and
             the step before it.
         ranks_a: number of processes of side A; default: the minimum of its plan.
@@ -309,8 +309,8 @@ def describe(job: Job, ranks: int) -> str:
 def _clear(out: Path) -> None:
     """Create a folder, or remove an earlier comparison from it."""
     sides = [out / "a", out / "b"]
-    others = [path for path in out.iterdir() if path not in sides] if out.is_dir() else []
-    if others or any(side.exists() and not (side / "job.toml").exists() for side in sides):
+    other_files = [path for path in out.iterdir() if path not in sides] if out.is_dir() else []
+    if other_files or any(side.exists() and not (side / "job.toml").exists() for side in sides):
         raise JobError(
             f"{out} has content other than a comparison",
             where="--out",

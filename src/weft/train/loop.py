@@ -97,7 +97,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
                     to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalance, blocked, peak)
                 )
             if result.problem:
-                log(f"step {step} skipped, weights untouched: {result.problem}")
+                log(f"step {step} skipped, weights unchanged: {result.problem}")
             consecutive_skips = consecutive_skips + 1 if result.problem else 0
             if consecutive_skips == job.guard.max_skipped:
                 checkpoints.save_last(_next_position(position, result))

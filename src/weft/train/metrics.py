@@ -287,8 +287,8 @@ def _parse(adapter: TypeAdapter[Record], line: bytes) -> Record:
 class TerminalProgress:
     """Progress display: a live progress bar on a terminal, else 25 to 50 plain lines for the full run.
 
-    A context manager. Tokens per second and remaining time are those of the last step during the first three steps, because two
-    steps of warm-up are slower, and then averaged over about ten steps. The third step prints the expected end of the run.
+    A context manager. Tokens per second and remaining time refer to the last step during the first three steps, because two
+    warm-up steps are slower, and to an average over about ten steps later. The third step prints the expected end of the run.
 
     Args:
         total_steps: optimizer steps of the full run.

@@ -193,13 +193,13 @@ def train_step(
 
 
 def _own_tokens(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Token count on one of the ranks that share rows, zero on the others."""
+    """Token count on the first of the ranks that share rows, zero on other ranks."""
     sharing = ("pp", *CONTEXT_AXES, "tp")
     return tokens * all(mesh.get_local_rank(axis) == 0 for axis in sharing)
 
 
 def _own_loss(loss_sum: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Loss on the first rank of each tp group, zero on the others, which have the same loss."""
+    """Loss on the first rank of each tp group, zero on its other ranks, which have the same loss."""
     return loss_sum if mesh.get_local_rank("tp") == 0 else torch.zeros_like(loss_sum)
 
 
