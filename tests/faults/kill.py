@@ -143,7 +143,14 @@ class Command:
 
     def __init__(self, arguments: list[str]):
         self.lines: list[Line] = []
-        self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            arguments,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Tests that run in the background of a shell ignore SIGINT, and so would the command.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         streams = (self.process.stdout, False), (self.process.stderr, True)
         self.readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in streams]
         for reader in self.readers:
