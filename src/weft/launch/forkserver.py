@@ -61,14 +61,15 @@ class ForkServer:
             module: module of the ranks, with a function `main`, which `rank_main` runs.
             environment: full environment of the forkserver, including variables that libraries read when they are loaded.
                 These variables have no effect in a fork of this process, which has loaded the libraries already.
-            fork: fork this process if it has only one thread. It must not have used OpenMP threads, which a fork loses.
+            fork: fork this process if it is a plain command: one thread, and its own stdout and stderr. It must not have
+                used OpenMP threads, which a fork loses.
         """
         self.module, self.environment, self.fork = module, dict(environment), fork
         self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self.connection: socket.socket | None = None
 
     def __enter__(self) -> "ForkServer":
-        self._open(self.fork and len(os.listdir("/proc/self/task")) == 1)
+        self._open(self.fork and _can_be_forked())
         return self
 
     def _open(self, fork: bool) -> None:
@@ -166,6 +167,12 @@ class ForkServer:
             where=f"process {self.process.pid}",
             fix=None if code < 0 else "its error is above",
         )
+
+
+def _can_be_forked() -> bool:
+    """True if this process has one thread, and no notebook or test framework has replaced its stdout and stderr."""
+    own_streams = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
+    return own_streams and len(os.listdir("/proc/self/task")) == 1
 
 
 class ForkedProcess:
