@@ -100,6 +100,7 @@ print(Cpu().peak_flops(torch.bfloat16) / max(rates))
 """
 
 
+@pytest.mark.exclusive("measures rates of matmuls")
 @pytest.mark.parametrize(
     "variables", [{}, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}], ids=str
 )

@@ -43,7 +43,7 @@ def test_a_second_command_and_a_changed_resume_are_refused_without_effect_on_the
     np.save(tmp_path / "tokens.npy", np.load(tmp_path / "tokens.npy")[::-1])  # the same name, size and vocabulary
     with weft_train(job, LAYOUT, out, "--resume", "auto", "--set", "optimizer.lr=0.01") as other:
         assert other.wait() == 2
-    assert f"the tokens of data.path = '{tmp_path}/tokens.npy' differ from the tokens of" in other.errors()[1]
+    assert f"the tokens of data.path = '{tmp_path}/tokens.npy' differ from the tokens that" in other.errors()[1]
     before = read_manifest(list_checkpoints(out)[0], KEY)
     planted = shutil.copytree(
         list_checkpoints(out)[0], out / "step-00000041"
