@@ -132,7 +132,7 @@ def _fix_value(key: str, field: FieldInfo, item: Any) -> tuple[str, str, str]:
 def _fix_key(root: type[Table], path: list[str], value: Any) -> str:
     """Fix for an unknown key: the most similar known key or table, else the keys of its table."""
     if renamed := RENAMED.get(".".join(path)):
-        return f"it is now {renamed}"
+        return f"{'.'.join(path)} is now {renamed}"
     name = path[-1]
     table = root
     for part in path[:-1]:

@@ -6,7 +6,6 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from click.exceptions import NoSuchOption, UsageError
 from typer.core import TyperGroup
 
 from weft.cli.advise import advise
@@ -36,12 +35,13 @@ class Commands(TyperGroup):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         try:
             return super().invoke(ctx)
-        except NoSuchOption as error:
-            if renamed := RENAMED.get(error.option_name):
-                raise UsageError(f"{error.option_name} is now {renamed}", error.ctx) from None
-            raise
         except KeyboardInterrupt:
             raise Stopped(signal.SIGINT) from None
+        except Exception as error:  # the class of an unknown option is private to typer
+            option = str(getattr(error, "option_name", ""))
+            if option not in RENAMED:
+                raise
+            raise typer.BadParameter(f"{option} is now {RENAMED[option]}", getattr(error, "ctx", None)) from None
 
 
 app = typer.Typer(
