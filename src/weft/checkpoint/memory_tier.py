@@ -212,7 +212,7 @@ def _folder_of_run(id_file: Path) -> Path:
 
 
 def place_of_host() -> list[str]:
-    """What the ranks of a host have in common. A network of its own makes an emulated host."""
+    """Identity of a host: host name and network namespace. A separate namespace makes an emulated host."""
     network = Path("/proc/self/ns/net")
     return [socket.gethostname(), os.readlink(network) if network.exists() else ""]
 

@@ -28,7 +28,7 @@ do not use the tunnel.
 
 A flood of connections cannot keep the hosts of the job out. An unauthenticated connection needs no task and no thread. The
 number of unauthenticated connections is limited, both per address and in total. At a limit, a new connection evicts the oldest
-one of its own address, or the oldest one of the address with the most connections. A handshake takes milliseconds, so that a
+one of the same address, or the oldest one of the address with the most connections. A handshake takes milliseconds, so that a
 host of the job is not evicted.
 """
 
