@@ -330,7 +330,7 @@ def test_the_job_resumes_after_the_loss_of_host_0(lab: Lab) -> None:
     first.kill()
     printed = second.wait_for_exit(1)
     assert re.search(r"weft: host 0 \(.+\) is unreachable", printed)
-    assert "start all hosts again with --resume auto" in printed
+    assert "start all hosts, host 0 too, with --resume auto" in printed
     first, second = lab.start_all("--nproc-per-node", "1", "--resume", "auto")
     second.wait_for_exit(0)
     assert "resuming after step 20" in first.wait_for_exit(0)
