@@ -106,6 +106,29 @@ def test_the_forkserver_is_a_fork_of_a_launcher_with_one_thread(tmp_path: Path, 
     assert not Path(f"/proc/{lines[0].split()[2]}").exists()
 
 
+INTERRUPTED = """
+import os, signal, sys
+
+from weft.launch.forkserver import ForkServer
+
+def interrupt():  # what Python runs in the launcher at the end of a fork; an exception in it is ignored
+    os.kill(os.getpid(), signal.SIGINT)
+    sum(range(1000))
+
+os.register_at_fork(after_in_parent=interrupt)
+try:
+    with ForkServer("small_rank", dict(os.environ), fork=True):
+        print("lost")
+except KeyboardInterrupt:
+    print("stopped")
+"""
+
+
+def test_a_signal_during_the_fork_is_not_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "stopped\n", done.stderr
+
+
 def test_a_rank_can_be_killed_and_waited_for_and_has_a_process_name(forkserver: ForkServer, tmp_path: Path) -> None:
     process, out, _ = start(forkserver, tmp_path, "sleep")
     deadline = time.monotonic() + 20

@@ -82,13 +82,17 @@ class ForkServer:
         launcher = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
+        # A signal waits until the end of the fork: an exception of its handler would be lost in a function that Python runs there.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         if child := os.fork():
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             return ForkedProcess(child)
         try:
             parent_end.close()
             os.setsid()
             for number in SIGNALS:  # remove the handlers of the launcher
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             with open(os.devnull) as devnull:
                 os.dup2(devnull.fileno(), 0)
             os.environ[LAUNCHER_VARIABLE] = str(launcher)
