@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -34,7 +34,10 @@ def train_in_the_pool(
     run_ranks(
         ranks, start
     )  # a rank that is forked while the launcher holds its locks would inherit them, and keep them
-    with mock.patch.object(run_module, "launch", partial(_in_the_pool, printed, fault)):
+    with (
+        mock.patch.object(run_module, "launch", partial(_in_the_pool, printed, fault)),
+        mock.patch.object(run_module, "early_forkserver", return_value=nullcontext()),
+    ):
         out = run_module.train(job, ranks=ranks, resume=resume, accept_changes=accept_changes, log=lambda text: None)
         return out, printed
 

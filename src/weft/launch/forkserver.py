@@ -117,14 +117,10 @@ class ForkServer:
     ) -> None:
         assert self.connection is not None
         assert self.process is not None
-        self.connection.close()  # the forkserver ends when its connection is closed
-        if kind is not None:  # a request may be pending for a rank that nobody would wait for
-            self.process.kill()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:  # the imports are still running
-            self.process.kill()
-            self.process.wait()
+        self.connection.close()
+        # It holds nothing. After an exception a request may be pending, for a rank that nobody would wait for.
+        self.process.kill()
+        self.process.wait()
 
     def start(self, arguments: list[str], environment: Mapping[str, str], stdout: str, stderr: str) -> "ForkedProcess":
         """Start a rank. Waits until the imports are done.
