@@ -30,9 +30,10 @@ from rich.table import Table
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import folder_of
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together
@@ -40,6 +41,7 @@ from weft.checkpoint.snapshot import Snapshots, Target
 from weft.data import MicroBatch
 from weft.device.device import detect
 from weft.job import Checkpoint, Job, Model, Optimizer
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.scaling import LossScale
@@ -73,12 +75,12 @@ class Training:
         parallelize(self.model, self.plan, self.mesh)
         materialize(self.model, self.source, torch.device("cpu"))
         self.model.train()
-        self.optimizer = build_optimizer(self.model, Optimizer())
+        self.optimizer = DistributedOptimizer(build_optimizer(self.model, Optimizer()), self.model, detect())
         tokens = torch.randint(0, 8192, (1, 129))
         self.batch = [MicroBatch(tokens[:, :-1].contiguous(), torch.arange(128)[None], tokens[:, 1:].contiguous())]
 
     def step(self) -> None:
-        train_step(self.model, self.optimizer, self.batch, self.plan, self.mesh, LossScale(), 1.0)
+        train_step(self.model, self.optimizer, self.batch, 1.0)
 
 
 class Saver(Protocol):
@@ -111,7 +113,7 @@ class Weft:
         self.target = Target(folder / "weft", dist.get_rank() == 0, keep=1, keep_hours=0)
         job = Job(model=t.source, plan=t.plan, checkpoint=Checkpoint(every=1))
         cpu = torch.device("cpu")
-        self.snapshots = Snapshots(job, t.model, t.anatomy, t.optimizer, detect(), cpu, t.mesh)
+        self.snapshots = Snapshots(job, t.model, t.optimizer, detect(), cpu)
         self.last_step = 0
 
     def save(self, step: int) -> None:
@@ -125,7 +127,7 @@ class Weft:
     def load(self) -> None:
         folder = folder_of(self.target.folder, self.last_step)
         with Reader(folder, verify_together(folder)) as reader:
-            restore(self.training.model, self.training.anatomy, self.training.optimizer, reader, lambda files: None)
+            restore(self.training.model, self.training.optimizer, reader, lambda files: None)
 
 
 class Dcp:
@@ -137,7 +139,7 @@ class Dcp:
         self.last_step, self.end = 0, 0.0
 
     def state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.training.model, self.training.optimizer)
+        model, optimizer = get_state_dict(self.training.model, self.training.optimizer.inner)
         return {"model": model, "optimizer": optimizer}
 
     def path(self) -> Path:

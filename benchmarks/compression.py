@@ -82,21 +82,13 @@ def job_for(name: str, steps: int, seed: int, zero: int, lr: float) -> Job:
 def train(job: Job, prepared: Prepared) -> tuple[float, list[float]]:
     """Train on this rank; return the held-out loss and the gradient norm of every step."""
     session = open_session(job, prepared)
-    settings, scale, norms = session.job.optimizer, session.position.loss_scale, []
+    settings, norms = session.job.optimizer, []
     for step, micro_batches in enumerate(train_batches(session, session.position), 1):
-        set_learning_rate(session.optimizer, learning_rate(step, job.train.steps, settings))
-        result = train_step(
-            session.model,
-            session.optimizer,
-            micro_batches,
-            session.job.plan,
-            session.mesh,
-            scale,
-            settings.clip_norm,
-        )
+        set_learning_rate(session.optimizer.inner, learning_rate(step, job.train.steps, settings))
+        result = train_step(session.model, session.optimizer, micro_batches, settings.clip_norm)
         assert result.problem is None, result.problem
         norms.append(result.grad_norm)
-    loss = evaluate(session.model, held_out_batches(session), session.mesh)
+    loss = evaluate(session.model, held_out_batches(session))
     dist.destroy_process_group()
     return loss, norms
 

@@ -60,15 +60,13 @@ def run(prepared: Prepared, name: str, steps: int, seed: int) -> tuple[float, in
     train = {"steps": steps, "seed": seed, "global_batch_size": 4, "micro_batch_size": micro_batch, "evaluate_rows": 64}
     job = merge(RECIPE, {"model": MODEL, "train": train, "optimizer": {"lr": RATE, "schedule": "cosine"}})
     session = open_session(Job.parse(merge(job, {"plan": {"parallel": {"zero": 0}, "precision": precision}})), prepared)
-    plan, settings, scale = session.job.plan, session.job.optimizer, session.position.loss_scale
+    settings = session.job.optimizer
     skipped = 0
     for step, micro_batches in enumerate(train_batches(session, session.position), 1):
-        set_learning_rate(session.optimizer, learning_rate(step, steps, settings))
-        result = train_step(
-            session.model, session.optimizer, micro_batches, plan, session.mesh, scale, settings.clip_norm
-        )
-        scale, skipped = result.loss_scale, skipped + (result.problem is not None)
-    loss = evaluate(session.model, held_out_batches(session), session.mesh)
+        set_learning_rate(session.optimizer.inner, learning_rate(step, steps, settings))
+        result = train_step(session.model, session.optimizer, micro_batches, settings.clip_norm)
+        skipped += result.problem is not None
+    loss = evaluate(session.model, held_out_batches(session))
     dist.destroy_process_group()
     return loss, skipped
 

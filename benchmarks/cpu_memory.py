@@ -38,10 +38,9 @@ from weft.device.device import detect
 from weft.job import Model, Optimizer
 from weft.launch.launcher import connect
 from weft.memory.live_bytes import LiveBytes
-from weft.memory.optimizer_state import place_states
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Parallel, Plan, Precision
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
@@ -194,16 +193,18 @@ class Training:
         self.plan = Plan(parallel=Parallel(zero=zero), precision=precision, memory=memory).resolve(1)  # type: ignore[arg-type]
         self.mesh = build_mesh(self.plan, "cpu", 1)
         self.model: Any = parallelize(plain(torch.float32), self.plan, self.mesh).train()
-        self.optimizer = build_optimizer(self.model, Optimizer())
-        if build:
-            self.optimizer = build(self.optimizer.param_groups, **self.optimizer.defaults)
-        place_states(self.optimizer, self.plan, detect())
+        inner = build_optimizer(self.model, Optimizer())
+        inner = build(inner.param_groups, **inner.defaults) if build else inner
+        self.optimizer = DistributedOptimizer(inner, self.model, detect())
+
+    def track(self, live: LiveBytes) -> None:
+        self.optimizer.track(live)
 
     def step(self, tokens: Tensor) -> float:
         positions = torch.arange(TOKENS).expand_as(tokens)
         targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], 1)
         batches = [MicroBatch(tokens, positions, targets)]
-        return train_step(self.model, self.optimizer, batches, self.plan, self.mesh, LossScale(), clip_norm=0.0).loss
+        return train_step(self.model, self.optimizer, batches, clip_norm=0.0).loss
 
 
 class Offloaded:
@@ -218,6 +219,9 @@ class Offloaded:
             fully_shard(block, **settings)
         fully_shard(self.model, **settings)
         self.optimizer = build_optimizer(self.model, Optimizer())
+
+    def track(self, live: LiveBytes) -> None:
+        live.track_training(self.model, self.optimizer)
 
     def step(self, tokens: Tensor) -> float:
         loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -269,7 +273,7 @@ def measure_updates(repeats: int) -> tuple[Table, list[str]]:
     for name, system in systems.items():
         # LiveBytes cannot see inside compiled code: torchao's update is counted uncompiled.
         with torch.compiler.set_stance("force_eager"), LiveBytes() as live:
-            live.track_training(system.model, system.optimizer)
+            system.track(live)
             state = live.total
             system.step(tokens)
         counted[name] = state, live.peak

@@ -42,15 +42,17 @@ from tests.lab.hosts import INTERFACE, hosts, payload_sent
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import Recorder, all_gather_rows
 from weft.comm.stopwatch import CollectiveClock
 from weft.data import MicroBatch
+from weft.device.device import detect
 from weft.job import Model, Optimizer
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
@@ -148,7 +150,7 @@ def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_ste
     materialize(split, source, torch.device("cpu"))
     one_bit = plan.comm.compression == "1-bit"
     settings = {"name": "onebit-adam", "freeze_steps": freeze_steps} if one_bit else {}
-    optimizer = build_optimizer(split, Optimizer(lr=1e-3, **settings))
+    optimizer = DistributedOptimizer(build_optimizer(split, Optimizer(lr=1e-3, **settings)), split, detect())
 
     def step(rows: Tensor) -> float:
         mine = rows.chunk(plan.parallel.data_ranks)[data_rank(mesh)]
@@ -156,7 +158,7 @@ def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_ste
             MicroBatch(part[:, :-1].contiguous(), torch.arange(TOKENS).expand(len(part), -1), part[:, 1:].contiguous())
             for part in mine.split(1 if plan.parallel.pp > 1 else len(mine))
         ]
-        return train_step(split, optimizer, batches, plan, mesh, LossScale(), 1.0).loss
+        return train_step(split, optimizer, batches, 1.0).loss
 
     return step
 

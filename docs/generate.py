@@ -15,10 +15,10 @@ from pydantic_core import PydanticUndefined
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.documents import TOLERANCE, check_packing
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta
 from weft.errors import WeftError
 from weft.job import Job
 from weft.parallel.parallelize import check_axes

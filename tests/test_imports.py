@@ -10,8 +10,8 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
 LAYERS = (
-    "errors lock plan refusal job",
-    "device backends launch topology anatomy comm precision compute memory checkpoint data parallel train planner observe cli",
+    "errors lock plan refusal job compat",
+    "device backends launch topology anatomy comm precision compute memory data parallel checkpoint train planner observe cli",
 )
 PACKAGES = " ".join(LAYERS).split()
 

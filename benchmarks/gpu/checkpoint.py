@@ -24,16 +24,18 @@ import torch
 import torch.distributed as dist
 from foundation import random_batch
 
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import folder_of
-from weft.checkpoint.huggingface import allocate, build_on_meta
 from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.device.device import Device, detect
 from weft.job import Checkpoint, Job, Model, Optimizer
 from weft.launch.launcher import connect
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import allocate
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -88,14 +90,14 @@ def main() -> None:
             buffer.fill_(1.0 if "inv_freq" in name else 0.0)
     model.gradient_checkpointing_enable()
     model.train()
-    optimizer = build_optimizer(model, Optimizer(lr=1e-6))
+    optimizer = DistributedOptimizer(build_optimizer(model, Optimizer(lr=1e-6)), model, device)
     batch = [random_batch(LLAMA_8B["vocab_size"], 1, SEQ_LEN, torch_device, 0)]  # type: ignore[arg-type]
 
     def step() -> None:
-        train_step(model, optimizer, batch, plan, mesh, LossScale(), 1.0)
+        train_step(model, optimizer, batch, 1.0)
 
     job = Job(model=source, plan=plan, checkpoint=Checkpoint(every=1))
-    snapshots = Snapshots(job, model, anatomy, optimizer, device, torch_device, mesh)
+    snapshots = Snapshots(job, model, optimizer, device, torch_device)
     seconds_of_steps(device, step, 3)
     blocked, slower = [], []
     with TemporaryDirectory(dir=chosen.folder) as folder:

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.device.device import Device, detect
 from weft.job import Job
 from weft.launch.launcher import connect
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.planner.dryrun.trace import assumed_batches, trace
 from weft.precision.dtypes import DTYPES
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
@@ -83,12 +84,12 @@ def measure(job: Job, device: Device, torch_device: torch.device, steps: int) ->
     parallelize(model, plan, mesh)
     materialize(model, job.model, torch_device)
     model.train()
-    optimizer = build_optimizer(model, job.optimizer)
+    optimizer = DistributedOptimizer(build_optimizer(model, job.optimizer), model, detect())
     batches = assumed_batches(job.model_copy(update={"plan": plan}), torch_device)
     for step in range(1 + steps):
         if step == 1:
             device.reset_peak_memory()
-        train_step(model, optimizer, batches, plan, mesh, LossScale(), job.optimizer.clip_norm)
+        train_step(model, optimizer, batches, job.optimizer.clip_norm)
     device.synchronize()
     return device.peak_memory_bytes()
 

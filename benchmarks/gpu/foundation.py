@@ -20,18 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.flops import training_flops_per_token
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, build_plain, gather_weights, materialize
+from weft.checkpoint.huggingface import build_plain, gather_weights, materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.device.device import Device, detect
 from weft.job import Model, Optimizer
 from weft.launch.launcher import connect
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan, Precision
 from weft.precision.dtypes import DTYPES
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
@@ -74,10 +75,10 @@ def weft_trainer(source: Model, precision: Precision, torch_device: torch.device
     parallelize(model, plan, mesh)
     materialize(model, source, torch_device)
     model.train()
-    optimizer = build_optimizer(model, SETTINGS)
+    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
 
     def step(batch: MicroBatch) -> float:
-        return train_step(model, optimizer, [batch], plan, mesh, LossScale(), SETTINGS.clip_norm).loss
+        return train_step(model, optimizer, [batch], SETTINGS.clip_norm).loss
 
     return step, model
 

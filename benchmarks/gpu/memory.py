@@ -25,15 +25,15 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpoint import LLAMA_8B
-from weft.checkpoint.huggingface import allocate, build_on_meta
+from weft.anatomy.build import build_on_meta
 from weft.checkpoint.model_config import read_config
 from weft.device.device import detect
 from weft.job import Model, Optimizer
 from weft.launch.launcher import connect
-from weft.memory.optimizer_state import place_states
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import allocate
 from weft.plan import Memory, Parallel, Plan, Precision
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
@@ -85,17 +85,14 @@ def run(settings: dict[str, Any], micro_batches: int, blocks: int, seq_len: int,
 
         optimizer: Any = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, lr=1e-6)
     else:
-        optimizer = build_optimizer(model, Optimizer(lr=1e-6))
-        place_states(optimizer, plan, device)
+        optimizer = DistributedOptimizer(build_optimizer(model, Optimizer(lr=1e-6)), model, device)
     batch = [random_batch(LLAMA_8B["vocab_size"], 1, seq_len, torch_device, n) for n in range(micro_batches)]  # type: ignore[arg-type]
     seconds, losses = [], []
     for index in range(steps + 2):
         if index == 2:  # the first step allocates the optimizer's state, the second the pools
             device.reset_peak_memory()
         begin = time.perf_counter()
-        losses.append(
-            train_step(model, optimizer, batch, plan, mesh, LossScale.from_plan(precision.loss_scale), 0.0).loss
-        )
+        losses.append(train_step(model, optimizer, batch, 0.0).loss)
         device.synchronize()
         seconds.append(time.perf_counter() - begin)
     return {"peak": device.peak_memory_bytes(), "seconds": seconds[2:], "losses": losses}

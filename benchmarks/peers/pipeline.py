@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from weft.data import IGNORED
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
+from weft.parallel.runtime import runtime
 from weft.train.optimizer import build_optimizer
 
 # torch's own schedules
@@ -113,7 +114,7 @@ def build_slow_weft(workload: Workload, plan: dict[str, Any], micro_batches: int
 
     def slow_down(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *rest = args
-        return _Slow.apply(hidden, seconds, model.pipeline.queue), *rest
+        return _Slow.apply(hidden, seconds, runtime(model).pipeline.queue), *rest
 
     for block in model.modules():
         if isinstance(block, LlamaDecoderLayer):

@@ -21,14 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import weft
-from weft.checkpoint.huggingface import build_on_meta
+from weft.anatomy.build import build_on_meta
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.device.device import detect
 from weft.job import Model
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import IGNORED, train_step
@@ -66,7 +66,7 @@ def build_weft_model(workload: Workload, tables: dict[str, Any]) -> tuple[PreTra
 
 def weft_step(model: PreTrainedModel, plan: Plan, mesh: DeviceMesh, micro_batches: int) -> Step:
     """Training step of Weft, with a number of micro-batches per rank."""
-    optimizer, scale = build_optimizer(model, SETTINGS), LossScale.from_plan(plan.precision.loss_scale)
+    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
 
     def step(rows: Tensor) -> float:
         own = rows.chunk(plan.parallel.data_ranks)[data_rank(mesh)].contiguous()
@@ -74,7 +74,7 @@ def weft_step(model: PreTrainedModel, plan: Plan, mesh: DeviceMesh, micro_batche
         targets = F.pad(own[:, 1:], (0, 1), value=IGNORED)  # as Transformers shifts labels
         parts = (tensor.chunk(micro_batches) for tensor in (own, positions, targets))
         batches = [MicroBatch(*tensors) for tensors in zip(*parts, strict=True)]
-        return train_step(model, optimizer, batches, plan, mesh, scale, SETTINGS.clip_norm).loss
+        return train_step(model, optimizer, batches, SETTINGS.clip_norm).loss
 
     return step
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft.checkpoint.huggingface import materialize
     from weft.job import Job
+    from weft.parallel.gradients import clip_grad_norm_
     from weft.parallel.labels import count_targets
     from weft.parallel.parallelize import parallelize
+    from weft.parallel.runtime import runtime
     from weft.plan import Plan
     from weft.topology.mesh import build_mesh
-    from weft.train.optimizer import clip_grad_norm_
     from weft.train.run import train
 
     __version__: str
@@ -22,10 +23,11 @@ MODULES = {
     "Job": "weft.job",
     "Plan": "weft.plan",
     "build_mesh": "weft.topology.mesh",
-    "clip_grad_norm_": "weft.train.optimizer",
+    "clip_grad_norm_": "weft.parallel.gradients",
     "count_targets": "weft.parallel.labels",
     "materialize": "weft.checkpoint.huggingface",
     "parallelize": "weft.parallel.parallelize",
+    "runtime": "weft.parallel.runtime",
     "train": "weft.train.run",
 }
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "count_targets",
     "materialize",
     "parallelize",
+    "runtime",
     "train",
 ]
 

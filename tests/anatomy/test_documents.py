@@ -10,10 +10,11 @@ from transformers import AutoConfig
 
 from tests.lab.families import FAMILIES, family
 from tests.lab.shrink import shrunk
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.documents import TOLERANCE, check_packing
 from weft.anatomy.shrink import MAX_COPY_PARAMETERS, block_kinds, small_copy
 from weft.anatomy.transformers import read_anatomy, row_arguments
-from weft.checkpoint.huggingface import build_on_meta, build_plain
+from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
 from weft.job import Model
 

@@ -6,10 +6,11 @@ import transformers
 
 from tests.lab.families import FAMILIES, family
 from tests.lab.shrink import shrunk
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.flops import training_flops_per_token
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy, row_arguments
-from weft.checkpoint.huggingface import build_on_meta, build_plain
+from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
 from weft.errors import ModelError
 from weft.job import Model

@@ -10,14 +10,8 @@ from tests.lab.families import FAMILIES, family
 from tests.lab.parity import plan_for
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import shrunk
-from weft.checkpoint.huggingface import (
-    build_on_meta,
-    build_plain,
-    convert_folder,
-    gather_weights,
-    materialize,
-    save_folder,
-)
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import build_plain, convert_folder, gather_weights, materialize, save_folder
 from weft.checkpoint.model_config import read_config
 from weft.errors import CheckpointError, ModelError
 from weft.job import Model

@@ -63,7 +63,7 @@ def resume(rank: int, world_size: int, shared: Path) -> tuple[int, dict[str, tor
         if copy is None:
             return 0, {}
         with Reader(host.folder_for(copy), copy.manifest) as reader:
-            restore(trainer.model, trainer.anatomy, trainer.optimizer, reader, lambda files: host.fetch(copy, files))
+            restore(trainer.model, trainer.optimizer, reader, lambda files: host.fetch(copy, files))
     return copy.step, state_of(trainer)
 
 

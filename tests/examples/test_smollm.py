@@ -17,13 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.lab.parity import compare, plan_for, share
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize, save_folder
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import gather_weights, materialize, save_folder
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
+from weft.device.device import detect
 from weft.job import Model, Optimizer
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
@@ -83,10 +85,10 @@ def train_once(rank: int, world_size: int, plan: Plan, folder: Path, tokens: tor
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
     materialize(model, source, torch.device("cpu"))
     model.train()
-    optimizer = build_optimizer(model, Optimizer(lr=1e-4))
+    optimizer = DistributedOptimizer(build_optimizer(model, Optimizer(lr=1e-4)), model, detect())
     positions = torch.arange(SEQ_LEN).repeat(ROWS, 1)
     micro_batches = share(MicroBatch(tokens[:, :-1], positions, tokens[:, 1:]), rank, world_size, ROWS)
-    loss = train_step(model, optimizer, micro_batches, plan, mesh, LossScale.from_plan("none"), clip_norm=1.0).loss
+    loss = train_step(model, optimizer, micro_batches, clip_norm=1.0).loss
     with torch.no_grad():
         logits = model(input_ids=micro_batches[0].input_ids).logits
     weights = gather_weights(model)

@@ -14,13 +14,15 @@ from transformers import AutoModelForCausalLM
 from tests.examples.test_smollm import smollm, tokens  # noqa: F401  (fixtures)
 from tests.lab.parity import plan_for, share
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
+from weft.device.device import detect
 from weft.job import Model, Optimizer
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
@@ -40,13 +42,10 @@ def curve(rank: int, ranks: int, plan: Plan, folder: Path, tokens: torch.Tensor)
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
     materialize(model, source, torch.device("cpu"))
     model.train()
-    optimizer, scale = build_optimizer(model, SETTINGS), LossScale.from_plan("none")
+    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
     rows_at_once = 1 if plan.parallel.pp > 1 else len(tokens)
     micro_batches = share(batch(tokens), data_rank(mesh), plan.parallel.data_ranks, rows_at_once)
-    return [
-        train_step(model, optimizer, micro_batches, plan, mesh, scale, clip_norm=SETTINGS.clip_norm).loss
-        for _ in range(STEPS)
-    ]
+    return [train_step(model, optimizer, micro_batches, clip_norm=SETTINGS.clip_norm).loss for _ in range(STEPS)]
 
 
 @pytest.fixture(scope="module")

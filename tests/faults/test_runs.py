@@ -68,7 +68,7 @@ def on_step(session: Session, step: int, action: Any) -> None:
         if count == step:
             action()
 
-    session.optimizer.register_step_post_hook(count_updates)
+    session.optimizer.inner.register_step_post_hook(count_updates)
 
 
 def stop_after_5(session: Session) -> None:
@@ -246,7 +246,7 @@ def flip_once(session: Session) -> None:
 
 def flip_whenever_step_5_is_done(session: Session) -> None:
     if session.rank == 2:
-        session.optimizer.register_step_post_hook(lambda *_: flip_a_bit(session))
+        session.optimizer.inner.register_step_post_hook(lambda *_: flip_a_bit(session))
 
 
 def test_a_transient_bit_flip_is_undone(tmp_path: Path) -> None:

@@ -19,14 +19,15 @@ from tests.lab.checkpoints import tensors_of
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
-from weft.anatomy.transformers import read_anatomy
+from weft.anatomy.build import build_on_meta
 from weft.checkpoint.folders import clean, list_checkpoints, part_of, step_of
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.device.device import detect
 from weft.job import Checkpoint, Job, Model
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
@@ -47,16 +48,15 @@ class Trainer:
         self.plan = plan_for("fp32", zero=3).resolve(world_size)
         self.mesh = build_mesh(self.plan, "cpu", world_size)
         self.model = build_on_meta(read_config(source), torch.float32)
-        self.anatomy = read_anatomy(self.model)
         parallelize(self.model, self.plan, self.mesh)
         materialize(self.model, source, CPU)
-        self.optimizer = build_optimizer(self.model, SETTINGS)
+        self.optimizer = DistributedOptimizer(build_optimizer(self.model, SETTINGS), self.model, detect())
         self.batch = share(packed_batches(2000, rows=12)[0], data_rank(self.mesh), world_size, 2)
         job = Job(model=source, plan=self.plan, checkpoint=Checkpoint(every=1))
-        self.snapshots = Snapshots(job, self.model, self.anatomy, self.optimizer, detect(), CPU, self.mesh)
+        self.snapshots = Snapshots(job, self.model, self.optimizer, detect(), CPU)
 
     def step(self) -> float:
-        return train_step(self.model, self.optimizer, self.batch, self.plan, self.mesh, LossScale(), 0.5).loss
+        return train_step(self.model, self.optimizer, self.batch, 0.5).loss
 
     def take(self, run: Path, step: int) -> None:
         target = Target(run, dist.get_rank() == 0, keep=2, keep_hours=0)

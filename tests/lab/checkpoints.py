@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from tests.lab.parity import SETTINGS, packed_batches, share
-from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import allocate, build_on_meta, gather_weights, materialize
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import gather_weights, materialize
 from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together
@@ -15,7 +15,9 @@ from weft.checkpoint.slices import PER_RANK_KINDS
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.device.device import detect
 from weft.job import Checkpoint, Job, Model
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import allocate
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -33,22 +35,21 @@ def train_and_save(
     plan = plan.resolve(world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = build_on_meta(read_config(source), DTYPES[plan.precision.update])
-    anatomy = read_anatomy(model)
     parallelize(model, plan, mesh)
     if begin:
         allocate(model, CPU)
-        optimizer = build_optimizer(model, SETTINGS)
+        optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
         with Reader(begin, verify_together(begin)) as reader:
-            restore(model, anatomy, optimizer, reader, lambda files: None)
+            restore(model, optimizer, reader, lambda files: None)
     else:
         materialize(model, source, CPU)
-        optimizer = build_optimizer(model, SETTINGS)
+        optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
     for global_batch in packed_batches(read_config(source).get_text_config().vocab_size)[slice(*steps)]:
         batch = share(global_batch, data_rank(mesh), plan.parallel.data_ranks, 1)
-        train_step(model, optimizer, batch, plan, mesh, LossScale(), 0.5)
-        evaluate(model, batch, mesh)  # may leave weights gathered
+        train_step(model, optimizer, batch, 0.5)
+        evaluate(model, batch)  # may leave weights gathered
     job = Job(model=source, plan=plan, checkpoint=Checkpoint(every=1))
-    snapshots = Snapshots(job, model, anatomy, optimizer, detect(), CPU, mesh)
+    snapshots = Snapshots(job, model, optimizer, detect(), CPU)
     step, target = steps[1], Target(run, rank == 0, keep=0, keep_hours=0)
     assert snapshots.take(Position(step=step, next_batch=step, loss_scale=LossScale()), target) > 0
     snapshots.finish()

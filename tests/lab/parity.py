@@ -13,24 +13,18 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import (
-    build_on_meta,
-    build_plain,
-    gather_weights,
-    materialize,
-    reorder_packed,
-)
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import build_plain, gather_weights, materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.device.device import detect
 from weft.job import Model, Optimizer
-from weft.memory.optimizer_state import place_states
-from weft.parallel.dropout import set_dropout_seed
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import reorder_packed, runtime, set_dropout_seed
 from weft.parallel.sequence_sharding import shard_sequence
 from weft.plan import Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes
 from weft.train.optimizer import build_optimizer, learning_rate
 from weft.train.step import evaluate, forward, forward_backward, train_step
@@ -153,30 +147,28 @@ def run_plan(
     model = parallelize(build_on_meta(config, DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, source, torch.device("cpu"))
     model.train()
-    optimizer = build_optimizer(model, SETTINGS)
-    place_states(optimizer, plan, detect(), mesh.get_local_rank("pp"))
+    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
     data_ranks, gradient_ranks = plan.parallel.data_ranks, plan.parallel.gradient_ranks
     shares = [share(batch, data_rank(mesh), data_ranks, micro_batch) for batch in batches]
     tokens = int((batches[0].targets != -100).sum())
     set_dropout_seed(model, 0)
-    forward_backward(model, shares[0], plan, mesh, gradient_ranks / tokens)
+    forward_backward(model, shares[0], gradient_ranks / tokens)
     gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     gradients = reorder_packed(model, gradients, by_rank=False)
     optimizer.zero_grad()
 
     with torch.no_grad():
         logits = logits_of_all(model, shares[0], mesh)
-    losses, norms, scale = [], [], LossScale.from_plan(plan.precision.loss_scale)
+    losses, norms = [], []
     for step, micro_batches in enumerate(shares, 1):
-        for group in optimizer.param_groups:
+        for group in optimizer.inner.param_groups:
             group["lr"] = learning_rate(step, STEPS, SETTINGS)
         set_dropout_seed(model, step)
-        result = train_step(model, optimizer, micro_batches, plan, mesh, scale, SETTINGS.clip_norm)
+        result = train_step(model, optimizer, micro_batches, SETTINGS.clip_norm)
         assert result.problem is None, result.problem
         losses.append(result.loss)
         norms.append(result.grad_norm)
-        scale = result.loss_scale
-    held_out = evaluate(model, shares[0], mesh)
+    held_out = evaluate(model, shares[0])
     return ParityRecord(
         losses,
         norms,
@@ -199,7 +191,9 @@ def logits_of_all(model: Any, batches: list[MicroBatch], mesh: DeviceMesh) -> li
         found.append(full_logits(output.logits, batch, mesh))
         return output.logits
 
-    model.pipeline.evaluate(batches, partial(forward, model), keep)
+    pipeline = runtime(model).pipeline
+    assert pipeline is not None
+    pipeline.evaluate(batches, partial(forward, model), keep)
     return found
 
 

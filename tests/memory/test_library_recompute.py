@@ -10,10 +10,11 @@ import weft
 from tests.lab.families import family
 from tests.lab.parity import full_tensor, packed_batches, plan_for
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.job import Model
-from weft.parallel.dropout import set_dropout_seed
+from weft.parallel.runtime import set_dropout_seed
 from weft.plan import Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh, data_rank
 

@@ -17,7 +17,7 @@ from tests.lab.live import StorageBytes
 from tests.lab.pool import RankError, run_ranks
 from weft.device.device import detect
 from weft.memory.chunked_step import chunked_step
-from weft.memory.optimizer_state import OffloadedStates, place_states
+from weft.memory.optimizer_state import OffloadedStates, StatePlacement
 from weft.memory.pool import Pool, mapped_files
 from weft.plan import Memory, Parallel, Plan, Precision
 
@@ -128,7 +128,7 @@ def test_training_is_bit_equal_in_any_layout(layout: str, weights: str, tmp_path
 
 def build(rank: int, world_size: int, memory: Memory) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.randn(1000, 100)) for _ in range(3)])
-    place_states(optimizer, Plan(memory=memory), detect())
+    StatePlacement(optimizer, Plan(memory=memory), detect())
 
 
 def test_full_disk_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -9,13 +9,17 @@ import torch
 from tests.lab.families import family
 from tests.lab.parity import full_tensor, share
 from tests.lab.pool import run_ranks
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize
+from weft.checkpoint.huggingface import gather_weights, materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
+from weft.device.device import detect
 from weft.errors import JobError
 from weft.job import Model, Optimizer
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import runtime
 from weft.parallel.sdc_check import check_replicas
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
@@ -67,16 +71,14 @@ class TrainingRank:
         parallelize(self.model, self.plan, self.mesh)
         materialize(self.model, source, CPU)
         self.model.train()
-        self.optimizer = build_optimizer(self.model, settings_for(plan.comm.compression).model_copy(update=settings))
-        self.scale = LossScale.from_plan(plan.precision.loss_scale)
+        inner = build_optimizer(self.model, settings_for(plan.comm.compression).model_copy(update=settings))
+        self.optimizer = DistributedOptimizer(inner, self.model, detect())
         self.vocab_size = self.model.config.vocab_size
 
     def step(self, index: int, check: Any = lambda loss, norm: None) -> Any:
         batch = global_batch(self.vocab_size, index)
         mine = share(batch, data_rank(self.mesh), self.plan.parallel.data_ranks, 1)
-        result = train_step(self.model, self.optimizer, mine, self.plan, self.mesh, self.scale, 1.0, check)
-        self.scale = result.loss_scale
-        return result
+        return train_step(self.model, self.optimizer, mine, 1.0, check)
 
 
 def train(
@@ -89,7 +91,7 @@ def train(
     return (
         [r.loss for r in results],
         gather_weights(trainer.model),
-        check_replicas(trainer.model, trainer.optimizer, trainer.mesh),
+        check_replicas(trainer.model, trainer.optimizer),
     )
 
 
@@ -188,12 +190,12 @@ def with_a_skipped_step(
     if reason == "spike":
         problem = trainer.step(100, check=lambda loss, norm: "loss spike").problem
     elif reason == "overflow":
-        trainer.scale = LossScale(2.0**120, dynamic=True)
+        trainer.optimizer.loss_scale = LossScale(2.0**120, dynamic=True)
         problem = trainer.step(101).problem
-        trainer.scale = LossScale()
+        trainer.optimizer.loss_scale = LossScale()
     trainer.step(6)
     trainer.step(7)
-    return gather_weights(trainer.model), trainer.model.feedback.tensors(), problem
+    return gather_weights(trainer.model), runtime(trainer.model).feedback.tensors(), problem
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_unused_parameters_are_not_updated(source: str, zero: int, compression: 
 
 def with_plain_adam(rank: int, world_size: int, plan: Plan) -> None:
     trainer = TrainingRank(world_size, MODELS["llama"], plan)
-    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
+    trainer.optimizer = DistributedOptimizer(torch.optim.AdamW(trainer.model.parameters()), trainer.model, detect())
     with pytest.raises(JobError, match="an optimizer AdamW with"):
         trainer.step(0)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.lab.families import FAMILIES
 from tests.lab.parity import logits_of
@@ -20,12 +20,12 @@ from tests.lab.pool import run_ranks
 from weft.backends.hierarchical import register_backend
 from weft.data import MicroBatch
 from weft.errors import ModelError, PlanError
+from weft.parallel.attention_interface import AttentionSettings, context_attention, replace_attention
 from weft.parallel.context import (
     ContextParallel,
     attend,
     check_heads,
     check_sequence,
-    context_attention,
     natural_positions,
     zigzag_indices,
 )
@@ -303,8 +303,10 @@ def test_documents_of_partial_rows_are_refused() -> None:
 
 
 def attention_module(**config: Any) -> Any:
-    settings = SimpleNamespace(**config)
-    return SimpleNamespace(context=ContextParallel(None, None, 1, 1, 0), config=settings, layer_idx=0, is_causal=True)
+    module: Any = torch.nn.Module()
+    module.config, module.layer_idx, module.is_causal = SimpleNamespace(**config), 0, True
+    module.register_forward_pre_hook(AttentionSettings("attention", ContextParallel(None, None, 1, 1, 0)))
+    return module
 
 
 def test_context_attention_supports_all_its_arguments() -> None:
@@ -382,11 +384,10 @@ def run_model(rank: int, world_size: int, name: str) -> tuple[Tensor, Tensor, di
     """Logits of one rank's tokens, their positions, and the gradients they give to the weights."""
     model, tokens, positions, grad = model_and_tokens(name)
     context = make_context(rank, 1, 2, tile=4)
-    AttentionInterface.register("weft_context", context_attention)
-    model.set_attn_implementation("weft_context")
-    for module in model.modules():
-        if hasattr(module, "layer_idx"):
-            module.context = context
+    is_attention = {
+        name: hasattr(module, "layer_idx") and hasattr(module, "config") for name, module in model.named_modules()
+    }
+    replace_attention(model, [name for name, found in is_attention.items() if found], context)
     mine = natural_positions(32, 1, 2, rank)
     documents = Case(documents=PACKED).document_ids()
     assert documents is not None

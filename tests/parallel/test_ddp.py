@@ -116,7 +116,7 @@ def step_in_bfloat16(rank: int, world_size: int, name: str, zero: int) -> tuple[
     plan = Plan(parallel=Parallel(zero=zero), precision=Precision(param_dtype="bf16")).resolve(world_size)  # type: ignore[arg-type]
     source, mesh = Model(config=shrunk(name)), build_mesh(plan, "cpu", world_size)
     model = parallelize(build_plain(source, read_config(source), torch.float32), plan, mesh).train()
-    loss = forward_backward(model, share(packed_batches(96)[0], rank, world_size, 2), plan, mesh, 1.0)
+    loss = forward_backward(model, share(packed_batches(96)[0], rank, world_size, 2), 1.0)
     return loss.item(), {
         name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None
     }

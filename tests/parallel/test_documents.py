@@ -10,8 +10,9 @@ from tests.lab.families import family
 from tests.lab.parity import compare, plan_for, run_plan
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, build_plain
+from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.errors import JobError, PlanError

@@ -19,9 +19,10 @@ from tests.backends.test_hierarchical import make_group
 from tests.lab.families import COMMON, EXPERTS, family
 from tests.lab.parity import compare
 from tests.lab.pool import run_ranks
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.backends.hierarchical import register_backend
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm import collectives
 from weft.comm.collectives import Message, Recorder

@@ -10,8 +10,9 @@ from transformers import DynamicCache
 from tests.lab.parity import assert_parity, plan_for
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import BIASED, LEAKING, PROVED, shrunk
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
+from weft.checkpoint.huggingface import build_plain, materialize
 from weft.checkpoint.model_config import read_config
 from weft.errors import ModelError, PlanError
 from weft.job import Model

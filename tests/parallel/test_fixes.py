@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.lab.families import family
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta
 from weft.checkpoint.model_config import read_config
 from weft.errors import JobError, PlanError
 from weft.job import Job, Model

@@ -11,10 +11,12 @@ from tests.lab.families import family
 from tests.lab.parity import compare, full_tensor, plan_for
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import shrunk
-from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize, reorder_packed
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import build_plain, materialize
 from weft.checkpoint.model_config import read_config
 from weft.job import Model
 from weft.parallel.fsdp import begin_micro_batch
+from weft.parallel.runtime import reorder_packed, runtime
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh, data_rank
 
@@ -55,7 +57,7 @@ def custom_step(
     items = weft.count_targets(labels.chunk(micro_batches), mesh) if micro_batches > 1 else None
     total = 0.0
     for index in range(micro_batches):
-        begin_micro_batch(model, plan.resolve(ranks), last=index == micro_batches - 1)
+        begin_micro_batch(model, plan.resolve(ranks), runtime(model).gradient_reducer, last=index == micro_batches - 1)
         own = {"input_ids": rows.chunk(micro_batches)[index], "labels": labels.chunk(micro_batches)[index]}
         loss = model(**own, num_items_in_batch=items).loss
         loss.backward()

@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from tests.lab.families import family
 from tests.lab.parity import compare, full_tensor, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import build_plain, materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import runtime
 from weft.plan import Pipeline, Plan
 from weft.topology.mesh import build_mesh, data_rank
 from weft.train.step import forward_backward
@@ -54,9 +56,9 @@ def split(
     batch = rows()
     tokens, p = int((batch.targets != -100).sum()), plan.parallel
     mine = share(batch, data_rank(mesh), p.data_ranks, micro_batch)
-    forward_backward(model, mine, plan, mesh, p.gradient_ranks / tokens, p.gradient_ranks / len(batch.input_ids))
+    forward_backward(model, mine, p.gradient_ranks / tokens, p.gradient_ranks / len(batch.input_ids))
     gradients = {name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()}
-    return gradients, model.router_watch.take_load()
+    return gradients, runtime(model).router_stats.take_load()
 
 
 @pytest.mark.thin(7)
@@ -115,7 +117,7 @@ def custom_loop(rank: int, ranks: int, model_source: Model) -> list[int]:
     tokens, kept = torch.arange(16).view(2, 8), []
     for _ in range(3):
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        kept.append(len(model.router_watch.logits))
+        kept.append(len(runtime(model).router_stats.logits))
     return kept
 
 

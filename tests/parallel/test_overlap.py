@@ -15,9 +15,10 @@ from tests.lab.parity import assert_parity, packed_batches, share
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import LEAKING, PROVED, shrunk
 from tests.lab.wire import register_wire, virtual_seconds
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.backends.hierarchical import register_backend
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import Recorder
 from weft.comm.overlap import Overlap
@@ -25,8 +26,10 @@ from weft.errors import ModelError, PlanError
 from weft.job import Model
 from weft.parallel.async_tp import LazyGather, RegionBoundary, share_gather
 from weft.parallel.parallelize import check_axes, parallelize
+from weft.parallel.runtime import runtime
 from weft.parallel.tensor import FIRST_OF_MLP
 from weft.parallel.tp_rules import DOWN
+from weft.parallel.weights import TensorSplit
 from weft.plan import Plan
 from weft.topology.mesh import AXES, build_mesh, mesh_shape
 from weft.train.step import forward_backward
@@ -110,9 +113,9 @@ def traffic(rank: int, ranks: int, name: str, plan: Plan) -> tuple[dict[str, int
         saved = live.current - before
     logits.sum().backward()
     with Recorder() as recorder:
-        forward_backward(model, [batch], plan, mesh, 1.0)
+        forward_backward(model, [batch], 1.0)
     sent = Counter(message.operation for message in recorder.messages if message.axis == "tp")
-    chunked_layers = sum(getattr(module, "multiplies_in_chunks", False) for module in model.modules())
+    chunked_layers = len(runtime(model).tensor_split.chunked)
     return dict(sent), saved, chunked_layers
 
 
@@ -152,7 +155,7 @@ def emulated_seconds(rank: int, ranks: int, plan: Plan) -> tuple[float, float, f
     materialize(model, source, torch.device("cpu"))
     [batch] = share(packed_batches(96, 2, 64)[0], 0, 1, 2)
     with virtual_seconds(wire, 1.0, 0.0, 40.0) as clock:
-        forward_backward(model, [batch], plan, mesh, 1.0)
+        forward_backward(model, [batch], 1.0)
         return clock.time, clock.computed, sum(transfer.ended - transfer.began for transfer in wire.transfers)
 
 
@@ -202,9 +205,9 @@ def use_region(rank: int, ranks: int, use: str) -> tuple[list[Any], list[str]]:
     group = dist.new_group(backend="gloo")
     torch.manual_seed(0)
     region, parts = Region(use).double(), torch.randn(2, 4, 3, 4, dtype=torch.float64)
-    assert share_gather(region, "mlp", FIRST_OF_MLP, DOWN)
+    assert share_gather(region, "mlp", FIRST_OF_MLP, DOWN, TensorSplit())
     x = parts[rank].clone().requires_grad_()
-    gathered = RegionBoundary(Overlap(group, 2), sp=True, dim=0, queue=None).enter(x)
+    gathered = RegionBoundary(Overlap(group, 2), sp=True, dim=0, queue=None, split=TensorSplit()).enter(x)
     assert isinstance(gathered, LazyGather)
     with Recorder() as recorder:
         out = region(gathered)
@@ -241,7 +244,7 @@ def test_wrapped_layers_are_not_changed() -> None:
     region = Region("shape")
     forward = region.up_proj.forward
     region.up_proj.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
-    assert not share_gather(region, "mlp", FIRST_OF_MLP, DOWN)
+    assert not share_gather(region, "mlp", FIRST_OF_MLP, DOWN, TensorSplit())
     assert "forward" not in vars(region.gate_proj)
 
 

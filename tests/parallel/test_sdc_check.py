@@ -14,18 +14,21 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import Recorder
 from weft.comm.objects import all_gather_json
+from weft.device.device import detect
 from weft.errors import PlanError
 from weft.job import Model
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import runtime
 from weft.parallel.sdc_check import Digester, check_replicas, check_sdc_plan
 from weft.parallel.weights import to_local
 from weft.plan import Parallel, Plan
 from weft.precision.dtypes import DTYPES
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import evaluate, train_step
@@ -177,7 +180,7 @@ def build(ranks: int, name: str, plan: Plan) -> TrainedRank:
     model = parallelize(build_on_meta(read_config(source), DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, source, CPU)
     model.train()
-    optimizer = build_optimizer(model, SETTINGS)
+    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
     trained = TrainedRank(model, optimizer, mesh, plan)
     step(trained)
     return trained
@@ -185,7 +188,7 @@ def build(ranks: int, name: str, plan: Plan) -> TrainedRank:
 
 def step(trained: TrainedRank) -> None:
     batches = share(packed_batches(96)[0], data_rank(trained.mesh), trained.plan.parallel.data_ranks, 1)
-    result = train_step(trained.model, trained.optimizer, batches, trained.plan, trained.mesh, LossScale(), 0.5)
+    result = train_step(trained.model, trained.optimizer, batches, 0.5)
     assert result.problem is None
 
 
@@ -219,7 +222,7 @@ def after_flips(
     trained = build(ranks, family_name, plan)
 
     def check() -> str | None:
-        return check_replicas(trained.model, trained.optimizer, trained.mesh)
+        return check_replicas(trained.model, trained.optimizer)
 
     clean, reports = check(), []
     for fault in flips:
@@ -293,10 +296,10 @@ def flip_every_parameter(rank: int, ranks: int, family_name: str, plan: Plan, vi
             continue
         if rank == victim:
             flip_at(trained, fault)
-        found.append((name, fault.kind, same, check_replicas(trained.model, trained.optimizer, trained.mesh)))
+        found.append((name, fault.kind, same, check_replicas(trained.model, trained.optimizer)))
         if rank == victim:
             flip_at(trained, fault)
-    assert check_replicas(trained.model, trained.optimizer, trained.mesh) is None
+    assert check_replicas(trained.model, trained.optimizer) is None
     return found
 
 
@@ -350,7 +353,7 @@ def two_faults(rank: int, ranks: int) -> list[str | None]:
             for fault in faults:
                 if fault.rank == rank:
                     flip_at(trained, fault)
-            reports.append(check_replicas(trained.model, trained.optimizer, trained.mesh))
+            reports.append(check_replicas(trained.model, trained.optimizer))
     return reports
 
 
@@ -373,7 +376,7 @@ def without_a_state(rank: int, ranks: int) -> str | None:
     trained = build(ranks, "llama", plan_for("fp32", zero=0))
     if rank == 2:
         del trained.optimizer.state[trained.model.get_parameter(UP)]["exp_avg"]
-    return check_replicas(trained.model, trained.optimizer, trained.mesh)
+    return check_replicas(trained.model, trained.optimizer)
 
 
 def test_missing_optimizer_state_is_a_difference() -> None:
@@ -384,13 +387,13 @@ def after_evaluation(rank: int, ranks: int) -> tuple[str | None, str | None, int
     """Reports while weights are still gathered after an evaluation, without and with a fault, and bytes sent."""
     trained = build(ranks, "llama", plan_for("fp32", zero=2, dp_replicate=2))
     batches = share(packed_batches(96)[0], data_rank(trained.mesh), trained.plan.parallel.data_ranks, 1)
-    evaluate(trained.model, batches, trained.mesh)
+    evaluate(trained.model, batches)
     with Recorder() as recorder:
-        clean = check_replicas(trained.model, trained.optimizer, trained.mesh)
+        clean = check_replicas(trained.model, trained.optimizer)
     if rank == 0:
         flip_at(trained, Flip(0, UP))
-    evaluate(trained.model, batches, trained.mesh)
-    return clean, check_replicas(trained.model, trained.optimizer, trained.mesh), recorder.total_bytes
+    evaluate(trained.model, batches)
+    return clean, check_replicas(trained.model, trained.optimizer), recorder.total_bytes
 
 
 def test_sharded_weights_are_compared_with_little_traffic() -> None:
@@ -415,7 +418,8 @@ def as_on_accelerators(rank: int, ranks: int, axis: str, fault: Flip) -> str | N
     mesh = AcceleratorMesh("cuda", {name: trained.mesh.get_local_rank(name) for name in ("pp", "tp")})
     if rank == fault.rank:
         flip_at(trained, fault)
-    return check_replicas(trained.model, trained.optimizer, mesh)  # type: ignore[arg-type]
+    runtime(trained.model).mesh = mesh  # type: ignore[assignment]
+    return check_replicas(trained.model, trained.optimizer)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +437,7 @@ def sharded(rank: int, ranks: int) -> str | None:
     trained = build(ranks, "llama", plan_for("fp32", zero=3))
     if rank == 1:
         flip_at(trained, Flip(1, UP))
-    return check_replicas(trained.model, trained.optimizer, trained.mesh)
+    return check_replicas(trained.model, trained.optimizer)
 
 
 def test_plans_without_replicas_are_refused() -> None:
@@ -467,7 +471,7 @@ def test_plans_with_and_without_replicas(parallel: Parallel, refused: bool) -> N
 def of_one_rank(rank: int, ranks: int) -> str | None:
     trained = build(ranks, "llama", plan_for("fp32", zero=0))
     assert dist.get_world_size() == 1
-    return check_replicas(trained.model, trained.optimizer, trained.mesh)
+    return check_replicas(trained.model, trained.optimizer)
 
 
 def test_one_rank_has_no_replicas() -> None:

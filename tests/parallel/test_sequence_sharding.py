@@ -10,10 +10,12 @@ from tests.lab.families import family
 from tests.lab.parity import compare, full_tensor, packed_batches, plan_for
 from tests.lab.pool import RankError, run_ranks
 from tests.lab.shrink import PROVED, shrunk
-from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize, reorder_packed
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import build_plain, materialize
 from weft.checkpoint.model_config import read_config
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import reorder_packed
 from weft.parallel.sequence_sharding import POSITIONS_FROM_MASK
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh, data_rank

@@ -6,14 +6,16 @@ import torch
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, share
 from tests.lab.pool import run_ranks
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import Recorder
+from weft.device.device import detect
 from weft.job import Model
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
@@ -28,10 +30,10 @@ def step_traffic(rank: int, world_size: int, plan: Plan, micro_batch: int) -> tu
     parameters = read_anatomy(model).parameters
     parallelize(model, plan, mesh)
     materialize(model, SOURCE, torch.device("cpu"))
-    optimizer = build_optimizer(model, SETTINGS)
+    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
     with Recorder() as recorder:
         batches = share(packed_batches(96)[0], rank, world_size, micro_batch)
-        train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0)
+        train_step(model, optimizer, batches, 1.0)
     return recorder.bytes_by("operation"), parameters
 
 

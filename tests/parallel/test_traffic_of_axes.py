@@ -11,7 +11,8 @@ import torch
 from tests.lab.families import family
 from tests.lab.parity import packed_batches, plan_for, share
 from tests.lab.pool import close_pools, run_ranks
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import Recorder
 from weft.job import Model
@@ -37,7 +38,7 @@ def traffic(rank: int, ranks: int, plan: Plan) -> dict[tuple[str, str], int]:
     batches = share(packed_batches(96)[0], data_rank(mesh), plan.parallel.data_ranks, BATCH)
     sums: Counter[tuple[str, str]] = Counter()
     with Recorder() as recorder:
-        forward_backward(model, batches, plan, mesh, 1.0)
+        forward_backward(model, batches, 1.0)
     for message in recorder.messages:
         sums[message.axis, message.operation] += message.bytes
     return dict(sums)

@@ -9,16 +9,19 @@ import torch
 from tests.lab.families import family
 from tests.lab.parity import compare, full_tensor, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
+from weft.anatomy.build import build_on_meta
 from weft.backends import hierarchical
 from weft.backends.hierarchical import TwoLevelGroup
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import Recorder
+from weft.device.device import detect
 from weft.job import Model, Optimizer
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import runtime
 from weft.plan import Comm, Plan
 from weft.precision.dtypes import DTYPES
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank, group_of_all
 from weft.train.optimizer import build_optimizer
 from weft.train.step import forward, forward_backward, train_step
@@ -56,12 +59,12 @@ def trained(
     """Losses of three steps, final weights, and bytes by kind of link."""
     plan = plan.resolve(ranks)
     split, mesh = built(rank, ranks, model, plan, hosts)
-    optimizer = build_optimizer(split, Optimizer())
+    optimizer = DistributedOptimizer(build_optimizer(split, Optimizer()), split, detect())
     losses = []
     with Recorder() as recorder:
         for batch in packed_batches(96, rows=8)[:3]:
             mine = share(batch, data_rank(mesh), plan.parallel.data_ranks, micro_batch)
-            losses.append(train_step(split, optimizer, mine, plan, mesh, LossScale(), 1.0).loss)
+            losses.append(train_step(split, optimizer, mine, 1.0).loss)
     weights = {name: full_tensor(p).detach().clone() for name, p in split.named_parameters()}
     return losses, weights, recorder.bytes_by("link")
 
@@ -101,10 +104,11 @@ def in_flight(rank: int, ranks: int, model: Model, zero: int) -> list[int]:
     plan = plan_for("fp32", zero=zero).resolve(ranks)
     split, mesh = built(rank, ranks, model, plan, 2)
     found: list[int] = []
-    scatters = split.scatters
+    scatters = runtime(split).reduce_scatters
+    assert scatters is not None
     for block in split.model.layers:
         block.register_full_backward_hook(lambda *_: found.append(len(scatters.in_flight)))
-    forward_backward(split, share(packed_batches(96)[0], data_rank(mesh), 4, 2), plan, mesh, 1.0)
+    forward_backward(split, share(packed_batches(96)[0], data_rank(mesh), 4, 2), 1.0)
     assert not scatters.in_flight
     return found
 

@@ -9,15 +9,18 @@ from tests.lab.families import family
 from tests.lab.live import StorageBytes
 from tests.lab.parity import SETTINGS, packed_batches, share
 from tests.lab.pool import run_ranks
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
+from weft.device.device import detect
 from weft.job import Model
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import begin_micro_batch, count_local_parameters, model_state_bytes
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import runtime
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.state_bytes import measure_model_state
@@ -39,22 +42,22 @@ def count(
     parameters = read_anatomy(model).parameters
     parallelize(model, plan, mesh)
     materialize(model, source, torch.device("cpu"))
-    optimizer = build_optimizer(model, SETTINGS)
+    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
     batches = share(
         packed_batches(96, max(4, plan.parallel.data_ranks))[0], data_rank(mesh), plan.parallel.data_ranks, 1
     )
-    assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None
-    by_kind = measure_model_state(model, optimizer, batches, plan, mesh)
+    assert train_step(model, optimizer, batches, 1.0).problem is None
+    by_kind = measure_model_state(model, optimizer, batches)
     states = [value for state in optimizer.state.values() for value in state.values()]
     with StorageBytes() as live:
         live.track(model)
         live.track(states)
-        begin_micro_batch(model, plan, last=False)
-        token_loss(model, forward(model, batches[0]), batches[0], mesh).backward()
+        begin_micro_batch(model, plan, runtime(model).gradient_reducer, last=False)
+        token_loss(model, forward(model, batches[0]), batches[0]).backward()
         time.sleep(0.2)  # the thread of gloo frees its buffers a moment later
         total = live.current
-        begin_micro_batch(model, plan, last=True)
-        token_loss(model, forward(model, batches[0]), batches[0], mesh).backward()
+        begin_micro_batch(model, plan, runtime(model).gradient_reducer, last=True)
+        token_loss(model, forward(model, batches[0]), batches[0]).backward()
     dense, experts = count_local_parameters(model)
     assert plan.parallel.tp > 1 or dense + experts == parameters or plan.parallel.ep > 1
     return total, by_kind, model_state_bytes(dense, plan, experts)

@@ -11,14 +11,16 @@ from torch import nn
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
+from weft.device.device import detect
 from weft.job import Model
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.weights import to_local
 from weft.plan import Pipeline, Plan
 from weft.precision.dtypes import DTYPES
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
 from weft.train.optimizer import build_optimizer
 from weft.train.step import StepResult, train_step
@@ -53,11 +55,11 @@ def bad_step(
     model = parallelize(build_on_meta(read_config(SOURCE), DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, SOURCE, torch.device("cpu"))
     model.train()
-    optimizer = build_optimizer(model, SETTINGS)
+    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
     plant(model, name)
     before = [to_local(parameter.detach()).clone() for parameter in model.parameters()]
     batches = share(packed_batches(96)[0], data_rank(mesh), plan.parallel.data_ranks, 1)
-    result = train_step(model, optimizer, batches, plan, mesh, LossScale(), 0.5)
+    result = train_step(model, optimizer, batches, 0.5)
     after = [to_local(parameter.detach()) for parameter in model.parameters()]
     return result, all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(before, after, strict=True))
 

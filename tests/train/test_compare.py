@@ -98,8 +98,8 @@ def expert_ranks_swapped(rank: int) -> Iterator[None]:
 def micro_batches_not_divided_by(rank: int) -> Iterator[None]:
     """The loss of each micro-batch is scaled as if it were the full step."""
 
-    def too_large(model: Any, batches: Any, plan: Plan, mesh: Any, factor: float, *others: Any) -> torch.Tensor:
-        return forward_backward(model, batches, plan, mesh, factor * len(batches), *others)
+    def too_large(model: Any, batches: Any, factor: float, *others: Any) -> torch.Tensor:
+        return forward_backward(model, batches, factor * len(batches), *others)
 
     with mock.patch("weft.train.step.forward_backward", too_large):
         yield
@@ -188,7 +188,7 @@ def spoiling(spoil: Callable[[Session, list[int]], None]) -> Any:
     def open_spoilt(*arguments: Any) -> Session:
         session, updates = opened(*arguments), [0]
         spoil(session, updates)
-        session.optimizer.register_step_post_hook(lambda *_: updates.__setitem__(0, updates[0] + 1))
+        session.optimizer.inner.register_step_post_hook(lambda *_: updates.__setitem__(0, updates[0] + 1))
         return session
 
     return mock.patch(f"{__name__}.open_session", open_spoilt)
@@ -214,7 +214,7 @@ def update_2_wrong(rank: int) -> Any:
             if updates[0] == 1:
                 weight.grad = None
 
-        session.optimizer.register_step_pre_hook(skip)
+        session.optimizer.inner.register_step_pre_hook(skip)
 
     return spoiling(spoil)
 

@@ -9,9 +9,12 @@ from torch import nn
 from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
-from weft.checkpoint.huggingface import build_on_meta, gather_weights, materialize
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import gather_weights, materialize
 from weft.checkpoint.model_config import read_config
+from weft.device.device import detect
 from weft.job import Model
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
@@ -25,23 +28,23 @@ SOURCE = Model(config=family("qwen3_moe"))
 
 def open_model(
     plan: Plan, world_size: int
-) -> tuple[Plan, torch.distributed.DeviceMesh, nn.Module, torch.optim.Optimizer]:
+) -> tuple[Plan, torch.distributed.DeviceMesh, nn.Module, DistributedOptimizer]:
     plan = plan.resolve(world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = parallelize(build_on_meta(read_config(SOURCE), DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, SOURCE, torch.device("cpu"))
-    return plan, mesh, model.train(), build_optimizer(model, SETTINGS)
+    return plan, mesh, model.train(), DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
 
 
 def train_split(rank: int, world_size: int, plan: Plan, micro_batch: int) -> list[float]:
     """Losses of three steps, and the loss of an evaluation."""
-    plan, mesh, model, optimizer = open_model(plan, world_size)
+    *_, model, optimizer = open_model(plan, world_size)
     batches = packed_batches(96)
     losses = []
     for batch in batches:
         micro_batches = share(batch, rank, world_size, micro_batch)
-        losses.append(train_step(model, optimizer, micro_batches, plan, mesh, LossScale(), 0.5).loss)
-    return [*losses, evaluate(model, share(batches[0], rank, world_size, micro_batch), mesh)]
+        losses.append(train_step(model, optimizer, micro_batches, 0.5).loss)
+    return [*losses, evaluate(model, share(batches[0], rank, world_size, micro_batch))]
 
 
 def test_loss_is_independent_of_the_split_of_a_batch() -> None:
@@ -70,9 +73,8 @@ def poisoned_step(
 
     if rank == guilty:  # other pipeline ranks may not have the module
         model.get_submodule(module).register_forward_hook(poison)
-    scale = LossScale.from_plan(plan.precision.loss_scale)
     batches = share(packed_batches(96)[0], data_rank(mesh), plan.parallel.data_ranks, 1)
-    result = train_step(model, optimizer, batches, plan, mesh, scale, 0.5)
+    result = train_step(model, optimizer, batches, 0.5)
     after = gather_weights(model)
     return result, max((after[name] - before[name]).abs().max().item() for name in before) if before else 0.0
 
@@ -113,13 +115,12 @@ def test_overflow_is_counted_by_stage(guilty: int, block: int, stages: tuple[int
 
 
 def scaled_training(rank: int, world_size: int, plan: Plan) -> list[float]:
-    plan, mesh, model, optimizer = open_model(plan, world_size)
-    scale, found = LossScale.from_plan(plan.precision.loss_scale), []
+    *_, model, optimizer = open_model(plan, world_size)
+    found = []
     for batch in packed_batches(96):
-        result = train_step(model, optimizer, share(batch, rank, world_size, 1), plan, mesh, scale, 0.5)
+        result = train_step(model, optimizer, share(batch, rank, world_size, 1), 0.5)
         assert result.problem is None
         found += [result.loss, result.grad_norm]
-        scale = result.loss_scale
     return found
 
 

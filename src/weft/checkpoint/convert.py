@@ -18,9 +18,10 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
+from weft.anatomy.build import build_on_meta
 from weft.checkpoint import dcp
 from weft.checkpoint.folders import list_checkpoints
-from weft.checkpoint.huggingface import build_on_meta, save_folder
+from weft.checkpoint.huggingface import save_folder
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import (
     NAME,

@@ -1,12 +1,10 @@
-"""Hugging Face models: build on meta, load weights into shards, and save folders that `from_pretrained` loads."""
+"""Hugging Face models: load weights into shards, gather them, and save folders that `from_pretrained` loads."""
 
 import logging
 import os
 import shutil
 import stat
-from collections.abc import Callable
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from weft.anatomy.transformers import refuse_kind
+from weft.anatomy.build import implementations
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.weight_files import check_weight_files
 from weft.comm.objects import all_gather_json, broadcast_json
-from weft.errors import CheckpointError, ModelError
+from weft.errors import CheckpointError
 from weft.job import Model
 from weft.memory.packed import unpack_tensor
+from weft.parallel.runtime import allocate, packed_parameters, runtime
 from weft.precision.dtypes import DTYPES
 
 EXPORTED = (
@@ -38,36 +37,6 @@ EXPORTED = (
 """Files copied by an export from the tokenizer folder: tokenizer, chat template, generation and processor files."""
 
 
-def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the unmodified causal language model of a configuration on the meta device.
-
-    Raises:
-        ModelError: Transformers has no causal language model for this configuration, or cannot build it.
-    """
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers < 1:
-        raise ModelError(
-            f"num_hidden_layers = {layers}",
-            where=f"model_type {config.model_type}",
-            rule="a model has at least one decoder block",
-            fix="set model.config.num_hidden_layers to 1 or more",
-        )
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_implementations(dtype))
-    except Exception as error:
-        if type(error) is ValueError and str(error).startswith("Unrecognized configuration class"):
-            raise refuse_kind(config) from None  # the library's message lists all families
-        raise ModelError(
-            f"Transformers cannot build a causal language model from this configuration: {error}",
-            where=f"model_type {config.model_type}",
-            rule="sizes are positive, and hidden sizes are divisible by head counts",
-            fix="correct the sizes in model.config",
-        ) from None
-    model.config.use_cache = False
-    return model
-
-
 def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the unmodified model with full weights in host memory: loaded from its folder, or initialized from `init_seed`.
 
@@ -76,7 +45,7 @@ def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> 
     """
     if source.path is None:
         torch.manual_seed(source.init_seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, **_implementations(dtype))
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, **implementations(dtype))
     check_weight_files(Path(source.path), getattr(config, "transformers_weights", None))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -104,11 +73,6 @@ def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> 
             fix="name the folder of this model; model.config without model.path starts from newly initialized weights",
         )
     return model
-
-
-def _implementations(dtype: torch.dtype) -> dict[str, str]:
-    """Arguments that choose operator implementations: eager experts for float64, which grouped matmul does not support."""
-    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
 def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> None:
@@ -140,7 +104,7 @@ def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> 
     full: dict[str, torch.Tensor] = {**dict(plain.named_buffers()), **plain.state_dict()} if plain else {}
     table = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in full.items()]
     own = {**dict(model.named_buffers()), **model.state_dict()}
-    packed = _packed_parameters(model)
+    packed = packed_parameters(model)
     for name, shape, dtype_name in broadcast_json(table):
         tensor = torch.empty(shape, dtype=_dtype(dtype_name), device=device)
         if plain is not None:
@@ -150,13 +114,6 @@ def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> 
             _copy_shard(own[name], packed[name](tensor, True) if name in packed else tensor)
 
 
-def allocate(model: PreTrainedModel, device: torch.device) -> None:
-    """Allocate uninitialized memory for this rank's shards of a parallelized meta model."""
-    model.to_empty(device=device)
-    if tied_weights_are_local(model):
-        model.tie_weights()  # to_empty allocates each use of a tied weight separately
-
-
 def _copy_shard(own: torch.Tensor, full: torch.Tensor) -> None:
     """Copy this rank's shard out of a full tensor."""
     if isinstance(own, DTensor):
@@ -164,12 +121,6 @@ def _copy_shard(own: torch.Tensor, full: torch.Tensor) -> None:
         full = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
         own = own.to_local()
     own.detach().copy_(full)
-
-
-def tied_weights_are_local(model: Any) -> bool:
-    """True if all modules that share a weight are on this rank; a pipeline may place them on different stages."""
-    pipeline = getattr(model, "pipeline", None)
-    return pipeline is None or (pipeline.stage_io.has_first() and pipeline.stage_io.has_last())
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -191,9 +142,9 @@ def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
     """Gather the weights one tensor at a time: all-gather inside its stage, then send from the stage's first rank."""
-    own, packed = dict(model.state_dict()), _packed_parameters(model)
+    own, packed = dict(model.state_dict()), packed_parameters(model)
     stages: list[Any] = [[(name, tuple(value.shape), str(value.dtype)) for name, value in own.items()]]
-    pipeline = getattr(model, "pipeline", None)
+    pipeline = runtime(model).pipeline
     group, rank, leads = None, 0, dist.get_rank() == 0
     if pipeline is not None:
         group, rank, leads = pipeline.group, pipeline.rank, pipeline.is_stage_leader
@@ -217,34 +168,6 @@ def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
             if leads and rank == 0 and name not in gathered:
                 gathered[name] = full.cpu() if full.device.type != "cpu" else full.clone()
     return gathered
-
-
-def reorder_packed(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], *, by_rank: bool
-) -> dict[str, torch.Tensor]:
-    """Reorder the rows of packed matrices.
-
-    Args:
-        model: parallelized model.
-        weights: full tensors by parameter name.
-        by_rank: True: from the original order, by projection, to the sharded order, by tp rank. False: back.
-    """
-    packed = _packed_parameters(model)
-    return {name: packed[name](value, by_rank) if name in packed else value for name, value in weights.items()}
-
-
-def _packed_parameters(model: torch.nn.Module) -> dict[str, Callable[[torch.Tensor, bool], torch.Tensor]]:
-    """Row reordering functions (tensor, by_rank) -> tensor, by name of each parameter that packs several projections."""
-    functions: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {}
-    for name, module in model.named_modules():
-        packed: Any = getattr(module, "packed", None)
-        for last in packed.dim if packed else ():
-            functions[f"{name}.{last}"] = partial(_rearrange, packed, last)
-    return functions
-
-
-def _rearrange(packed: Any, name: str, tensor: torch.Tensor, by_rank: bool) -> torch.Tensor:
-    return (packed.to_rank_order if by_rank else packed.to_projection_order)(tensor, name)
 
 
 def save_folder(

@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.anatomy.roles import Anatomy
 from weft.checkpoint.boxes import find_tiling_error
 from weft.checkpoint.folders import list_checkpoints, set_aside, step_of
 from weft.checkpoint.manifest import (
@@ -28,7 +27,9 @@ from weft.checkpoint.shard_file import SAFETENSORS_DTYPES, torch_dtype
 from weft.checkpoint.slices import PER_RANK_KINDS, TensorSlice, model_slices, named_weights, optimizer_slices
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError
-from weft.plan import Plan
+from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.one_bit_adam import OneBitAdam
+from weft.parallel.runtime import runtime
 
 
 class Reader:
@@ -182,29 +183,21 @@ def archive_newer(run: Path, chosen: Path | None, step: int, log: Callable[[str]
 
 
 def restore(
-    model: nn.Module,
-    anatomy: Anatomy,
-    optimizer: torch.optim.Optimizer,
-    reader: Reader,
-    fetch: Callable[[set[str]], None],
-    place_state: Callable[[nn.Parameter], object] = lambda parameter: None,
+    model: nn.Module, optimizer: DistributedOptimizer, reader: Reader, fetch: Callable[[set[str]], None]
 ) -> None:
     """Load a checkpoint of any layout into a parallelized model and its optimizer, in place.
 
     Args:
         model: parallelized model with allocated memory.
-        anatomy: anatomy of the full model.
         optimizer: optimizer of the model's parameters; existing state is overwritten.
         reader: reader of a verified checkpoint.
         fetch: called once on every rank with the names of the files that this rank will read.
-        place_state: called with each parameter after its optimizer state is allocated and before it is loaded. It may move
-            the state to another device.
 
     Raises:
         CheckpointError: the checkpoint lacks a tensor of the model, or has it in another shape or dtype.
     """
-    allocate_state(model, anatomy, optimizer, reader.manifest, place_state)
-    slices = model_slices(model, anatomy) + optimizer_slices(model, anatomy, optimizer)
+    allocate_state(model, optimizer, reader.manifest)
+    slices = model_slices(model) + optimizer_slices(model, optimizer.inner)
     for tensor_slice in slices:
         _check(tensor_slice, reader)
     fetch(
@@ -221,19 +214,18 @@ def restore(
             )
 
 
-def restore_feedback(model: Any, optimizer: torch.optim.Optimizer, reader: Reader, plan: Plan) -> str | None:
+def restore_feedback(model: nn.Module, optimizer: DistributedOptimizer, reader: Reader) -> str | None:
     """Restore the error feedback of compressed collectives if the layout is unchanged, and reset it otherwise.
 
     Args:
         model: parallelized model.
         optimizer: optimizer of the model's parameters, already restored.
         reader: reader of the checkpoint; the files of `own_tensors` must be available.
-        plan: resolved plan of the model.
 
     Returns:
         Message about a reset, the same on all ranks; None if nothing was lost.
     """
-    feedback, manifest = getattr(model, "feedback", None), reader.manifest
+    feedback, plan, manifest = runtime(model).feedback, runtime(model).plan, reader.manifest
     if feedback is None:
         return None
     same = manifest.world_size == dist.get_world_size() and _reductions(manifest.job["plan"]) == _reductions(
@@ -241,9 +233,8 @@ def restore_feedback(model: Any, optimizer: torch.optim.Optimizer, reader: Reade
     )
     own = own_tensors(manifest, "feedback", dist.get_rank()) if same else []
     feedback.load({name.split("/", 2)[2]: reader.read(name) for name in own})
-    restart = getattr(optimizer, "restart_momenta", None)  # of 1-bit Adam
-    if restart and not same:
-        restart()
+    if isinstance(optimizer.inner, OneBitAdam) and not same:
+        optimizer.inner.restart_momenta()
     if same or not any(name.startswith("feedback/") for name in manifest.tensors):
         return None
     return "error feedback is reset: the checkpoint has another layout"
@@ -260,21 +251,15 @@ def _reductions(plan: dict[str, Any]) -> list[Any]:
     return [plan["parallel"], plan["pipeline"], *map(comm.get, ("compression", "compress_scope", "error_feedback"))]
 
 
-def allocate_state(
-    model: nn.Module,
-    anatomy: Anatomy,
-    optimizer: torch.optim.Optimizer,
-    manifest: Manifest,
-    place_state: Callable[[nn.Parameter], object],
-) -> None:
+def allocate_state(model: nn.Module, optimizer: DistributedOptimizer, manifest: Manifest) -> None:
     """Allocate the optimizer state that a checkpoint has for each parameter, in the layout of the parameter."""
     by_weight: dict[str, list[str]] = {}
     for name in manifest.tensors:
         kind, _, weight = name.partition("/")
         if kind not in ("weights", "buffers", *PER_RANK_KINDS):
             by_weight.setdefault(weight, []).append(kind)
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in named_weights(model, anatomy).items():
+    own = set(map(id, optimizer.parameters))
+    for name, parameter in named_weights(model, runtime(model).anatomy).items():
         if id(parameter) not in own:
             continue
         state = optimizer.state[parameter]
@@ -286,7 +271,7 @@ def allocate_state(
             elif kind not in state:
                 device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
                 state[kind] = torch.zeros((), dtype=dtype, device=device)
-        place_state(parameter)
+        optimizer.placement.place(parameter)
 
 
 def _check(tensor_slice: TensorSlice, reader: Reader) -> None:

@@ -14,13 +14,12 @@ import hashlib
 import math
 import random
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -28,6 +27,7 @@ from weft.anatomy.roles import Anatomy
 from weft.comm.collectives import all_gather_rows
 from weft.device.device import Device
 from weft.errors import CheckpointError
+from weft.parallel.runtime import runtime
 
 PER_RANK_KINDS = ("rng", "feedback")  # kinds of tensors that belong to a rank, not to the model
 MIN_SHARE_BYTES = 2**20  # ranks that hold the same slice divide it into shares of at least this size
@@ -45,24 +45,24 @@ class TensorSlice(NamedTuple):
     """Shape of the full tensor."""
 
 
-def model_slices(model: nn.Module, anatomy: Anatomy) -> list[TensorSlice]:
+def model_slices(model: nn.Module) -> list[TensorSlice]:
     """Slices of all parameters and buffers of a parallelized model that this rank holds."""
     slices = []
-    for name, parameter in named_weights(model, anatomy).items():
+    for name, parameter in named_weights(model, runtime(model).anatomy).items():
         slices += _slices(f"weights/{name}", parameter.detach(), _packed(model, name))
     for name, buffer in model.named_buffers():
         slices += _slices(f"buffers/{name}", buffer, None)
     return slices
 
 
-def optimizer_slices(model: nn.Module, anatomy: Anatomy, optimizer: torch.optim.Optimizer) -> list[TensorSlice]:
+def optimizer_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[TensorSlice]:
     """Slices of the optimizer state that this rank holds.
 
     Raises:
         CheckpointError: the optimizer state of a parameter has a value that is not a tensor.
     """
     slices = []
-    for name, parameter in named_weights(model, anatomy).items():
+    for name, parameter in named_weights(model, runtime(model).anatomy).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
@@ -75,24 +75,14 @@ def optimizer_slices(model: nn.Module, anatomy: Anatomy, optimizer: torch.optim.
     return slices
 
 
-def feedback_slices(model: Any, rank: int) -> list[TensorSlice]:
+def feedback_slices(model: nn.Module, rank: int) -> list[TensorSlice]:
     """Error feedback tensors of this rank's compressed collectives."""
-    feedback = getattr(model, "feedback", None)
+    feedback = runtime(model).feedback
     tensors = feedback.tensors() if feedback is not None else {}
     return [
         TensorSlice(f"feedback/{rank:05d}/{name}", tensor, (0,) * tensor.ndim, tuple(tensor.shape))
         for name, tensor in tensors.items()
     ]
-
-
-def reshard(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Free gathered weights, which an evaluation may have left, and finish transfers of offloaded optimizer state."""
-    offloaded = getattr(optimizer, "away_states", None)
-    if offloaded:
-        offloaded.finish()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def named_weights(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Parameter]:
@@ -127,7 +117,7 @@ def _packed(model: nn.Module, name: str) -> tuple[int, list[tuple[int, int, int]
     """Sharded dim and row segments of a parameter that packs several projections; None for any other parameter."""
     owner, _, last = name.rpartition(".")
     try:
-        packed: Any = getattr(model.get_submodule(owner), "packed", None)
+        packed = runtime(model).tensor_split.packed.get(model.get_submodule(owner))
     except AttributeError:  # a tied weight, named after a module on another rank
         return None
     if packed is None or last not in packed.dim:

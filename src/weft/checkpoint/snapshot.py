@@ -26,9 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from weft.anatomy.roles import Anatomy
 from weft.checkpoint.folders import begin_folder, commit_folder, part_of, retire
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import (
@@ -49,13 +47,15 @@ from weft.checkpoint.slices import (
     feedback_slices,
     model_slices,
     optimizer_slices,
-    reshard,
     rng_states,
 )
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import broadcast_json
 from weft.device.device import Device
 from weft.job import Job
+from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.fsdp import free_gathered_weights
+from weft.parallel.runtime import runtime
 from weft.topology.mesh import AXES
 
 POLL_SECONDS = 0.02
@@ -88,11 +88,9 @@ class Snapshots:
     Args:
         job: job with its plan resolved; it is stored in every manifest.
         model: parallelized model with its weights.
-        anatomy: anatomy of the full model.
         optimizer: optimizer of the model's parameters.
         device: device interface of this rank.
         torch_device: torch device of this rank.
-        mesh: device mesh of all ranks.
         data: `identity` of the prepared tokens.
         run: id of the run.
     """
@@ -101,17 +99,15 @@ class Snapshots:
         self,
         job: Job,
         model: Any,
-        anatomy: Anatomy,
-        optimizer: torch.optim.Optimizer,
+        optimizer: DistributedOptimizer,
         device: Device,
         torch_device: torch.device,
-        mesh: DeviceMesh,
         data: str = "",
         run: str = "",
     ):
         self.data, self.run, self.key = data, run, read_key(job.checkpoint.key_file)
-        self.job, self.model, self.anatomy, self.optimizer = job, model, anatomy, optimizer
-        self.device, self.torch_device, self.mesh = device, torch_device, mesh
+        self.job, self.model, self.optimizer = job, model, optimizer
+        self.device, self.torch_device, self.mesh = device, torch_device, runtime(model).mesh
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
         token = broadcast_json(secrets.token_hex(8))  # separates the reports from those of an earlier instance
@@ -132,7 +128,7 @@ class Snapshots:
         """Cache for `_merged`: descriptions of all ranks, and the tensor entries built from them."""
         self.copied: Any = None
         """Event recorded after the copy; the next update waits for it."""
-        optimizer.register_step_pre_hook(self._wait_for_copy)
+        optimizer.inner.register_step_pre_hook(self._wait_for_copy)
         self.finished = 0.0
         """Time of the last commit by this rank, from time.perf_counter()."""
         self.messages: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -189,8 +185,8 @@ class Snapshots:
 
     def _lay_out(self) -> None:
         """Choose the slices that this rank writes, and allocate the shard buffer for them."""
-        reshard(self.model, self.optimizer)
-        held = model_slices(self.model, self.anatomy) + optimizer_slices(self.model, self.anatomy, self.optimizer)
+        self._bring_to_rest()
+        held = model_slices(self.model) + optimizer_slices(self.model, self.optimizer.inner)
         held += feedback_slices(self.model, self.rank)
         self.slices = divide(held, self.torch_device)
         slots = [SlotSpec(_key(item), tuple(item.tensor.shape), item.tensor.dtype) for item in self.slices]
@@ -200,10 +196,15 @@ class Snapshots:
         self.targets = [self.shard.tensors[_key(tensor_slice)] for tensor_slice in self.slices]
         self.parts = self._describe(self.shard)
 
+    def _bring_to_rest(self) -> None:
+        """Free gathered weights, and finish the transfers of offloaded optimizer state."""
+        free_gathered_weights(self.model)
+        self.optimizer.finish_offload()
+
     def _copy(self) -> ShardBuffer:
         """Copy the state into the shard buffer; on an accelerator on a side stream that only the next update waits for."""
         assert self.shard is not None
-        reshard(self.model, self.optimizer)
+        self._bring_to_rest()
         side = self.device.stream()
         for tensor_slice, target in zip(self.slices, self.targets, strict=True):
             if tensor_slice.name.startswith(CHANGED_BY_BACKWARD):

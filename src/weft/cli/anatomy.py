@@ -15,8 +15,8 @@ def anatomy(config: Annotated[Path, typer.Argument(help="A Hugging Face config.j
     from rich.console import Console
     from rich.table import Table
 
+    from weft.anatomy.build import build_on_meta
     from weft.anatomy.transformers import read_anatomy
-    from weft.checkpoint.huggingface import build_on_meta
     from weft.checkpoint.model_config import read_config
     from weft.job import Model
 

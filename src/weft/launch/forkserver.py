@@ -82,7 +82,7 @@ class ForkServer:
         launcher = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        # A signal waits until the end of the fork: an exception of its handler would be lost in a function that Python runs there.
+        # Signals wait for the end of the fork: an exception of a handler would be lost in a function that Python runs there.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         if child := os.fork():
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)

@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from weft.memory.optimizer_state import OffloadedStates
+
 LARGEST_CHUNK, SMALLEST_CHUNK = 2**26, 2**20  # bytes of parameters
 CHUNKS = 24  # at least, within the bounds
 
 
-def chunked_step(optimizer: torch.optim.Optimizer, chunk_bytes: int | None = None) -> None:
+def chunked_step(
+    optimizer: torch.optim.Optimizer, offloaded: OffloadedStates | None = None, chunk_bytes: int | None = None
+) -> None:
     """Run `optimizer.step()` on a chunk of parameters at a time, and free the gradients of each chunk after its update.
 
     Optimizers skip parameters without a gradient, so each call of `step` gets the gradients of one chunk only. Split weights
@@ -19,6 +23,7 @@ def chunked_step(optimizer: torch.optim.Optimizer, chunk_bytes: int | None = Non
 
     Args:
         optimizer: optimizer over local or sharded parameters.
+        offloaded: its offloaded states, which are fetched a chunk ahead.
         chunk_bytes: bytes of the parameters per chunk; a larger parameter is a chunk by itself. None: a 24th of all
             parameters, between 1 and 64 MiB.
     """
@@ -28,7 +33,6 @@ def chunked_step(optimizer: torch.optim.Optimizer, chunk_bytes: int | None = Non
         parameter.grad = None
     total = sum(map(_local_bytes, with_gradient))
     chunks = list(_chunks(with_gradient, chunk_bytes or min(max(total // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)))
-    offloaded = getattr(optimizer, "away_states", None)
     for chunk, following in zip(chunks, [*chunks[1:], []], strict=False):  # no chunk if no parameter has a gradient
         if offloaded:
             offloaded.prefetch(chunk + following)

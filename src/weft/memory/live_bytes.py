@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.anatomy.roles import Anatomy
 from weft.comm.collectives import find_tensors
-from weft.memory.pool import pools_of
 from weft.memory.storages import plain_parts
 
 Kind = Literal["parameters", "buffers", "optimizer", "gradients", "gathered parameters", "activations"]
@@ -96,7 +95,15 @@ class LiveBytes(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self._excluded[id(storage)] = storage
 
-    def track_training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def track_training(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        excluded: Iterable[Tensor] = (),
+        buckets: Iterable[Tensor] = (),
+        feedback: Iterable[Tensor] = (),
+    ) -> None:
         """Count the persistent tensors of a training, and label its gradients as they are computed.
 
         Gathers the weights of each FSDP2 unit once, so every rank must call it, after the first step.
@@ -104,18 +111,17 @@ class LiveBytes(TorchDispatchMode):
         Args:
             model: parallelized model.
             optimizer: optimizer over the parameters of the model.
+            excluded: offloaded tensors, which are not on the device.
+            buckets: persistent buffers of gradients, as with zero = 0.
+            feedback: error feedback of compressed reductions; counts as optimizer state.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for pool in pools_of(model, optimizer).values():
-            if pool.is_off_device:
-                self.exclude(pool.blocks)
+        self.exclude(excluded)
         self.track("parameters", parameters)
         self.track("buffers", model.buffers())
-        reducer: Any = getattr(model, "gradient_reducer", None)  # with zero = 0, gradients are in persistent buckets
-        self.track("gradients", (bucket.flat for bucket in (reducer.buckets if reducer else ())))
+        self.track("gradients", buckets)
         self.track("optimizer", (value for state in optimizer.state.values() for value in state.values()))
-        feedback: Any = getattr(model, "feedback", None)  # error feedback of compressed reductions
-        self.track("optimizer", feedback.all_tensors() if feedback else ())
+        self.track("optimizer", feedback)
         known = set(map(id, parameters))
         for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
             unit.unshard()

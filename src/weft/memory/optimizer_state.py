@@ -13,7 +13,6 @@ checkpoints and replica checks read them there.
 """
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,6 @@ class OffloadedStates:
         self.incoming, self.outgoing = device.stream(), device.stream()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
-        optimizer.away_states = self  # type: ignore[attr-defined]  # `chunked_step` prefetches through it
 
     def finish(self) -> None:
         """Wait until all states are offloaded, so that the host can read them."""
@@ -122,47 +120,58 @@ class OffloadedStates:
         return {name: with_parts(tensor, allocate) for name, tensor in tensors.items()}
 
 
-def place_states(
-    optimizer: torch.optim.Optimizer, plan: Plan, device: Device, stage_rank: int = 0
-) -> Callable[[Tensor], None]:
-    """Quantize and offload an optimizer's states between updates, as the plan says.
+class StatePlacement:
+    """Quantizes and offloads an optimizer's states between updates, as the plan says."""
 
-    Args:
-        optimizer: optimizer over local or sharded parameters, before its first step.
-        plan: resolved plan.
-        device: device of the parameters. On a CPU, "host" changes nothing.
-        stage_rank: this rank on the pp axis.
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        device: Device,
+        stage_rank: int = 0,
+        pool: Pool | None = None,
+    ):
+        """
+        Args:
+            optimizer: optimizer over local or sharded parameters, before its first step.
+            plan: resolved plan.
+            device: device of the parameters. On a CPU, "host" changes nothing.
+            stage_rank: this rank on the pp axis.
+            pool: memory pool for offloaded states in place of the plan's host memory or disk, for dry runs.
 
-    Returns:
-        Function that does the same for the states of one parameter, for states that a checkpoint has loaded.
+        Raises:
+            PlanError: the budget is smaller than the states of any parameter, or the disk is full; the same on every rank.
+        """
+        memory, state_dtype = plan.memory, plan.precision.optimizer_state_dtype
+        self.quantize = None if state_dtype == "update" else quantize_states(optimizer, state_dtype)
+        self.offloaded: OffloadedStates | None = None
+        """States on the host or on disk; None if all states stay on the device."""
+        on_host = memory.optimizer_device == "host" and (device.type != "cpu" or pool is not None)
+        if on_host or memory.optimizer_device == "disk":
+            budget = offload_budget(optimizer, memory, stage_rank)
+            self.offloaded = OffloadedStates(optimizer, device, pool or _pool(optimizer, plan, device, budget), budget)
 
-    Raises:
-        PlanError: the budget is smaller than the states of any parameter, or the disk is full; the same on every rank.
-    """
-    placers: list[Callable[[Tensor], None]] = []
-    if plan.precision.optimizer_state_dtype != "update":
-        placers.append(quantize_states(optimizer, plan.precision.optimizer_state_dtype))
-    memory = plan.memory
-    if memory.optimizer_device == "disk" or (memory.optimizer_device == "host" and device.type != "cpu"):
-        budget = offload_budget(optimizer, memory, stage_rank)
-        pool = Pool(pinned_memory(device.type))
-        if memory.optimizer_device == "disk":
-            elements = sum(local_part(parameter).numel() for parameter in _parameters(optimizer))
-            states = STATES + (plan.comm.compression == "1-bit")  # 1-bit Adam also keeps the momentum of the warm-up
-            state_bytes = states * bytes_per_state_element(plan.precision) * elements
-            _check_disk(Path(memory.offload_dir), int(min(budget, state_bytes)))
-            pool = Pool(mapped_files(Path(memory.offload_dir)))
-        placers.append(OffloadedStates(optimizer, device, pool, budget).place_state)
+    def place(self, parameter: Tensor) -> None:
+        """Quantize and offload the states of one parameter, which a checkpoint has loaded."""
+        if self.quantize is not None:
+            self.quantize(parameter)
+        if self.offloaded is not None:
+            self.offloaded.place_state(parameter)
 
-    def place_state(parameter: Tensor) -> None:
-        for place in placers:
-            place(parameter)
 
-    return place_state
+def _pool(optimizer: torch.optim.Optimizer, plan: Plan, device: Device, budget: float) -> Pool:
+    """Memory pool of the plan for offloaded states: pinned host memory, or files on a disk with enough space."""
+    if plan.memory.optimizer_device == "host":
+        return Pool(pinned_memory(device.type))
+    elements = sum(local_part(parameter).numel() for parameter in _parameters(optimizer))
+    states = STATES + (plan.comm.compression == "1-bit")  # 1-bit Adam also keeps the momentum of the warm-up
+    state_bytes = states * bytes_per_state_element(plan.precision) * elements
+    _check_disk(Path(plan.memory.offload_dir), int(min(budget, state_bytes)))
+    return Pool(mapped_files(Path(plan.memory.offload_dir)))
 
 
 def offload_budget(optimizer: torch.optim.Optimizer, memory: Memory, stage_rank: int = 0) -> float:
-    """Maximum bytes of offloaded states on this rank. Arguments and errors as in `place_states`."""
+    """Maximum bytes of offloaded states on this rank. Arguments and errors as in `StatePlacement`."""
     if not memory.optimizer_bytes:
         return math.inf
     budget = memory.optimizer_bytes[stage_rank if len(memory.optimizer_bytes) > 1 else 0]

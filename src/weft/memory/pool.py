@@ -9,7 +9,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,12 +63,6 @@ class Pool:
     def counters(self) -> dict[str, int]:
         """Counters by name."""
         return {name: getattr(self, name) for name in ("requested", "reused", "live", "peak", "held")}
-
-
-def pools_of(model: Any, optimizer: Any) -> dict[str, Pool]:
-    """Pools used by a training: of "activations" and of "optimizer" states."""
-    users = {"activations": getattr(model, "offload", None), "optimizer": getattr(optimizer, "away_states", None)}
-    return {name: user.pool for name, user in users.items() if user and user.pool.requested}
 
 
 def typed_view(block: Tensor, like: Tensor) -> Tensor:

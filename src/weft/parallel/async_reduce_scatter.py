@@ -81,9 +81,14 @@ class OverlappedReduceScatter:
         self.scatters.add(work, output_tensor, input_tensor)
 
 
-def overlap_reduce_scatter(model: Any) -> None:
-    """Overlap the reduce-scatters of a sharded model without replicas with its backward, in place."""
-    model.scatters = scatters = PendingReduceScatters()
+def overlap_reduce_scatter(model: Any) -> PendingReduceScatters:
+    """Overlap the reduce-scatters of a sharded model without replicas with its backward, in place.
+
+    Returns:
+        The queue of all units of the model.
+    """
+    scatters = PendingReduceScatters()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(OverlappedReduceScatter(module, scatters))  # type: ignore[arg-type]
+    return scatters

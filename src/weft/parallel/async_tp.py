@@ -29,6 +29,7 @@ from weft.comm.overlap import (
 )
 from weft.errors import ModelError
 from weft.parallel.pipeline.weight_gradients import DeferredMatmul, WeightGradientQueue
+from weft.parallel.weights import TensorSplit
 
 aten = torch.ops.aten
 
@@ -44,6 +45,8 @@ class RegionBoundary:
     """Tensor dim that sequence parallelism splits."""
     queue: WeightGradientQueue | None
     """Queue of deferred weight gradients, if the pipeline schedule splits backward."""
+    split: TensorSplit
+    """What tensor parallelism changes in the model."""
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Input of the region: a `LazyGather` of the hidden states."""
@@ -85,9 +88,7 @@ class GatherSource:
         """
         if module not in self.outputs:
             overlap, x = self.boundary.overlap, self.x
-            matrices, biases, later = zip(
-                *(_operands(column, x, self.boundary.queue) for column in columns), strict=True
-            )
+            matrices, biases, later = zip(*(_operands(column, x, self.boundary) for column in columns), strict=True)
             if self.boundary.sp:
                 outputs = all_gather_matmul(x, matrices, biases, overlap, self.boundary.dim, later)
             else:
@@ -152,7 +153,11 @@ class _LazyGatherFunction(torch.autograd.Function):
 
 
 def share_gather(
-    region: nn.Module, own_name: str, column_names: tuple[re.Pattern[str], ...], row_names: re.Pattern[str]
+    region: nn.Module,
+    own_name: str,
+    column_names: tuple[re.Pattern[str], ...],
+    row_names: re.Pattern[str],
+    split: TensorSplit,
 ) -> bool:
     """Let the column-parallel linear layers of a region share one chunked all-gather of their input, in place.
 
@@ -161,6 +166,7 @@ def share_gather(
         own_name: name of the region itself, if it is a linear layer.
         column_names: names of the column-parallel layers whose input is the input of the region.
         row_names: names of the row-parallel layers.
+        split: record of what tensor parallelism changes; the layers are added to it.
 
     Returns:
         True if the region was changed. It is left as it is if one of its first layers is not split (the latent queries of
@@ -175,8 +181,8 @@ def share_gather(
             column_modules.append(module)
     if len({in_features(module) for module in column_modules}) != 1:
         return False
+    split.chunked.update(column_modules)
     for module in column_modules:
-        module.multiplies_in_chunks = True
         module.forward = partial(_column_forward, module, column_modules)
     return True
 
@@ -186,7 +192,7 @@ def fuse_reduction(module: Any, boundary: RegionBoundary) -> None:
 
     The output is this rank's part of the sequence with sequence parallelism, and the full sequence without it.
     """
-    module.multiplies_in_chunks = True
+    boundary.split.chunked.add(module)
     module.forward = partial(_row_forward, module, boundary)
 
 
@@ -207,23 +213,21 @@ def _column_forward(module: Any, columns: list[nn.Module], x: Tensor) -> Tensor:
 
 
 def _row_forward(module: Any, boundary: RegionBoundary, x: Tensor) -> Tensor:
-    matrix, bias, later = _operands(module, x, boundary.queue)
+    matrix, bias, later = _operands(module, x, boundary)
     if boundary.sp:
         return matmul_reduce_scatter(x, matrix, bias, boundary.overlap, boundary.dim, later)
     return matmul_all_reduce(x, matrix, bias, boundary.overlap, later)
 
 
-def _operands(
-    module: Any, x: Tensor, queue: WeightGradientQueue | None
-) -> tuple[Tensor, Tensor | None, DeferGrad | None]:
+def _operands(module: Any, x: Tensor, boundary: RegionBoundary) -> tuple[Tensor, Tensor | None, DeferGrad | None]:
     """Weight [outputs, inputs], bias, and the callback that defers the weight gradient.
 
     There is no callback, and the weight gradient is computed in backward, if the input `x` needs no gradient: the deferred
     gradient is queued by the backward of `x`.
     """
-    weight, later = module.weight, None
-    shares = getattr(module, "shares_gradients", False)
-    if queue is not None and torch.is_grad_enabled() and weight.requires_grad and x.requires_grad and not shares:
+    weight, later, queue = module.weight, None, boundary.queue
+    is_copied = module in boundary.split.copied
+    if queue is not None and torch.is_grad_enabled() and weight.requires_grad and x.requires_grad and not is_copied:
         later = partial(_defer_matmul, queue, weight, isinstance(module, Conv1D))
         weight = weight.detach()
     return _rows_first(module, weight), module.bias, later

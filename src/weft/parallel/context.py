@@ -39,12 +39,10 @@ from weft.compute.attention import (
     visible_blocks,
 )
 from weft.compute.dropout import dropout_mask
-from weft.errors import ModelError, PlanError
+from weft.errors import PlanError
 from weft.topology.mesh import context_rank, ranks_along
 
 PLAIN_BLOCK = 2048  # max_side side of a block, in tokens, where the score matrix is materialised
-# Arguments of attention functions in Transformers 5.17 to 5.23 that change the result and are not supported.
-UNKNOWN_ARGUMENTS = ("position_bias", "indices", "block_indices", "sinks")
 
 
 @dataclass(frozen=True)
@@ -427,91 +425,3 @@ def _attend_ulysses(
         out = _RingAttention.apply(*wait_for_tokens(), own_sinks, replace(ring, first_head=ring.first_head + first))
         outputs.append(_gather_heads(out, group, ranks))
     return torch.cat([wait() for wait in outputs], 2).flatten(1, 2)
-
-
-def context_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention function for Transformers' AttentionInterface that calls `attend`.
-
-    Args:
-        module: attention module with a `ContextParallel` as `module.context`.
-        query, key, value: tokens of this rank, [B, H, S / cp, D].
-        attention_mask: document indices of the full rows in place of a mask: integers [B, 1, 1, S], preferably in host
-            memory, or None. Transformers passes four-dimensional masks through unchanged.
-        scaling: factor on the scores; 1 / sqrt(D) by default.
-        dropout: fraction of the probabilities to drop. What is dropped depends on the `DropoutContext` that
-            `weft.parallel.dropout` has set as `module.place`; without it, on the index in this batch and a seed from the
-            default generator of torch on the host.
-        kwargs: `sliding_window`, `softcap` and `s_aux` (sinks) are supported; see `check_attention_arguments` for others.
-
-    Returns:
-        [B, S / cp, Hq, Dv], and None for the probabilities, which no rank has in full.
-
-    Raises:
-        ModelError: the attention of the model has a feature that this function does not support.
-        PlanError: see `attend`.
-    """
-    check_attention_arguments(module, kwargs)
-    drop: dict[str, Any] = {}
-    if dropout > 0:
-        dropout_context = getattr(module, "place", None)
-        drop = (
-            dropout_context.attention_arguments(module)
-            if dropout_context
-            else {"seed": int(torch.randint(2**31, (), device="cpu"))}
-        )
-    out = attend(
-        query,
-        key,
-        value,
-        None if attention_mask is None else attention_mask[:, 0, 0],
-        module.context,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=kwargs.get("sliding_window") or None,
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-        dropout=dropout,
-        **drop,
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def check_attention_arguments(module: Any, kwargs: dict[str, Any]) -> None:
-    """Raise ModelError if an attention has a feature that `attend` would ignore.
-
-    Such a feature is an unknown argument of the attention function, or a rule that only the attention mask contains.
-    """
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    causal = kwargs.get("is_causal")
-    layer_types = getattr(config, "layer_types", None)
-    kind = layer_types[layer] if layer_types and layer is not None else None
-    window_in_mask_only = not kwargs.get("sliding_window") and (
-        kind == "sliding_attention" or ("sliding_window" not in kwargs and kind is None and _has_window(config))
-    )
-    problems = {
-        "attention that is not causal": not (getattr(module, "is_causal", True) if causal is None else causal),
-        "a sliding window that is only in its mask": window_in_mask_only,
-        f"{kind} layers": kind not in (None, "full_attention", "sliding_attention"),
-        **{f"the argument {name}": kwargs.get(name) is not None for name in UNKNOWN_ARGUMENTS},
-        "probabilities as an output": bool(kwargs.get("output_attentions")),
-    }
-    unsupported = [name for name, is_used in problems.items() if is_used]
-    if unsupported:
-        raise ModelError(
-            f"{type(module).__name__} uses {' and '.join(unsupported)}",
-            where="context parallelism",
-            rule="attention over a split sequence supports causality, documents, sliding windows, softcaps and sinks",
-            fix="run this model with cp = 1",
-        )
-
-
-def _has_window(config: Any) -> bool:
-    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)

@@ -30,28 +30,37 @@ IN_FLIGHT = 2  # buckets with their first message in flight before the second me
 
 
 def apply_ddp(
-    model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None
-) -> None:
+    model: Any,
+    anatomy: Anatomy,
+    plan: Plan,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None = None,
+    feedback: Feedback | None = None,
+) -> "GradientReducer":
     """Average gradients over the data ranks by the end of each backward, in place.
 
     Args:
-        model: model on any device, including meta, with the same weights on all ranks. `model.feedback` is set.
+        model: model on any device, including meta, with the same weights on all ranks.
         anatomy: its roles.
         plan: resolved, with zero = 0.
         mesh: device mesh with the axes of `weft.topology.mesh`; all data ranks are on dp_replicate.
         expert_mesh: device mesh of the experts over the same ranks; None if experts use `mesh`.
+        feedback: state of compressed reductions; None to reduce without compression.
+
+    Returns:
+        The reducer, whose `last_micro_batch` is set before each backward.
     """
     group = join_axes(mesh, ("dp_replicate", *CONTEXT_AXES)).get_group()
     units = [Unit(block.name, group) for block in reversed(anatomy.blocks)]
     if expert_mesh is not None:
         experts = expert_mesh.get_group("edp_replicate")
         units = [Unit(name, experts) for block in reversed(anatomy.blocks) for name in block.experts] + units
-    reducer = GradientReducer([*units, Unit("", group)], model.feedback, plan.comm.compress_scope)
-    model.gradient_reducer = reducer
+    reducer = GradientReducer([*units, Unit("", group)], feedback, plan.comm.compress_scope)
     # Weights may still be on the meta device, so buckets and gradient hooks are created in the first forward.
     model.register_forward_pre_hook(reducer.prepare)
     if plan.precision.param_dtype != plan.precision.update:
         _cast_in_forward(model, anatomy, DTYPES[plan.precision.param_dtype])
+    return reducer
 
 
 class Unit(NamedTuple):

@@ -9,8 +9,9 @@ from weft.anatomy.documents import RunRows, check_packing, run_rows
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import document_masks, read_anatomy
 from weft.errors import JobError, PlanError
+from weft.parallel.attention_interface import replace_attention
 from weft.parallel.context import ContextParallel
-from weft.parallel.sequence_sharding import IMPLEMENTATION, encode_documents, register_attention, uses_context_attention
+from weft.parallel.sequence_sharding import encode_documents, uses_context_attention
 from weft.plan import Plan
 
 
@@ -83,10 +84,7 @@ def _run_masked(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
 
 def _run_context(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Logits of rows with the attention of context parallelism, on one rank."""
-    register_attention()
-    model.set_attn_implementation(IMPLEMENTATION)
-    for name in (name for block in read_anatomy(model).blocks for name in block.attention):
-        attention: Any = model.get_submodule(name)
-        attention.context = ContextParallel(None, None, 1, 1, 0)
+    names = [name for block in read_anatomy(model).blocks for name in block.attention]
+    replace_attention(model, names, ContextParallel(None, None, 1, 1, 0))
     documents = encode_documents(position_ids, None, model.config.get_text_config())
     return model(input_ids=input_ids, position_ids=position_ids, attention_mask=documents, use_cache=False).logits

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from weft.anatomy.roles import Anatomy
 from weft.compute.dropout import dropout_mask, mix
 from weft.errors import ModelError
 from weft.parallel.context import own_positions
@@ -45,9 +44,14 @@ class DropoutContext:
         seed = self.forwards if self.seed is None else self.seed
         return int(mix(torch.tensor((seed * 0x9E3779B1 + layer_id) % 2**32)))
 
-    def attention_arguments(self, attention: Any) -> dict[str, Any]:
-        """Arguments of `weft.parallel.context.attend` for the dropout of an attention module."""
-        return {"seed": self.layer_seed(attention.number), "rows": self.rows, "first_head": attention.first_head}
+    def attention_arguments(self, name: str, heads: int) -> dict[str, Any]:
+        """Arguments of `weft.parallel.context.attend` for the dropout of an attention module.
+
+        Args:
+            name: name of the module.
+            heads: query heads of this rank.
+        """
+        return {"seed": self.layer_seed(_layer_id(name)), "rows": self.rows, "first_head": self.tp_rank * heads}
 
 
 class LayoutInvariantDropout(nn.Module):
@@ -82,32 +86,28 @@ def has_attention_dropout(model: PreTrainedModel) -> bool:
     return any(float(getattr(config, name, 0) or 0) > 0 for name in ("attention_dropout", "attn_pdrop"))
 
 
-def replace_dropout(model: Any, anatomy: Anatomy, mesh: DeviceMesh, multiple: int = 1) -> None:
-    """Replace every dropout of a model by layout-invariant dropout, in place; no effect on a model without dropout.
+def replace_dropout(model: Any, mesh: DeviceMesh, multiple: int = 1) -> DropoutContext | None:
+    """Replace every `nn.Dropout` of a model by layout-invariant dropout, in place.
 
     Args:
         model: model after tensor parallelism.
-        anatomy: its roles.
         mesh: device mesh with the axes of `weft.topology.mesh`.
         multiple: length to whose multiples rows are padded (`weft.parallel.sequence_sharding.row_multiple`).
+
+    Returns:
+        Context of all its dropouts, also of attention; None for a model without dropout.
     """
     dropouts = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
     }
     if not dropouts and not has_attention_dropout(model):
-        return
+        return None
     context = DropoutContext(
         mesh.get_local_rank("tp"), ranks_along(mesh, "tp"), ranks_along(mesh, *CONTEXT_AXES, "tp") == 1
     )
     for name, module in dropouts.items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, LayoutInvariantDropout(module.p, _layer_id(name), context))
-    heads = model.config.get_text_config().num_attention_heads // context.tp_ranks
-    names = [name for block in anatomy.blocks for name in block.attention]
-    for name in names:
-        attention: Any = model.get_submodule(name)
-        attention.place, attention.number, attention.first_head = context, _layer_id(name), context.tp_rank * heads
-    model.dropout_place = context
 
     def update(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         context.forwards += 1
@@ -118,17 +118,12 @@ def replace_dropout(model: Any, anatomy: Anatomy, mesh: DeviceMesh, multiple: in
             context.positions = own_positions(padded, mesh).to(tokens.device)
 
     model.register_forward_pre_hook(update, with_kwargs=True)
+    return context
 
 
 def _layer_id(name: str) -> int:
     """Identifier of a module by name, the same on every rank whichever part of the model it holds."""
     return zlib.crc32(name.encode())
-
-
-def set_dropout_seed(model: Any, seed: int) -> None:
-    """Set the dropout seed of the following forwards; use one seed per step, for all its micro-batches."""
-    if hasattr(model, "dropout_place"):
-        model.dropout_place.seed = seed
 
 
 def hash_rows(tokens: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from weft.anatomy.roles import Anatomy
 from weft.backends.hierarchical import leaves_host
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
-from weft.parallel.async_reduce_scatter import overlap_reduce_scatter, param_groups
+from weft.parallel.async_reduce_scatter import PendingReduceScatters, overlap_reduce_scatter, param_groups
 from weft.parallel.ddp import GradientReducer, Unit, is_split
 from weft.parallel.weights import to_local
 from weft.plan import BYTES, Plan, bytes_per_state_element
@@ -43,24 +43,33 @@ from weft.topology.mesh import CONTEXT_AXES, EXPERT_AXES, join_axes, join_meshes
 
 
 def apply_fsdp(
-    model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None
-) -> None:
+    model: Any,
+    anatomy: Anatomy,
+    plan: Plan,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None = None,
+    feedback: Feedback | None = None,
+) -> tuple[GradientReducer | None, PendingReduceScatters | None]:
     """Shard parameters over the data axes, in place; gradients become means over the data ranks.
 
     Each block is one FSDP unit. Embedding, final norm and head form another unit; with zero = 3 an untied embedding is a unit.
 
     Args:
-        model: model on any device, including meta, with the same weights on all ranks. `model.feedback` is set.
+        model: model on any device, including meta, with the same weights on all ranks.
         anatomy: its roles.
         plan: resolved.
         mesh: device mesh with the axes of `weft.topology.mesh`.
         expert_mesh: device mesh of the experts over the same ranks; None if experts use `mesh`.
+        feedback: state of compressed reductions; None to reduce without compression.
+
+    Returns:
+        Reducer of compressed gradients between replicas, and queue of overlapped reduce-scatters; None where FSDP2 does both.
     """
     policy = MixedPrecisionPolicy(DTYPES[plan.precision.param_dtype], DTYPES[plan.precision.reduce_dtype])
     settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": plan.parallel.zero == 3}
     # Context-parallel ranks hold the same weights: shard over them too.
     shards = join_axes(mesh, ("dp_shard", *CONTEXT_AXES))
-    fsdp_mesh = _hsdp_mesh if model.feedback is None else _shard_mesh_only
+    fsdp_mesh = _hsdp_mesh if feedback is None else _shard_mesh_only
     settings["mesh"] = fsdp_mesh(mesh["dp_replicate"], shards)
     settings["shard_placement_fn"] = partial(_placement, shards.size())
     for block in anatomy.blocks:
@@ -76,20 +85,21 @@ def apply_fsdp(
         fully_shard(model.get_submodule(anatomy.embedding), **settings)
     # The root unit has the other parameters. Backward starts at the head, so that it stays gathered after forward.
     fully_shard(model, **{**settings, "reshard_after_forward": False})
-    if model.feedback is not None:
-        _set_compression(model, model.feedback, anatomy, plan, mesh, expert_mesh)
-    elif (
+    if feedback is not None:
+        return _set_compression(model, feedback, anatomy, plan, mesh, expert_mesh), None
+    if (
         mesh.device_type == "cpu"
         and plan.parallel.dp_replicate == 1
         and plan.precision.reduce_dtype == plan.precision.update
         and leaves_host(shards.get_group())
     ):
-        overlap_reduce_scatter(model)
+        return None, overlap_reduce_scatter(model)
+    return None, None
 
 
 def _set_compression(
     model: Any, feedback: Feedback, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, expert_mesh: DeviceMesh | None
-) -> None:
+) -> GradientReducer | None:
     """Compress the reduce-scatters of FSDP2 units, and the all-reduces of their shards between replicas.
 
     The all-reduce between replicas uses the buckets of `ddp.py`, because FSDP2 does not accept a custom all-reduce.
@@ -112,10 +122,12 @@ def _set_compression(
         elif feedback.takes_momentum and replicas.size() == 1:
             module.set_all_reduce_hook(partial(feedback.add_up, name or "rest"))
         units.append(Unit(name, replicas.get_group(), makes_momentum=not compresses))
-    if any(unit.group.size() > 1 for unit in units):
-        model.gradient_reducer = GradientReducer(units, feedback, compress_scope)
-        # Runs before the hook of FSDP2, which replaces the sharded parameters by gathered tensors.
-        model.register_forward_pre_hook(model.gradient_reducer.prepare, prepend=True)
+    if all(unit.group.size() == 1 for unit in units):
+        return None
+    reducer = GradientReducer(units, feedback, compress_scope)
+    # Runs before the hook of FSDP2, which replaces the sharded parameters by gathered tensors.
+    model.register_forward_pre_hook(reducer.prepare, prepend=True)
+    return reducer
 
 
 def _segments(unit: Any) -> list[int]:
@@ -146,22 +158,30 @@ def _shard_mesh_only(replicate: DeviceMesh, shard: DeviceMesh) -> DeviceMesh:
     return shard
 
 
-def begin_micro_batch(model: Any, plan: Plan, *, last: bool) -> None:
+def begin_micro_batch(model: Any, plan: Plan, reducer: GradientReducer | None, *, last: bool) -> None:
     """Configure gradient reduction and resharding for the next backward.
 
     Args:
         model: parallelized model.
         plan: resolved.
+        reducer: reducer of its gradients, if `apply_ddp` or `apply_fsdp` made one.
         last: True for the last micro-batch of the step, after which gradients are complete and gathered weights are freed.
     """
-    if hasattr(model, "gradient_reducer"):
-        model.gradient_reducer.last_micro_batch = last
+    if reducer is not None:
+        reducer.last_micro_batch = last
     if plan.parallel.zero == 0:
         return
     model.set_is_last_backward(last)
     model.set_requires_gradient_sync(last or plan.parallel.zero >= 2)
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or plan.parallel.zero == 3)
+
+
+def free_gathered_weights(model: nn.Module) -> None:
+    """Free gathered weights, which an evaluation may have left, so that parameters are the stored shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def prefetch_forward(model: Any, stages: list[list[str]], plan: Plan, mesh: DeviceMesh) -> None:
@@ -207,15 +227,10 @@ def prefetch_backward(model: Any, stages: list[list[str]]) -> None:
             model.get_submodule(name).set_modules_to_backward_prefetch([model.get_submodule(previous)])
 
 
-def begin_pipelined_step(model: Any, plan: Plan) -> None:
-    """Accumulate unreduced gradients in the backwards of a pipeline, until `reduce_gradients`.
-
-    Args:
-        model: parallelized model.
-        plan: resolved.
-    """
-    if hasattr(model, "gradient_reducer"):
-        model.gradient_reducer.last_micro_batch = False
+def begin_pipelined_step(model: Any, plan: Plan, reducer: GradientReducer | None) -> None:
+    """Accumulate unreduced gradients in the backwards of a pipeline, until `reduce_gradients`. Arguments as there."""
+    if reducer is not None:
+        reducer.last_micro_batch = False
     if plan.parallel.zero == 0:
         return
     model.set_is_last_backward(False)
@@ -240,10 +255,17 @@ def accumulate_gradients(model: Any, plan: Plan) -> None:
                 parameter.to_accumulated_grad_if_needed()
 
 
-def reduce_gradients(model: Any, plan: Plan) -> None:
-    """Reduce the accumulated gradients of a pipelined step, and free gathered weights."""
+def reduce_gradients(model: Any, plan: Plan, reducer: GradientReducer | None) -> None:
+    """Reduce the accumulated gradients of a pipelined step, and free gathered weights.
+
+    Args:
+        model: parallelized model.
+        plan: resolved.
+        reducer: reducer of its gradients, if `apply_ddp` or `apply_fsdp` made one.
+    """
     if plan.parallel.zero == 0:
-        model.gradient_reducer.finish()
+        assert reducer is not None
+        reducer.finish()
         return
     model.set_is_last_backward(True)
     model.set_requires_gradient_sync(True)
@@ -253,8 +275,8 @@ def reduce_gradients(model: Any, plan: Plan) -> None:
     for group in _all_param_groups(model):
         group.post_backward()
     model._get_fsdp_state()._root_post_backward_final_callback()
-    if hasattr(model, "gradient_reducer"):
-        model.gradient_reducer.finish()
+    if reducer is not None:
+        reducer.finish()
 
 
 def _all_param_groups(model: Any) -> list[Any]:

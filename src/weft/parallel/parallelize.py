@@ -37,6 +37,7 @@ from weft.parallel.pipeline.plan_schedule import load_schedule, splits_backward,
 from weft.parallel.pipeline.runtime import PipelineRuntime
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue, defer_weight_gradients
 from weft.parallel.recompute_context import capture_context
+from weft.parallel.runtime import Runtime
 from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs, uses_context_attention
 from weft.parallel.tensor import apply_tp
 from weft.parallel.weights import LocalWeights, TensorLayout, shard_parameter
@@ -61,7 +62,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         mesh: device mesh from `weft.build_mesh(plan, ...)`.
 
     Returns:
-        The same model.
+        The same model; `weft.runtime(model)` is what has been made of it.
 
     Raises:
         PlanError: the plan does not fit the mesh.
@@ -72,7 +73,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     p = plan.parallel
     chain = check_axes(model, anatomy, plan)
     replaces_attention = uses_context_attention(model, anatomy, plan)
-    model.router_watch = RouterStats(model, anatomy, mesh)
+    runtime = Runtime(plan, mesh, full_anatomy, RouterStats(model, anatomy, mesh))
     if chain is not None:
         anatomy, stage_io = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
     expert_mesh = build_expert_mesh(plan, mesh.device_type) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
@@ -80,32 +81,35 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         apply_ep(model, anatomy, plan, expert_mesh)
     queue = WeightGradientQueue() if p.pp > 1 and splits_backward(plan) else None
     if p.tp > 1:
-        apply_tp(model, anatomy, plan, mesh, queue)
+        runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)
     if p.ep > 1:
         overlap_shared_experts(model, anatomy)
-    replace_dropout(model, anatomy, mesh, row_multiple(full_anatomy, plan))
+    runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan))
     if replaces_attention:
-        apply_cp(model, anatomy, mesh, plan.comm.ulysses_chunks)
-    splits_rows = p.tp > 1 or replaces_attention
-    if splits_rows:
+        apply_cp(model, anatomy, mesh, plan.comm.ulysses_chunks, runtime.dropout)
+    runtime.takes_full_rows = p.tp > 1 or replaces_attention
+    if runtime.takes_full_rows:
         shard_inputs(model, full_anatomy, plan, mesh)
-    average_loss_over_targets(model, mesh, row_multiple(full_anatomy, plan) if splits_rows else None)
+    average_loss_over_targets(model, mesh, row_multiple(full_anatomy, plan) if runtime.takes_full_rows else None)
     if queue is not None:
-        defer_weight_gradients(model, anatomy, queue)
+        defer_weight_gradients(model, anatomy, queue, runtime.tensor_split.copied | runtime.tensor_split.chunked)
     compute_in_float32(model, full_anatomy, plan.precision.fp32_modules)
-    model.carries_gradients = plan.precision.backward == "fp16"
-    if model.carries_gradients:
+    if plan.precision.backward == "fp16":
         begin_fp16_backward_at(model.get_submodule(full_anatomy.head))
+    capture = partial(capture_context, runtime.router_stats, runtime.dropout)
     if plan.memory.recompute or plan.memory.offload:
-        model.offload = build_offload(plan.memory, detect())
+        runtime.offload = build_offload(plan.memory, detect())
         own_blocks = {block.name for block in anatomy.blocks}
-        apply_recompute(model, full_anatomy, own_blocks, plan.memory, partial(capture_context, model), model.offload)
-    patch_library_recompute(model, partial(capture_context, model))
+        apply_recompute(model, full_anatomy, own_blocks, plan.memory, capture, runtime.offload)
+    patch_library_recompute(model, capture)
     if plan.precision.weights != "whole":
         split_weights(model, even=plan.precision.weights == "split_even")
-    model.feedback = build_feedback(plan.comm)
-    split_data = apply_ddp if p.zero == 0 else apply_fsdp
-    split_data(model, anatomy, plan, mesh, expert_mesh)
+    runtime.feedback = build_feedback(plan.comm)
+    if p.zero == 0:
+        runtime.gradient_reducer = apply_ddp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
+    else:
+        sharded = apply_fsdp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
+        runtime.gradient_reducer, runtime.reduce_scatters = sharded
     stages = [range(len(full_anatomy.blocks))] if p.pp == 1 else [stage_io.stages[stage] for stage in stage_io.own]
     if p.zero == 3:
         prefetch_forward(model, [[full_anatomy.blocks[index].name for index in stage] for stage in stages], plan, mesh)
@@ -113,7 +117,10 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         if p.zero == 3:
             prefetch_backward(model, [[full_anatomy.blocks[index].name for index in stage] for stage in stages])
         install_stage_switch(model, full_anatomy, stage_io)
-        model.pipeline = PipelineRuntime(model, full_anatomy, stage_io, plan, mesh, queue)
+        runtime.pipeline = PipelineRuntime(
+            model, full_anatomy, stage_io, plan, mesh, queue, runtime.router_stats, runtime.gradient_reducer
+        )
+    model.register_forward_pre_hook(runtime)
     return model
 
 

@@ -9,12 +9,21 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from weft.parallel.dropout import DropoutContext
+from weft.parallel.moe_aux_loss import RouterStats
 
-def capture_context(model: Any, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+Weights = list[tuple[dict[str, Any], str, Any]]
+"""Parameters of modules: (table of the module, name, value)."""
+
+
+def capture_context(
+    router_stats: RouterStats, dropout: DropoutContext | None, module: nn.Module
+) -> Callable[[], AbstractContextManager[None]]:
     """Capture the context of a module during its forward.
 
     Args:
-        model: parallelized model.
+        router_stats: router statistics of the model.
+        dropout: seed and rows of its layout-invariant dropout, if it has dropout.
         module: module of the model whose forward is running.
 
     Returns:
@@ -28,27 +37,29 @@ def capture_context(model: Any, module: nn.Module) -> Callable[[], AbstractConte
         for name, value in part._parameters.items()
         if value is not None
     ]
-    dropout = getattr(model, "dropout_place", None)
-    return partial(_restored, model, weights, dropout and replace(dropout))
+    return partial(_restored, router_stats, weights, dropout, dropout and replace(dropout))
 
 
 @contextmanager
-def _restored(model: Any, weights: list[tuple[dict[str, Any], str, Any]], dropout: Any) -> Iterator[None]:
+def _restored(
+    router_stats: RouterStats, weights: Weights, dropout: DropoutContext | None, captured: DropoutContext | None
+) -> Iterator[None]:
     current_weights = [(table, name, table[name]) for table, name, _ in weights]
-    current_dropout = dropout and replace(model.dropout_place)
-    _set(model, weights, dropout, recording=False)
+    current = dropout and replace(dropout)
+    _set(weights, dropout, captured)
+    router_stats.recording = False
     try:
         yield
     finally:
-        _set(model, current_weights, current_dropout, recording=True)
+        _set(current_weights, dropout, current)
+        router_stats.recording = True
 
 
-def _set(model: Any, weights: list[tuple[dict[str, Any], str, Any]], dropout: Any, *, recording: bool) -> None:
+def _set(weights: Weights, dropout: DropoutContext | None, values: DropoutContext | None) -> None:
     for table, name, value in weights:
         table[name] = value
-    if dropout:
-        vars(model.dropout_place).update(vars(dropout))
-    model.router_watch.recording = recording
+    if dropout is not None:
+        vars(dropout).update(vars(values))
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:

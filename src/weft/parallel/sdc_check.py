@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.slices import reshard
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import PlanError
+from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.fsdp import free_gathered_weights
+from weft.parallel.runtime import runtime
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 
@@ -59,7 +61,7 @@ def check_sdc_plan(plan: Plan) -> None:
 
 
 @torch.no_grad()
-def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str | None:
+def check_replicas(model: nn.Module, optimizer: DistributedOptimizer) -> str | None:
     """Compare replicas of parameters and optimizer states between ranks. Every rank must call it, between steps.
 
     Each rank reads its tensors once and sends a few hundred bytes. If digests differ, a few ranks also send the digest of each
@@ -69,14 +71,14 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
     Args:
         model: parallelized model.
         optimizer: optimizer of its parameters.
-        mesh: device mesh of all ranks.
 
     Returns:
         None if all replicas are equal, or if there are no replicas. Otherwise a report, the same on all ranks, with one
         line for each deviating rank or set of ranks: "rank 2: model.norm.weight, also exp_avg; ranks 0, 1, 3 agree".
     """
-    reshard(model, optimizer)
-    tables = _digest_parts(model, optimizer, mesh)
+    free_gathered_weights(model)
+    optimizer.finish_offload()
+    tables = _digest_parts(model, optimizer.state, runtime(model).mesh)
     hashes_of_ranks = all_gather_json({part: _hash_table(table) for part, table in tables.items()})
     versions: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, hashes in enumerate(hashes_of_ranks):
@@ -91,17 +93,15 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Dev
     return "\n".join(lines) or None
 
 
-def _digest_parts(model: Any, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> dict[str, DigestTable]:
+def _digest_parts(model: nn.Module, states: Any, mesh: DeviceMesh) -> dict[str, DigestTable]:
     """Digest tables of this rank by part of the model; ranks with the same key hold replicas of the same tensors."""
     coordinate = () if mesh.device_type == "cpu" else (mesh.get_local_rank("pp"), mesh.get_local_rank("tp"))
     digesters: dict[torch.device, Digester] = {}
     found: dict[str, list[tuple[str, str, Tensor]]] = defaultdict(list)
     for name, parameter, is_tied in _named_parameters(model):
         part = f"{'tied ' if is_tied else ''}{_layout(parameter)} {coordinate}"
-        states = {
-            kind: state for kind, state in optimizer.state.get(parameter, {}).items() if isinstance(state, Tensor)
-        }
-        for kind, tensor in {"": parameter, **states}.items():
+        own = {kind: state for kind, state in states.get(parameter, {}).items() if isinstance(state, Tensor)}
+        for kind, tensor in {"": parameter, **own}.items():
             local = to_local(tensor.detach())
             if local.device not in digesters:
                 digesters[local.device] = Digester(local.device)
@@ -119,7 +119,7 @@ def _digest_parts(model: Any, optimizer: torch.optim.Optimizer, mesh: DeviceMesh
 
 def _named_parameters(model: Any) -> list[tuple[str, nn.Parameter, bool]]:
     """Name, parameter, and True if tied to a replica on another pipeline stage; tied replicas use the name of the embedding."""
-    pipeline = getattr(model, "pipeline", None)
+    pipeline = runtime(model).pipeline
     if pipeline is None or not pipeline.shares_tied:
         return [(name, parameter, False) for name, parameter in model.named_parameters()]
     embedding = f"{pipeline.ends[0]}.weight"

@@ -7,19 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import ATTENTION, document_masks
 from weft.errors import ModelError, PlanError
+from weft.parallel.attention_interface import IMPLEMENTATION, replace_attention
 from weft.parallel.checks import check_decoder
-from weft.parallel.context import ContextParallel, check_heads, context_attention, own_positions, sequence_parts
-from weft.parallel.dropout import has_attention_dropout
+from weft.parallel.context import ContextParallel, check_heads, own_positions, sequence_parts
+from weft.parallel.dropout import DropoutContext, has_attention_dropout
 from weft.parallel.tp_rules import count_heads, count_kv_heads
 from weft.plan import Plan
 from weft.topology.mesh import CONTEXT_AXES, context_rank, ranks_along
 
-IMPLEMENTATION = "weft_context"
 # Families that name patterns cannot detect, with the reason of the refusal.
 REFUSED_FAMILIES = {
     "doge": "computes its masks from values of tokens",
@@ -31,7 +31,13 @@ POSITIONS_FROM_MASK = ("opt",)
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
-def apply_cp(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, ulysses_chunks: int = 1) -> None:
+def apply_cp(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    mesh: DeviceMesh,
+    ulysses_chunks: int = 1,
+    dropout: DropoutContext | None = None,
+) -> None:
     """Replace the attention of a model by context-parallel attention, in place; `shard_inputs` splits the rows.
 
     Args:
@@ -39,6 +45,7 @@ def apply_cp(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, ulysses
         anatomy: its roles.
         mesh: device mesh with the axes of `weft.topology.mesh`.
         ulysses_chunks: maximum number of head chunks per Ulysses all-to-all.
+        dropout: seed and rows of layout-invariant dropout.
     """
     ulysses, ring = mesh["cp_ulysses"], mesh["cp_ring"]
     context = ContextParallel(
@@ -49,13 +56,7 @@ def apply_cp(model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh, ulysses
         context_rank(mesh),
         ulysses_chunks=ulysses_chunks,
     )
-    register_attention()
-    model.set_attn_implementation(IMPLEMENTATION)
-    for name in (name for block in anatomy.blocks for name in block.attention):
-        attention: Any = model.get_submodule(name)
-        attention.context = context
-        # Tensor parallelism may have given the module a copy of the configuration.
-        attention.config._attn_implementation = IMPLEMENTATION
+    replace_attention(model, [name for block in anatomy.blocks for name in block.attention], context, dropout)
 
 
 def row_multiple(anatomy: Anatomy, plan: Plan) -> int:
@@ -139,7 +140,6 @@ def shard_inputs(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> 
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave)
-    model.takes_whole_rows = True
 
 
 def _positions(family: str, rows: Tensor, mask: Tensor | None) -> Tensor:
@@ -179,12 +179,6 @@ def encode_documents(positions: Tensor, mask: Any, config: Any) -> Any:
     documents = is_start.cumsum(1).cpu()[:, None, None]
     kinds = set(getattr(config, "layer_types", None) or ())
     return dict.fromkeys(kinds, documents) if kinds else documents
-
-
-def register_attention() -> None:
-    """Register `context_attention` with Transformers as `IMPLEMENTATION`, with a mask function that makes no mask."""
-    AttentionInterface.register(IMPLEMENTATION, context_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
 
 
 def shard_sequence(rows: Tensor, mesh: DeviceMesh) -> Tensor:

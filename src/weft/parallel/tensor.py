@@ -46,7 +46,7 @@ from weft.parallel.tp_rules import (
     out_features,
     wide_norms,
 )
-from weft.parallel.weights import LocalWeights, PackedLayout, TensorLayout, part_bounds, shard_parameter
+from weft.parallel.weights import LocalWeights, PackedLayout, TensorLayout, TensorSplit, part_bounds, shard_parameter
 from weft.plan import Plan
 
 # Families that reshape the output of the final norm to the shape of input_ids: the sequence must be gathered before.
@@ -60,7 +60,7 @@ FIRST_OF_MLP = (UP, PACKED_UP)
 
 def apply_tp(
     model: PreTrainedModel, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, queue: WeightGradientQueue | None = None
-) -> None:
+) -> TensorSplit:
     """Apply tensor parallelism to the blocks, the embedding and the head, in place.
 
     The logits of the model are split by vocabulary, as `weft.parallel.loss.cross_entropy_sum` expects them.
@@ -71,13 +71,17 @@ def apply_tp(
         plan: resolved, and accepted by `check_tp`.
         mesh: device mesh with the axes of `weft.topology.mesh`.
         queue: queue of deferred weight gradients, if the pipeline schedule splits backward.
+
+    Returns:
+        What has changed in the model.
     """
-    tp, sp = mesh["tp"], plan.parallel.sp
+    tp, sp, split = mesh["tp"], plan.parallel.sp, TensorSplit()
     group = tp.get_group()
     overlap = _build_overlap(plan, group, mesh.device_type)
     for block in anatomy.blocks:
-        _split_block(model, block, sp, tp, overlap, queue)
-    _split_embedding_and_head(model, anatomy, sp, group, tp)
+        _split_block(model, block, sp, tp, overlap, queue, split)
+    _split_embedding_and_head(model, anatomy, sp, group, tp, split)
+    return split
 
 
 def _build_overlap(plan: Plan, group: dist.ProcessGroup, device_type: str) -> Overlap | None:
@@ -97,18 +101,19 @@ def _split_block(
     tp: DeviceMesh,
     overlap: Overlap | None,
     queue: WeightGradientQueue | None,
+    split: TensorSplit,
 ) -> None:
     group, unit = tp.get_group(), model.get_submodule(block.name)
     layouts: dict[str, TensorLayout] = {}
 
     def boundary(dim: int) -> RegionBoundary | None:
-        return RegionBoundary(overlap, sp, dim, queue) if overlap else None
+        return RegionBoundary(overlap, sp, dim, queue, split) if overlap else None
 
     def relative(names: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
         return [(name.removeprefix(f"{block.name}."), model.get_submodule(name)) for name in names]
 
     for name, module in relative(block.attention):
-        layouts |= _split_attention(name, module, model.config.get_text_config(), tp)
+        layouts |= _split_attention(name, module, model.config.get_text_config(), tp, split)
         hook = _input_hook(module, group, sp, SEQUENCE, FIRST_OF_ATTENTION, boundary(SEQUENCE))
         module.register_forward_pre_hook(hook, with_kwargs=True)
         _reduce_output(module, group, sp, SEQUENCE, boundary(SEQUENCE))
@@ -118,7 +123,7 @@ def _split_block(
                 module.register_forward_pre_hook(_split_hook(group), with_kwargs=True)
                 module.register_forward_hook(_unsplit_hook(group))
             continue
-        layouts |= _split_mlp(name, module, tp)
+        layouts |= _split_mlp(name, module, tp, split)
         # An MLP is computed per token, so that the parts may be concatenated along the batch dim, which needs no copy.
         entry = module if not isinstance(module, nn.Linear | Conv1D) or UP.fullmatch(name) else None
         if entry is not None:
@@ -131,10 +136,21 @@ def _split_block(
         # Without sequence parallelism, modules outside of the regions compute the same on all ranks.
         if name not in layouts and not name.startswith(experts or ("/",)) and (sp or in_region):
             layouts[name] = TensorLayout("copy")
+    _use_local_weights(unit, layouts, group, split)
+
+
+def _use_local_weights(
+    unit: nn.Module, layouts: dict[str, TensorLayout], group: dist.ProcessGroup, split: TensorSplit
+) -> None:
+    """Let a unit compute with local weights, and record the modules whose gradients are summed over ranks."""
     LocalWeights(unit, layouts, group)
+    copied = [name for name, layout in layouts.items() if layout.kind != "shard"]
+    split.copied.update(unit.get_submodule(name.rpartition(".")[0]) for name in copied)
 
 
-def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceMesh) -> dict[str, TensorLayout]:
+def _split_attention(
+    prefix: str, attention: nn.Module, config: Any, tp: DeviceMesh, split: TensorSplit
+) -> dict[str, TensorLayout]:
     """Split the linear layers of one attention; returns layouts by parameter name relative to the block."""
     ranks, heads, kv_heads = tp.size(), count_heads(config), count_kv_heads(config)
     layouts: dict[str, TensorLayout] = {}
@@ -147,11 +163,11 @@ def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceM
             start = tp.get_local_rank() * kv_heads // ranks * width
             layouts |= {f"{full}.{p}": TensorLayout("narrow", 0, start, width) for p, _ in module.named_parameters()}
         elif QUERY.fullmatch(last) or KEY_VALUE.fullmatch(last) or LATENT_KEY_VALUE.fullmatch(last):
-            layouts |= _split_column(full, module, tp)
+            layouts |= _split_column(full, module, tp, split)
         elif PACKED_QUERY_KEY_VALUE.fullmatch(last):
             width = out_features(module) // (heads + 2 * kv_heads)
             sizes = (heads * width, kv_heads * width, kv_heads * width)
-            layouts |= _split_column(full, module, tp, sizes)
+            layouts |= _split_column(full, module, tp, split, sizes)
         elif DOWN.fullmatch(last):
             layouts |= _split_row(full, module, tp)
     for name in [name for name, _ in attention.named_parameters(recurse=False) if PER_HEAD.fullmatch(name)]:
@@ -162,7 +178,7 @@ def _split_attention(prefix: str, attention: nn.Module, config: Any, tp: DeviceM
     return layouts
 
 
-def _split_mlp(prefix: str, mlp: nn.Module, tp: DeviceMesh) -> dict[str, TensorLayout]:
+def _split_mlp(prefix: str, mlp: nn.Module, tp: DeviceMesh, split: TensorSplit) -> dict[str, TensorLayout]:
     layouts: dict[str, TensorLayout] = {}
     for name, module in mlp.named_modules():
         full = f"{prefix}.{name}" if name else prefix
@@ -171,22 +187,25 @@ def _split_mlp(prefix: str, mlp: nn.Module, tp: DeviceMesh) -> dict[str, TensorL
             continue
         if PACKED_UP.fullmatch(last):
             half = out_features(module) // 2
-            layouts |= _split_column(full, module, tp, (half, half))
+            layouts |= _split_column(full, module, tp, split, (half, half))
         elif UP.fullmatch(last):
-            layouts |= _split_column(full, module, tp)
+            layouts |= _split_column(full, module, tp, split)
         elif DOWN.fullmatch(last):
             layouts |= _split_row(full, module, tp)
     return layouts
 
 
-def _split_column(name: str, module: Any, tp: DeviceMesh, packed: tuple[int, ...] = ()) -> dict[str, TensorLayout]:
+def _split_column(
+    name: str, module: Any, tp: DeviceMesh, split: TensorSplit, sizes: tuple[int, ...] = ()
+) -> dict[str, TensorLayout]:
     """Split a column-parallel linear layer: each rank computes a part of the outputs."""
     dim = 1 if isinstance(module, Conv1D) else 0
+    packed = PackedLayout({"weight": dim, "bias": 0}, sizes, tp.size()) if sizes else None
     if packed:
-        module.packed = PackedLayout({"weight": dim, "bias": 0}, packed, tp.size())
-    shard_parameter(module, "weight", dim, tp)
+        split.packed[module] = packed
+    shard_parameter(module, "weight", dim, tp, packed)
     if module.bias is not None:
-        shard_parameter(module, "bias", 0, tp)
+        shard_parameter(module, "bias", 0, tp, packed)
     if isinstance(module, Conv1D):
         module.nf //= tp.size()
     return {f"{name}.{parameter}": TensorLayout("shard") for parameter, _ in module.named_parameters()}
@@ -237,7 +256,7 @@ def _input_hook(
     own_name: str = "",
 ) -> Callable[..., Any]:
     """Forward pre-hook of a region: gather the sequence in forward, sum gradients over ranks in backward."""
-    if boundary is not None and share_gather(region, own_name, first, DOWN):
+    if boundary is not None and share_gather(region, own_name, first, DOWN, boundary.split):
         return lambda _, args, kwargs: _map_hidden(args, kwargs, boundary.enter)
 
     def enter(hidden: Tensor) -> Tensor:
@@ -291,7 +310,7 @@ def _unsplit_hook(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 
 def _split_embedding_and_head(
-    model: PreTrainedModel, anatomy: Anatomy, sp: bool, group: dist.ProcessGroup, tp: DeviceMesh
+    model: PreTrainedModel, anatomy: Anatomy, sp: bool, group: dist.ProcessGroup, tp: DeviceMesh, split: TensorSplit
 ) -> None:
     embedding: Any = model.get_submodule(anatomy.embedding) if anatomy.embedding else None
     head: Any = model.get_submodule(anatomy.head) if anatomy.head else None
@@ -309,18 +328,19 @@ def _split_embedding_and_head(
                 shard_parameter(end, "bias", 0, tp)
         else:  # stored unsplit, because FSDP2 shards evenly only; the computation is split
             layout = TensorLayout("narrow", 0, start, length)
-        LocalWeights(end, {name: layout for name, _ in end.named_parameters()}, group)
+        _use_local_weights(end, {name: layout for name, _ in end.named_parameters()}, group, split)
         if end is embedding:
             _split_lookup(embedding, start, length, group, sp)
 
     for name, module in model.named_modules():
         in_block = any(name.startswith(f"{block.name}.") for block in anatomy.blocks)
         if isinstance(module, nn.Embedding) and module is not embedding and not in_block and sp:
-            LocalWeights(module, {"weight": TensorLayout("copy")}, group)
+            _use_local_weights(module, {"weight": TensorLayout("copy")}, group, split)
             module.register_forward_hook(lambda _, args, out: out.chunk(group.size(), -2)[group.rank()])
     last: Any = model.get_submodule(anatomy.final_norm) if anatomy.final_norm else None
     if last is not None and sp:
-        LocalWeights(last, {name: TensorLayout("copy") for name, _ in last.named_parameters()}, group)
+        copies = {name: TensorLayout("copy") for name, _ in last.named_parameters()}
+        _use_local_weights(last, copies, group, split)
 
     def gather_sequence(hidden: Tensor) -> Tensor:
         return collectives.gather(hidden, group, SEQUENCE) if sp else collectives.copy(group, hidden)[0]

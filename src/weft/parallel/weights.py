@@ -5,7 +5,7 @@ layout. While its unit (a block, the embedding, the head) runs forward, the modu
 Differentiable functions compute them, so that gradients flow back to the stored parameters.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -59,11 +59,32 @@ class PackedLayout:
         return torch.cat([piece for part in zip(*pieces, strict=True) for piece in part], dim)
 
 
-def shard_parameter(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
-    """Replace a parameter, equal on all ranks or on the meta device, by a DTensor sharded along a dim over a 1-D mesh."""
+@dataclass
+class TensorSplit:
+    """What tensor parallelism has changed in a model."""
+
+    packed: dict[nn.Module, PackedLayout] = field(default_factory=dict)
+    """Row orders of the linear layers that pack several projections."""
+    copied: set[nn.Module] = field(default_factory=set)
+    """Modules with a parameter that several ranks hold, and whose gradients are summed over these ranks in backward."""
+    chunked: set[nn.Module] = field(default_factory=set)
+    """Linear layers whose matmul overlaps with its collective in chunks (`async_tp.py`)."""
+
+
+def shard_parameter(
+    module: nn.Module, name: str, dim: int, mesh: DeviceMesh, packed: PackedLayout | None = None
+) -> None:
+    """Replace a parameter, equal on all ranks or on the meta device, by a DTensor sharded along a dim over a 1-D mesh.
+
+    Args:
+        module: owner of the parameter.
+        name: its name in the module.
+        dim: tensor dim to shard.
+        mesh: 1-D mesh of the ranks.
+        packed: row order of the stored parameter; None to keep the original order.
+    """
     parameter = module._parameters[name]
     assert parameter is not None
-    packed = getattr(module, "packed", None)
     full = packed.to_rank_order(parameter.data, name) if packed else parameter.data
     shard = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
     module._parameters[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
@@ -85,9 +106,6 @@ class LocalWeights:
         self.gradient_factor = gradient_factor
         owners = {name: unit.get_submodule(name.rpartition(".")[0]) for name in layouts}
         self.slots = [(owners[name], name.rpartition(".")[2], layout) for name, layout in layouts.items()]
-        for owner, _, layout in self.slots:
-            if layout.kind != "shard":
-                owner.shares_gradients = True  # type: ignore[assignment]
         self.group = group
         self.stored: list[tuple[nn.Module, str, Any]] = []
         unit.register_forward_pre_hook(self._enter)

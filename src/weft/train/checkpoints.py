@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.key import read_key
@@ -76,9 +75,9 @@ class Checkpoints:
         use_memory = self.settings.memory_every or has_copies
         self.memory = HostMemory(run / RUN_ID, self.run_id, self.key) if use_memory else None
 
-    def attach(self, snapshots: Snapshots, place_state: Callable[[nn.Parameter], object]) -> None:
-        """Attach the snapshot writer, and the function that moves the optimizer state of a parameter to its place."""
-        self.snapshots, self.place_state = snapshots, place_state
+    def attach(self, snapshots: Snapshots) -> None:
+        """Attach the snapshot writer."""
+        self.snapshots = snapshots
 
     def find(self, resume: Sequence[str]) -> VerifiedCheckpoint | None:
         """Find the checkpoint to start from; None if there is none.
@@ -107,8 +106,8 @@ class Checkpoints:
             names = generators + feedback if same_ranks else []
             own = {part.file for name in names for part in reader.entry(name).parts}
             s = self.snapshots
-            restore(s.model, s.anatomy, s.optimizer, reader, lambda files: found.fetch(files | own), self.place_state)
-            if message := restore_feedback(s.model, s.optimizer, reader, self.job.plan):
+            restore(s.model, s.optimizer, reader, lambda files: found.fetch(files | own))
+            if message := restore_feedback(s.model, s.optimizer, reader):
                 self.log(message)
             if same_ranks:
                 set_rng_states(s.device, {name: reader.read(name) for name in generators})

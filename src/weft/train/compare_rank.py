@@ -18,17 +18,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.huggingface import reorder_packed
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
 from weft.data import MicroBatch, Prepared
 from weft.job import Job
 from weft.launch.launcher import rank_main
-from weft.parallel.dropout import set_dropout_seed
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.pipeline.runtime import running_stage
+from weft.parallel.runtime import reorder_packed, runtime, set_dropout_seed
 from weft.parallel.sequence_sharding import shard_sequence
 from weft.parallel.weights import part_bounds
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import AXES, data_rank, ranks_along
 from weft.train.compare import KINDS, RecordedStep, RecordedTensor, Side, TensorKind, tensor_file
 from weft.train.loop import STEPS_PER_SEED
@@ -54,16 +53,15 @@ def record(session: Session, folder: Path, steps: int, recorded: int = 1) -> Non
     """
     job, model = session.job, session.model
     tensors: list[RecordedTensor] = []
-    recorded_steps, scale = [], LossScale.from_plan(job.plan.precision.loss_scale)
+    recorded_steps: list[RecordedStep] = []
     for step, micro_batches in enumerate(islice(train_batches(session, session.position), steps), 1):
-        set_learning_rate(session.optimizer, learning_rate(step, job.train.steps, job.optimizer))
+        set_learning_rate(session.optimizer.inner, learning_rate(step, job.train.steps, job.optimizer))
         if step == recorded:
-            tensors = _record_gradients(session, folder, micro_batches, step, scale)
+            tensors = _record_gradients(session, folder, micro_batches, step)
         if step == recorded > 1:  # not in step 1, which both sides start with the same weights
             for name, parameter in model.named_parameters():
                 _write_full(session, folder, "weight before", name, parameter)
-        result = _step(session, session.optimizer, micro_batches, step, scale, job.optimizer.clip_norm)
-        scale = result.loss_scale
+        result = _step(session, session.optimizer, micro_batches, step, job.optimizer.clip_norm)
         recorded_steps.append(RecordedStep(result.loss, result.grad_norm, result.problem))
         if step == recorded:
             tensors += [_write_full(session, folder, "weight", name, p) for name, p in model.named_parameters()]
@@ -74,7 +72,7 @@ def record(session: Session, folder: Path, steps: int, recorded: int = 1) -> Non
 
 
 def _record_gradients(
-    session: Session, folder: Path, micro_batches: list[MicroBatch], step: int, scale: LossScale
+    session: Session, folder: Path, micro_batches: list[MicroBatch], step: int
 ) -> list[RecordedTensor]:
     """Run forward and backward of a step, and write outputs and gradients of the stages of this rank."""
     gradients: list[RecordedTensor] = []
@@ -84,27 +82,27 @@ def _record_gradients(
             if parameter.grad is not None:
                 gradients.append(_write_full(session, folder, "gradient", name, parameter.grad))
 
-    parameters = [p for group in session.optimizer.param_groups for p in group["params"]]
-    observer = GradientObserver(parameters, write_gradients)
-    previous = None
+    observer = DistributedOptimizer(
+        GradientObserver(session.optimizer.parameters, write_gradients), session.model, session.device
+    )
+    observer.loss_scale, previous = session.optimizer.loss_scale, None
     with _record_calls(session.model) as calls, _record_outputs(session, folder, micro_batches) as outputs:
-        while scale != previous:  # an overflow lowers a dynamic scale: retry with the lower scale
-            previous = scale
-            result = _step(session, observer, micro_batches, step, scale, clip_norm=0)
-            scale = result.loss_scale if result.problem else scale
+        while observer.loss_scale != previous:  # an overflow lowers a dynamic scale: retry with the lower scale
+            previous = observer.loss_scale
+            if not _step(session, observer, micro_batches, step, clip_norm=0).problem:
+                break
     return [RecordedTensor("output", name, largest) for name, largest in outputs.items()] + gradients
 
 
 def _step(
     session: Session,
-    optimizer: torch.optim.Optimizer,
+    optimizer: DistributedOptimizer,
     micro_batches: list[MicroBatch],
     step: int,
-    scale: LossScale,
     clip_norm: float,
 ) -> StepResult:
     set_dropout_seed(session.model, session.job.train.seed * STEPS_PER_SEED + step)
-    return train_step(session.model, optimizer, micro_batches, session.job.plan, session.mesh, scale, clip_norm)
+    return train_step(session.model, optimizer, micro_batches, clip_norm)
 
 
 def _leads(session: Session) -> bool:
@@ -115,7 +113,7 @@ def _leads(session: Session) -> bool:
 class GradientObserver(torch.optim.Optimizer):
     """Optimizer whose step calls a function, which reads the gradients, instead of updating the weights."""
 
-    def __init__(self, parameters: list[nn.Parameter], on_step: Callable[[], None]):
+    def __init__(self, parameters: list[Tensor], on_step: Callable[[], None]):
         super().__init__([{"params": parameters}], {})  # without parameters if all stages of this rank are frozen
         self.on_step = on_step
 
@@ -132,7 +130,7 @@ def _record_outputs(session: Session, folder: Path, micro_batches: list[MicroBat
 
     The order of micro-batches depends on the pipeline schedule, so the current micro-batch is identified by its token tensor.
     """
-    anatomy, model = session.anatomy, session.model
+    anatomy, model, pipeline = session.anatomy, session.model, runtime(session.model).pipeline
     names = [anatomy.embedding, *(block.name for block in anatomy.blocks), anatomy.final_norm, anatomy.head]
     largest: dict[str, float] = {}
     indices = {id(batch.input_ids): index for index, batch in enumerate(micro_batches)}
@@ -144,7 +142,7 @@ def _record_outputs(session: Session, folder: Path, micro_batches: list[MicroBat
 
     @torch.no_grad()
     def write(name: str, output: Any) -> None:
-        if running_stage(model) != _stage_of(session, name):  # the module passes its input through in this stage
+        if running_stage(pipeline) != _stage_of(session, name):  # the module passes its input through in this stage
             return
         output = output[0] if isinstance(output, tuple) else output
         full = _gather_rows(session, output.detach(), anatomy.vocab_size if name == anatomy.head else output.shape[-1])
@@ -250,10 +248,10 @@ def _write_full(session: Session, folder: Path, kind: TensorKind, name: str, ten
 
 def _stage_of(session: Session, name: str) -> int:
     """Stage of a module or parameter; 0 without a pipeline."""
-    if session.job.plan.parallel.pp == 1:
+    pipeline = runtime(session.model).pipeline
+    if pipeline is None:
         return 0
-    model: Any = session.model
-    anatomy, stage_io = session.anatomy, model.pipeline.stage_io
+    anatomy, stage_io = session.anatomy, pipeline.stage_io
     for stage, blocks in enumerate(stage_io.stages):
         if any(f"{name}.".startswith(f"{anatomy.blocks[index].name}.") for index in blocks):
             return stage
@@ -277,8 +275,8 @@ def _join_stages(session: Session, own: list[RecordedTensor]) -> list[RecordedTe
 
 def _merge_tied_copies(session: Session, folder: Path, tensors: list[RecordedTensor]) -> list[RecordedTensor]:
     """Remove the head's copy of a tied weight on two stages; its difference from the embedding is added to the spread."""
-    model: Any = session.model
-    if session.job.plan.parallel.pp == 1 or not model.pipeline.shares_tied:
+    pipeline = runtime(session.model).pipeline
+    if pipeline is None or not pipeline.shares_tied:
         return tensors
     embedding, copy = f"{session.anatomy.embedding}.weight", f"{session.anatomy.head}.weight"
     differences: dict[str, float] = {}

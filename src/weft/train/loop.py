@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,8 @@ from weft.data import MicroBatch
 from weft.errors import CheckpointError, NumericError
 from weft.launch.heartbeat import Heartbeat
 from weft.memory.live_bytes import LiveBytes
-from weft.memory.pool import pools_of
-from weft.parallel.dropout import set_dropout_seed
 from weft.parallel.fsdp import count_local_parameters, model_state_bytes
+from weft.parallel.runtime import runtime, set_dropout_seed
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import AXES
@@ -60,8 +58,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
         log(f"the run has ended, after step {position.step} of {job.train.steps}; increase train.steps to continue it")
         return checkpoints.close()
     to_metrics, signals = _step_metrics_builder(session), _catch_signals()
-    routers: Any = session.model.router_watch
-    recovery = Recovery(job.guard, checkpoints, session.model, session.optimizer, session.mesh, position, log)
+    routers, optimizer = runtime(session.model).router_stats, session.optimizer
+    recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
     batches, blocked, stop, has_tracked_memory = train_batches(session, position), 0.0, 0.0, False
     consecutive_skips, interrupted = 0, False
     messages: list[list[Message]] = []
@@ -69,23 +67,23 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, heartbeat)
         while position.step < job.train.steps and not stop:
-            step, scale = position.step + 1, position.loss_scale
+            step, scale = position.step + 1, optimizer.loss_scale
             heartbeat.phase("step", step)
             start = time.perf_counter()
             micro_batches = next(batches)
             rate = learning_rate(step, job.train.steps, job.optimizer)
-            set_learning_rate(session.optimizer, rate)
+            set_learning_rate(optimizer.inner, rate)
             set_dropout_seed(session.model, job.train.seed * STEPS_PER_SEED + step)
             peak: PeakMemory | None = None
             with CollectiveClock() as clock:
                 if messages and not has_tracked_memory:  # second step: the first with allocated optimizer state
-                    result, peak = _step_with_memory_tracking(session, micro_batches, scale, recovery)
+                    result, peak = _step_with_memory_tracking(session, micro_batches, recovery)
                     has_tracked_memory = True
                 elif messages:
-                    result = _step(session, micro_batches, scale, recovery)
+                    result = _step(session, micro_batches, recovery)
                 else:  # check and count messages in the first step only: all steps send the same messages
                     with Recorder() as recorder, DesyncCheck("first step"):
-                        result = _step(session, micro_batches, scale, recovery)
+                        result = _step(session, micro_batches, recovery)
                     messages.append(recorder.messages)
             load = routers.take_load()
             values = session.device.peak_memory_bytes(), signals.first, load or 0.0
@@ -108,6 +106,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
             heartbeat.phase("checking", step)
             position, rolled_back = recovery.after_step(_next_position(position, result), due=target is not None)
             if rolled_back:
+                optimizer.loss_scale = position.loss_scale
                 batches, blocked = train_batches(session, position), 0.0
                 continue
             if interrupted and target:  # save first: the process may be killed before evaluation and export end
@@ -172,11 +171,9 @@ def _next_position(position: Position, result: StepResult) -> Position:
     )
 
 
-def _step(session: Session, micro_batches: list[MicroBatch], scale: LossScale, recovery: Recovery) -> StepResult:
-    plan, clip_norm = session.job.plan, session.job.optimizer.clip_norm
-    return train_step(
-        session.model, session.optimizer, micro_batches, plan, session.mesh, scale, clip_norm, recovery.skip_reason
-    )
+def _step(session: Session, micro_batches: list[MicroBatch], recovery: Recovery) -> StepResult:
+    clip_norm = session.job.optimizer.clip_norm
+    return train_step(session.model, session.optimizer, micro_batches, clip_norm, recovery.skip_reason)
 
 
 @dataclass(frozen=True)
@@ -190,13 +187,13 @@ class PeakMemory:
 
 
 def _step_with_memory_tracking(
-    session: Session, micro_batches: list[MicroBatch], scale: LossScale, recovery: Recovery
+    session: Session, micro_batches: list[MicroBatch], recovery: Recovery
 ) -> tuple[StepResult, PeakMemory]:
     """Run a step with memory tracking, which intercepts every operation and therefore slows the step down."""
     with LiveBytes() as live:
-        live.track_training(session.model, session.optimizer)
+        session.optimizer.track(live)
         live.track_roles(session.model, session.anatomy)
-        result = _step(session, micro_batches, scale, recovery)
+        result = _step(session, micro_batches, recovery)
     parts: dict[str, int] = {kind: size for kind, size in live.at_peak.items() if kind != "activations" and size}
     parts |= {f"activations: {role}": size for role, size in live.roles_at_peak.items() if size}
     operation, shapes, role = live.peak_operation
@@ -208,7 +205,7 @@ def _evaluate(session: Session, step: int, observers: list[Observer], heartbeat:
     heartbeat.phase("evaluating", step)
     batches = held_out_batches(session)
     if batches:
-        evaluation = Evaluation(step, evaluate(session.model, batches, session.mesh))
+        evaluation = Evaluation(step, evaluate(session.model, batches))
         for observer in observers:
             observer.evaluation(evaluation)
 
@@ -287,7 +284,7 @@ def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
             checkpoint_seconds=blocked,
             peak=peak.bytes_by_kind if peak else None,
             peak_maker=peak.operation if peak else None,
-            pools={name: pool.counters() for name, pool in pools_of(session.model, session.optimizer).items()} or None,
+            pools={name: pool.counters() for name, pool in session.optimizer.pools().items()} or None,
         )
 
     return to_metrics
@@ -296,7 +293,7 @@ def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
 def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
     """Write run.json, the summary for the report. Memory is that of rank 0; in a pipeline, of the stages of rank 0."""
     micro_batches = next(train_batches(session, Position(step=0, next_batch=0, loss_scale=LossScale())))
-    measured = measure_model_state(session.model, session.optimizer, micro_batches, session.job.plan, session.mesh)
+    measured = measure_model_state(session.model, session.optimizer, micro_batches)
     dense, experts = count_local_parameters(session.model)
     predicted = model_state_bytes(dense, session.job.plan, experts)
     if session.rank == 0:

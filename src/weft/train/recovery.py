@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-
 from weft.checkpoint.manifest import Position
 from weft.errors import RankFailure
 from weft.job import Guard
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.sdc_check import check_replicas
 from weft.precision.spikes import SpikeDetector
 from weft.train.checkpoints import Checkpoints
@@ -22,7 +20,6 @@ class Recovery:
         checkpoints: checkpoints of the run.
         model: parallelized model.
         optimizer: optimizer of its parameters.
-        mesh: device mesh of all ranks.
         position: position where training starts.
         log: function that prints a progress line on one rank.
     """
@@ -32,13 +29,12 @@ class Recovery:
         settings: Guard,
         checkpoints: Checkpoints,
         model: Any,
-        optimizer: torch.optim.Optimizer,
-        mesh: DeviceMesh,
+        optimizer: DistributedOptimizer,
         position: Position,
         log: Callable[[str], None],
     ):
         self.settings, self.checkpoints, self.log = settings, checkpoints, log
-        self.model, self.optimizer, self.mesh = model, optimizer, mesh
+        self.model, self.optimizer = model, optimizer
         self.spikes = _spike_detector(position)
         self.spike: str | None = None
         """Reason why the last step is a spike; None if it is not."""
@@ -96,7 +92,7 @@ class Recovery:
 
     def _compare_replicas(self, position: Position) -> Position | None:
         """Compare replicas, and roll back to repeat the steps if they differ."""
-        problem, step = check_replicas(self.model, self.optimizer, self.mesh), position.step
+        problem, step = check_replicas(self.model, self.optimizer), position.step
         if problem is None:
             if step == self.last_mismatch_step:
                 self.log(f"after repeating the steps, replicas are equal after step {step}: the fault was transient")

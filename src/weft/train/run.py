@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import clean, list_checkpoints
-from weft.checkpoint.huggingface import build_on_meta
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config

@@ -12,15 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import (
-    allocate,
-    build_on_meta,
-    gather_weights,
-    materialize,
-    save_folder,
-)
+from weft.checkpoint.huggingface import gather_weights, materialize, save_folder
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots
@@ -30,8 +25,9 @@ from weft.device.device import Device, detect
 from weft.errors import CheckpointError
 from weft.job import Job
 from weft.launch.launcher import connect
-from weft.memory.optimizer_state import place_states
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import allocate
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
@@ -53,7 +49,7 @@ class Session:
     mesh: DeviceMesh
     anatomy: Anatomy
     model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
+    optimizer: DistributedOptimizer
     train_rows: Rows
     held_out_rows: Rows
     checkpoints: Checkpoints | None
@@ -95,17 +91,15 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
     model.train()
     torch.manual_seed(job.train.seed + data_rank(mesh))  # dropout
     random.seed(job.train.seed + data_rank(mesh))  # the code of a model may use it; checkpoints include its state
-    optimizer = build_optimizer(model, job.optimizer)
-    place_state = place_states(optimizer, plan, device, mesh.get_local_rank("pp"))
+    optimizer = DistributedOptimizer(build_optimizer(model, job.optimizer), model, device)
     position = Position(step=0, next_batch=0, loss_scale=LossScale.from_plan(plan.precision.loss_scale))
     if checkpoints:
-        snapshots = Snapshots(
-            job, model, anatomy, optimizer, device, torch_device, mesh, prepared.identity, checkpoints.run_id
-        )
-        checkpoints.attach(snapshots, place_state)
+        snapshots = Snapshots(job, model, optimizer, device, torch_device, prepared.identity, checkpoints.run_id)
+        checkpoints.attach(snapshots)
         if found:
             position = checkpoints.load(found)
             check_weights(model, str(found.folder))
+    optimizer.loss_scale = position.loss_scale
     data, seed = job.data, job.train.seed
     return Session(
         job=job,

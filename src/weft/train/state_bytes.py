@@ -6,12 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from weft.data import MicroBatch
 from weft.memory.storages import plain_parts
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import begin_micro_batch
-from weft.plan import Plan
+from weft.parallel.runtime import runtime
 from weft.train.step import forward, token_loss
 
 Storages = dict[int, torch.UntypedStorage]
@@ -19,7 +20,7 @@ Storages = dict[int, torch.UntypedStorage]
 
 
 def measure_model_state(
-    model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh
+    model: PreTrainedModel, optimizer: DistributedOptimizer, batches: Sequence[MicroBatch]
 ) -> dict[str, int]:
     """Bytes of model state on this rank by kind, as predicted by `weft.parallel.fsdp.model_state_bytes`. Collective.
 
@@ -30,15 +31,13 @@ def measure_model_state(
         model: parallelized model without gradients.
         optimizer: optimizer of its parameters, after at least one step.
         batches: micro-batches of one step, on the device.
-        plan: resolved plan.
-        mesh: device mesh of all ranks.
     """
-    shards = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shards = optimizer.parameters
     states = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
     ]
-    if getattr(model, "feedback", None) is not None:  # error feedback counts as optimizer state
-        states += model.feedback.all_tensors()
+    if feedback := runtime(model).feedback:  # error feedback counts as optimizer state
+        states += feedback.all_tensors()
     measured = {
         "parameters": _bytes(_storages(shards)),
         "gathered parameters": 0,
@@ -54,25 +53,26 @@ def measure_model_state(
         measured["gathered parameters"] = _bytes(gathered)
         measured["gradients"] = _bytes(_without(_live_storages(), before, gathered) | own)
 
-    _run(model, batches, plan, mesh, measure)
-    optimizer.zero_grad(set_to_none=True)
+    _run(model, batches, measure)
+    optimizer.zero_grad()
     return measured
 
 
-def _run(model: Any, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh, measure: Callable[[], None]) -> None:
+def _run(model: PreTrainedModel, batches: Sequence[MicroBatch], measure: Callable[[], None]) -> None:
     """Compute gradients, and call `measure` when gradient memory is at its peak."""
 
     def loss(output: Any, batch: MicroBatch, _: torch.Tensor | None) -> torch.Tensor:
-        return token_loss(model, output, batch, mesh)
+        return token_loss(model, output, batch)
 
-    if plan.parallel.pp > 1:
-        model.pipeline.train(batches, partial(forward, model), loss, measure)
+    split = runtime(model)
+    if split.pipeline is not None:
+        split.pipeline.train(batches, partial(forward, model), loss, measure)
         return
     batch = batches[0]
-    begin_micro_batch(model, plan, last=False)
+    begin_micro_batch(model, split.plan, split.gradient_reducer, last=False)
     loss(forward(model, batch), batch, None).backward()
     measure()
-    begin_micro_batch(model, plan, last=True)
+    begin_micro_batch(model, split.plan, split.gradient_reducer, last=True)
     loss(forward(model, batch), batch, None).backward()
 
 

@@ -7,27 +7,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.anatomy.transformers import row_arguments
 from weft.comm.collectives import all_reduce
-from weft.comm.compression.feedback import Feedback
 from weft.comm.objects import all_gather_json
 from weft.data import IGNORED, MicroBatch
-from weft.memory.chunked_step import chunked_step
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import begin_micro_batch
+from weft.parallel.gradients import squared_grad_norm_share
 from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.pipeline.runtime import running_stage
+from weft.parallel.runtime import find_runtime, runtime
 from weft.parallel.sequence_sharding import shard_sequence
-from weft.plan import Plan
 from weft.precision.fp16_backward import begin_fp16_backward
 from weft.precision.guard import locate_nonfinite
 from weft.precision.scaling import LossScale
-from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
-from weft.train.one_bit_adam import momentum_decay
-from weft.train.optimizer import scale_gradients, squared_grad_norm_share
+from weft.topology.mesh import AXES, CONTEXT_AXES
 
 
 @dataclass(frozen=True)
@@ -58,29 +56,30 @@ def forward(model: PreTrainedModel, batch: MicroBatch) -> Any:
     Returns:
         Output of the model, or of the stage.
     """
-    makes_masks = not getattr(model, "takes_whole_rows", False)
+    split = find_runtime(model)
+    makes_masks = split is None or not split.takes_full_rows
     return model(input_ids=batch.input_ids, **row_arguments(model, batch.position_ids, masks=makes_masks))
 
 
-def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch, mesh: DeviceMesh | None) -> Tensor:
+def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch) -> Tensor:
     """Sum of cross entropies over the target tokens of a micro-batch, in float32 (float64 for a float64 model).
 
     Args:
-        model: model, parallelized over the mesh.
+        model: any causal language model of Transformers, parallelized or not.
         output: output of `forward`.
         batch: input of `forward`.
-        mesh: device mesh of all ranks; None for a model that is not parallelized.
     """
-    targets = shard_sequence(batch.targets, mesh) if mesh else batch.targets
-    group = mesh.get_group("tp") if mesh else None
-    logits = output.logits
-    if getattr(model, "carries_gradients", False):
+    split, logits = find_runtime(model), output.logits
+    if split is None:
+        return cross_entropy_sum(logits, batch.targets, IGNORED, None, vocab_size(model))
+    if split.plan.precision.backward == "fp16":
         logits = begin_fp16_backward(logits.float())
-    return cross_entropy_sum(logits, targets, IGNORED, group, vocab_size(model))
+    targets = shard_sequence(batch.targets, split.mesh)
+    return cross_entropy_sum(logits, targets, IGNORED, split.mesh.get_group("tp"), vocab_size(model))
 
 
 def forward_backward(
-    model: Any, batches: Sequence[MicroBatch], plan: Plan, mesh: DeviceMesh, factor: float, row_factor: float = 0.0
+    model: PreTrainedModel, batches: Sequence[MicroBatch], factor: float, row_factor: float = 0.0
 ) -> Tensor:
     """Run forward and backward of all micro-batches, and accumulate gradients of the scaled loss.
 
@@ -89,8 +88,6 @@ def forward_backward(
     Args:
         model: parallelized model.
         batches: micro-batches of this rank.
-        plan: resolved plan.
-        mesh: device mesh of all ranks.
         factor: factor of the sum of cross entropies.
         row_factor: factor of the auxiliary loss, summed over rows.
 
@@ -98,23 +95,24 @@ def forward_backward(
         Unscaled sum of cross entropies over the target tokens of this rank, float64 scalar; in a pipeline zero on all stages
         but the last.
     """
-    router_stats = model.router_watch
+    split = runtime(model)
+    router_stats = split.router_stats
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
 
     def objective(output: Any, batch: MicroBatch, sums: Tensor | None) -> Tensor:
         nonlocal loss_sum
-        loss = token_loss(model, output, batch, mesh)
+        loss = token_loss(model, output, batch)
         loss_sum += loss.detach()
         if sums is None:
             return loss * factor
         balance = router_stats.loss(sums, router_stats.tokens_per_row(batch.input_ids.shape[1]))
         return loss * factor + balance * (router_stats.coefficient * row_factor)
 
-    if plan.parallel.pp > 1:
-        model.pipeline.train(batches, partial(forward, model), objective)
+    if split.pipeline is not None:
+        split.pipeline.train(batches, partial(forward, model), objective)
         return loss_sum
     for index, batch in enumerate(batches):
-        begin_micro_batch(model, plan, last=index == len(batches) - 1)
+        begin_micro_batch(model, split.plan, split.gradient_reducer, last=index == len(batches) - 1)
         output = forward(model, batch)
         sums = router_stats.take_sums(len(batch.input_ids), batch.input_ids.device) if router_stats.is_on() else None
         objective(output, batch, sums).backward()
@@ -123,11 +121,8 @@ def forward_backward(
 
 def train_step(
     model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: DistributedOptimizer,
     batches: Sequence[MicroBatch],
-    plan: Plan,
-    mesh: DeviceMesh,
-    loss_scale: LossScale,
     clip_norm: float,
     skip_reason: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
 ) -> StepResult:
@@ -138,47 +133,34 @@ def train_step(
 
     Args:
         model: parallelized model.
-        optimizer: optimizer of its parameters; the caller sets its learning rate.
+        optimizer: optimizer of its parameters, with the loss scale of this step; the caller sets the learning rate. It has the
+            loss scale of the next step afterwards.
         batches: micro-batches of this rank, on its device; the same number on every rank.
-        plan: resolved plan.
-        mesh: device mesh of all ranks.
-        loss_scale: loss scale of this step.
         clip_norm: maximum gradient norm; 0 for no clipping.
         skip_reason: function of loss and gradient norm, called if both are finite; returns the reason to skip the update, or
             None.
     """
+    split, loss_scale = runtime(model), optimizer.loss_scale
+    plan, mesh = split.plan, split.mesh
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
     tokens = int(all_reduce(_own_tokens(counts.sum(), mesh), mesh, AXES))
     # Gradients are averaged over ranks with different tokens; the factor turns the mean into a sum.
     scale = plan.parallel.gradient_ranks * loss_scale.value
     rows = plan.parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
     factors = scale / max(tokens, 1), scale / rows
-    feedback: Feedback | None = getattr(model, "feedback", None)
-    if feedback is not None:
-        feedback.begin(loss_scale.value, momentum_decay(optimizer, feedback))
-    loss_sum = forward_backward(model, batches, plan, mesh, *factors)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    sums = torch.stack([_own_loss(loss_sum, mesh), _square(model, parameters, mesh).to(loss_sum.device)])
+    optimizer.begin_step()
+    loss_sum = forward_backward(model, batches, *factors)
+    square_share = optimizer.squared_grad_norm_share()
+    sums = torch.stack([_own_loss(loss_sum, mesh), square_share.to(loss_sum.device)])
     total, square = all_reduce(sums, mesh, AXES).tolist()  # both sums in one message
     mean_loss, grad_norm = total / max(tokens, 1), square**0.5 / loss_scale.value
     finite = math.isfinite(grad_norm) and math.isfinite(mean_loss)
     problem = skip_reason(mean_loss, grad_norm) if finite else None
     if finite and problem is None:
-        clip = min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0
-        scale_gradients(parameters, clip / loss_scale.value)
-        if (plan.precision.weights, plan.precision.optimizer_state_dtype, plan.memory.optimizer_device) == (
-            "whole",
-            "update",
-            "device",
-        ):
-            optimizer.step()
-        else:
-            chunked_step(optimizer)
-        if feedback is not None:
-            feedback.commit(clip)
-    overflowed = () if finite else _overflowed(parameters, mesh)
-    optimizer.zero_grad(set_to_none=True)
-    next_scale = loss_scale.after(finite)
+        optimizer.step(min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm else 1.0)
+    overflowed = () if finite else _overflowed(optimizer.parameters, mesh)
+    optimizer.zero_grad()
+    optimizer.loss_scale = next_scale = loss_scale.after(finite)
     if not finite and next_scale.value < loss_scale.value:
         where = f" on ranks {', '.join(map(str, overflowed))} of pp" if plan.parallel.pp > 1 else ""
         problem = (
@@ -186,9 +168,9 @@ def train_step(
         )
     elif not finite:
         problem = locate_nonfinite(
-            model, lambda: forward_backward(model, batches, plan, mesh, *factors).item(), partial(running_stage, model)
+            model, lambda: forward_backward(model, batches, *factors).item(), partial(running_stage, split.pipeline)
         )
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     return StepResult(mean_loss, grad_norm, tokens, next_scale, problem, overflowed)
 
 
@@ -203,40 +185,34 @@ def _own_loss(loss_sum: Tensor, mesh: DeviceMesh) -> Tensor:
     return loss_sum if mesh.get_local_rank("tp") == 0 else torch.zeros_like(loss_sum)
 
 
-def _overflowed(parameters: list[nn.Parameter], mesh: DeviceMesh) -> tuple[int, ...]:
+def _overflowed(parameters: list[Tensor], mesh: DeviceMesh) -> tuple[int, ...]:
     """pp ranks with non-finite gradients; in a pipeline the overflow began at the last of them."""
     finite = math.isfinite(squared_grad_norm_share(parameters, 1).item())
     stages = all_gather_json(None if finite else mesh.get_local_rank("pp"))
     return tuple(sorted({stage for stage in stages if stage is not None}))
 
 
-def _square(model: Any, parameters: list[nn.Parameter], mesh: DeviceMesh) -> Tensor:
-    """Share of this rank in the squared gradient norm; a tied weight on two pipeline stages counts once."""
-    stages = ranks_along(mesh, "pp")
-    copy = model.pipeline.tied_copy if stages > 1 else None
-    return squared_grad_norm_share((p for p in parameters if p is not copy), mesh.size() // stages)
-
-
 @torch.no_grad()
-def evaluate(model: Any, batches: Sequence[MicroBatch], mesh: DeviceMesh) -> float:
+def evaluate(model: PreTrainedModel, batches: Sequence[MicroBatch]) -> float:
     """Mean cross entropy in nats over all target tokens of the batches of all data ranks, the same on every rank.
 
     Args:
         model: parallelized model; in training mode afterwards.
         batches: micro-batches of this rank, on its device; the same number on every rank.
-        mesh: device mesh of all ranks.
     """
+    split = runtime(model)
+    mesh = split.mesh
     model.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
 
     def add_loss(output: Any, batch: MicroBatch, _: Tensor | None) -> Tensor:
         nonlocal loss_sum
-        loss = token_loss(model, output, batch, mesh)
+        loss = token_loss(model, output, batch)
         loss_sum += loss.double()
         return loss
 
-    if ranks_along(mesh, "pp") > 1:
-        model.pipeline.evaluate(batches, partial(forward, model), add_loss)
+    if split.pipeline is not None:
+        split.pipeline.evaluate(batches, partial(forward, model), add_loss)
     else:
         for batch in batches:
             add_loss(forward(model, batch), batch, None)

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from tests.lab.families import family
 from tests.lab.parity import compare, plan_for, share
 from tests.lab.pool import RankError, run_ranks
-from weft.anatomy.transformers import read_anatomy
+from weft.anatomy.build import build_on_meta
 from weft.checkpoint.folders import folder_of
-from weft.checkpoint.huggingface import build_on_meta, build_plain, gather_weights, materialize
+from weft.checkpoint.huggingface import build_plain, gather_weights, materialize
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together
@@ -25,7 +25,7 @@ from weft.checkpoint.snapshot import Snapshots, Target
 from weft.data import MicroBatch
 from weft.device.device import detect
 from weft.job import Checkpoint, Job, Model, Optimizer
-from weft.memory.optimizer_state import place_states
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Memory, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
@@ -143,18 +143,16 @@ def open_model(rank: int, ranks: int, case: Case, plan: Plan, has_weights: bool 
     return model, plan, mesh
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, batch: MicroBatch, plan: Plan, mesh: Any) -> Any:
+def train(model: Any, optimizer: DistributedOptimizer, batch: MicroBatch, plan: Plan, mesh: Any) -> Any:
     mine = share(batch, data_rank(mesh), plan.parallel.data_ranks, 1)
-    scale = LossScale.from_plan(plan.precision.loss_scale)
-    result = train_step(model, optimizer, mine, plan, mesh, scale, SETTINGS.clip_norm)
+    result = train_step(model, optimizer, mine, SETTINGS.clip_norm)
     assert result.problem is None, result.problem
     return result
 
 
 def run(rank: int, ranks: int, case: Case, plan: Plan, has_weights: bool) -> Trace:
     model, plan, mesh = open_model(rank, ranks, case, plan, has_weights)
-    optimizer = build_optimizer(model, SETTINGS)
-    place_states(optimizer, plan, detect(), mesh.get_local_rank("pp"))
+    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
     losses, norms, gradients = [], [], {}
 
     def keep(*_: object) -> None:
@@ -162,7 +160,7 @@ def run(rank: int, ranks: int, case: Case, plan: Plan, has_weights: bool) -> Tra
             if parameter.grad is not None:
                 gradients[f"{len(losses)}/{name}"] = parameter.grad.detach().clone()
 
-    optimizer.register_step_pre_hook(keep)
+    optimizer.inner.register_step_pre_hook(keep)
     for batch in batches_of(model.config.vocab_size):
         result = train(model, optimizer, batch, plan, mesh)
         losses.append(result.loss)
@@ -263,18 +261,17 @@ def keep_and_resume(
 ) -> dict[str, Any]:
     """Resume from the checkpoint of step `begin`, train to step `end`, and save a checkpoint there."""
     model, plan, mesh = open_model(rank, ranks, case, plan)
-    anatomy = read_anatomy(build_on_meta(read_config(case.source), torch.float32))
-    optimizer = build_optimizer(model, SETTINGS)
+    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
     if begin:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
         with Reader(folder_of(folder, begin), verify_together(folder_of(folder, begin))) as reader:
-            restore(model, anatomy, optimizer, reader, lambda files: None)
+            restore(model, optimizer, reader, lambda files: None)
     for batch in batches_of(model.config.vocab_size)[begin:end]:
         train(model, optimizer, batch, plan, mesh)
     job = Job(model=case.source, plan=plan, checkpoint=Checkpoint(every=1))
-    snapshots = Snapshots(job, model, anatomy, optimizer, detect(), CPU, mesh)
+    snapshots = Snapshots(job, model, optimizer, detect(), CPU)
     position = Position(step=end, next_batch=end, loss_scale=LossScale())
     snapshots.take(position, Target(folder, rank == 0, keep=0, keep_hours=0))
     snapshots.finish()
@@ -304,7 +301,7 @@ def train_changed(rank: int, ranks: int, case: Case, name: str, becomes: bool) -
     for key, parameter in model.named_parameters():
         if key == name:
             parameter.requires_grad_(becomes)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model, detect())
     train(model, optimizer, batches_of(model.config.vocab_size)[0], plan, mesh)
 
 

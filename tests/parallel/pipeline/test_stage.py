@@ -12,16 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.lab.families import family
 from tests.lab.parity import assert_parity, compare, full_tensor, packed_batches, plan_for, share
 from tests.lab.pool import RankError, run_ranks
-from weft.checkpoint.huggingface import build_on_meta, build_plain, materialize
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import build_plain, materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import all_reduce
+from weft.device.device import detect
 from weft.errors import PlanError
 from weft.job import Model, Optimizer
 from weft.memory.live_bytes import LiveBytes
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.plan_schedule import load_schedule
 from weft.parallel.pipeline.schedule import Schedule, peak_in_flight
 from weft.parallel.pipeline.stage import Stage
+from weft.parallel.runtime import runtime
 from weft.plan import Parallel, Pipeline, Plan
 from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
@@ -57,10 +61,10 @@ class MatmulCounter(TorchDispatchMode):
 
 
 def count_matmuls(rank: int, ranks: int, plan: Plan) -> Counter[tuple[int, ...]]:
-    model, plan, mesh = open_model(rank, ranks, plan, LLAMA)
+    model, *_ = open_model(rank, ranks, plan, LLAMA)
     batches = share(packed_batches(96)[0], 0, 1, 1)
     with MatmulCounter() as counter:
-        forward_backward(model, batches, plan, mesh, 1.0)
+        forward_backward(model, batches, 1.0)
     return counter.shapes
 
 
@@ -79,10 +83,10 @@ def watch_bytes(
     rank: int, ranks: int, plan: Plan, num_micro_batches: int
 ) -> tuple[Schedule, list[tuple[int, str, int]]]:
     """Activation bytes after each action of a step: (stage, kind, bytes)."""
-    model, plan, mesh = open_model(rank, ranks, plan, LLAMA)
-    optimizer = build_optimizer(model, Optimizer())
+    model, *_ = open_model(rank, ranks, plan, LLAMA)
+    optimizer = DistributedOptimizer(build_optimizer(model, Optimizer()), model, detect())
     batches = share(packed_batches(96, num_micro_batches * 2, 64)[0], 0, 1, 2)
-    forward_backward(model, batches, plan, mesh, 1.0)
+    forward_backward(model, batches, 1.0)
     seen: list[tuple[int, str, int]] = []
 
     def recording(method: Any, kind: str) -> Any:
@@ -97,10 +101,12 @@ def watch_bytes(
     names = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
     with mock.patch.multiple(Stage, **{name: recording(getattr(Stage, name), kind) for name, kind in names.items()}):
         live = LiveBytes()
-        live.track_training(model, optimizer)
+        optimizer.track(live)
         with live:
-            forward_backward(model, batches, plan, mesh, 1.0)
-    return model.pipeline.schedule_of(num_micro_batches), seen
+            forward_backward(model, batches, 1.0)
+    pipeline = runtime(model).pipeline
+    assert pipeline is not None
+    return pipeline.schedule_of(num_micro_batches), seen
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def run_own_model(rank: int, ranks: int, plan: Plan) -> tuple[float, dict[str, t
     plan = plan.resolve(ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_plain(LLAMA, read_config(LLAMA), torch.float32).train(), plan, mesh)
-    loss = forward_backward(model, share(packed_batches(96)[0], 0, 1, 1), plan, mesh, 1.0)
+    loss = forward_backward(model, share(packed_batches(96)[0], 0, 1, 1), 1.0)
     gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters()}
     return all_reduce(loss, mesh, ("pp",)).item(), gradients
 
@@ -165,7 +171,7 @@ def run_lengths(rank: int, ranks: int, plan: Plan) -> list[float]:
     losses = []
     for seq_len, rows in ((16, 4), (32, 4), (24, 6), (16, 2)):
         batches = share(packed_batches(96, rows, seq_len)[0], 0, 1, 4)
-        loss = forward_backward(model, batches, plan, mesh, 1.0)
+        loss = forward_backward(model, batches, 1.0)
         losses.append(all_reduce(loss, mesh, ("pp",)).item())
     return losses
 

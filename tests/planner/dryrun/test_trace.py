@@ -15,15 +15,16 @@ import torch
 from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.pool import close_pools, run_ranks
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta, materialize
+from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.cli import main
 from weft.data import MicroBatch
 from weft.device.device import detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
-from weft.memory.optimizer_state import place_states
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import model_state_bytes
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Memory
@@ -31,7 +32,6 @@ from weft.planner.dryrun.modes import route_evenly
 from weft.planner.dryrun.step_counts import StepCounts, count_step
 from weft.planner.dryrun.trace import Trace, assumed_batches, trace, trace_rank
 from weft.precision.dtypes import DTYPES
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.step import train_step
@@ -67,11 +67,11 @@ def real_count(rank: int, world_size: int, job: Job) -> StepCounts:
     parallelize(model, plan, mesh)
     materialize(model, job.model, torch.device("cpu"))
     model.train()
-    optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, torch.device("cpu"))
-    place_states(optimizer, plan, detect())
+    optimizer = DistributedOptimizer(build_optimizer(model, job.optimizer), model, detect())
+    batches = assumed_batches(job, torch.device("cpu"))
 
     def step(batches: Sequence[MicroBatch]) -> None:
-        assert train_step(model, optimizer, batches, plan, mesh, LossScale(), 1.0).problem is None
+        assert train_step(model, optimizer, batches, 1.0).problem is None
 
     step(batches)
     return count_step(model, optimizer, batches, step, anatomy)

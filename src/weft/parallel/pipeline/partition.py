@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import EXPERTS, document_masks
-from weft.checkpoint.huggingface import build_on_meta
 from weft.errors import ModelError, PlanError
 from weft.parallel.pipeline.schedules import SCHEDULES
 from weft.parallel.pipeline.taint import BlockChain, TaintError, trace_block_io

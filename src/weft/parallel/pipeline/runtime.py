@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.anatomy.roles import Anatomy
 from weft.data import MicroBatch
 from weft.errors import ModelError
+from weft.parallel.ddp import GradientReducer
 from weft.parallel.fsdp import accumulate_gradients, begin_pipelined_step, reduce_gradients
+from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.partition import StageIO, stage_modules
 from weft.parallel.pipeline.plan_schedule import load_schedule, stage_ranks
 from weft.parallel.pipeline.schedule import Schedule
@@ -39,6 +41,8 @@ class PipelineRuntime:
         plan: Plan,
         mesh: DeviceMesh,
         queue: WeightGradientQueue | None,
+        router_stats: RouterStats,
+        reducer: GradientReducer | None,
     ):
         """
         Args:
@@ -48,7 +52,10 @@ class PipelineRuntime:
             plan: resolved plan.
             mesh: mesh of all ranks.
             queue: queue of deferred weight gradients, if the schedule splits backwards.
+            router_stats: statistics of the model's routers.
+            reducer: reducer of the model's gradients, if data parallelism made one.
         """
+        self.router_stats, self.reducer = router_stats, reducer
         self.model, self.stage_io, self.plan, self.queue = model, stage_io, plan, queue
         self.group, self.rank, self.ranks = mesh.get_group("pp"), mesh.get_local_rank("pp"), stage_ranks(plan)
         self.is_stage_leader = all(mesh.get_local_rank(axis) == 0 for axis in AXES if axis != "pp")
@@ -99,7 +106,7 @@ class PipelineRuntime:
         if len(batches) not in self.runtimes:
             self.runtimes[len(batches)] = Runtime(self.schedule_of(len(batches)), self._stages())
         self.unreduced = set(self.stage_io.own)
-        begin_pipelined_step(self.model, self.plan)
+        begin_pipelined_step(self.model, self.plan, self.reducer)
         self.runtimes[len(batches)].step_all()
         if self.shares_tied:
             self._sum_tied_gradients()
@@ -150,7 +157,7 @@ class PipelineRuntime:
         self.batches, self.forward, self.finish = batches, forward, finish
 
     def _stages(self) -> list[Stage]:
-        device, fp16_backward = next(self.model.parameters()).device, self.model.carries_gradients
+        device, fp16_backward = next(self.model.parameters()).device, self.plan.precision.backward == "fp16"
         stages = [
             Stage(
                 index,
@@ -175,7 +182,7 @@ class PipelineRuntime:
         """Forward of one stage."""
         assert self.forward is not None
         assert self.finish is not None
-        batch, watch = self.batches[micro_batch], self.model.router_watch
+        batch, watch = self.batches[micro_batch], self.router_stats
         with self.stage_io.running(index, inputs[0] if inputs else None):
             output = self.forward(batch)
         sums = None
@@ -196,7 +203,7 @@ class PipelineRuntime:
 
     def _allocate_message(self, micro_batch: int) -> list[Tensor]:
         """Buffers for a message between stages: hidden states of this rank's tokens, and router sums if they are recorded."""
-        batch, watch = self.batches[micro_batch], self.model.router_watch
+        batch, watch = self.batches[micro_batch], self.router_stats
         device = batch.input_ids.device
         hidden = torch.empty(self._hidden_shape(batch), dtype=self.stage_io.chain.dtype, device=device)
         return [hidden, watch.zero_sums(len(batch.input_ids), device)] if watch.is_on() else [hidden]
@@ -212,7 +219,7 @@ class PipelineRuntime:
         if not self.unreduced:
             if self.before_reduction is not None:
                 self.before_reduction()
-            reduce_gradients(self.model, self.plan)
+            reduce_gradients(self.model, self.plan, self.reducer)
 
     def _sum_tied_gradients(self) -> None:
         """Add up the gradients of a tied embedding and the head's copy of it, between the two ranks that hold them."""
@@ -232,7 +239,6 @@ class PipelineRuntime:
         own += received
 
 
-def running_stage(model: Any) -> int:
+def running_stage(pipeline: PipelineRuntime | None) -> int:
     """Index of the stage that a model is running; 0 without a pipeline."""
-    pipeline = getattr(model, "pipeline", None)
-    return 0 if pipeline is None else pipeline.stage_io.active
+    return (pipeline.stage_io.active or 0) if pipeline else 0

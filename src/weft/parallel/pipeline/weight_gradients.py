@@ -8,6 +8,7 @@ computed twice. Some gradients are computed immediately, together with the input
 - matrices whose input has no gradient, because everything before them is frozen
 """
 
+from collections.abc import Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,18 +55,20 @@ class WeightGradientQueue:
             torch.autograd.backward(matmul.weight, matmul.compute())
 
 
-def defer_weight_gradients(model: nn.Module, anatomy: Anatomy, queue: WeightGradientQueue) -> None:
+def defer_weight_gradients(
+    model: nn.Module, anatomy: Anatomy, queue: WeightGradientQueue, excluded: Set[nn.Module] = frozenset()
+) -> None:
     """Make the linear modules of all blocks queue their weight gradients, in place.
 
     Args:
         model: already sharded over tp; modules with overlapped tp matmuls (`async_tp.py`) use the queue themselves.
         anatomy: anatomy of the blocks on this rank.
         queue: queue of this rank.
+        excluded: linear modules to leave as they are.
     """
     for block in anatomy.blocks:
         for module in model.get_submodule(block.name).modules():
-            excluded = getattr(module, "shares_gradients", False) or getattr(module, "multiplies_in_chunks", False)
-            if type(module) in (nn.Linear, Conv1D) and not excluded:
+            if type(module) in (nn.Linear, Conv1D) and module not in excluded:
                 module.forward = partial(_linear, module, queue)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.huggingface import build_on_meta
+from weft.anatomy.build import build_on_meta
 from weft.checkpoint.model_config import read_config
 from weft.job import Job, Model
 from weft.planner.dryrun.step_counts import extrapolate, extrapolate_value

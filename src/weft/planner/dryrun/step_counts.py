@@ -15,6 +15,7 @@ from weft.anatomy.roles import Anatomy
 from weft.comm.collectives import Message, Recorder
 from weft.data import MicroBatch
 from weft.memory.live_bytes import LiveBytes, Moment
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.planner.costmodel.operators import Operation, OperatorLog, mark_updates
 
 Name = TypeVar("Name")
@@ -73,7 +74,7 @@ class StepCounts:
 
 def count_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: DistributedOptimizer,
     batches: Sequence[MicroBatch],
     step: Callable[[Sequence[MicroBatch]], object],
     anatomy: Anatomy,
@@ -97,7 +98,7 @@ def count_step(
     gc.disable()
     try:
         with LiveBytes() as live, FlopCounter() as flops, OperatorLog() as log, Recorder() as recorder:
-            live.track_training(model, optimizer)
+            optimizer.track(live)
             live.track_roles(model, anatomy)
             state = live.current.copy()
             live.track("activations", (tensor for batch in batches for tensor in vars(batch).values()))

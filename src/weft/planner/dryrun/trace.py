@@ -15,31 +15,28 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import allocate, build_on_meta
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.device.device import Cpu, detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
-from weft.memory.optimizer_state import OffloadedStates, offload_budget
 from weft.memory.pool import Pool
-from weft.memory.quantized_state import quantize_states
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.plan_schedule import plan_timeline
+from weft.parallel.runtime import allocate, runtime
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.planner.dryrun.modes import RealControlTensors, fake_world, fuse_attention, route_evenly
 from weft.planner.dryrun.step_counts import StepCounts, count_calls, count_step, extrapolate
 from weft.precision.dtypes import DTYPES
-from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh
 from weft.train.optimizer import build_optimizer
 from weft.train.run import check_model
@@ -154,12 +151,16 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         stack.enter_context(RealControlTensors())
         allocate(model, device)
         model.train()
-        optimizer, batches = build_optimizer(model, job.optimizer), assumed_batches(job, device)
-        pools = _fake_offload(model, optimizer, plan, mesh, device_type)
-        scale = LossScale.from_plan(plan.precision.loss_scale)
+        pools = _fake_pools(plan, device_type)
+        if offload := runtime(model).offload:
+            offload.pool = pools.get("activations", offload.pool)
+        inner, batches = build_optimizer(model, job.optimizer), assumed_batches(job, device)
+        optimizer = DistributedOptimizer(inner, model, detect(), pools.get("optimizer"))
+        scale = optimizer.loss_scale
 
         def step(batches: Sequence[MicroBatch]) -> None:
-            train_step(model, optimizer, batches, plan, mesh, scale, job.optimizer.clip_norm)
+            optimizer.loss_scale = scale  # fake gradients say nothing about an overflow
+            train_step(model, optimizer, batches, job.optimizer.clip_norm)
 
         schedule = plan.parallel.pp > 1  # a pipeline schedule needs all its micro-batches
         few, some = _brief_micro_batches(plan, batches) if in_brief and schedule else (batches, batches)
@@ -203,24 +204,18 @@ def _brief_micro_batches(plan: Plan, batches: list[MicroBatch]) -> tuple[list[Mi
     return batches, batches
 
 
-def _fake_offload(
-    model: Any, optimizer: torch.optim.Optimizer, plan: Plan, mesh: DeviceMesh, device_type: str
-) -> dict[str, Pool]:
-    """Set up offloading to fake host or disk memory; returns the pools by kind of offloaded data."""
+def _fake_pools(plan: Plan, device_type: str) -> dict[str, Pool]:
+    """Pools of fake host or disk memory by kind of the data that the plan offloads."""
     memory, on_cpu = plan.memory, device_type == "cpu"  # on CPU, host memory is device memory
 
     def fake_pool(tier: str) -> Pool:
         return Pool(lambda size: torch.empty(size, dtype=torch.uint8), is_off_device=tier == "disk" or not on_cpu)
 
     pools: dict[str, Pool] = {}
-    if plan.precision.optimizer_state_dtype != "update":
-        quantize_states(optimizer, plan.precision.optimizer_state_dtype)
     if memory.offload:
-        model.offload.pool = pools["activations"] = fake_pool(memory.offload_to)
+        pools["activations"] = fake_pool(memory.offload_to)
     if memory.optimizer_device == "disk" or (memory.optimizer_device == "host" and not on_cpu):
         pools["optimizer"] = fake_pool(memory.optimizer_device)
-        budget = offload_budget(optimizer, memory, mesh.get_local_rank("pp"))
-        OffloadedStates(optimizer, detect(), pools["optimizer"], budget)
     return pools
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 import transformers
 
+from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import build_on_meta
 from weft.checkpoint.model_config import read_config
 from weft.comm.compression.codecs import CODECS
 from weft.device.device import detect

@@ -1,0 +1,117 @@
+"""Optimizer of a parallelized model: an optimizer of torch, with all that a plan adds around its update.
+
+    before the first forward    `begin_step`: compressed reductions get the loss scale, and 1-bit Adam the decay of its momenta
+    after the last backward     `squared_grad_norm_share`: the caller adds up the shares of all ranks
+    update                      `step`: unscale and clip gradients, update parameters in chunks, confirm the error feedback
+    between steps               states are quantized, or on the host or on disk, as the plan says
+
+`weft train`, `weft.prepare` and the dry run all update through this class.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.device.device import Device
+from weft.memory.chunked_step import chunked_step
+from weft.memory.live_bytes import LiveBytes
+from weft.memory.optimizer_state import StatePlacement
+from weft.memory.pool import Pool
+from weft.parallel.gradients import scale_gradients, squared_grad_norm_share
+from weft.parallel.one_bit_adam import momentum_decay
+from weft.parallel.runtime import runtime
+from weft.precision.scaling import LossScale
+from weft.topology.mesh import ranks_along
+
+
+class DistributedOptimizer:
+    """Wrapper of an optimizer of torch for a parallelized model."""
+
+    def __init__(self, inner: torch.optim.Optimizer, model: nn.Module, device: Device, pool: Pool | None = None):
+        """Place the states of an optimizer before its first step.
+
+        Args:
+            inner: optimizer over parameters of the model; it must update each parameter independently of the others.
+            model: parallelized model.
+            device: device of the parameters.
+            pool: memory pool for offloaded states in place of the plan's, for dry runs. Ignored if the plan offloads no states.
+
+        Raises:
+            PlanError: see `StatePlacement`.
+        """
+        self.inner, self.model, self.runtime = inner, model, runtime(model)
+        plan, mesh = self.runtime.plan, self.runtime.mesh
+        self.placement = StatePlacement(inner, plan, device, mesh.get_local_rank("pp"), pool)
+        self.loss_scale = LossScale.from_plan(plan.precision.loss_scale)
+        """Loss scale of the next step."""
+        self.in_chunks = (plan.precision.weights, plan.precision.optimizer_state_dtype) != ("whole", "update") or (
+            plan.memory.optimizer_device != "device"
+        )
+        """True if an update needs temporary memory for its parameters, and runs over chunks of them."""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Parameters of all groups."""
+        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
+
+    @property
+    def state(self) -> Any:
+        """States of the inner optimizer by parameter, where the plan places them."""
+        return self.inner.state
+
+    def begin_step(self) -> None:
+        """Prepare for the forward and backward of a step.
+
+        Raises:
+            JobError: the plan has 1-bit compression, and the optimizer is not 1-bit Adam.
+        """
+        feedback = self.runtime.feedback
+        if feedback is not None:
+            feedback.begin(self.loss_scale.value, momentum_decay(self.inner, feedback))
+
+    def squared_grad_norm_share(self) -> Tensor:
+        """Share of this rank in the squared norm of the scaled gradients, float64; a weight on two stages counts once."""
+        pipeline, mesh = self.runtime.pipeline, self.runtime.mesh
+        copy = pipeline.tied_copy if pipeline else None
+        own = (parameter for parameter in self.parameters if parameter is not copy)
+        return squared_grad_norm_share(own, mesh.size() // ranks_along(mesh, "pp"))
+
+    def step(self, factor: float = 1.0) -> None:
+        """Update the parameters, and free the gradients of each chunk where the update runs in chunks.
+
+        Args:
+            factor: factor of the gradients after unscaling, at most 1, from clipping.
+        """
+        scale_gradients(self.parameters, factor / self.loss_scale.value)
+        if self.in_chunks:
+            chunked_step(self.inner, self.placement.offloaded)
+        else:
+            self.inner.step()
+        if self.runtime.feedback is not None:
+            self.runtime.feedback.commit(factor)
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        self.inner.zero_grad(set_to_none=True)
+
+    def finish_offload(self) -> None:
+        """Wait until all offloaded states are where the host can read them."""
+        if self.placement.offloaded is not None:
+            self.placement.offloaded.finish()
+
+    def pools(self) -> dict[str, Pool]:
+        """Memory pools that the training has used: of "activations" and of "optimizer" states."""
+        users = {"activations": self.runtime.offload, "optimizer": self.placement.offloaded}
+        return {name: user.pool for name, user in users.items() if user and user.pool.requested}
+
+    def track(self, live: LiveBytes) -> None:
+        """Let a memory tracker count the persistent tensors of this training. Collective, after the first step."""
+        reducer, feedback = self.runtime.gradient_reducer, self.runtime.feedback
+        live.track_training(
+            self.model,
+            self.inner,
+            excluded=[block for pool in self.pools().values() if pool.is_off_device for block in pool.blocks],
+            buckets=[bucket.flat for bucket in reducer.buckets] if reducer else (),
+            feedback=feedback.all_tensors() if feedback else (),
+        )

@@ -1,0 +1,133 @@
+"""Runtime of a parallelized model: its plan, mesh and anatomy, and one field for each technique that is on.
+
+    model = weft.parallelize(model, plan, mesh)
+    weft.runtime(model).pipeline            # None without pipeline parallelism
+
+`parallelize` makes the runtime. Training, checkpoints and measurements read it, so that nothing is set on the model itself. It
+travels with the model as one of its forward hooks: two models in one process do not meet, and a deleted model leaves nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.anatomy.roles import Anatomy
+from weft.comm.compression.feedback import Feedback
+from weft.compat import find_hook
+from weft.errors import ModelError
+from weft.memory.offload import Offload
+from weft.parallel.async_reduce_scatter import PendingReduceScatters
+from weft.parallel.ddp import GradientReducer
+from weft.parallel.dropout import DropoutContext
+from weft.parallel.moe_aux_loss import RouterStats
+from weft.parallel.pipeline.runtime import PipelineRuntime
+from weft.parallel.weights import PackedLayout, TensorSplit
+from weft.plan import Plan
+
+
+@dataclass
+class Runtime:
+    """What `parallelize` made of one model."""
+
+    plan: Plan
+    """Resolved plan."""
+    mesh: DeviceMesh
+    """Mesh of all ranks."""
+    anatomy: Anatomy
+    """Anatomy of the full model; in a pipeline a rank has the blocks of its stages only."""
+    router_stats: RouterStats
+    takes_full_rows: bool = False
+    """True if the model computes masks from full rows itself, because tp or cp splits the rows inside of its forward."""
+    tensor_split: TensorSplit = field(default_factory=TensorSplit)
+    """What tensor parallelism has changed; empty without it."""
+    dropout: DropoutContext | None = None
+    """Seed and rows of layout-invariant dropout; None for a model without dropout."""
+    offload: Offload | None = None
+    """Offload of activations; None without recompute and offload."""
+    feedback: Feedback | None = None
+    """State of compressed gradient reductions; None without compression."""
+    gradient_reducer: GradientReducer | None = None
+    """Buckets of gradients that are all-reduced: with zero = 0, and between the replicas of compressed shards."""
+    reduce_scatters: PendingReduceScatters | None = None
+    """Reduce-scatters of FSDP2 in flight; None where FSDP2 overlaps them itself."""
+    pipeline: PipelineRuntime | None = None
+    """Stages of this rank; None without pipeline parallelism."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Do nothing before a forward: being a hook is how the runtime travels with its model."""
+
+    @property
+    def splits_tied_weights(self) -> bool:
+        """True if modules that share a weight may be on different pipeline stages."""
+        if self.pipeline is None:
+            return False
+        stage_io = self.pipeline.stage_io
+        return not (stage_io.has_first() and stage_io.has_last())
+
+
+def find_runtime(model: nn.Module) -> Runtime | None:
+    """Runtime of a model; None for a model that is not parallelized."""
+    return find_hook(model, Runtime)
+
+
+def runtime(model: nn.Module) -> Runtime:
+    """Runtime of a parallelized model.
+
+    Raises:
+        ModelError: the model is not parallelized.
+    """
+    found = find_runtime(model)
+    if found is None:
+        raise ModelError(
+            f"{type(model).__name__} is not parallelized",
+            where="weft.runtime",
+            rule="the runtime of a model is made by weft.parallelize",
+            fix="call weft.parallelize(model, plan, mesh) first, and pass the model that it returns",
+        )
+    return found
+
+
+def allocate(model: Any, device: torch.device) -> None:
+    """Allocate uninitialized memory for this rank's shards of a parallelized meta model."""
+    model.to_empty(device=device)
+    if not runtime(model).splits_tied_weights:
+        model.tie_weights()  # to_empty allocates each use of a tied weight separately
+
+
+def set_dropout_seed(model: nn.Module, seed: int) -> None:
+    """Set the dropout seed of the following forwards; use one seed per step, for all its micro-batches."""
+    dropout = runtime(model).dropout
+    if dropout is not None:
+        dropout.seed = seed
+
+
+def reorder_packed(model: nn.Module, weights: dict[str, Tensor], *, by_rank: bool) -> dict[str, Tensor]:
+    """Reorder the rows of packed matrices.
+
+    Args:
+        model: parallelized model.
+        weights: full tensors by parameter name.
+        by_rank: True: from the original order, by projection, to the sharded order, by tp rank. False: back.
+    """
+    functions = packed_parameters(model)
+    return {name: functions[name](value, by_rank) if name in functions else value for name, value in weights.items()}
+
+
+def packed_parameters(model: nn.Module) -> dict[str, Callable[[Tensor, bool], Tensor]]:
+    """Row reordering functions (tensor, by_rank) -> tensor, by name of each parameter that packs several projections."""
+    packed = runtime(model).tensor_split.packed
+    return {
+        f"{name}.{last}": partial(_reorder, packed[module], last)
+        for name, module in model.named_modules()
+        if module in packed
+        for last in packed[module].dim
+    }
+
+
+def _reorder(layout: PackedLayout, name: str, tensor: Tensor, by_rank: bool) -> Tensor:
+    return (layout.to_rank_order if by_rank else layout.to_projection_order)(tensor, name)
