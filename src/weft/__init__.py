@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from weft.parallel.runtime import runtime
     from weft.plan import Plan
     from weft.topology.mesh import build_mesh
+    from weft.train.own_loop import Run, init, prepare
     from weft.train.run import train
 
     __version__: str
@@ -26,19 +27,25 @@ MODULES = {
     "clip_grad_norm_": "weft.parallel.gradients",
     "count_targets": "weft.parallel.labels",
     "materialize": "weft.checkpoint.huggingface",
+    "init": "weft.train.own_loop",
     "parallelize": "weft.parallel.parallelize",
+    "prepare": "weft.train.own_loop",
+    "Run": "weft.train.own_loop",
     "runtime": "weft.parallel.runtime",
     "train": "weft.train.run",
 }
 __all__ = [
     "Job",
     "Plan",
+    "Run",
     "__version__",
     "build_mesh",
     "clip_grad_norm_",
     "count_targets",
+    "init",
     "materialize",
     "parallelize",
+    "prepare",
     "runtime",
     "train",
 ]

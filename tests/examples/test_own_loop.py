@@ -48,14 +48,16 @@ def losses_in(output: str) -> list[float]:
 
 def run_program(rank: int, ranks: int, program: str, plan: Plan) -> list[float]:
     """Run the program on a rank of the pool, whose process group exists; return the losses that rank 0 prints."""
-    replaced = {"connect(hardware)": "CONNECTED", "weft.Plan()": "PLAN", "rank_main(main)": "main()"}
+    replaced = {
+        "weft.prepare(model, ": "weft.prepare(model, plan=PLAN, ",
+        "torch.distributed.destroy_process_group()": "pass",
+    }
     for old, new in replaced.items():
         assert program.count(old) == 1
         program = program.replace(old, new)
-    program = program.replace("torch.distributed.destroy_process_group()", "pass")
     output = StringIO()
     with redirect_stdout(output):
-        exec(program, {"__name__": "own_loop", "CONNECTED": (rank, ranks, rank), "PLAN": plan})
+        exec(program, {"__name__": "own_loop", "PLAN": plan})
     return losses_in(output.getvalue())
 
 

@@ -61,7 +61,9 @@ START_SECONDS = 120.0  # limit for the start of ranks, and for a run of some sec
 WRITING = "a checkpoint is being written"
 NAMED = re.compile(r"weft: rank (\d+) on \S+ was killed by SIGKILL; (?:\w+ at )?step (\d+)")
 RESTART = re.compile(r"attempt \d+ starts \d+ ranks in .+ restart \d of 3")
-PROGRESS = re.compile(r"step[ -]\d|held-out")  # late output of rank 0: steps, checkpoints, evaluations
+PROGRESS = re.compile(
+    r"step[ -]\d|held-out|expected: "
+)  # late output of rank 0: steps, checkpoints, evaluations, speed
 
 
 def job_file(folder: Path, layout: str, **tables: dict[str, Any]) -> Path:

@@ -94,7 +94,9 @@ def test_resume_under_the_same_layout_is_bit_equal(layout: str, tmp_path: Path) 
     job, ranks = job_of(tmp_path, layout, "interrupted")
     interrupted, _ = train_in_the_pool(job, ranks, fault=stop_after_5)
     assert [step_of(path) for path in list_checkpoints(interrupted)] == [5, 4]
+    (interrupted / ".step-00000002.gone").mkdir()  # of a rank that was killed while it removed a checkpoint
     _, printed = train_in_the_pool(job, ranks, resume="auto")
+    assert not any(interrupted.glob(".step-*"))
     assert f"resuming after step 5, from {folder_of(interrupted, 5)}" in printed[0]
     assert all("resuming" not in text for text in printed[1:])
     for one, other in zip(

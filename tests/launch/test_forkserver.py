@@ -107,7 +107,7 @@ def test_the_forkserver_is_a_fork_of_a_launcher_with_one_thread(tmp_path: Path, 
 
 
 INTERRUPTED = """
-import os, signal, sys
+import os, signal
 
 from weft.launch.forkserver import ForkServer
 
@@ -115,6 +115,7 @@ def interrupt():  # what Python runs in the launcher at the end of a fork; an ex
     os.kill(os.getpid(), signal.SIGINT)
     sum(range(1000))
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process of a shell ignores it
 os.register_at_fork(after_in_parent=interrupt)
 try:
     with ForkServer("small_rank", dict(os.environ), fork=True):

@@ -95,6 +95,8 @@ class Position(Table):
     """Ranges (first, last + 1) of batches that were excluded by going back to an earlier checkpoint after a spike."""
     watch: dict[str, Any] | None = None
     """State of the spike detector."""
+    extra: dict[str, Any] | None = None
+    """Values that a training loop of one's own has saved."""
 
 
 class Manifest(Table):

@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from weft.device.device import Device
 from weft.errors import DeviceError, RankFailure, Stopped, WeftError
 from weft.launch.coordinator import JobCoordinator, assign_ranks
+from weft.launch.environment import rank_variables
 from weft.launch.forkserver import ForkServer, ForkServerContext
 from weft.launch.heartbeat import HEARTBEAT_VARIABLE, create_heartbeat
 from weft.launch.parent_death import LAUNCHER_VARIABLE, end_with_launcher
@@ -278,8 +279,8 @@ def rank_main(main: Callable[[], None]) -> None:
 def connect(device: Device) -> tuple[int, int, int]:
     """Join the process group of the job and make the device of this rank the current one.
 
-    Reads the environment variables that `launch` or torchrun set (RANK, WORLD_SIZE, LOCAL_RANK). Ranks of `launch` use its
-    store, ranks of torchrun use torch's store. Without these variables, the process forms a group of size one that other hosts
+    Reads the environment variables that `launch`, torchrun, srun or mpirun set (`environment.py`). Ranks of `launch` use its
+    store, other ranks use torch's store. Without these variables, the process forms a group of size one that other hosts
     cannot reach.
 
     Returns:
@@ -290,6 +291,7 @@ def connect(device: Device) -> tuple[int, int, int]:
     Raises:
         DeviceError: this host has fewer accelerators than ranks.
     """
+    os.environ.update(rank_variables(os.environ))
     if "RANK" not in os.environ:
         device.use(0)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # gloo listens even in a group of size one

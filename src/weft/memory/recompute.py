@@ -47,6 +47,7 @@ def apply_recompute(
     """
     if memory.offload:
         model.register_forward_pre_hook(offload.begin_forward)
+    model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     for index, block in enumerate(anatomy.blocks):
         if block.name not in own:
             continue
@@ -67,6 +68,11 @@ def apply_recompute(
         if recorded or offloaded:
             module = model.get_submodule(block.name)
             module.forward = partial(_with_tape, module.forward, tapes)
+
+
+def _without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: no key-value cache in training, because a second forward of an attention would add to it."""
+    return (args, kwargs | {"use_cache": False}) if model.training else None
 
 
 def patch_library_recompute(model: nn.Module, capture_context: CaptureContext) -> None:

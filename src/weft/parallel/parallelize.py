@@ -45,7 +45,7 @@ from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.fp16_backward import begin_fp16_backward_at
 from weft.precision.roles import compute_in_float32
-from weft.topology.mesh import build_expert_mesh, ranks_along
+from weft.topology.mesh import build_expert_mesh, check_mesh, ranks_along
 
 
 def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
@@ -65,10 +65,11 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         The same model; `weft.runtime(model)` is what has been made of it.
 
     Raises:
-        PlanError: the plan does not fit the mesh.
+        PlanError: the plan does not fit the number of ranks, or the mesh is not the mesh of the plan.
         ModelError: the model's anatomy cannot be read.
     """
     plan = plan.resolve(mesh.size()).resolve_precision(_native_bf16(plan))
+    check_mesh(plan, mesh)
     full_anatomy = anatomy = read_anatomy(model)
     p = plan.parallel
     chain = check_axes(model, anatomy, plan)

@@ -9,6 +9,7 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.backends.hierarchical import register_backend
+from weft.errors import PlanError
 from weft.plan import Comm, Plan
 from weft.topology.collective_time import choose
 from weft.topology.topology import Topology
@@ -45,6 +46,27 @@ def build_mesh(plan: Plan, device_type: str, world_size: int) -> DeviceMesh:
         PlanError: the plan does not fit the number of ranks.
     """
     return _named_mesh(device_type, mesh_shape(plan.resolve(world_size)), AXES, plan.comm)
+
+
+def check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
+    """Refuse a mesh that is not the mesh of a plan.
+
+    Args:
+        plan: resolved plan.
+        mesh: device mesh of all ranks.
+
+    Raises:
+        PlanError: names the first axis with another size.
+    """
+    found = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    for axis, size in zip(AXES, mesh_shape(plan), strict=True):
+        if found.get(axis) != size:
+            raise PlanError(
+                f"the mesh has {f'{found[axis]} ranks along {axis}' if axis in found else f'no axis {axis}'}",
+                where="mesh",
+                rule=f"the plan has {size} ranks along {axis}",
+                fix="make the mesh with weft.build_mesh(plan, ...) from this plan, or leave it out in weft.prepare",
+            )
 
 
 def ranks_along(mesh: DeviceMesh, *axes: str) -> int:

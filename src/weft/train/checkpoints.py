@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
+from weft.checkpoint.folders import clean, folder_of, list_checkpoints, step_of
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Manifest, Position
 from weft.checkpoint.memory_tier import HostMemory, holds_copies
@@ -69,6 +69,8 @@ class Checkpoints:
         self.run, self.run_id, self.key = run, read_run_id(run), read_key(job.checkpoint.key_file)
         self.folder = checkpoint_folder(job, run)
         self.leads = dist.get_rank() == 0
+        if self.leads:  # at every attempt: ranks may have been killed while they saved or removed a checkpoint
+            clean(self.folder)
         self.disk = Target(self.folder, self.leads, self.settings.keep, self.settings.keep_hours)
         # Even without memory_every: the run may have saved to memory because the disk was full.
         has_copies = any(all_gather_json(holds_copies(run / RUN_ID, self.run_id)))

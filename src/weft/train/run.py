@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.folders import clean, list_checkpoints
+from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.model_config import read_config
@@ -174,7 +174,6 @@ def _lead_run(
             log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
         (out / RUN_ID).unlink(missing_ok=True)
     make_run_id(out)
-    clean(checkpoint_folder(job))
     (out / "job.toml").write_text(resolved.to_toml(), encoding="utf-8")
     (out / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
     if coordinator:

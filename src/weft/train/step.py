@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +119,45 @@ def forward_backward(
     return loss_sum
 
 
+class Gradients(NamedTuple):
+    """Result of `compute_gradients`; the same on every rank, except `rerun`."""
+
+    loss: float
+    """Mean cross entropy over all target tokens of the global batch, in nats."""
+    grad_norm: float
+    """Global norm of the unscaled gradients."""
+    tokens: int
+    """Target tokens of the global batch."""
+    rerun: Callable[[], float]
+    """Runs forward and backward of this rank again; returns the loss of this rank."""
+
+
+def compute_gradients(
+    model: PreTrainedModel, optimizer: DistributedOptimizer, batches: Sequence[MicroBatch]
+) -> Gradients:
+    """Run forward and backward of a step on this rank's share of a global batch; gradients keep the loss scale.
+
+    Args:
+        model: parallelized model without gradients.
+        optimizer: optimizer of its parameters, with the loss scale of this step.
+        batches: micro-batches of this rank, on its device; the same number on every rank.
+    """
+    split, scale = runtime(model), optimizer.loss_scale.value
+    parallel, mesh = split.plan.parallel, split.mesh
+    counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
+    tokens = int(all_reduce(_own_tokens(counts.sum(), mesh), mesh, AXES))
+    rows = parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
+    # Gradients are averaged over ranks with different tokens; the factor turns the mean into a sum.
+    factors = parallel.gradient_ranks * scale / max(tokens, 1), parallel.gradient_ranks * scale / rows
+    optimizer.begin_step()
+    loss_sum = forward_backward(model, batches, *factors)
+    square_share = optimizer.squared_grad_norm_share()
+    sums = torch.stack([_own_loss(loss_sum, mesh), square_share.to(loss_sum.device)])
+    total, square = all_reduce(sums, mesh, AXES).tolist()  # both sums in one message
+    rerun = partial(forward_backward, model, batches, *factors)
+    return Gradients(total / max(tokens, 1), square**0.5 / scale, tokens, lambda: rerun().item())
+
+
 def train_step(
     model: PreTrainedModel,
     optimizer: DistributedOptimizer,
@@ -142,18 +181,7 @@ def train_step(
     """
     split, loss_scale = runtime(model), optimizer.loss_scale
     plan, mesh = split.plan, split.mesh
-    counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
-    tokens = int(all_reduce(_own_tokens(counts.sum(), mesh), mesh, AXES))
-    # Gradients are averaged over ranks with different tokens; the factor turns the mean into a sum.
-    scale = plan.parallel.gradient_ranks * loss_scale.value
-    rows = plan.parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
-    factors = scale / max(tokens, 1), scale / rows
-    optimizer.begin_step()
-    loss_sum = forward_backward(model, batches, *factors)
-    square_share = optimizer.squared_grad_norm_share()
-    sums = torch.stack([_own_loss(loss_sum, mesh), square_share.to(loss_sum.device)])
-    total, square = all_reduce(sums, mesh, AXES).tolist()  # both sums in one message
-    mean_loss, grad_norm = total / max(tokens, 1), square**0.5 / loss_scale.value
+    mean_loss, grad_norm, tokens, rerun = compute_gradients(model, optimizer, batches)
     finite = math.isfinite(grad_norm) and math.isfinite(mean_loss)
     problem = skip_reason(mean_loss, grad_norm) if finite else None
     if finite and problem is None:
@@ -167,9 +195,7 @@ def train_step(
             f"gradients overflowed{where} at loss scale {loss_scale.value:g}; the next scale is {next_scale.value:g}"
         )
     elif not finite:
-        problem = locate_nonfinite(
-            model, lambda: forward_backward(model, batches, *factors).item(), partial(running_stage, split.pipeline)
-        )
+        problem = locate_nonfinite(model, rerun, partial(running_stage, split.pipeline))
         optimizer.zero_grad()
     return StepResult(mean_loss, grad_norm, tokens, next_scale, problem, overflowed)
 

@@ -1,0 +1,61 @@
+"""Ranks that somebody else has started: environment variables of torchrun, srun and mpirun."""
+
+import re
+import zlib
+from collections.abc import Mapping
+
+from weft.errors import JobError
+
+FIRST_PORT, PORTS = 20000, 20000
+"""Range of ports that are derived from the id of a job, below the ports that Linux gives to outgoing connections."""
+
+
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) for a rank of another launcher.
+
+    Args:
+        environment: environment of this process.
+
+    Returns:
+        The missing variables; empty if the process has them, or is not one of several ranks.
+
+    Raises:
+        JobError: mpirun started ranks on several hosts, and MASTER_ADDR is not set.
+    """
+    if "RANK" in environment:
+        return {}
+    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:  # srun; a batch script alone has no step
+        names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
+        job = f"{environment.get('SLURM_JOB_ID', '')}.{environment['SLURM_STEP_ID']}"
+        address = first_node(nodes)
+    elif "OMPI_COMM_WORLD_RANK" in environment:
+        names = {
+            "RANK": "OMPI_COMM_WORLD_RANK",
+            "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+            "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+        }
+        job, address = environment.get("PMIX_NAMESPACE", ""), "127.0.0.1"
+        on_one_host = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environment["OMPI_COMM_WORLD_SIZE"]
+        if not on_one_host and "MASTER_ADDR" not in environment:
+            raise JobError(
+                "mpirun started ranks on several hosts, and MASTER_ADDR is not set",
+                where="environment",
+                rule="the ranks meet at the host of rank 0",
+                fix="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port there> ...",
+            )
+    else:
+        return {}
+    found = {name: environment[source] for name, source in names.items()}
+    found |= {"MASTER_ADDR": address, "MASTER_PORT": str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)}
+    return {name: value for name, value in found.items() if name not in environment}
+
+
+def first_node(nodes: str) -> str:
+    """First host of a Slurm node list: "gpu[03-05,9],cpu1" -> "gpu03"."""
+    prefix, bracket, rest = nodes.partition("[")
+    if not bracket or "," in prefix:
+        return prefix.partition(",")[0]
+    numbers, _, suffix = rest.partition("]")
+    first = re.match(r"\d+", numbers)
+    return f"{prefix}{first.group() if first else ''}{suffix.partition(',')[0]}"

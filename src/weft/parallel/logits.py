@@ -1,0 +1,58 @@
+"""Full logits of a split model, for losses of one's own."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm import collectives
+from weft.parallel.context import own_positions
+from weft.parallel.loss import vocab_size
+from weft.parallel.runtime import runtime
+from weft.parallel.sequence_sharding import pad_rows, row_multiple
+from weft.topology.mesh import CONTEXT_AXES, join_axes, ranks_along
+
+
+def gather_logits(model: nn.Module, logits: Tensor, tokens: int) -> Tensor:
+    """Gather the logits of full rows and of the full vocabulary. Differentiable; collective.
+
+    All ranks of tp and cp continue with the same logits and compute the same loss. Gradients are averaged over cp ranks later,
+    as over data ranks, so that backward multiplies the part of each rank by the number of cp ranks.
+
+    Args:
+        model: parallelized model.
+        logits: logits of this rank, [rows, tokens of this rank, part of the vocabulary].
+        tokens: tokens of a full row, before padding.
+
+    Returns:
+        [rows, tokens, vocabulary], the same on all ranks of tp and cp.
+    """
+    split, size = runtime(model), vocab_size(model)  # type: ignore[arg-type]
+    mesh, tp = split.mesh, ranks_along(split.mesh, "tp")
+    if tp > 1:
+        largest = -(-size // tp)
+        padded = F.pad(logits, (0, largest - logits.shape[-1]))
+        gathered = collectives.unsplit(padded, mesh.get_group("tp"), -1).unflatten(-1, (tp, largest))
+        lengths = [size // tp + (rank < size % tp) for rank in range(tp)]
+        logits = torch.cat([gathered[..., rank, :length] for rank, length in enumerate(lengths)], -1)
+    if ranks_along(mesh, *CONTEXT_AXES) > 1:
+        length = pad_rows(torch.zeros(1, tokens), row_multiple(split.anatomy, split.plan), 0).shape[1]
+        logits = _GatherTokens.apply(logits, mesh, own_positions(length, mesh).to(logits.device))
+    return logits[:, :tokens]
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, positions: Tensor) -> Tensor:
+        group = join_axes(mesh, CONTEXT_AXES).get_group()
+        ctx.positions, ctx.ranks = positions, dist.get_world_size(group)
+        parts = collectives.gather_dim(x.contiguous(), group, 1)
+        order = collectives.gather_dim(positions[None].contiguous(), group, 1)[0].argsort()
+        return parts[:, order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient[:, ctx.positions] * ctx.ranks, None, None
