@@ -17,6 +17,7 @@ from tests.lab.parity import compare, plan_for
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import gather_weights
 from weft.errors import CheckpointError, ModelError, PlanError
+from weft.memory.storages import local_part
 from weft.plan import Memory, Parallel, Plan, Precision
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -210,7 +211,7 @@ def with_techniques(rank: int, ranks: int) -> list[Any]:
         update = run.step()
         seen.append((update.skipped, math.isfinite(update.grad_norm), float(loss)))
     states = [
-        type(value.to_local()).__name__
+        type(local_part(value)).__name__
         for state in run.optimizer.state.values()
         for value in state.values()
         if value.ndim
