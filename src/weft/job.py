@@ -19,6 +19,10 @@ LARGEST_TOML = 2**20  # bytes
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Function = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), 'a function of yours, as "package.module:function"'
+]
+"""Python function by module and name; the ranks import it, from the current folder too."""
 
 
 class Model(Table):
@@ -61,9 +65,10 @@ class Data(Table):
 class Optimizer(Table):
     """Optimizer, gradient clipping and learning-rate schedule."""
 
-    name: Literal["adamw", "onebit-adam"] = "adamw"
+    name: Literal["adamw", "onebit-adam"] | Function = "adamw"
     """Optimizer: fused AdamW (Loshchilov and Hutter, 2019), or 1-bit Adam (Tang et al., 2021), which is AdamW until its second
-    moment is frozen, and then sends momentum changes as signs. 1-bit Adam needs plan.comm.compression = "1-bit"."""
+    moment is frozen, and then sends momentum changes as signs; 1-bit Adam needs plan.comm.compression = "1-bit". A function
+    of yours, "package.module:function", makes an optimizer of torch from (parameter groups, this table)."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate, reached at the end of warm-up."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -74,9 +79,14 @@ class Optimizer(Table):
     """Decoupled weight decay of matrices; vectors (norms, biases) do not decay."""
     clip_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum global gradient norm; a larger gradient is scaled down to it. 0: no clipping."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Learning-rate schedule after warm-up. cosine: decay to a tenth of the peak; wsd: constant, then linear decay to zero over
-    the last fifth of the steps; constant: the peak."""
+    schedule: Literal["cosine", "linear", "polynomial", "wsd", "constant"] | Function = "cosine"
+    """Learning-rate schedule after warm-up. cosine, linear and polynomial (optimizer.power): decay to optimizer.floor of the
+    peak; wsd: constant, then linear decay to zero over the last fifth of the steps; constant: the peak. A function of yours,
+    "package.module:function", returns the rate from (step, steps, this table), without warm-up of ours."""
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Final learning rate of cosine, linear and polynomial, as a fraction of the peak."""
+    power: Annotated[float, Field(gt=0)] = 2.0
+    """Exponent of the polynomial schedule; 1 is linear."""
     warmup_steps: Number = 10
     """Steps of linear warm-up from zero to the peak learning rate."""
     freeze_steps: Count = 1000
@@ -98,6 +108,12 @@ class Train(Table):
     """Steps between evaluations on held-out rows, the first before training; 0: one evaluation at the end."""
     evaluate_rows: Count = 256
     """Maximum held-out rows per evaluation."""
+    loss: Literal["cross_entropy"] | Function = "cross_entropy"
+    """Loss: cross entropy, or a function of yours, "package.module:function": the sum of the loss over the targets, from
+    (logits [rows, tokens, vocabulary], targets [rows, tokens], where -100 is none). tp and cp ranks get the full logits."""
+    callbacks: tuple[Function, ...] = ()
+    """Functions of yours, "package.module:function", called with the job on rank 0. Each returns an object with any of
+    on_step(metrics), on_evaluation(evaluation), on_checkpoint(folder) and on_end(folder)."""
 
 
 class Checkpoint(Table):

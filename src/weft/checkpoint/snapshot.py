@@ -133,6 +133,8 @@ class Snapshots:
         """Time of the last commit by this rank, from time.perf_counter()."""
         self.messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Messages about finished and failed checkpoints."""
+        self.committed: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        """Checkpoints on the disk that this rank has completed."""
 
     def take(self, position: Position, target: Target) -> float:
         """Copy the state and start to write it in the background. Returns the seconds for which training was blocked."""
@@ -155,6 +157,10 @@ class Snapshots:
     def take_messages(self) -> list[str]:
         """Messages since the last call."""
         return [self.messages.get() for _ in range(self.messages.qsize())]
+
+    def take_committed(self) -> list[Path]:
+        """Checkpoints that this rank has completed since the last call, without those in memory."""
+        return [self.committed.get() for _ in range(self.committed.qsize())]
 
     # Training thread
 
@@ -268,6 +274,7 @@ class Snapshots:
                 self.finished = time.perf_counter()
                 seconds = self.finished - begin
                 if target.announce:
+                    self.committed.put(folder)
                     self.messages.put(f"{folder.name}: {size / 2**20:.1f} MiB in {seconds:.1f} s, in the background")
 
     def _commit(self, position: Position, target: Target) -> tuple[Path, int]:

@@ -57,6 +57,8 @@ class Runtime:
     """Reduce-scatters of FSDP2 in flight; None where FSDP2 overlaps them itself."""
     pipeline: PipelineRuntime | None = None
     """Stages of this rank; None without pipeline parallelism."""
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Loss of one's own for `weft.train.step`, from full logits and targets; None: cross entropy."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Do nothing before a forward: being a hook is how the runtime travels with its model."""

@@ -27,6 +27,8 @@ from weft.parallel.runtime import runtime, set_dropout_seed
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import AXES
+from weft.train.checkpoints import Checkpoints
+from weft.train.functions import Callback
 from weft.train.metrics import Evaluation, MetricsWriter, StepMetrics, TerminalProgress, utilization
 from weft.train.optimizer import learning_rate, set_learning_rate
 from weft.train.recovery import Recovery
@@ -35,7 +37,7 @@ from weft.train.session import Session, held_out_batches, save_weights, train_ba
 from weft.train.state_bytes import measure_model_state
 from weft.train.step import StepResult, evaluate, train_step
 
-Observer = MetricsWriter | TerminalProgress
+Observer = MetricsWriter | TerminalProgress | Callback
 
 STEPS_PER_SEED = 2**24  # more than the steps of a job, so that no two pairs of seed and step share a dropout seed
 
@@ -119,11 +121,13 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
             blocked = checkpoints.snapshots.take(position, target) if target and not interrupted else 0.0
             for text in checkpoints.snapshots.take_messages():
                 log(text)
+            _report_checkpoints(checkpoints, observers)
         heartbeat.phase("saving", position.step)
         checkpoints.finish()
         unsaved = "" if checkpoints.is_saved(position.step, interrupted) else checkpoints.save_last(position)
         for text in checkpoints.snapshots.take_messages():
             log(text)
+        _report_checkpoints(checkpoints, observers)
     heartbeat.phase("exporting", position.step)
     if problem := save_weights(session, out / "export"):
         unsaved = unsaved or checkpoints.save_last(position, try_disk=False)
@@ -137,6 +141,17 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
         )
     _summarize(session, out, position.step, time.perf_counter() - started)
     checkpoints.close()
+    for observer in observers:
+        if isinstance(observer, Callback):
+            observer.end(out)
+
+
+def _report_checkpoints(checkpoints: Checkpoints, observers: list[Observer]) -> None:
+    """Tell the callbacks of the job about checkpoints that are complete on the disk."""
+    folders = checkpoints.snapshots.take_committed()
+    for callback in (observer for observer in observers if isinstance(observer, Callback)):
+        for folder in folders:
+            callback.checkpoint(folder)
 
 
 def _too_many_skips(count: int, step: int, result: StepResult) -> NumericError:
@@ -217,7 +232,8 @@ def _observers(session: Session, out: Path, console: Console) -> Iterator[list[O
         if session.rank == 0:
             progress = TerminalProgress(session.job.train.steps, console)
             writer = MetricsWriter(out, progress.message)
-            yield [stack.enter_context(writer), stack.enter_context(progress)]
+            own: list[Observer] = [stack.enter_context(writer), stack.enter_context(progress)]
+            yield [*own, *(Callback.load(name, session.job) for name in session.job.train.callbacks)]
         else:
             yield []
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.errors import JobError
 from weft.job import Optimizer
 from weft.parallel.one_bit_adam import OneBitAdam
+from weft.train.functions import load_function
 
-COSINE_FLOOR = 0.1  # final learning rate as a fraction of the peak
 DECAY_SHARE = (
     0.2  # fraction of steps in the decay phase of "wsd" (Hägele et al., Scaling Laws Beyond Fixed Durations, 2024)
 )
@@ -28,17 +29,35 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
     ] or [{"params": []}]  # all stages of this pipeline rank are frozen
     if settings.name == "onebit-adam":
         return OneBitAdam(groups, settings.lr, settings.betas, settings.eps, settings.freeze_steps)
+    if settings.name != "adamw":
+        return _own_optimizer(groups, settings)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def _own_optimizer(groups: list[dict[str, Any]], settings: Optimizer) -> torch.optim.Optimizer:
+    optimizer = load_function(settings.name, "optimizer.name")(groups, settings)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(
+            f"{settings.name} returned {type(optimizer).__name__}",
+            where="optimizer.name",
+            rule="the function returns a torch.optim.Optimizer of the parameter groups that it gets",
+            fix="return the optimizer",
+        )
+    return optimizer
 
 
 def learning_rate(step: int, steps: int, settings: Optimizer) -> float:
     """Learning rate of a step, from 1 to `steps`: linear warm-up, then the schedule."""
+    if ":" in settings.schedule:
+        return float(load_function(settings.schedule, "optimizer.schedule")(step, steps, settings))
     warmup = min(settings.warmup_steps, steps)
     if step <= warmup:
         return settings.lr * step / warmup
     progress = (step - warmup) / max(steps - warmup, 1)
-    if settings.schedule == "cosine":
-        return settings.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
+    decays = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress}
+    decays["polynomial"] = (1 - progress) ** settings.power
+    if settings.schedule in decays:
+        return settings.lr * (settings.floor + (1 - settings.floor) * decays[settings.schedule])
     if settings.schedule == "wsd":
         remaining = steps - step
         return settings.lr * min(1.0, (remaining + 1) / max(DECAY_SHARE * steps, 1.0))

@@ -42,6 +42,7 @@ from weft.precision.dtypes import check_dtypes, explain_precision
 from weft.topology.axis_links import explain_plan
 from weft.topology.topology import Topology, from_host_sizes
 from weft.train.checkpoints import check_same_batches, check_same_update, checkpoint_folder
+from weft.train.functions import check_functions
 from weft.train.run_folder import (
     RUN_ID,
     SUMMARY,
@@ -113,6 +114,7 @@ def _train(
     log: Callable[[str], None],
 ) -> Path:
     """Train in locked folders; `folders` is None on hosts other than 0."""
+    check_functions(job)
     forward = explain_precision(job.plan.precision, device)
     job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
     check_dtypes(job.plan.precision, device)

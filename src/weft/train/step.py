@@ -18,6 +18,7 @@ from weft.data import IGNORED, MicroBatch
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import begin_micro_batch
 from weft.parallel.gradients import squared_grad_norm_share
+from weft.parallel.logits import gather_logits
 from weft.parallel.loss import cross_entropy_sum, vocab_size
 from weft.parallel.pipeline.runtime import running_stage
 from weft.parallel.runtime import find_runtime, runtime
@@ -74,6 +75,9 @@ def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch) -> Tensor
         return cross_entropy_sum(logits, batch.targets, IGNORED, None, vocab_size(model))
     if split.plan.precision.backward == "fp16":
         logits = begin_fp16_backward(logits.float())
+    if split.loss is not None:  # the same on all cp ranks, whose losses are added up
+        full = gather_logits(model, logits, batch.targets.shape[1])
+        return split.loss(full, batch.targets) / split.plan.parallel.cp
     targets = shard_sequence(batch.targets, split.mesh)
     return cross_entropy_sum(logits, targets, IGNORED, split.mesh.get_group("tp"), vocab_size(model))
 
