@@ -16,7 +16,7 @@ def main() -> None:
     torch.manual_seed(0)  # the same weights on every rank
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SIZES))
     # ZeRO-3 over all ranks; plan="plan.toml" for any other plan
-    run = weft.prepare(model, optimizer=lambda own: torch.optim.AdamW(own, lr=3e-3))
+    run = weft.prepare(model, optimizer=lambda shards: torch.optim.AdamW(shards, lr=3e-3))
 
     for step in range(8):
         texts = TEXTS[8 * step : 8 * step + 8][run.data_rank :: run.data_ranks]  # rows of this rank

@@ -247,6 +247,10 @@ def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
         return attempt(lambda: run.accumulate().__enter__())
     if what == "step":
         return attempt(run.step)
+    if what == "twice":
+        own = part_of(batches()[0], run.data_rank, run.data_ranks)
+        run.train_batch(own)
+        return attempt(lambda: run.train_batch(own))
     if what == "name":
         return attempt(lambda: run.save(folder / "last"))
     if what == "extra":
@@ -264,6 +268,7 @@ def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
         ("meta", "has no weights"),
         ("pipeline", r"run\.train_batch"),
         ("step", "without the gradients of a step"),
+        ("twice", "with the gradients of an earlier batch"),
         ("name", "a checkpoint named last"),
         ("extra", "extra cannot be saved"),
         ("left", "padding_side"),

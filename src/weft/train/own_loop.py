@@ -119,7 +119,8 @@ def prepare(
     if on_meta:
         materialize(model, Model(path=str(weights)), torch_device)
     model.train()
-    inner = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    trained: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    inner = optimizer(trained or [{"params": []}])  # torch refuses an empty list, which a frozen stage of a pipeline has
     return Run(model, DistributedOptimizer(inner, model, device), device, torch_device)
 
 
@@ -213,8 +214,16 @@ class Run:
             Mean cross entropy over the targets of all data ranks, the same on every rank.
 
         Raises:
-            ModelError: the rows cannot be divided, or the mask hides more than padding at the ends of rows.
+            ModelError: the rows cannot be divided, the mask hides more than padding at the ends of rows, or there are gradients
+                of an earlier batch.
         """
+        if self._losses:
+            raise ModelError(
+                "run.train_batch with the gradients of an earlier batch",
+                where="weft.Run.train_batch",
+                rule="train_batch is a complete step: its batch is divided into micro-batches",
+                fix="call run.step() before the next batch, or pass all rows of the step at once",
+            )
         found = compute_gradients(self.model, self.optimizer, self._micro_batches(batch, micro_batch_size))
         self._items = [torch.ones((), dtype=torch.float64)]
         self._losses, self._norm = [torch.tensor(found.loss)], found.grad_norm
