@@ -65,5 +65,18 @@ def test_mpirun_on_several_hosts_needs_an_address() -> None:
 
 
 def test_variables_of_torchrun_are_kept() -> None:
-    assert rank_variables({**SLURM, "RANK": "0"}) == {}
+    assert rank_variables({**SLURM, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == {}
     assert rank_variables({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set, and LOCAL_RANK is not"),
+        ({"RANK": "0"}, "WORLD_SIZE and LOCAL_RANK are not"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "started 4 ranks"),
+    ],
+)
+def test_ranks_are_not_mistaken_for_single_processes(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        rank_variables(environment)

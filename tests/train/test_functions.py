@@ -92,6 +92,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder with the module `own_code`, which is the current folder of this process and of new ranks."""
     (tmp_path / "own_code.py").write_text(MODULE)
+    (tmp_path / "broken_code.py").write_text("\n1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_code", raising=False)
     return tmp_path
@@ -152,6 +153,7 @@ def test_a_command_uses_functions_of_its_folder(own_code: Path) -> None:
     ("tables", "said"),
     [
         ({"optimizer": {"name": "own_code:sdg"}}, "did you mean own_code:sgd"),
+        ({"optimizer": {"schedule": "broken_code:rate"}}, r"(?s)ZeroDivisionError.*broken_code\.py:2"),
         ({"optimizer": {"schedule": "no_such_module:rate"}}, "no_such_module cannot be imported: ModuleNotFoundError"),
         ({"train": {"callbacks": ["own_code:Folow"]}}, "did you mean own_code:Follow"),
         ({"train": {"loss": "own_code:json"}}, "own_code has no function json"),

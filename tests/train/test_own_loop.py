@@ -22,6 +22,7 @@ from weft.plan import Memory, Parallel, Plan, Precision
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 0": (2, {"zero": 0}),
+    "zero 1": (2, {"zero": 1}),
     "zero 2": (2, {"zero": 2}),
     "zero 3": (2, {"zero": 3}),
     "tp2": (2, {"tp": 2}),
@@ -127,8 +128,9 @@ def check(found: Trace, expected: Trace, *, with_losses: bool = True) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loop_equals_one_process_with_unequal_targets(layout: str, micro_batches: int) -> None:
     ranks, parallel = LAYOUTS[layout]
+    expected = reference()
     for found in run_ranks(ranks, own_loop, plan_for("fp64", **parallel), micro_batches):
-        check(found, reference()) if found.weights else None
+        check(found, expected)
 
 
 @pytest.mark.parametrize("layout", ["zero 2", "tp2", "cp2", "tp2 x cp2"])
@@ -162,15 +164,22 @@ def test_train_batch_and_evaluate_equal_one_process(layout: str) -> None:
         evaluated = model(**batches()[0]).loss.item()
     for found, held_out in run_ranks(ranks, by_batch, plan_for("fp64", **parallel)):
         assert held_out == pytest.approx(evaluated, rel=1e-5)
-        check(found, expected) if found.weights else None
+        check(found, expected)
 
 
 def half(rank: int, ranks: int, plan: Plan, folder: Path, resumed: bool) -> Trace:
+    """Two steps and a checkpoint, or the third step after it. The rate is set by the loop, once."""
     run, losses, norms = prepared(plan), [], []
+    if not resumed:
+        run.optimizer.inner.param_groups[0]["lr"] = LR
     if resumed:
         for parameter in run.model.parameters():
             torch.nn.init.zeros_(parameter)
+        run.optimizer.inner.param_groups[0]["lr"] = 0.0
+        run.evaluate([part_of(batches()[0], run.data_rank, run.data_ranks)])  # gathers weights
         assert run.load(folder / "step-2") == {"seen": 16}
+        assert run.optimizer.inner.param_groups[0]["lr"] == LR
+        assert run.steps == 2
     for batch in batches()[2:] if resumed else batches()[:2]:
         losses.append(run.train_batch(part_of(batch, run.data_rank, run.data_ranks)))
         norms.append(run.clip_grad_norm_(0.5))
@@ -238,6 +247,20 @@ def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
         mesh = weft.build_mesh(plan_for("fp32", tp=2), "cpu", ranks)
         make = lambda own: torch.optim.AdamW(own)  # noqa: E731
         return attempt(lambda: weft.prepare(untouched(), optimizer=make, plan=plan_for("fp32"), mesh=mesh))
+    if what in ("weights", "wide", "foreign", "no optimizer", "routers"):
+        model = untouched()
+        make: Any = {"foreign": lambda _: torch.optim.AdamW(untouched().parameters()), "no optimizer": list}.get(
+            what, torch.optim.AdamW
+        )
+        plan = plan_for("fp32" if what == "wide" else "fp64")
+        weights = "folder" if what == "weights" else None
+        if what == "routers":
+            torch.manual_seed(0)
+            table = {**family("mixtral"), "output_router_logits": True}
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**table), dtype=torch.float64)
+            run = weft.prepare(model, optimizer=make, plan=plan)
+            return attempt(lambda: run.accumulate().__enter__())
+        return attempt(lambda: weft.prepare(model, optimizer=make, plan=plan, weights=weights))
     if what == "meta":
         with torch.device("meta"):
             model = untouched()
@@ -251,6 +274,23 @@ def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
         own = part_of(batches()[0], run.data_rank, run.data_ranks)
         run.train_batch(own)
         return attempt(lambda: run.train_batch(own))
+    if what == "clip":
+        return attempt(lambda: run.clip_grad_norm_(1.0))
+    if what == "second":
+        own = part_of(batches()[0], run.data_rank, run.data_ranks)
+        with run.accumulate():
+            run.backward(run.model(**own).loss)
+        return attempt(lambda: run.accumulate().__enter__())
+    if what == "outside":
+        return attempt(lambda: run.backward(torch.zeros(())))
+    if what == "items":
+        with run.accumulate():
+            return attempt(lambda: run.backward(torch.zeros((), requires_grad=True), items=rank + 1))
+    if what == "export":
+        (folder / "runs" / "step-00000001").mkdir(parents=True, exist_ok=True)
+        return attempt(lambda: run.export(folder / "runs"))
+    if what == "batches":
+        return attempt(lambda: run.evaluate([]))
     if what == "name":
         return attempt(lambda: run.save(folder / "last"))
     if what == "extra":
@@ -269,6 +309,17 @@ def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
         ("pipeline", r"run\.train_batch"),
         ("step", "without the gradients of a step"),
         ("twice", "with the gradients of an earlier batch"),
+        ("clip", "run.clip_grad_norm_ without the gradients of a step"),
+        ("second", "after the last micro-batch of a step"),
+        ("outside", "run.backward outside of run.accumulate"),
+        ("items", "items is between 1 and 2 on the ranks"),
+        ("export", "other files than an export"),
+        ("batches", "at least one"),
+        ("weights", "that has weights"),
+        ("wide", "float64, and plan.precision.update is torch.float32"),
+        ("foreign", "parameters that are not those that its function was given"),
+        ("no optimizer", "the optimizer function returned list"),
+        ("routers", "output_router_logits"),
         ("name", "a checkpoint named last"),
         ("extra", "extra cannot be saved"),
         ("left", "padding_side"),
@@ -279,3 +330,34 @@ def test_what_cannot_be_done_is_refused_on_every_rank(what: str, said: str, tmp_
     first, second = run_ranks(2, refused, what, tmp_path)
     assert first == second
     assert said.replace("\\", "") in first
+
+
+def gathered_twice(rank: int, ranks: int, plan: Plan) -> list[float]:
+    """Losses of two steps with an evaluation between backward and step, and the loss property of each moment."""
+    run, batch, seen = prepared(plan), None, []
+    for batch in batches()[:2]:
+        own = part_of(batch, run.data_rank, run.data_ranks)
+        with run.accumulate():
+            run.backward(run.model(**own).loss)
+        run.clip_grad_norm_(0.5)
+        run.evaluate([own])
+        run.step()
+        seen.append(run.loss)
+    return seen
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_evaluation_between_backward_and_step_changes_nothing(zero: int) -> None:
+    for found in run_ranks(2, gathered_twice, plan_for("fp64", zero=zero)):
+        assert found == pytest.approx(reference().losses[:2], rel=1e-5)
+
+
+def half_precision(rank: int, ranks: int) -> list[str]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), dtype=torch.bfloat16)
+    run = weft.prepare(model, optimizer=torch.optim.AdamW, plan=plan_for("fp32"))
+    return sorted({str(parameter.dtype) for parameter in run.model.parameters()})
+
+
+def test_weights_are_updated_in_the_dtype_of_the_plan() -> None:
+    assert run_ranks(2, half_precision) == [["torch.float32"]] * 2

@@ -198,8 +198,15 @@ def restore(
     """
     allocate_state(model, optimizer, reader.manifest)
     slices = model_slices(model) + optimizer_slices(model, optimizer.inner)
-    for tensor_slice in slices:
-        _check(tensor_slice, reader)
+    problem = None
+    try:
+        for tensor_slice in slices:
+            _check(tensor_slice, reader)
+    except CheckpointError as error:
+        problem = [error.what, error.where, error.rule, error.fix]
+    if found := next(filter(None, all_gather_json(problem)), None):  # a stage may lack what another has
+        what, where, rule, fix = found
+        raise CheckpointError(what, where=where, rule=rule, fix=fix)
     fetch(
         {
             name

@@ -1,4 +1,4 @@
-"""Ranks that somebody else has started: environment variables of torchrun, srun and mpirun."""
+"""Rank variables of external launchers: torchrun, srun and mpirun."""
 
 import re
 import zlib
@@ -20,9 +20,16 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         The missing variables; empty if the process has them, or is not one of several ranks.
 
     Raises:
-        JobError: mpirun started ranks on several hosts, and MASTER_ADDR is not set.
+        JobError: the variables of a rank are incomplete, or the launcher is not known.
     """
     if "RANK" in environment:
+        if missing := [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name not in environment]:
+            raise JobError(
+                f"RANK is set, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
+                where="environment",
+                rule="a rank knows its rank, the number of ranks, and its rank on its host",
+                fix="set LOCAL_RANK=0 where each host has one rank, or start the ranks with torchrun",
+            )
         return {}
     if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:  # srun; a batch script alone has no step
         names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
@@ -44,6 +51,13 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
                 rule="the ranks meet at the host of rank 0",
                 fix="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port there> ...",
             )
+    elif int(environment.get("PMI_SIZE", "1")) > 1:
+        raise JobError(
+            f"an MPI launcher started {environment['PMI_SIZE']} ranks in a way that is not known",
+            where="environment",
+            rule="ranks of torchrun, srun, and mpirun of Open MPI are joined",
+            fix="set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each rank, or use torchrun",
+        )
     else:
         return {}
     found = {name: environment[source] for name, source in names.items()}

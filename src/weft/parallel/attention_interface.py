@@ -84,7 +84,13 @@ def context_attention(
     """
     check_attention_arguments(module, kwargs)
     settings = find_hook(module, AttentionSettings)
-    assert settings is not None
+    if settings is None:
+        raise ModelError(
+            f"{type(module).__name__} has the attention of Weft without its settings",
+            where="context parallelism",
+            rule="parallelize changes the attention of a model through its configuration object",
+            fix="give each model its own configuration: copy.deepcopy(config)",
+        )
     drop: dict[str, Any] = {}
     if dropout > 0 and settings.dropout is None:
         drop = {"seed": int(torch.randint(2**31, (), device="cpu"))}

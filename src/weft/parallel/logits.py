@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm import collectives
+from weft.errors import ModelError
 from weft.parallel.context import own_positions
 from weft.parallel.loss import vocab_size
 from weft.parallel.runtime import runtime
@@ -30,6 +31,8 @@ def gather_logits(model: nn.Module, logits: Tensor, tokens: int) -> Tensor:
     Returns:
         [rows, tokens, vocabulary], the same on all ranks of tp and cp.
     """
+    if tokens < 1 or (runtime(model).plan.parallel.cp == 1 and tokens > logits.shape[1]):
+        raise _refusal(f"{tokens} tokens for logits of {logits.shape[1]} tokens")
     split, size = runtime(model), vocab_size(model)  # type: ignore[arg-type]
     mesh, tp = split.mesh, ranks_along(split.mesh, "tp")
     if tp > 1:
@@ -40,8 +43,21 @@ def gather_logits(model: nn.Module, logits: Tensor, tokens: int) -> Tensor:
         logits = torch.cat([gathered[..., rank, :length] for rank, length in enumerate(lengths)], -1)
     if ranks_along(mesh, *CONTEXT_AXES) > 1:
         length = pad_rows(torch.zeros(1, tokens), row_multiple(split.anatomy, split.plan), 0).shape[1]
+        if length // split.plan.parallel.cp != logits.shape[1]:
+            raise _refusal(
+                f"{tokens} tokens for logits of {logits.shape[1]} tokens on each of {split.plan.parallel.cp} cp ranks"
+            )
         logits = _GatherTokens.apply(logits, mesh, own_positions(length, mesh).to(logits.device))
     return logits[:, :tokens]
+
+
+def _refusal(what: str) -> ModelError:
+    return ModelError(
+        what,
+        where="gather_logits(logits, tokens)",
+        rule="tokens is the length of the rows that were passed to the model, and logits are the model's output for them",
+        fix="pass input_ids.shape[1] as tokens, and the logits unchanged",
+    )
 
 
 class _GatherTokens(torch.autograd.Function):

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,13 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        last = traceback.extract_tb(error.__traceback__)[-1]
         raise JobError(
             f"{module_name} cannot be imported: {type(error).__name__}: {error}",
-            where=f"{where} = {name}",
+            where=f"{where} = {name}" + ("" if is_missing else f", {last.filename}:{last.lineno}"),
             rule="the module of a function is found from the current folder, or is installed",
-            fix="start in the folder of the module, or install its package",
+            fix="start in the folder of the module, or install its package" if is_missing else "mend the module",
         ) from None
     function = getattr(module, attribute, None)
     if not callable(function):

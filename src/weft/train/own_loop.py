@@ -1,7 +1,7 @@
-"""A training loop of your own, on the parts of `weft train`.
+"""Custom training loops: `init`, `prepare` and `Run`.
 
     weft.init()                                       # torchrun, srun, mpirun, or one process
-    run = weft.prepare(model, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4), plan="plan.toml")
+    run = weft.prepare(model, optimizer=lambda shards: torch.optim.AdamW(shards, lr=1e-4), plan="plan.toml")
     for batch in loader:                              # rows of this data rank: run.data_rank of run.data_ranks
         with run.accumulate():
             loss = run.backward(run.model(**batch).loss)
@@ -22,32 +22,34 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from weft.checkpoint.folders import folder_of
 from weft.checkpoint.huggingface import gather_weights, materialize, save_folder
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.restore import Reader, own_tensors, restore, restore_feedback, verify_together
 from weft.checkpoint.slices import set_rng_states
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.comm.collectives import all_reduce
-from weft.comm.objects import broadcast_json
+from weft.comm.objects import all_gather_json, broadcast_json
 from weft.data import IGNORED, MicroBatch
 from weft.device.device import Device, detect
 from weft.errors import CheckpointError, ModelError, PlanError
-from weft.job import Job, Model
+from weft.job import Job, Model, read_toml
 from weft.launch.launcher import connect
 from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.fsdp import begin_micro_batch
+from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
 from weft.parallel.labels import count_targets
 from weft.parallel.logits import gather_logits
 from weft.parallel.parallelize import parallelize
-from weft.parallel.runtime import Runtime, runtime
+from weft.parallel.runtime import Runtime, runtime, set_dropout_seed
 from weft.parallel.sequence_sharding import pad_rows, row_multiple
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
+from weft.refusal import explain
 from weft.topology.mesh import AXES, build_mesh, check_mesh, data_rank
 from weft.train.step import compute_gradients, evaluate
 
@@ -100,7 +102,7 @@ def prepare(
     device = detect()
     torch_device = device.torch_device(torch.accelerator.current_device_index() if device.type != "cpu" else 0)
     if isinstance(plan, str | Path):
-        plan = Job.parse({"model": {"config": {}}, "plan": str(plan)}, where=str(plan)).plan
+        plan = _read_plan(Path(plan))
     plan = (plan or Plan()).resolve(dist.get_world_size())
     if mesh is None:
         mesh = build_mesh(plan, device.type, dist.get_world_size())
@@ -113,15 +115,67 @@ def prepare(
             rule="a model has its weights, or they are loaded straight into the shards of each rank",
             fix='pass weights="folder of the model", or build the model without the meta device',
         )
+    if weights is not None and not on_meta:
+        raise ModelError(
+            f"weights = {weights} for a {type(model).__name__} that has weights",
+            where="weft.prepare",
+            rule="weights are loaded into a model on the meta device only",
+            fix='build the model in `with torch.device("meta")`, or leave weights out',
+        )
     if not on_meta:
         nn.Module.to(model, torch_device)
+        _set_update_dtype(model, DTYPES[plan.precision.update])
     parallelize(model, plan, mesh)
     if on_meta:
         materialize(model, Model(path=str(weights)), torch_device)
     model.train()
-    trained: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    inner = optimizer(trained or [{"params": []}])  # torch refuses an empty list, which a frozen stage of a pipeline has
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Torch refuses an empty list, which a frozen stage of a pipeline has.
+    inner = optimizer(trained or [nn.Parameter(torch.empty(0, device=torch_device))])
+    _check_optimizer(inner, trained)
     return Run(model, DistributedOptimizer(inner, model, device), device, torch_device)
+
+
+def _read_plan(path: Path) -> Plan:
+    tables = read_toml(path)
+    try:
+        return Plan.model_validate(tables)
+    except ValidationError as error:
+        raise explain(error, Plan, tables, str(path)) from None
+
+
+def _set_update_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights to the dtype of the update, `plan.precision.update`, if that loses nothing.
+
+    Raises:
+        ModelError: the weights have more bits.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            if torch.promote_types(parameter.dtype, dtype) != dtype:
+                raise ModelError(
+                    f"{name} is {parameter.dtype}, and plan.precision.update is {dtype}",
+                    where="weft.prepare",
+                    rule="weights are stored and updated in plan.precision.update",
+                    fix="convert the model before, or set plan.precision.update to its dtype",
+                )
+            parameter.data = parameter.data.to(dtype)
+
+
+def _check_optimizer(optimizer: Any, trained: list[nn.Parameter]) -> None:
+    """Refuse an optimizer that is none, or that has other parameters than those of the parallelized model."""
+    known, problem = set(map(id, trained)), ""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        problem = f"the optimizer function returned {type(optimizer).__name__}"
+    elif trained and any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        problem = "the optimizer has parameters that are not those that its function was given"
+    if problem:
+        raise ModelError(
+            problem,
+            where="weft.prepare(optimizer=...)",
+            rule="the function makes a torch.optim.Optimizer of the parameters that it gets, which are shards",
+            fix="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
+        )
 
 
 class Run:
@@ -137,16 +191,25 @@ class Run:
         self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
         self.steps = 0
         """Calls of `step` so far."""
+        self._counted: Tensor | None = None
+        """Number of targets of the last forward over all data ranks; None if not counted."""
+        self._loss = math.nan
+        self._snapshots: Snapshots | None = None
+        self._begin()
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _begin(self) -> None:
+        """Forget the micro-batches of a step."""
         self._items: list[Tensor] = []
-        """Number of targets of each micro-batch of this step over all ranks."""
+        """Number of targets of each micro-batch of this step over all data ranks."""
         self._losses: list[Tensor] = []
         self._norm: float | None = None
         self._clip = 1.0
-        self._counted: Tensor | None = None
-        """Targets of the last forward, over all data ranks; None if it had no labels."""
+        self._inside = False
+        """True in `accumulate`."""
         self._is_last = True
-        self._snapshots: Snapshots | None = None
-        model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._is_complete = False
+        """True after the backward of the last micro-batch of the step."""
 
     # Forward and backward
 
@@ -159,6 +222,7 @@ class Run:
 
         Raises:
             PlanError: the plan has a pipeline, whose schedule runs all micro-batches together, or a backward in fp16.
+            ModelError: the step has its last micro-batch already, or the model has an auxiliary loss of its routers.
         """
         if self.runtime.pipeline is not None:
             raise PlanError(
@@ -174,11 +238,30 @@ class Run:
                 rule="gradients become fp16 between the loss and the logits, in the loss that Weft computes",
                 fix="call run.train_batch(batch) instead of forward and run.backward",
             )
+        if self.runtime.router_stats.coefficient > 0:
+            raise ModelError(
+                "run.accumulate with output_router_logits = True",
+                where="weft.Run.accumulate",
+                rule="the auxiliary loss of the model's own forward depends on which tokens a rank has",
+                fix="call run.train_batch(batch), which adds the same auxiliary loss under every plan",
+            )
+        feedback = self.runtime.feedback
+        if self._is_complete or (self._losses and feedback is not None and feedback.takes_momentum):
+            raise ModelError(
+                "run.accumulate after the last micro-batch of a step",
+                where="weft.Run.accumulate",
+                rule="gradients are reduced after the last micro-batch; with 1-bit compression a step has one micro-batch",
+                fix="pass last=False for all micro-batches but the last, or call run.step() before",
+            )
         if not self._losses:
+            set_dropout_seed(self.model, self.steps + 1)
             self.optimizer.begin_step()
-        self._is_last = last
+        self._is_last, self._inside = last, True
         begin_micro_batch(self.model, self.plan, self.runtime.gradient_reducer, last=last)
-        yield
+        try:
+            yield
+        finally:
+            self._inside = False
 
     def backward(self, loss: Tensor, items: Tensor | int | None = None) -> Tensor:
         """Run backward from the loss of a micro-batch, inside of `accumulate`.
@@ -187,20 +270,46 @@ class Run:
 
         Args:
             loss: scalar, a mean over `items`: the `loss` of the model's output, or a loss of your own.
-            items: what the loss is a mean over, on all data ranks. None: the targets of the labels of the last forward; without
-                labels, all micro-batches count the same.
+            items: number of elements that the loss averages, summed over the data ranks, the same on every rank. None: the
+                targets in the labels of the last forward; without labels, all micro-batches count the same.
 
         Returns:
             The loss, detached.
+
+        Raises:
+            ModelError: outside of `accumulate`, or `items` is not positive or differs between ranks.
         """
-        counted = self._counted if items is None else torch.as_tensor(items, device=loss.device)
-        weight = torch.ones((), device=loss.device) if counted is None else counted.to(loss.device)
-        self._items.append(weight.double().clamp(min=1))
+        if not self._inside:
+            raise ModelError(
+                "run.backward outside of run.accumulate",
+                where="weft.Run.backward",
+                rule="accumulate says whether more micro-batches of the step follow",
+                fix="with run.accumulate(): run.backward(run.model(**batch).loss)",
+            )
+        if items is not None:
+            self._check_items(float(items))
+        counted = self._counted if items is None else torch.as_tensor(items)
+        weight = torch.ones(()) if counted is None else counted
+        self._items.append(weight.to(loss.device, torch.float64))
         self._losses.append(loss.detach())
         # Relative to the first micro-batch, so that a step of one micro-batch has exactly its gradients.
-        factor = self._items[-1] / self._items[0] * self.optimizer.loss_scale.value
-        (loss * factor.to(loss.dtype)).backward()
+        factor = self._items[-1] / self._items[0].clamp(min=1) if len(self._items) > 1 else torch.ones(())
+        wide = torch.promote_types(loss.dtype, torch.float32)  # a loss scale of 65536 is infinite in fp16
+        (loss.to(wide) * (factor * self.optimizer.loss_scale.value).to(loss.device, wide)).backward()
+        self._norm, self._is_complete = None, self._is_last
         return loss.detach()
+
+    def _check_items(self, items: float) -> None:
+        """Refuse `items` that are not positive, or differ between ranks. Collective."""
+        largest = torch.tensor([items, -items], dtype=torch.float64, device=self.torch_device)
+        high, low = all_reduce(largest, self.mesh, AXES, "max").tolist()
+        if high != -low or low >= 0:
+            raise ModelError(
+                f"items is between {-low:g} and {high:g} on the ranks",
+                where="weft.Run.backward",
+                rule="items is a positive number, summed over the data ranks, so that it is the same on every rank",
+                fix="add it up over the ranks before, for example with weft.count_targets(labels, run.mesh)",
+            )
 
     def train_batch(self, batch: Mapping[str, Tensor], *, micro_batch_size: int = 1) -> float:
         """Run forward and backward of a step under any plan, with or without a pipeline.
@@ -224,16 +333,20 @@ class Run:
                 rule="train_batch is a complete step: its batch is divided into micro-batches",
                 fix="call run.step() before the next batch, or pass all rows of the step at once",
             )
-        found = compute_gradients(self.model, self.optimizer, self._micro_batches(batch, micro_batch_size))
-        self._items = [torch.ones((), dtype=torch.float64)]
-        self._losses, self._norm = [torch.tensor(found.loss)], found.grad_norm
+        micro_batches = self._micro_batches(batch, micro_batch_size)
+        set_dropout_seed(self.model, self.steps + 1)
+        found = compute_gradients(self.model, self.optimizer, micro_batches)
+        self._items, self._losses = [torch.ones((), dtype=torch.float64)], [torch.tensor(found.loss)]
+        self._norm, self._is_complete = found.grad_norm, True
         return found.loss
 
     @property
     def loss(self) -> float:
-        """Loss of the step so far: the mean over all targets of its micro-batches."""
+        """Mean over all targets of the micro-batches of this step so far; of the last step before the first micro-batch."""
+        if not self._losses:
+            return self._loss
         items = torch.stack(self._items)
-        return ((torch.stack(self._losses).double() * items).sum() / items.sum()).item()
+        return ((torch.stack(self._losses).double() * items).sum() / items.sum().clamp(min=1)).item()
 
     # Update
 
@@ -242,7 +355,11 @@ class Run:
 
         Returns:
             Global norm before clipping, without loss scale, the same on every rank; not finite if a gradient is not finite.
+
+        Raises:
+            ModelError: there are no gradients of a complete step.
         """
+        self._check_complete("clip_grad_norm_")
         norm = self._grad_norm()
         self._clip = min(1.0, max_norm / (norm + 1e-6))
         return norm
@@ -253,26 +370,32 @@ class Run:
         Raises:
             ModelError: there are no gradients of a complete step.
         """
-        if not self._losses or not self._is_last:
-            raise ModelError(
-                "run.step without the gradients of a step",
-                where="weft.Run.step",
-                rule="the last micro-batch of a step runs in run.accumulate(last=True), which is the default",
-                fix="call run.backward in run.accumulate, or run.train_batch, before run.step",
-            )
-        norm = self._grad_norm()
+        self._check_complete("step")
+        norm, self._loss = self._grad_norm(), self.loss
         finite = math.isfinite(norm)
         if finite:
+            free_gathered_weights(self.model)  # of a forward between backward and step
             self.optimizer.step(self._clip * self._share())
         self.optimizer.zero_grad()
         self.optimizer.loss_scale = self.optimizer.loss_scale.after(finite)
-        self._items, self._losses, self._norm, self._clip = [], [], None, 1.0
+        self._begin()
         self.steps += 1
         return Update(norm, not finite)
 
+    def _check_complete(self, method: str) -> None:
+        if not self._is_complete:
+            raise ModelError(
+                f"run.{method} without the gradients of a step",
+                where=f"weft.Run.{method}",
+                rule="the last micro-batch of a step runs in run.accumulate(last=True), which is the default",
+                fix=f"call run.backward in run.accumulate, or run.train_batch, before run.{method}",
+            )
+
     def _share(self) -> float:
-        """Factor of the gradients of micro-batches that are weighted relative to the first one."""
-        return 1.0 if len(self._items) == 1 else (self._items[0] / torch.stack(self._items).sum()).item()
+        """Weight of the first micro-batch divided by the sum of all weights."""
+        if len(self._items) == 1:
+            return 1.0
+        return (self._items[0].clamp(min=1) / torch.stack(self._items).sum().clamp(min=1)).item()
 
     def _grad_norm(self) -> float:
         if self._norm is None:
@@ -289,9 +412,22 @@ class Run:
         Args:
             batches: batches as for `train_batch`, the same number of rows on every data rank.
             micro_batch_size: rows per micro-batch.
+
+        Raises:
+            ModelError: ranks have different numbers of micro-batches, or none.
         """
         micro_batches = [part for batch in batches for part in self._micro_batches(batch, micro_batch_size)]
-        return evaluate(self.model, micro_batches)
+        counts = all_gather_json(len(micro_batches))
+        if len(set(counts)) > 1 or not micro_batches:
+            raise ModelError(
+                f"between {min(counts)} and {max(counts)} micro-batches on the ranks",
+                where="weft.Run.evaluate",
+                rule="all ranks run the same number of micro-batches, at least one",
+                fix="give each data rank the same number of rows; fill up with rows whose labels are -100",
+            )
+        held_out = evaluate(self.model, micro_batches)
+        free_gathered_weights(self.model)
+        return held_out
 
     def gather_logits(self, logits: Tensor, tokens: int) -> Tensor:
         """Logits of full rows and of the full vocabulary, for a loss of your own under tp and cp. Differentiable; collective.
@@ -311,21 +447,28 @@ class Run:
         """Write the weights as a Hugging Face folder, which `from_pretrained` loads. Collective.
 
         Args:
-            folder: folder to write; an existing folder is replaced when the new one is complete.
+            folder: folder to write; an earlier export is replaced when the new one is complete.
             tokenizer: folder whose tokenizer files are copied.
 
         Raises:
-            CheckpointError: the folder cannot be written; the same on every rank.
+            CheckpointError: the folder has something else than an export, or cannot be written; the same on every rank.
         """
+        if broadcast_json(_has_other_files(Path(folder))):
+            raise CheckpointError(
+                "the folder has other files than an export",
+                where=str(folder),
+                rule="an export replaces an earlier export only: a folder with config.json and without folders",
+                fix="choose another folder",
+            )
         weights, problem = gather_weights(self.model), ""
         if self.rank == 0:
             try:
                 source = Path(tokenizer) if tokenizer else None
                 save_folder(self.model.config, weights, source, Path(folder), DTYPES[self.plan.precision.update])
-            except (OSError, SafetensorError) as error:
-                problem = str(error)
+            except Exception as error:  # of the library too: the other ranks wait
+                problem = f"{type(error).__name__}: {error}"
         if problem := broadcast_json(problem):
-            raise CheckpointError(f"the weights cannot be written: {problem}", where=str(folder), fix="free disk space")
+            raise CheckpointError(f"the weights cannot be written: {problem}", where=str(folder))
 
     # Checkpoints
 
@@ -340,13 +483,22 @@ class Run:
             extra: values of your own that JSON can hold, such as the state of a scheduler; `load` returns them.
 
         Raises:
-            CheckpointError: the name is not step-N, or `extra` cannot be written as JSON.
+            CheckpointError: the name is not step-N, a checkpoint of this step exists, `extra` would change as JSON, or the last
+                checkpoint could not be written; the same on every rank.
         """
-        step = STEP_FOLDER.fullmatch(Path(folder).name)
+        step, problem = STEP_FOLDER.fullmatch(Path(folder).name), ""
         try:
-            json.dumps(extra)
+            if extra is not None and (not isinstance(extra, dict) or json.loads(json.dumps(extra)) != extra):
+                problem = "JSON would change it: keys become text, and tuples become lists"
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"extra cannot be saved: {error}", where=str(folder), rule="extra is JSON") from None
+            problem = str(error)
+        if problem:
+            raise CheckpointError(
+                f"extra cannot be saved: {problem}",
+                where=str(folder),
+                rule="extra is a dict that JSON returns unchanged",
+                fix="use lists, text keys, numbers and text",
+            )
         if step is None:
             raise CheckpointError(
                 f"a checkpoint named {Path(folder).name}",
@@ -354,12 +506,29 @@ class Run:
                 rule="a checkpoint is named after its step, so that the newest is known",
                 fix='name it "step-100", in a folder of its own',
             )
+        self.finish()
         number = int(step[1])
-        position = Position(step=number, next_batch=number, loss_scale=self.optimizer.loss_scale, extra=extra)
+        if broadcast_json(folder_of(Path(folder).parent, number).exists()):
+            raise CheckpointError(
+                f"a checkpoint of step {number} exists",
+                where=str(folder),
+                rule="a checkpoint is never overwritten",
+                fix="choose another folder, or remove the checkpoint",
+            )
+        plain = (int, float, str, list, tuple)  # also bool
+        groups = [{key: value for key, value in group.items() if isinstance(value, plain)} for group in self._groups()]
+        for group in groups:
+            group.pop("params", None)
+        position = Position(
+            step=number,
+            next_batch=number,
+            loss_scale=self.optimizer.loss_scale,
+            extra={"extra": extra, "groups": groups, "steps": self.steps},
+        )
         self._snapshot_writer().take(position, Target(Path(folder).parent, self.rank == 0, keep=0, keep_hours=0))
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is written. Collective.
+        """Wait until the last checkpoint is written; call it before the program ends. Collective.
 
         Raises:
             CheckpointError: a checkpoint could not be written; the same on every rank.
@@ -369,7 +538,7 @@ class Run:
         self._snapshots.finish()
         failed = [text for text in self._snapshots.take_messages() if text.startswith("no checkpoint")]
         if failed := broadcast_json(failed):
-            raise CheckpointError(failed[-1], where="weft.Run.save", fix="free disk space, and save again")
+            raise CheckpointError(failed[-1], where="weft.Run.save", fix="mend the cause, and save again")
 
     def load(self, folder: str | Path) -> dict[str, Any] | None:
         """Load a checkpoint of this model, saved under any plan. Collective.
@@ -378,10 +547,21 @@ class Run:
             The `extra` of `save`.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or it is of another model.
+            CheckpointError: the checkpoint is damaged, or it is of another model or optimizer; the same on every rank.
+            ModelError: a step is not complete.
         """
+        if self._losses and not self._is_complete:
+            raise ModelError(
+                "run.load between two micro-batches of a step",
+                where="weft.Run.load",
+                rule="gradients of earlier micro-batches are not reduced yet",
+                fix="load before the first or after the last micro-batch of a step",
+            )
         self.finish()
         dist.barrier()
+        free_gathered_weights(self.model)
+        self.optimizer.finish_offload()
+        self.optimizer.state.clear()
         path = Path(folder)
         if (step := STEP_FOLDER.fullmatch(path.name)) and not path.exists():
             path = path.with_name(f"step-{int(step[1]):08d}")
@@ -392,10 +572,26 @@ class Run:
             if manifest.world_size == dist.get_world_size():
                 own = own_tensors(manifest, "rng", self.rank)
                 set_rng_states(self.device, {name: reader.read(name) for name in own})
-        self.optimizer.loss_scale = manifest.position.loss_scale
+        saved = manifest.position.extra or {"extra": None, "groups": [], "steps": manifest.position.step}
+        groups, found = self._groups(), saved["groups"]
+        if len(found) != len(groups):  # a stage of a pipeline may have fewer groups: take what all saved groups share
+            common = {
+                key: value for key, value in (found or [{}])[0].items() if all(g.get(key) == value for g in found)
+            }
+            found = [common] * len(groups)
+        for group, values in zip(groups, found, strict=True):
+            group.update(_tuples(values))
+        self.optimizer.loss_scale, self.steps = manifest.position.loss_scale, saved["steps"]
+        self.zero_grad()
+        return saved["extra"]
+
+    def zero_grad(self) -> None:
+        """Free the gradients, and forget the micro-batches of a step that will not be completed."""
         self.optimizer.zero_grad()
-        self.steps = manifest.position.step
-        return manifest.position.extra
+        self._begin()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.inner.param_groups
 
     def _snapshot_writer(self) -> Snapshots:
         if self._snapshots is None:
@@ -409,8 +605,15 @@ class Run:
     def _count(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: count the targets of a micro-batch, if there are several in the step."""
         labels, self._counted = kwargs.get("labels"), None
-        several = bool(self._losses) or not self._is_last
-        if several and isinstance(labels, Tensor) and kwargs.get("num_items_in_batch") is None:
+        several = self._inside and (bool(self._losses) or not self._is_last)
+        if several and kwargs.get("num_items_in_batch") is not None:
+            raise ModelError(
+                "num_items_in_batch in run.accumulate",
+                where="weft.Run.accumulate",
+                rule="run.backward weights the micro-batches of a step by their numbers of targets",
+                fix="leave num_items_in_batch out",
+            )
+        if several and isinstance(labels, Tensor):
             self._counted = count_targets(labels, self.mesh)
 
     def _micro_batches(self, batch: Mapping[str, Tensor], size: int) -> list[MicroBatch]:
@@ -444,3 +647,15 @@ class Run:
         tensors = [pad_rows(tensor, multiple, value) for tensor, value in padding]
         parts = zip(*(tensor.contiguous().split(size) for tensor in tensors), strict=True)
         return [MicroBatch(*part) for part in parts]
+
+
+def _has_other_files(folder: Path) -> bool:
+    """True if a folder exists and is neither empty nor an earlier export."""
+    found = list(folder.iterdir()) if folder.is_dir() else [folder] * folder.exists()
+    is_export = any(path.name == "config.json" for path in found) and not any(path.is_dir() for path in found)
+    return bool(found) and not is_export
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a parameter group after JSON, which has lists for tuples such as betas."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

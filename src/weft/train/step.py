@@ -77,6 +77,7 @@ def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch) -> Tensor
         logits = begin_fp16_backward(logits.float())
     if split.loss is not None:  # the same on all cp ranks, whose losses are added up
         full = gather_logits(model, logits, batch.targets.shape[1])
+        full = full.to(torch.promote_types(full.dtype, torch.float32))
         return split.loss(full, batch.targets) / split.plan.parallel.cp
     targets = shard_sequence(batch.targets, split.mesh)
     return cross_entropy_sum(logits, targets, IGNORED, split.mesh.get_group("tp"), vocab_size(model))
@@ -241,13 +242,15 @@ def evaluate(model: PreTrainedModel, batches: Sequence[MicroBatch]) -> float:
         loss_sum += loss.double()
         return loss
 
-    if split.pipeline is not None:
-        split.pipeline.evaluate(batches, partial(forward, model), add_loss)
-    else:
-        for batch in batches:
-            add_loss(forward(model, batch), batch, None)
-    model.train()
+    try:
+        if split.pipeline is not None:
+            split.pipeline.evaluate(batches, partial(forward, model), add_loss)
+        else:
+            for batch in batches:
+                add_loss(forward(model, batch), batch, None)
+    finally:
+        model.train()
     tokens = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
     sums = torch.stack([_own_loss(loss_sum, mesh), _own_tokens(tokens, mesh).double()])
     total, count = all_reduce(sums, mesh, AXES).tolist()
-    return total / count
+    return total / max(count, 1)
