@@ -4,6 +4,7 @@ import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weft.device.device import Accelerator, Cpu, Device, detect, published_rates
+from weft.device.device import Accelerator, Cpu, Device, detect, has_bf16_instructions, published_rates
 
 
 class FakeTorch:
@@ -244,3 +245,29 @@ def test_unpublished_rate_is_none() -> None:
     assert a100.peak_flops(torch.float64) is None
     assert a100.peak_flops(torch.int8) is None
     assert a100.peak_flops(torch.float32) == 19.5e12
+
+
+X86 = "processor\t: 0\nvendor_id\t: X\nflags\t\t: fpu avx2 avx512f{more}\n\nprocessor\t: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (X86.format(more=" avx512_bf16"), True),
+        (X86.format(more=" amx_tile amx_bf16"), True),
+        (X86.format(more=" avx512_vnni"), False),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16 i8mm\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", False),
+        ("processor\t: 0\n", None),
+    ],
+)
+def test_the_processor_is_asked_for_bf16_instructions(
+    text: str, expected: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer does not depend on the load of the machine, so that a job has the same dtype in every run."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    (tmp_path / "cpuinfo").write_text(text)
+    assert has_bf16_instructions(tmp_path / "cpuinfo") is expected
+    assert has_bf16_instructions(tmp_path / "missing") is None
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert has_bf16_instructions(tmp_path / "cpuinfo") is None

@@ -27,6 +27,7 @@ Feature = Literal["bf16", "fp16", "fp64", "grouped_matmul", "float8"]
 COLLECTIVES = {"cuda": "nccl", "npu": "hccl"}
 
 RATE_DTYPES = (torch.float32, torch.bfloat16)  # fp16 and fp64 are faster than both on no processor
+BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86 with AMX, ARM; names of Linux
 PROBE_SIZE, PROBE_SECONDS = 512, 0.05
 EMULATION_SIZE = 128  # size of the matmul that times an emulated dtype: 10 ms at 0.4 GFLOP/s
 NATIVE_GAIN = 1.25  # native bf16 is 2 to 16 times faster than fp32, emulated bf16 0.01 to 0.8 times
@@ -182,13 +183,16 @@ class Cpu(Device):
 
     @cached_property
     def _native_bf16(self) -> bool:
-        """True if bf16 matmuls are faster than fp32 matmuls on one thread.
+        """True if the processor has bf16 instructions; where it does not say, if bf16 matmuls are faster than fp32 matmuls.
 
         It is not enough that torch's oneDNN accepts bf16: without bf16 instructions, oneDNN converts to fp32 in every
-        matmul. One thread is used because a process with a running thread pool cannot be forked.
+        matmul. The processor is asked first, because the same machine must give the same answer under any load. One thread
+        measures, because a process with a running thread pool cannot be forked.
         """
         if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
             return False
+        if (stated := has_bf16_instructions()) is not None:
+            return stated
         return matmul_rate(torch.bfloat16, PROBE_SIZE, 1) > NATIVE_GAIN * matmul_rate(torch.float32, PROBE_SIZE, 1)
 
     @property
@@ -235,6 +239,19 @@ class Cpu(Device):
 
     def reset_peak_memory(self) -> None:
         pass
+
+
+def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
+    """True if the system lists bf16 instructions of the processor; None if it lists nothing, or if oneDNN is limited.
+
+    Args:
+        cpuinfo: file of Linux with the features of each core: "flags" on x86, "Features" on ARM.
+    """
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not cpuinfo.exists():
+        return None
+    lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+    features = next((set(words.split()) for name, _, words in lines if name.strip() in ("flags", "Features")), None)
+    return None if features is None else bool(features & BF16_FEATURES)
 
 
 def matmul_rate(dtype: torch.dtype, size: int, threads: int) -> float:
