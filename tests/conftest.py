@@ -3,7 +3,6 @@
 The test process imports torch and stays single-threaded before any rank is forked from it.
 """
 
-import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -61,15 +60,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Run an exclusive test while no other test of the same run is active."""
     with lanes.lane(item.config.rootpath, exclusive=item.get_closest_marker("exclusive") is not None):
         return (yield)
-
-
-def pytest_collection_finish() -> None:
-    """Exclude all that is imported by now from garbage collection: each collection would look at a million objects.
-
-    It would also write to their pages, which are shared with the ranks that are forked from this process.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

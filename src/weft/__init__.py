@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from weft.parallel.runtime import runtime
     from weft.plan import Plan
     from weft.topology.mesh import build_mesh
-    from weft.train.own_loop import Run, init, prepare
+    from weft.train.own_loop import Run
+    from weft.train.prepare import init, prepare
     from weft.train.run import train
 
     __version__: str
@@ -27,9 +28,9 @@ MODULES = {
     "clip_grad_norm_": "weft.parallel.gradients",
     "count_targets": "weft.parallel.labels",
     "materialize": "weft.checkpoint.huggingface",
-    "init": "weft.train.own_loop",
+    "init": "weft.train.prepare",
     "parallelize": "weft.parallel.parallelize",
-    "prepare": "weft.train.own_loop",
+    "prepare": "weft.train.prepare",
     "Run": "weft.train.own_loop",
     "runtime": "weft.parallel.runtime",
     "train": "weft.train.run",

@@ -10,8 +10,7 @@ Hook = TypeVar("Hook")
 def find_hook(module: nn.Module, kind: type[Hook]) -> Hook | None:
     """The first forward pre-hook of a class that is registered on a module; None without one.
 
-    Objects of Weft that belong to a module travel with it as hooks, because torch offers no public place for them, and nothing
-    is set on the modules of a user.
+    Objects of Weft that belong to a module are registered on it as hooks, so that no attribute is set on a user's module.
     """
     hooks: Any = module._forward_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, kind)), None)

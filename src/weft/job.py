@@ -199,11 +199,7 @@ class Job(Table):
             tables = _assign(tables, assignment)
         if isinstance(tables.get("plan"), str):
             tables = {**tables, "plan": read_toml(tables["plan"])}
-        try:
-            job = cls.model_validate(tables)
-        except ValidationError as error:
-            raise explain(error, cls, tables, where) from None
-        refuse_invalid_numbers(tables, job, where)
+        job = _validate(tables, where)
         if (job.model.path is None) == (job.model.config is None):
             raise JobError(
                 "model names both a path and a config" if job.model.path else "model names neither a path nor a config",
@@ -256,6 +252,25 @@ def _freeze_steps(job: Job) -> str:
     if warmup < steps:
         return f"set optimizer.freeze_steps to {max(1, steps // 5, warmup)}"
     return f"set optimizer.warmup_steps to {steps // 10} and optimizer.freeze_steps to {max(1, steps // 5)}"
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan from its own TOML file.
+
+    Raises:
+        JobError: the file is missing or not TOML, a key is unknown, or a value breaks its rule.
+    """
+    return _validate({"plan": read_toml(path)}, str(path)).plan
+
+
+def _validate(tables: dict[str, Any], where: str) -> Job:
+    """Create a job from nested tables, and refuse keys and values one by one."""
+    try:
+        job = Job.model_validate(tables)
+    except ValidationError as error:
+        raise explain(error, Job, tables, where) from None
+    refuse_invalid_numbers(tables, job, where)
+    return job
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`weft.prepare`: losses, norms, weights and evaluations of a loop of one's own equal one process under every plan."""
+"""`weft.prepare`: losses, norms, weights and evaluations of a custom loop equal one process under every plan."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,8 @@ from tests.lab.families import family
 from tests.lab.parity import compare, plan_for
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import gather_weights
-from weft.errors import CheckpointError, ModelError, PlanError
+from weft.errors import CheckpointError, JobError, ModelError, PlanError
+from weft.job import read_plan
 from weft.memory.storages import local_part
 from weft.plan import Memory, Parallel, Plan, Precision
 
@@ -66,7 +67,7 @@ def part_of(batch: dict[str, Tensor], part: int, parts: int) -> dict[str, Tensor
 
 
 def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """A loss of one's own: cross entropy and z-loss, summed over rows of equal weight."""
+    """Custom loss: cross entropy and z-loss, summed over rows of equal weight."""
     losses = []
     for row, targets in zip(logits[:, :-1], labels[:, 1:], strict=True):
         kept = targets != -100  # logits of padding depend on the layout
@@ -361,3 +362,14 @@ def half_precision(rank: int, ranks: int) -> list[str]:
 
 def test_weights_are_updated_in_the_dtype_of_the_plan() -> None:
     assert run_ranks(2, half_precision) == [["torch.float32"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("[parallel]\nzerro = 2\n", "did you mean"), ("[precision]\nloss_scale = nan\n", "loss_scale")]
+)
+def test_a_plan_file_is_checked(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(text)
+    with pytest.raises(JobError, match=said):
+        read_plan(tmp_path / "plan.toml")
+    (tmp_path / "plan.toml").write_text('[parallel]\ntp = 2\n[comm]\ncompression = "1-bit"\n')
+    assert read_plan(tmp_path / "plan.toml").parallel.tp == 2

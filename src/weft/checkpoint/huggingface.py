@@ -170,6 +170,27 @@ def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
     return gathered
 
 
+def export_model(model: PreTrainedModel, folder: Path, tokenizer: Path | None, dtype: torch.dtype) -> str:
+    """Gather the weights of a parallelized model and write them as a Hugging Face folder. Collective; rank 0 writes.
+
+    Args:
+        model: parallelized model.
+        folder: folder to write; an existing folder is replaced when the new one is complete.
+        tokenizer: folder whose tokenizer files are copied.
+        dtype: dtype of the saved weights.
+
+    Returns:
+        Error message, for example of a full disk, the same on all ranks; "" if the folder was written.
+    """
+    weights, problem = gather_weights(model), ""
+    if dist.get_rank() == 0:
+        try:
+            save_folder(model.config, weights, tokenizer, folder, dtype)
+        except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # the other ranks wait for the answer
+            problem = str(error)
+    return broadcast_json(problem)
+
+
 def save_folder(
     config: PretrainedConfig, weights: dict[str, torch.Tensor], tokenizer: Path | None, folder: Path, dtype: torch.dtype
 ) -> None:

@@ -95,8 +95,10 @@ class Position(Table):
     """Ranges (first, last + 1) of batches that were excluded by going back to an earlier checkpoint after a spike."""
     watch: dict[str, Any] | None = None
     """State of the spike detector."""
+    parameter_groups: tuple[dict[str, Any], ...] = ()
+    """Settings of the optimizer's parameter groups, such as learning rates, of a custom training loop."""
     extra: dict[str, Any] | None = None
-    """Values that a training loop of one's own has saved."""
+    """Values that a custom training loop has saved."""
 
 
 class Manifest(Table):

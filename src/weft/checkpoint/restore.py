@@ -24,8 +24,16 @@ from weft.checkpoint.manifest import (
     verify_names,
 )
 from weft.checkpoint.shard_file import SAFETENSORS_DTYPES, torch_dtype
-from weft.checkpoint.slices import PER_RANK_KINDS, TensorSlice, model_slices, named_weights, optimizer_slices
+from weft.checkpoint.slices import (
+    PER_RANK_KINDS,
+    TensorSlice,
+    model_slices,
+    named_weights,
+    optimizer_slices,
+    set_rng_states,
+)
 from weft.comm.objects import all_gather_json, broadcast_json
+from weft.device.device import Device
 from weft.errors import CheckpointError
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.one_bit_adam import OneBitAdam
@@ -180,6 +188,39 @@ def archive_newer(run: Path, chosen: Path | None, step: int, log: Callable[[str]
         is_other = chosen is None or not folder.samefile(chosen)
         if step_of(folder) > step or (step_of(folder) == step and is_other):
             log(f"{folder.name} is now {set_aside(folder).name}")
+
+
+def restore_training(
+    model: nn.Module,
+    optimizer: DistributedOptimizer,
+    device: Device,
+    reader: Reader,
+    fetch: Callable[[set[str]], None] = lambda files: None,
+) -> str | None:
+    """Restore the full training state; random number generators only with the same number of ranks. Collective.
+
+    Args:
+        model: parallelized model with allocated memory.
+        optimizer: optimizer of the model's parameters; existing state is overwritten.
+        device: device interface of this rank.
+        reader: reader of a verified checkpoint.
+        fetch: called once on every rank with the names of the files that this rank will read.
+
+    Returns:
+        Message about state that was reset, the same on all ranks; None if nothing was lost.
+
+    Raises:
+        CheckpointError: see `restore`.
+    """
+    generators, feedback = (own_tensors(reader.manifest, kind, dist.get_rank()) for kind in PER_RANK_KINDS)
+    same_ranks = dist.get_world_size() == reader.manifest.world_size
+    names = generators + feedback if same_ranks else []
+    own = {part.file for name in names for part in reader.entry(name).parts}
+    restore(model, optimizer, reader, lambda files: fetch(files | own))
+    message = restore_feedback(model, optimizer, reader)
+    if same_ranks:
+        set_rng_states(device, {name: reader.read(name) for name in generators})
+    return message
 
 
 def restore(

@@ -121,7 +121,7 @@ class OffloadedStates:
 
 
 class StatePlacement:
-    """Quantizes and offloads an optimizer's states between updates, as the plan says."""
+    """Placement of an optimizer's states between updates, according to the plan: quantized, on the host or on disk."""
 
     def __init__(
         self,

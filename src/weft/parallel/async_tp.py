@@ -46,7 +46,7 @@ class RegionBoundary:
     queue: WeightGradientQueue | None
     """Queue of deferred weight gradients, if the pipeline schedule splits backward."""
     split: TensorSplit
-    """What tensor parallelism changes in the model."""
+    """Changes that tensor parallelism makes to the model."""
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Input of the region: a `LazyGather` of the hidden states."""

@@ -1,4 +1,4 @@
-"""Attention function that Transformers calls in place of its own: `weft.parallel.context.attend` behind AttentionInterface."""
+"""Attention function for Transformers' AttentionInterface, which calls `weft.parallel.context.attend`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ UNKNOWN_ARGUMENTS = ("position_bias", "indices", "block_indices", "sinks")
 
 @dataclass
 class AttentionSettings:
-    """What `context_attention` needs beside its arguments; travels with an attention module as one of its forward hooks."""
+    """Settings of `context_attention` for one attention module, registered on it as a forward pre-hook."""
 
     name: str
     """Name of the module in its model."""
@@ -29,7 +29,7 @@ class AttentionSettings:
     """Seed and rows of layout-invariant dropout; None: seeds come from the default generator of torch on the host."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Do nothing before a forward: being a hook is how the settings travel with the module."""
+        """Leave the arguments unchanged; as a hook, the settings are attached to their module."""
 
 
 def replace_attention(
@@ -44,7 +44,7 @@ def replace_attention(
         dropout: seed and rows of layout-invariant dropout.
     """
     AttentionInterface.register(IMPLEMENTATION, context_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)  # documents take the place of masks
+    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)  # document indices replace masks
     model.set_attn_implementation(IMPLEMENTATION)
     for name in names:
         attention: Any = model.get_submodule(name)

@@ -1,4 +1,4 @@
-"""Optimizer of a parallelized model: an optimizer of torch, with all that a plan adds around its update.
+"""Optimizer of a parallelized model: a torch optimizer with loss scale, chunked updates and placement of states.
 
     before the first forward    `begin_step`: compressed reductions get the loss scale, and 1-bit Adam the decay of its momenta
     after the last backward     `squared_grad_norm_share`: the caller adds up the shares of all ranks
@@ -81,7 +81,7 @@ class DistributedOptimizer:
         """Update the parameters, and free the gradients of each chunk where the update runs in chunks.
 
         Args:
-            factor: factor of the gradients after unscaling, at most 1, from clipping.
+            factor: factor of the unscaled gradients: clipping times the weight of micro-batches, at most 1.
         """
         scale_gradients(self.parameters, factor / self.loss_scale.value)
         if self.in_chunks:

@@ -1,4 +1,4 @@
-"""Full logits of a split model, for losses of one's own."""
+"""Gather the full logits of a model split over tp or cp, for a custom loss."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ from weft.topology.mesh import CONTEXT_AXES, join_axes, ranks_along
 def gather_logits(model: nn.Module, logits: Tensor, tokens: int) -> Tensor:
     """Gather the logits of full rows and of the full vocabulary. Differentiable; collective.
 
-    All ranks of tp and cp continue with the same logits and compute the same loss. Gradients are averaged over cp ranks later,
-    as over data ranks, so that backward multiplies the part of each rank by the number of cp ranks.
+    All ranks of tp and cp continue with the same logits and compute the same loss. Backward
+    multiplies each rank's part by the number of cp ranks, because gradients are averaged over cp ranks later.
 
     Args:
         model: parallelized model.
@@ -33,8 +33,8 @@ def gather_logits(model: nn.Module, logits: Tensor, tokens: int) -> Tensor:
     """
     if tokens < 1 or (runtime(model).plan.parallel.cp == 1 and tokens > logits.shape[1]):
         raise _refusal(f"{tokens} tokens for logits of {logits.shape[1]} tokens")
-    split, size = runtime(model), vocab_size(model)  # type: ignore[arg-type]
-    mesh, tp = split.mesh, ranks_along(split.mesh, "tp")
+    parallelized, size = runtime(model), vocab_size(model)  # type: ignore[arg-type]
+    mesh, tp = parallelized.mesh, ranks_along(parallelized.mesh, "tp")
     if tp > 1:
         largest = -(-size // tp)
         padded = F.pad(logits, (0, largest - logits.shape[-1]))
@@ -42,10 +42,10 @@ def gather_logits(model: nn.Module, logits: Tensor, tokens: int) -> Tensor:
         lengths = [size // tp + (rank < size % tp) for rank in range(tp)]
         logits = torch.cat([gathered[..., rank, :length] for rank, length in enumerate(lengths)], -1)
     if ranks_along(mesh, *CONTEXT_AXES) > 1:
-        length = pad_rows(torch.zeros(1, tokens), row_multiple(split.anatomy, split.plan), 0).shape[1]
-        if length // split.plan.parallel.cp != logits.shape[1]:
+        length = pad_rows(torch.zeros(1, tokens), row_multiple(parallelized.anatomy, parallelized.plan), 0).shape[1]
+        if length // parallelized.plan.parallel.cp != logits.shape[1]:
             raise _refusal(
-                f"{tokens} tokens for logits of {logits.shape[1]} tokens on each of {split.plan.parallel.cp} cp ranks"
+                f"{tokens} tokens for logits of {logits.shape[1]} tokens on each of {parallelized.plan.parallel.cp} cp ranks"
             )
         logits = _GatherTokens.apply(logits, mesh, own_positions(length, mesh).to(logits.device))
     return logits[:, :tokens]

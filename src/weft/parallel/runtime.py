@@ -3,8 +3,8 @@
     model = weft.parallelize(model, plan, mesh)
     weft.runtime(model).pipeline            # None without pipeline parallelism
 
-`parallelize` makes the runtime. Training, checkpoints and measurements read it, so that nothing is set on the model itself. It
-travels with the model as one of its forward hooks: two models in one process do not meet, and a deleted model leaves nothing.
+`parallelize` makes the runtime; training, checkpoints and measurements read it. It is registered on the model as a forward
+pre-hook: no attribute is set on the model, each model has its own runtime, and both are freed together.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from weft.plan import Plan
 
 @dataclass
 class Runtime:
-    """What `parallelize` made of one model."""
+    """Result of `parallelize` for one model."""
 
     plan: Plan
     """Resolved plan."""
@@ -44,7 +44,7 @@ class Runtime:
     takes_full_rows: bool = False
     """True if the model computes masks from full rows itself, because tp or cp splits the rows inside of its forward."""
     tensor_split: TensorSplit = field(default_factory=TensorSplit)
-    """What tensor parallelism has changed; empty without it."""
+    """Changes by tensor parallelism; empty without it."""
     dropout: DropoutContext | None = None
     """Seed and rows of layout-invariant dropout; None for a model without dropout."""
     offload: Offload | None = None
@@ -58,10 +58,10 @@ class Runtime:
     pipeline: PipelineRuntime | None = None
     """Stages of this rank; None without pipeline parallelism."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Loss of one's own for `weft.train.step`, from full logits and targets; None: cross entropy."""
+    """Custom loss for `weft.train.step`: (full logits, targets) -> sum over the targets; None: cross entropy."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Do nothing before a forward: being a hook is how the runtime travels with its model."""
+        """Leave the arguments unchanged; as a hook, the runtime is attached to its model."""
 
     @property
     def splits_tied_weights(self) -> bool:

@@ -61,7 +61,7 @@ class PackedLayout:
 
 @dataclass
 class TensorSplit:
-    """What tensor parallelism has changed in a model."""
+    """Changes that tensor parallelism has made to a model."""
 
     packed: dict[nn.Module, PackedLayout] = field(default_factory=dict)
     """Row orders of the linear layers that pack several projections."""

@@ -15,12 +15,9 @@ from weft.checkpoint.restore import (
     Reader,
     archive_newer,
     first_valid_checkpoint,
-    own_tensors,
-    restore,
-    restore_feedback,
+    restore_training,
     verify_together,
 )
-from weft.checkpoint.slices import set_rng_states
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import JobError
@@ -102,17 +99,10 @@ class Checkpoints:
 
     def load(self, found: VerifiedCheckpoint) -> Position:
         """Load the state of a checkpoint: tensors, position, and, under the same world size, random number generators."""
+        s = self.snapshots
         with Reader(found.folder, found.manifest) as reader:
-            generators, feedback = (own_tensors(found.manifest, kind, dist.get_rank()) for kind in ("rng", "feedback"))
-            same_ranks = dist.get_world_size() == found.manifest.world_size
-            names = generators + feedback if same_ranks else []
-            own = {part.file for name in names for part in reader.entry(name).parts}
-            s = self.snapshots
-            restore(s.model, s.optimizer, reader, lambda files: found.fetch(files | own))
-            if message := restore_feedback(s.model, s.optimizer, reader):
+            if message := restore_training(s.model, s.optimizer, s.device, reader, found.fetch):
                 self.log(message)
-            if same_ranks:
-                set_rng_states(s.device, {name: reader.read(name) for name in generators})
         return found.manifest.position
 
     def roll_back(self, step: int) -> Position | None:

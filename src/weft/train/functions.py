@@ -67,14 +67,14 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
 
 
 class Callback:
-    """Callback of a job: an object of the user's own with some of the methods `EVENTS`."""
+    """Callback of a job: wraps a user's object that has any of the methods in `EVENTS`."""
 
     def __init__(self, target: Any):
         self.target = target
 
     @classmethod
     def load(cls, name: str, job: Job) -> "Callback":
-        """Call the function of a callback with the job.
+        """Create a callback: call the named function with the job.
 
         Raises:
             JobError: the function does not exist, or its result has none of the methods.

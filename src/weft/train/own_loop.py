@@ -1,4 +1,4 @@
-"""Custom training loops: `init`, `prepare` and `Run`.
+"""`Run`: a parallelized model in a custom training loop.
 
     weft.init()                                       # torchrun, srun, mpirun, or one process
     run = weft.prepare(model, optimizer=lambda shards: torch.optim.AdamW(shards, lr=1e-4), plan="plan.toml")
@@ -15,45 +15,38 @@ ignored: loss scale, placement and dtype of states, recompute, compression and o
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.checkpoint.folders import folder_of
-from weft.checkpoint.huggingface import gather_weights, materialize, save_folder
+from weft.checkpoint.huggingface import export_model
 from weft.checkpoint.manifest import Position
-from weft.checkpoint.restore import Reader, own_tensors, restore, restore_feedback, verify_together
-from weft.checkpoint.slices import set_rng_states
+from weft.checkpoint.restore import Reader, restore_training, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.data import IGNORED, MicroBatch
-from weft.device.device import Device, detect
+from weft.device.device import Device
 from weft.errors import CheckpointError, ModelError, PlanError
-from weft.job import Job, Model, read_toml
-from weft.launch.launcher import connect
+from weft.job import Job, Model
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
 from weft.parallel.labels import count_targets
 from weft.parallel.logits import gather_logits
-from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import Runtime, runtime, set_dropout_seed
 from weft.parallel.sequence_sharding import pad_rows, row_multiple
-from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
-from weft.refusal import explain
-from weft.topology.mesh import AXES, build_mesh, check_mesh, data_rank
+from weft.topology.mesh import AXES, data_rank
 from weft.train.step import compute_gradients, evaluate
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 STEP_FOLDER = re.compile(r"step-(\d+)")
 
 
@@ -64,118 +57,6 @@ class Update(NamedTuple):
     """Global gradient norm before clipping."""
     skipped: bool
     """True if a gradient was not finite, so that nothing was updated."""
-
-
-def init() -> None:
-    """Join the ranks that torchrun, srun, mpirun or `weft train` have started; one process is a job of one rank.
-
-    Raises:
-        DeviceError: this host has fewer accelerators than ranks.
-        JobError: the environment does not say where the ranks meet.
-    """
-    if not dist.is_initialized():
-        connect(detect())
-
-
-def prepare(
-    model: PreTrainedModel,
-    *,
-    optimizer: MakeOptimizer,
-    plan: Plan | str | Path | None = None,
-    mesh: DeviceMesh | None = None,
-    weights: str | Path | None = None,
-) -> "Run":
-    """Parallelize a model and its optimizer for a training loop of your own. Collective; calls `init` if needed.
-
-    Args:
-        model: causal language model of Transformers with the same weights on all ranks, on any device, or on the meta device.
-        optimizer: function that makes the optimizer from the list of trained parameters, which are shards.
-        plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
-        mesh: device mesh of the plan; None: made from the plan.
-        weights: Hugging Face folder with the weights of a model on the meta device.
-
-    Raises:
-        PlanError: the plan does not fit the model, the ranks or the mesh.
-        ModelError: the model cannot be read, or it is on the meta device and `weights` is missing.
-    """
-    init()
-    device = detect()
-    torch_device = device.torch_device(torch.accelerator.current_device_index() if device.type != "cpu" else 0)
-    if isinstance(plan, str | Path):
-        plan = _read_plan(Path(plan))
-    plan = (plan or Plan()).resolve(dist.get_world_size())
-    if mesh is None:
-        mesh = build_mesh(plan, device.type, dist.get_world_size())
-    check_mesh(plan, mesh)
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if on_meta and weights is None:
-        raise ModelError(
-            f"{type(model).__name__} is on the meta device and has no weights",
-            where="weft.prepare",
-            rule="a model has its weights, or they are loaded straight into the shards of each rank",
-            fix='pass weights="folder of the model", or build the model without the meta device',
-        )
-    if weights is not None and not on_meta:
-        raise ModelError(
-            f"weights = {weights} for a {type(model).__name__} that has weights",
-            where="weft.prepare",
-            rule="weights are loaded into a model on the meta device only",
-            fix='build the model in `with torch.device("meta")`, or leave weights out',
-        )
-    if not on_meta:
-        nn.Module.to(model, torch_device)
-        _set_update_dtype(model, DTYPES[plan.precision.update])
-    parallelize(model, plan, mesh)
-    if on_meta:
-        materialize(model, Model(path=str(weights)), torch_device)
-    model.train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Torch refuses an empty list, which a frozen stage of a pipeline has.
-    inner = optimizer(trained or [nn.Parameter(torch.empty(0, device=torch_device))])
-    _check_optimizer(inner, trained)
-    return Run(model, DistributedOptimizer(inner, model, device), device, torch_device)
-
-
-def _read_plan(path: Path) -> Plan:
-    tables = read_toml(path)
-    try:
-        return Plan.model_validate(tables)
-    except ValidationError as error:
-        raise explain(error, Plan, tables, str(path)) from None
-
-
-def _set_update_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the weights to the dtype of the update, `plan.precision.update`, if that loses nothing.
-
-    Raises:
-        ModelError: the weights have more bits.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
-            if torch.promote_types(parameter.dtype, dtype) != dtype:
-                raise ModelError(
-                    f"{name} is {parameter.dtype}, and plan.precision.update is {dtype}",
-                    where="weft.prepare",
-                    rule="weights are stored and updated in plan.precision.update",
-                    fix="convert the model before, or set plan.precision.update to its dtype",
-                )
-            parameter.data = parameter.data.to(dtype)
-
-
-def _check_optimizer(optimizer: Any, trained: list[nn.Parameter]) -> None:
-    """Refuse an optimizer that is none, or that has other parameters than those of the parallelized model."""
-    known, problem = set(map(id, trained)), ""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        problem = f"the optimizer function returned {type(optimizer).__name__}"
-    elif trained and any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-        problem = "the optimizer has parameters that are not those that its function was given"
-    if problem:
-        raise ModelError(
-            problem,
-            where="weft.prepare(optimizer=...)",
-            rule="the function makes a torch.optim.Optimizer of the parameters that it gets, which are shards",
-            fix="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
-        )
 
 
 class Run:
@@ -221,20 +102,21 @@ class Run:
             last: False if another micro-batch of the same step follows. Gradients are reduced and complete after the last one.
 
         Raises:
-            PlanError: the plan has a pipeline, whose schedule runs all micro-batches together, or a backward in fp16.
+            PlanError: the plan has a pipeline, whose schedule runs all micro-batches together, a backward in fp16, or 1-bit
+                compression with several micro-batches.
             ModelError: the step has its last micro-batch already, or the model has an auxiliary loss of its routers.
         """
         if self.runtime.pipeline is not None:
             raise PlanError(
                 f"run.accumulate under plan.parallel.pp = {self.plan.parallel.pp}",
-                where="weft.prepare",
+                where="weft.Run.accumulate",
                 rule="the schedule of a pipeline runs forward and backward of all micro-batches of a step together",
                 fix="call run.train_batch(batch) instead of forward and run.backward",
             )
         if self.plan.precision.backward == "fp16":
             raise PlanError(
                 'run.accumulate with plan.precision.backward = "fp16"',
-                where="weft.prepare",
+                where="weft.Run.accumulate",
                 rule="gradients become fp16 between the loss and the logits, in the loss that Weft computes",
                 fix="call run.train_batch(batch) instead of forward and run.backward",
             )
@@ -245,13 +127,20 @@ class Run:
                 rule="the auxiliary loss of the model's own forward depends on which tokens a rank has",
                 fix="call run.train_batch(batch), which adds the same auxiliary loss under every plan",
             )
-        feedback = self.runtime.feedback
-        if self._is_complete or (self._losses and feedback is not None and feedback.takes_momentum):
+        if self._is_complete:
             raise ModelError(
                 "run.accumulate after the last micro-batch of a step",
                 where="weft.Run.accumulate",
-                rule="gradients are reduced after the last micro-batch; with 1-bit compression a step has one micro-batch",
+                rule="gradients are reduced after the last micro-batch",
                 fix="pass last=False for all micro-batches but the last, or call run.step() before",
+            )
+        feedback = self.runtime.feedback
+        if self._losses and feedback is not None and feedback.takes_momentum:
+            raise PlanError(
+                "a second micro-batch with plan.comm.compression = 1-bit",
+                where="weft.Run.accumulate",
+                rule="the momenta of 1-bit Adam are reduced once a step, with all gradients of the step",
+                fix="call run.train_batch(batch), or run a step as one micro-batch",
             )
         if not self._losses:
             set_dropout_seed(self.model, self.steps + 1)
@@ -460,14 +349,8 @@ class Run:
                 rule="an export replaces an earlier export only: a folder with config.json and without folders",
                 fix="choose another folder",
             )
-        weights, problem = gather_weights(self.model), ""
-        if self.rank == 0:
-            try:
-                source = Path(tokenizer) if tokenizer else None
-                save_folder(self.model.config, weights, source, Path(folder), DTYPES[self.plan.precision.update])
-            except Exception as error:  # of the library too: the other ranks wait
-                problem = f"{type(error).__name__}: {error}"
-        if problem := broadcast_json(problem):
+        source = Path(tokenizer) if tokenizer else None
+        if problem := export_model(self.model, Path(folder), source, DTYPES[self.plan.precision.update]):
             raise CheckpointError(f"the weights cannot be written: {problem}", where=str(folder))
 
     # Checkpoints
@@ -504,7 +387,7 @@ class Run:
                 f"a checkpoint named {Path(folder).name}",
                 where=str(folder),
                 rule="a checkpoint is named after its step, so that the newest is known",
-                fix='name it "step-100", in a folder of its own',
+                fix='name it "step-100", in a folder for checkpoints',
             )
         self.finish()
         number = int(step[1])
@@ -515,15 +398,12 @@ class Run:
                 rule="a checkpoint is never overwritten",
                 fix="choose another folder, or remove the checkpoint",
             )
-        plain = (int, float, str, list, tuple)  # also bool
-        groups = [{key: value for key, value in group.items() if isinstance(value, plain)} for group in self._groups()]
-        for group in groups:
-            group.pop("params", None)
         position = Position(
             step=number,
-            next_batch=number,
+            next_batch=self.steps,
             loss_scale=self.optimizer.loss_scale,
-            extra={"extra": extra, "groups": groups, "steps": self.steps},
+            parameter_groups=tuple(map(_settings, self.optimizer.inner.param_groups)),
+            extra=extra,
         )
         self._snapshot_writer().take(position, Target(Path(folder).parent, self.rank == 0, keep=0, keep_hours=0))
 
@@ -559,39 +439,26 @@ class Run:
             )
         self.finish()
         dist.barrier()
-        free_gathered_weights(self.model)
-        self.optimizer.finish_offload()
-        self.optimizer.state.clear()
         path = Path(folder)
         if (step := STEP_FOLDER.fullmatch(path.name)) and not path.exists():
             path = path.with_name(f"step-{int(step[1]):08d}")
         manifest = verify_together(path)
+        free_gathered_weights(self.model)
+        self.optimizer.finish_offload()
+        self.optimizer.state.clear()
         with Reader(path, manifest) as reader:
-            restore(self.model, self.optimizer, reader, lambda files: None)
-            restore_feedback(self.model, self.optimizer, reader)
-            if manifest.world_size == dist.get_world_size():
-                own = own_tensors(manifest, "rng", self.rank)
-                set_rng_states(self.device, {name: reader.read(name) for name in own})
-        saved = manifest.position.extra or {"extra": None, "groups": [], "steps": manifest.position.step}
-        groups, found = self._groups(), saved["groups"]
-        if len(found) != len(groups):  # a stage of a pipeline may have fewer groups: take what all saved groups share
-            common = {
-                key: value for key, value in (found or [{}])[0].items() if all(g.get(key) == value for g in found)
-            }
-            found = [common] * len(groups)
-        for group, values in zip(groups, found, strict=True):
-            group.update(_tuples(values))
-        self.optimizer.loss_scale, self.steps = manifest.position.loss_scale, saved["steps"]
+            if (message := restore_training(self.model, self.optimizer, self.device, reader)) and self.rank == 0:
+                warnings.warn(message, stacklevel=2)
+        position = manifest.position
+        _set_groups(self.optimizer.inner.param_groups, position.parameter_groups)
+        self.optimizer.loss_scale, self.steps = position.loss_scale, position.next_batch
         self.zero_grad()
-        return saved["extra"]
+        return position.extra
 
     def zero_grad(self) -> None:
         """Free the gradients, and forget the micro-batches of a step that will not be completed."""
         self.optimizer.zero_grad()
         self._begin()
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.inner.param_groups
 
     def _snapshot_writer(self) -> Snapshots:
         if self._snapshots is None:
@@ -642,7 +509,7 @@ class Run:
         starts = torch.nn.functional.pad(positions[:, 1:], (0, 1)) == 0  # the next token is of another document
         targets = targets.masked_fill(starts.to(targets.device), IGNORED)
         multiple = row_multiple(self.runtime.anatomy, self.plan) if self.runtime.takes_full_rows else 1
-        # Position 0 makes each padding token a document of its own.
+        # Position 0 makes each padding token a separate document.
         padding = ((rows, 0), (positions.to(self.torch_device), 0), (targets, IGNORED))
         tensors = [pad_rows(tensor, multiple, value) for tensor, value in padding]
         parts = zip(*(tensor.contiguous().split(size) for tensor in tensors), strict=True)
@@ -656,6 +523,17 @@ def _has_other_files(folder: Path) -> bool:
     return bool(found) and not is_export
 
 
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a parameter group after JSON, which has lists for tuples such as betas."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a parameter group that JSON can hold."""
+    plain = (int, float, str, list, tuple)  # also bool
+    return {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
+
+
+def _set_groups(groups: list[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
+    """Set the settings of parameter groups from a checkpoint; JSON has lists for tuples such as betas."""
+    if len(saved) != len(groups):  # a stage of a pipeline may have fewer groups: take what all saved groups share
+        first = saved[0] if saved else {}
+        shared = {key: value for key, value in first.items() if all(group.get(key) == value for group in saved)}
+        saved = [shared] * len(groups)
+    for group, values in zip(groups, saved, strict=True):
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,11 +14,11 @@ from transformers import PreTrainedModel
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.huggingface import gather_weights, materialize, save_folder
+from weft.checkpoint.huggingface import export_model, materialize
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots
-from weft.comm.objects import all_gather_json, broadcast_json
+from weft.comm.objects import all_gather_json
 from weft.data import MicroBatch, Prepared, Rows, batches, evaluation_batches
 from weft.device.device import Device, detect
 from weft.errors import CheckpointError
@@ -160,17 +159,13 @@ def save_weights(session: Session, folder: Path) -> str:
     Returns:
         Error message, for example of a full disk, the same on all ranks; "" if the folder was written.
     """
-    weights, problem = gather_weights(session.model), ""
-    if session.rank == 0:
-        config = session.model.config
-        if session.job.model.path is None:  # a new model gets its end-of-text token from the tokenizer
-            config.bos_token_id = config.eos_token_id = session.prepared.end_of_text
-        tokenizer = Path(session.prepared.tokenizer) if session.prepared.tokenizer else None
-        try:
-            save_folder(config, weights, tokenizer, folder, DTYPES[session.job.plan.precision.update])
-        except (OSError, SafetensorError) as error:
-            problem = str(error)
-    return broadcast_json(problem)
+    config = session.model.config
+    if (
+        session.rank == 0 and session.job.model.path is None
+    ):  # a new model gets its end-of-text token from the tokenizer
+        config.bos_token_id = config.eos_token_id = session.prepared.end_of_text
+    tokenizer = Path(session.prepared.tokenizer) if session.prepared.tokenizer else None
+    return export_model(session.model, folder, tokenizer, DTYPES[session.job.plan.precision.update])
 
 
 def check_weights(model: nn.Module, source: str) -> None:

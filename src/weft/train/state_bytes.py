@@ -64,15 +64,15 @@ def _run(model: PreTrainedModel, batches: Sequence[MicroBatch], measure: Callabl
     def loss(output: Any, batch: MicroBatch, _: torch.Tensor | None) -> torch.Tensor:
         return token_loss(model, output, batch)
 
-    split = runtime(model)
-    if split.pipeline is not None:
-        split.pipeline.train(batches, partial(forward, model), loss, measure)
+    parallelized = runtime(model)
+    if parallelized.pipeline is not None:
+        parallelized.pipeline.train(batches, partial(forward, model), loss, measure)
         return
     batch = batches[0]
-    begin_micro_batch(model, split.plan, split.gradient_reducer, last=False)
+    begin_micro_batch(model, parallelized.plan, parallelized.gradient_reducer, last=False)
     loss(forward(model, batch), batch, None).backward()
     measure()
-    begin_micro_batch(model, split.plan, split.gradient_reducer, last=True)
+    begin_micro_batch(model, parallelized.plan, parallelized.gradient_reducer, last=True)
     loss(forward(model, batch), batch, None).backward()
 
 

@@ -57,8 +57,8 @@ def forward(model: PreTrainedModel, batch: MicroBatch) -> Any:
     Returns:
         Output of the model, or of the stage.
     """
-    split = find_runtime(model)
-    makes_masks = split is None or not split.takes_full_rows
+    parallelized = find_runtime(model)
+    makes_masks = parallelized is None or not parallelized.takes_full_rows
     return model(input_ids=batch.input_ids, **row_arguments(model, batch.position_ids, masks=makes_masks))
 
 
@@ -70,17 +70,17 @@ def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch) -> Tensor
         output: output of `forward`.
         batch: input of `forward`.
     """
-    split, logits = find_runtime(model), output.logits
-    if split is None:
+    parallelized, logits = find_runtime(model), output.logits
+    if parallelized is None:
         return cross_entropy_sum(logits, batch.targets, IGNORED, None, vocab_size(model))
-    if split.plan.precision.backward == "fp16":
+    if parallelized.plan.precision.backward == "fp16":
         logits = begin_fp16_backward(logits.float())
-    if split.loss is not None:  # the same on all cp ranks, whose losses are added up
+    if parallelized.loss is not None:  # the same on all cp ranks, whose losses are added up
         full = gather_logits(model, logits, batch.targets.shape[1])
         full = full.to(torch.promote_types(full.dtype, torch.float32))
-        return split.loss(full, batch.targets) / split.plan.parallel.cp
-    targets = shard_sequence(batch.targets, split.mesh)
-    return cross_entropy_sum(logits, targets, IGNORED, split.mesh.get_group("tp"), vocab_size(model))
+        return parallelized.loss(full, batch.targets) / parallelized.plan.parallel.cp
+    targets = shard_sequence(batch.targets, parallelized.mesh)
+    return cross_entropy_sum(logits, targets, IGNORED, parallelized.mesh.get_group("tp"), vocab_size(model))
 
 
 def forward_backward(
@@ -100,8 +100,8 @@ def forward_backward(
         Unscaled sum of cross entropies over the target tokens of this rank, float64 scalar; in a pipeline zero on all stages
         but the last.
     """
-    split = runtime(model)
-    router_stats = split.router_stats
+    parallelized = runtime(model)
+    router_stats = parallelized.router_stats
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
 
     def objective(output: Any, batch: MicroBatch, sums: Tensor | None) -> Tensor:
@@ -113,11 +113,11 @@ def forward_backward(
         balance = router_stats.loss(sums, router_stats.tokens_per_row(batch.input_ids.shape[1]))
         return loss * factor + balance * (router_stats.coefficient * row_factor)
 
-    if split.pipeline is not None:
-        split.pipeline.train(batches, partial(forward, model), objective)
+    if parallelized.pipeline is not None:
+        parallelized.pipeline.train(batches, partial(forward, model), objective)
         return loss_sum
     for index, batch in enumerate(batches):
-        begin_micro_batch(model, split.plan, split.gradient_reducer, last=index == len(batches) - 1)
+        begin_micro_batch(model, parallelized.plan, parallelized.gradient_reducer, last=index == len(batches) - 1)
         output = forward(model, batch)
         sums = router_stats.take_sums(len(batch.input_ids), batch.input_ids.device) if router_stats.is_on() else None
         objective(output, batch, sums).backward()
@@ -147,8 +147,8 @@ def compute_gradients(
         optimizer: optimizer of its parameters, with the loss scale of this step.
         batches: micro-batches of this rank, on its device; the same number on every rank.
     """
-    split, scale = runtime(model), optimizer.loss_scale.value
-    parallel, mesh = split.plan.parallel, split.mesh
+    parallelized, scale = runtime(model), optimizer.loss_scale.value
+    parallel, mesh = parallelized.plan.parallel, parallelized.mesh
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
     tokens = int(all_reduce(_own_tokens(counts.sum(), mesh), mesh, AXES))
     rows = parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
@@ -159,8 +159,8 @@ def compute_gradients(
     square_share = optimizer.squared_grad_norm_share()
     sums = torch.stack([_own_loss(loss_sum, mesh), square_share.to(loss_sum.device)])
     total, square = all_reduce(sums, mesh, AXES).tolist()  # both sums in one message
-    rerun = partial(forward_backward, model, batches, *factors)
-    return Gradients(total / max(tokens, 1), square**0.5 / scale, tokens, lambda: rerun().item())
+    norm, loss = square**0.5 / scale, total / max(tokens, 1)
+    return Gradients(loss, norm, tokens, lambda: forward_backward(model, batches, *factors).item())
 
 
 def train_step(
@@ -184,8 +184,8 @@ def train_step(
         skip_reason: function of loss and gradient norm, called if both are finite; returns the reason to skip the update, or
             None.
     """
-    split, loss_scale = runtime(model), optimizer.loss_scale
-    plan, mesh = split.plan, split.mesh
+    parallelized, loss_scale = runtime(model), optimizer.loss_scale
+    plan, mesh = parallelized.plan, parallelized.mesh
     mean_loss, grad_norm, tokens, rerun = compute_gradients(model, optimizer, batches)
     finite = math.isfinite(grad_norm) and math.isfinite(mean_loss)
     problem = skip_reason(mean_loss, grad_norm) if finite else None
@@ -200,7 +200,7 @@ def train_step(
             f"gradients overflowed{where} at loss scale {loss_scale.value:g}; the next scale is {next_scale.value:g}"
         )
     elif not finite:
-        problem = locate_nonfinite(model, rerun, partial(running_stage, split.pipeline))
+        problem = locate_nonfinite(model, rerun, partial(running_stage, parallelized.pipeline))
         optimizer.zero_grad()
     return StepResult(mean_loss, grad_norm, tokens, next_scale, problem, overflowed)
 
@@ -231,8 +231,8 @@ def evaluate(model: PreTrainedModel, batches: Sequence[MicroBatch]) -> float:
         model: parallelized model; in training mode afterwards.
         batches: micro-batches of this rank, on its device; the same number on every rank.
     """
-    split = runtime(model)
-    mesh = split.mesh
+    parallelized = runtime(model)
+    mesh = parallelized.mesh
     model.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=batches[0].targets.device)
 
@@ -243,8 +243,8 @@ def evaluate(model: PreTrainedModel, batches: Sequence[MicroBatch]) -> float:
         return loss
 
     try:
-        if split.pipeline is not None:
-            split.pipeline.evaluate(batches, partial(forward, model), add_loss)
+        if parallelized.pipeline is not None:
+            parallelized.pipeline.evaluate(batches, partial(forward, model), add_loss)
         else:
             for batch in batches:
                 add_loss(forward(model, batch), batch, None)
