@@ -382,7 +382,7 @@ def install_stage_switch(model: PreTrainedModel, anatomy: Anatomy, stage_io: Sta
             raise ModelError(
                 "a model that is partitioned into pipeline stages was called directly",
                 rule="the pipeline schedule runs the stages",
-                fix="call run.train_batch or run.evaluate of weft.prepare, or set plan.parallel.pp = 1",
+                fix="use weft.train.step.forward_backward or evaluate, or set plan.parallel.pp = 1",
             )
         blocks = stage_io.stages[stage_io.active]
         stage_io.device = next(model.parameters()).device
