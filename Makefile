@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 3
 SLICE ?= all
-PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(FLAGS)
+# Bytecode is kept even if the environment says otherwise: the tests start hundreds of processes that import Weft.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(FLAGS)
 
 .PHONY: train test sweep lint smollm clean
 

@@ -107,15 +107,16 @@ class Rank(NamedTuple):
 
 
 def ranks_of(launcher: int) -> dict[int, Rank]:
-    """Living ranks of a launcher by rank: child processes with a rank's name and a heartbeat file."""
-    children = {pid: name for pid, parent, name in processes() if parent == launcher}
-    heartbeats = [
-        Path(path) for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}*/[0-9]*")
-    ]  # folders of other runs may vanish at any moment
-    ranks = [Rank(Rank(0, path).status().pid, path) for path in heartbeats]
-    return {
-        int(rank.heartbeat.name): rank for rank in ranks if children.get(rank.pid) == f"weft-rank-{rank.heartbeat.name}"
-    }
+    """Living ranks of a launcher by rank: child processes with a rank's name and a heartbeat file.
+
+    Tests poll this, so it reads only the processes that have heartbeats, not all of /proc.
+    """
+    ranks = {}
+    for path in glob.glob(f"{SHARED_MEMORY}/{PREFIX}*/[0-9]*"):  # folders of other runs may vanish at any moment
+        rank = Rank(Rank(0, Path(path)).status().pid, Path(path))
+        if process_of(rank.pid) == (launcher, f"weft-rank-{rank.heartbeat.name}"):
+            ranks[int(rank.heartbeat.name)] = rank
+    return ranks
 
 
 def forkserver_of(launcher: int) -> int:
@@ -132,12 +133,18 @@ def leftovers_of(out: Path) -> list[str]:
 
 def processes() -> Iterator[tuple[int, int, str]]:
     """Id, parent and name of every process."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            before, _, after = path.read_text().rpartition(")")
-        except OSError:  # the process has ended
-            continue
-        yield int(path.parent.name), int(after.split()[1]), before.partition("(")[2]
+    for path in Path("/proc").glob("[0-9]*"):
+        if found := process_of(int(path.name)):
+            yield int(path.name), *found
+
+
+def process_of(pid: int) -> tuple[int, str] | None:
+    """Parent and name of a process; None if it has ended."""
+    try:
+        before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    except OSError:
+        return None
+    return int(after.split()[1]), before.partition("(")[2]
 
 
 class Command:

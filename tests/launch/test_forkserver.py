@@ -15,7 +15,7 @@ import pytest
 
 from weft.errors import RankFailure, Stopped
 from weft.launch.forkserver import ForkServer
-from weft.launch.launcher import launch
+from weft.launch.launcher import ERROR_VARIABLE, launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs child subreapers, a feature of Linux")
 
@@ -52,7 +52,8 @@ def start(
     forkserver: ForkServer, folder: Path, what: str, rank: int = 3
 ) -> tuple["subprocess.Popen[bytes]", Path, Path]:
     out, err = folder / "out", folder / "err"
-    process = forkserver.start([what], {"WORD": "given", "RANK": str(rank)}, str(out), str(err))
+    variables = {"WORD": "given", "RANK": str(rank), ERROR_VARIABLE: str(folder / "error")}
+    process = forkserver.start([what], variables, str(out), str(err))
     return process, out, err  # type: ignore[return-value]
 
 

@@ -15,9 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.lab.script_rank import launch_script, script
 from weft.device.device import Accelerator, Cpu
 from weft.errors import DeviceError, RankFailure, Stopped
 from weft.launch import launcher as launcher_module
+from weft.launch.forkserver import ForkServer
 from weft.launch.launcher import connect, default_ranks, launch
 from weft.launch.watchdog import Timeouts, process_state
 
@@ -32,13 +34,6 @@ def listening(pids):
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
 """
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
-
-
-def script(folder: Path, code: str) -> list[str]:
-    """Command that runs this code, with the rank in the variable `rank`."""
-    path = folder / "rank.py"
-    path.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}")
-    return [sys.executable, str(path)]
 
 
 def wait_for(*paths: Path) -> None:
@@ -101,7 +96,14 @@ def test_the_signal_that_killed_a_rank_is_named(tmp_path: Path) -> None:
         ("raise DataError('no text', where='train.txt', rule='text is needed', fix='add some')", None, 2),
     ],
 )
-def test_the_first_error_is_reported_once(code: str, text: str | None, exit_code: int, tmp_path: Path, capfd) -> None:
+def test_the_first_error_is_reported_once(
+    code: str,
+    text: str | None,
+    exit_code: int,
+    tmp_path: Path,
+    scripts: ForkServer,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     body = "\n".join(f"    {line}" for line in code.splitlines())
     wait_for_both = (  # wait until both ranks have finished their imports
         "    open(f'{os.path.dirname(__file__)}/here-{rank}', 'w')\n"
@@ -110,7 +112,9 @@ def test_the_first_error_is_reported_once(code: str, text: str | None, exit_code
     head = "from weft.launch.launcher import rank_main\nfrom weft.errors import DataError\n"
     head += f"REPORT_OF_1 = {str(tmp_path / 'logs' / 'rank-1.error')!r}\ndef main():\n"
     with pytest.raises(RankFailure) as caught:
-        launch(script(tmp_path, f"{head}{wait_for_both}{body}\nrank_main(main)"), ranks=2, log_dir=tmp_path / "logs")
+        launch_script(
+            scripts, tmp_path, f"{head}{wait_for_both}{body}\nrank_main(main)", ranks=2, log_dir=tmp_path / "logs"
+        )
     error = caught.value
     assert error.exit_code == exit_code
     if text is None:
@@ -206,7 +210,11 @@ rank_main(main)
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_ranks_have_time_to_save_as_long_as_they_make_progress(
-    hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    hangs: bool,
+    tmp_path: Path,
+    scripts: ForkServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launcher_module, "SECONDS_TO_END", 0.2)
 
@@ -218,12 +226,14 @@ def test_ranks_have_time_to_save_as_long_as_they_make_progress(
     thread = threading.Thread(target=press)
     thread.start()
     with pytest.raises(Stopped):
-        launch(
-            [*script(tmp_path, HEARTBEATS % (hangs, hangs)), str(tmp_path)],
+        launch_script(
+            scripts,
+            tmp_path,
+            HEARTBEATS % (hangs, hangs),
+            str(tmp_path),
             ranks=2,
             log_dir=tmp_path / "logs",
             timeouts=Timeouts(hang=1.0),
-            environment={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
     thread.join()
     assert (tmp_path / "saved-0").exists() != hangs

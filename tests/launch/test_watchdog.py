@@ -3,17 +3,19 @@
 import os
 import re
 import signal
-import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.test_launcher import script, wait_for
+from tests.lab.script_rank import launch_script, script
+from tests.launch.test_launcher import wait_for
 from weft.errors import RankFailure, Stopped
 from weft.launch import launcher as launcher_module
+from weft.launch.forkserver import ForkServer
 from weft.launch.heartbeat import RankStatus
 from weft.launch.launcher import launch
 from weft.launch.watchdog import Timeouts, _RankTrack, find_straggler, process_state
@@ -68,16 +70,25 @@ def log_lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
     return lines
 
 
-def loop(folder: Path, fault: str, *, shared: bool = True, timeouts: Timeouts = Timeouts(), **options: Any) -> None:  # noqa: B008
-    """Run two ranks; rank 1 has the fault in step 5 and records its time."""
-    launch(
-        script(folder, LOOP.format(fault=fault, shared=shared)),
-        ranks=2,
-        log_dir=folder / "logs",
-        timeouts=timeouts,
-        environment={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        **options,
-    )
+Loop = Callable[..., None]
+
+
+@pytest.fixture
+def loop(scripts: ForkServer) -> Loop:
+    """Function that runs two ranks; rank 1 has the fault in step 5 and records its time."""
+
+    def run(
+        folder: Path,
+        fault: str,
+        *,
+        shared: bool = True,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008 - it is frozen
+        **options: Any,
+    ) -> None:
+        code, log_dir = LOOP.format(fault=fault, shared=shared), folder / "logs"
+        launch_script(scripts, folder, code, ranks=2, log_dir=log_dir, timeouts=timeouts, **options)
+
+    return run
 
 
 def seconds_until(line: tuple[float, str], folder: Path) -> float:
@@ -112,6 +123,7 @@ def test_the_rank_that_died_is_named_first_and_within_a_second(
     log: str,
     shared: bool,
     tmp_path: Path,
+    loop: Loop,
     log_lines: list[tuple[float, str]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -133,7 +145,9 @@ def test_the_rank_that_died_is_named_first_and_within_a_second(
     assert_ended(tmp_path)
 
 
-def test_the_collective_of_a_killed_rank_is_named(tmp_path: Path, log_lines: list[tuple[float, str]]) -> None:
+def test_the_collective_of_a_killed_rank_is_named(
+    tmp_path: Path, loop: Loop, log_lines: list[tuple[float, str]]
+) -> None:
     """Another process kills the rank, as the kernel does when memory runs out; the other ranks wait for the rank."""
 
     def kill() -> None:
@@ -173,7 +187,7 @@ def stop_rank_1(folder: Path, seconds: float) -> threading.Thread:
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def test_a_short_stop_is_not_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_short_stop_is_not_reported(tmp_path: Path, loop: Loop, capfd: pytest.CaptureFixture[str]) -> None:
     thread = stop_rank_1(tmp_path, 1.0)
     loop(tmp_path, STOP, timeouts=Timeouts(hang=2000.0))
     thread.join()
@@ -181,7 +195,9 @@ def test_a_short_stop_is_not_reported(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_rank_that_stops_and_continues_is_reported_twice(tmp_path: Path, log_lines: list[tuple[float, str]]) -> None:
+def test_a_rank_that_stops_and_continues_is_reported_twice(
+    tmp_path: Path, loop: Loop, log_lines: list[tuple[float, str]]
+) -> None:
     thread = stop_rank_1(tmp_path, 2.0)
     loop(tmp_path, STOP, timeouts=Timeouts(stopped=0.5, slow_step=1.0))
     thread.join()
@@ -195,7 +211,7 @@ def test_a_rank_that_stops_and_continues_is_reported_twice(tmp_path: Path, log_l
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 def test_a_stopped_rank_is_reported_in_time_and_ends_the_job_after_the_hang_timeout(
-    shared: bool, tmp_path: Path, log_lines: list[tuple[float, str]]
+    shared: bool, tmp_path: Path, loop: Loop, log_lines: list[tuple[float, str]]
 ) -> None:
     with pytest.raises(RankFailure, match=r"rank 1 made no progress for 3 s in step 5: stopped by a signal") as caught:
         loop(tmp_path, STOP, shared=shared, timeouts=Timeouts(stopped=0.5, hang=3.0))
@@ -209,7 +225,7 @@ def test_a_stopped_rank_is_reported_in_time_and_ends_the_job_after_the_hang_time
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
 def test_a_sleeping_rank_is_named_with_its_source_line(
-    shared: bool, tmp_path: Path, log_lines: list[tuple[float, str]]
+    shared: bool, tmp_path: Path, loop: Loop, log_lines: list[tuple[float, str]]
 ) -> None:
     with pytest.raises(RankFailure, match="rank 1 made no progress") as caught:
         loop(tmp_path, "time.sleep(60)", shared=shared, timeouts=Timeouts(slow_step=1.0, hang=3.0))
@@ -223,7 +239,9 @@ def test_a_sleeping_rank_is_named_with_its_source_line(
     assert_ended(tmp_path)
 
 
-def test_an_early_exit_while_others_wait_ends_the_job(tmp_path: Path, log_lines: list[tuple[float, str]]) -> None:
+def test_an_early_exit_while_others_wait_ends_the_job(
+    tmp_path: Path, loop: Loop, log_lines: list[tuple[float, str]]
+) -> None:
     with pytest.raises(
         RankFailure, match=r"^rank 1 made no progress .*: it exited with code 0, while rank 0 waits in all_reduce"
     ):
@@ -233,7 +251,9 @@ def test_an_early_exit_while_others_wait_ends_the_job(tmp_path: Path, log_lines:
     assert_ended(tmp_path)
 
 
-def test_long_phases_and_first_steps_are_not_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_long_phases_and_first_steps_are_not_reported(
+    tmp_path: Path, scripts: ForkServer, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The timeouts are shorter than the time before the first step, the second step, and an evaluation."""
     code = """
 from weft.launch.heartbeat import Heartbeat
@@ -247,10 +267,7 @@ for step in range(12):
     heartbeat.phase("evaluating", step)
     if step == 8: time.sleep(1.2)
 """
-    path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    launch(
-        script(tmp_path, code), ranks=1, log_dir=tmp_path, timeouts=Timeouts(slow_step=0.5, other=2.0), environment=path
-    )
+    launch_script(scripts, tmp_path, code, ranks=1, log_dir=tmp_path, timeouts=Timeouts(slow_step=0.5, other=2.0))
     assert capfd.readouterr() == ("", "")
 
 
@@ -290,7 +307,7 @@ def test_find_straggler(rank_2: dict[str, Any], word: str) -> None:
 # Restarts
 
 
-def test_restarts_without_progress_are_counted(tmp_path: Path, log_lines: list[tuple[float, str]]) -> None:
+def test_restarts_without_progress_are_counted(tmp_path: Path, loop: Loop, log_lines: list[tuple[float, str]]) -> None:
     with pytest.raises(RankFailure, match="ValueError: attempt 1"):
         loop(tmp_path, "raise ValueError(f'attempt {attempt}')", max_restarts=1)
     texts = [text for _, text in log_lines]
@@ -300,7 +317,9 @@ def test_restarts_without_progress_are_counted(tmp_path: Path, log_lines: list[t
     assert "attempt 1" in (tmp_path / "logs/attempt-1/rank-1.traceback").read_text()
 
 
-def test_progress_resets_the_count_of_restarts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_resets_the_count_of_restarts(
+    tmp_path: Path, scripts: ForkServer, capfd: pytest.CaptureFixture[str]
+) -> None:
     code = """
 from weft.launch.heartbeat import Heartbeat
 attempt = int(os.environ["WEFT_ATTEMPT"])
@@ -308,9 +327,8 @@ Heartbeat.open().phase("step", [3, 4, 4, 20][attempt])
 time.sleep(0.3)
 sys.exit(5)
 """
-    path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with pytest.raises(RankFailure, match="rank 0 exited with code 5"):
-        launch(script(tmp_path, code), ranks=1, log_dir=tmp_path, max_restarts=1, environment=path)
+        launch_script(scripts, tmp_path, code, ranks=1, log_dir=tmp_path, max_restarts=1)
     assert capfd.readouterr().err.count("restart 1 of 1") == 2  # after steps 3 and 4; the second 4 is no progress
     assert (tmp_path / "attempt-2").is_dir()
     assert not (tmp_path / "attempt-3").exists()
@@ -337,7 +355,7 @@ if len(sys.argv) == 1:
     assert capfd.readouterr().out == "0 2 0 []\n0 1 1 ['--resume']\n"
 
 
-def test_refused_input_is_not_restarted(tmp_path: Path) -> None:
+def test_refused_input_is_not_restarted(tmp_path: Path, scripts: ForkServer) -> None:
     code = """
 from weft.launch.launcher import rank_main
 from weft.errors import DataError
@@ -345,9 +363,8 @@ def main():
     raise DataError("no text")
 rank_main(main)
 """
-    path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with pytest.raises(RankFailure, match="no text") as caught:
-        launch(script(tmp_path, code), ranks=1, log_dir=tmp_path, max_restarts=3, environment=path)
+        launch_script(scripts, tmp_path, code, ranks=1, log_dir=tmp_path, max_restarts=3)
     assert caught.value.exit_code == 2
     assert not (tmp_path / "attempt-1").exists()
 
