@@ -1,16 +1,17 @@
 """Job: the complete configuration of a training run, read from and written to TOML. Imports no torch."""
 
 import os
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from weft.errors import JobError
-from weft.plan import Plan, Table
+from weft.plan import Function, Plan, Table
 from weft.refusal import explain, keys_of, refuse_invalid_numbers
 
 BF16_STEP = 2**-8  # relative rounding unit of bf16: smaller relative changes may be rounded away
@@ -19,10 +20,37 @@ LARGEST_TOML = 2**20  # bytes
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Function = Annotated[
-    str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), 'a function of yours, as "package.module:function"'
+Package = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*)?$"), 'the name of a Python module, such as "my_models"']
+Role = Literal[
+    "attention",
+    "recurrence",
+    "mlp",
+    "router",
+    "experts",
+    "shared_experts",
+    "norm",
+    "query",
+    "key",
+    "value",
+    "output",
+    "query_norm",
+    "key_norm",
+    "gate",
+    "up",
+    "down",
 ]
-"""Python function by module and name; the ranks import it, from the current folder too."""
+"""Role of a module: a part of a block, a linear layer or a norm of attention, or a linear layer of the MLP."""
+
+
+def _is_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text} is not a pattern: {error}") from None
+    return text
+
+
+NamePattern = Annotated[str, AfterValidator(_is_pattern)]
 
 
 class Model(Table):
@@ -34,17 +62,22 @@ class Model(Table):
     """Path of a Hugging Face config.json, or its contents as a table with a model_type; weights are randomly initialized."""
     init_seed: Seed = 0
     """Seed of weight initialization; weights are equal to plain Transformers after torch.manual_seed(init_seed)."""
+    package: Package = ""
+    """Module with model classes of yours, imported before the model is read: it registers them with Transformers' AutoConfig
+    and AutoModelForCausalLM. Empty: none."""
+    roles: dict[NamePattern, Role] | None = None
+    """Roles of modules with names that Weft does not know: pattern of the last part of a module's name -> role."""
 
 
 class Data(Table):
     """Training data: source, tokenizer, and packing of tokens into rows."""
 
-    source: Literal["python", "text", "jsonl", "parquet", "tokens"] = "python"
+    source: Literal["python", "text", "jsonl", "parquet", "tokens"] | Function = "python"
     """Type of source. python: the standard library of this interpreter without its tests; text: files by glob; jsonl or
     parquet: records with a "text" field, by glob or a Hugging Face dataset folder; tokens: an .npy file of integers
-    [rows, seq_len + 1]."""
+    [rows, seq_len + 1]. A function of yours, "package.module:function", yields the documents as strings from (this table)."""
     path: str | None = None
-    """File, folder or glob of the source; unused with source = "python"."""
+    """File, folder or glob of the source; unused with source = "python", and for a function of yours to interpret."""
     tokenizer: str = "train"
     """Folder with a tokenizer; "train": the tokenizer in model.path if present, else a byte-level BPE trained on the text."""
     vocab_size: Annotated[int, Field(ge=257)] = 4096

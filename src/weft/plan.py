@@ -2,14 +2,30 @@
 
 import json
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from weft.errors import PlanError
 
 Degree = Annotated[int, Field(ge=1)]
 DType = Literal["fp64", "fp32", "bf16", "fp16"]
+Function = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), 'a function of yours, as "package.module:function"'
+]
+"""Python function by module and name; the ranks import it, from the current folder too."""
+CODEC_GROUP = "weft.codecs"
+"""Group of the entry points with which other packages add gradient codecs."""
+
+
+def _is_installed(name: str) -> str:
+    if name not in entry_points(group=CODEC_GROUP).names:
+        raise ValueError(f"no installed package has a codec {name}")
+    return name
+
+
+InstalledCodec = Annotated[str, AfterValidator(_is_installed), "the name of a codec of an installed package"]
 
 
 class Table(BaseModel):
@@ -159,9 +175,10 @@ class Comm(Table):
     topology: str = ""
     """Topology file with hosts and links of the job, as written by `weft topology --out`; empty: only the ranks of each host
     are known."""
-    compression: Literal["none", "bf16", "fp16", "int8", "2:4", "1-bit"] = "none"
+    compression: Literal["none", "bf16", "fp16", "int8", "2:4", "1-bit"] | InstalledCodec = "none"
     """Compression of gradient messages between data ranks: none; bf16 or fp16; int8, in blocks with one scale each; 2:4, the
-    two largest of every four elements, 9 bits per element; 1-bit, signs, for optimizer.name = "onebit-adam" alone."""
+    two largest of every four elements, 9 bits per element; 1-bit, signs, for optimizer.name = "onebit-adam" alone; or the name
+    of a codec of an installed package."""
     compress_scope: Literal["all", "inter_node"] = "all"
     """Messages to compress: all, or only messages between hosts if a group of ranks spans several hosts."""
     error_feedback: bool = True
@@ -195,6 +212,9 @@ class Plan(Table):
     precision: Precision = Precision()
     memory: Memory = Memory()
     comm: Comm = Comm()
+    techniques: tuple[Function, ...] = ()
+    """Functions of yours, "package.module:function", that change the model in place before recomputation and ZeRO are applied:
+    function(model, anatomy, plan, mesh), on every rank, also in dry runs."""
     prediction: Prediction | None = None
     """Performance and memory predicted by the planner; written by `weft plan`."""
 

@@ -64,6 +64,19 @@ def test_cpu_is_detected_without_an_accelerator() -> None:
     assert detect().type == (torch.accelerator.current_accelerator(True) or torch.device("cpu")).type
 
 
+def test_a_device_of_another_package_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other_devices.py").write_text(
+        "from weft.device.device import Cpu\n\nclass Slow(Cpu):\n    type = 'mps'\n"
+    )
+    information = tmp_path / "other_devices-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: other-devices\nVersion: 1\n")
+    (information / "entry_points.txt").write_text("[weft.devices]\nmps = other_devices:Slow\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert type(detect(FakeTorch(type="mps"))).__name__ == "Slow"
+    assert isinstance(detect(FakeTorch(type="xpu")), Cpu)
+
+
 def test_cpu_properties() -> None:
     device: Device = Cpu()
     assert (device.type, device.backend, device.count) == ("cpu", "gloo", 1)

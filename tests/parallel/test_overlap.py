@@ -205,7 +205,7 @@ def use_region(rank: int, ranks: int, use: str) -> tuple[list[Any], list[str]]:
     group = dist.new_group(backend="gloo")
     torch.manual_seed(0)
     region, parts = Region(use).double(), torch.randn(2, 4, 3, 4, dtype=torch.float64)
-    assert share_gather(region, "mlp", FIRST_OF_MLP, DOWN, TensorSplit())
+    assert share_gather(region, None, "mlp", FIRST_OF_MLP, DOWN, TensorSplit())
     x = parts[rank].clone().requires_grad_()
     gathered = RegionBoundary(Overlap(group, 2), sp=True, dim=0, queue=None, split=TensorSplit()).enter(x)
     assert isinstance(gathered, LazyGather)
@@ -244,7 +244,7 @@ def test_wrapped_layers_are_not_changed() -> None:
     region = Region("shape")
     forward = region.up_proj.forward
     region.up_proj.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
-    assert not share_gather(region, "mlp", FIRST_OF_MLP, DOWN, TensorSplit())
+    assert not share_gather(region, None, "mlp", FIRST_OF_MLP, DOWN, TensorSplit())
     assert "forward" not in vars(region.gate_proj)
 
 

@@ -176,3 +176,38 @@ def test_schedules_decay_to_their_floor() -> None:
     for schedule, middle in (("linear", 0.6), ("polynomial", 0.2 + 0.8 * 0.25), ("cosine", 0.6)):
         rates = [learning_rate(step, 100, settings.model_copy(update={"schedule": schedule})) for step in (50, 100)]
         assert rates == pytest.approx([middle, 0.2])
+
+
+# Techniques
+
+
+def double_the_embeddings(model: Any, anatomy: Any, plan: Any, mesh: Any) -> None:
+    """Technique: a hook on the embedding, which one pipeline stage has."""
+    if anatomy.embedding:
+        model.get_submodule(anatomy.embedding).register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_technique_runs_under_every_plan(layout: str, tmp_path: Path) -> None:
+    """The reference is one rank, whose loss differs from that of the model without the technique."""
+    technique = {"techniques": [f"{__name__}:double_the_embeddings"]}
+    losses = {}
+    for name, count, parallel, more in (
+        ("without", 1, {"zero": 0}, {}),
+        ("one", 1, {"zero": 0}, technique),
+        ("several", *LAYOUTS[layout], technique),
+    ):
+        plan = {"parallel": parallel, "precision": {"param_dtype": "fp32"}, **more}
+        train = {"steps": 3, "global_batch_size": 4, "micro_batch_size": 1}
+        job = Job.load(write_job(tmp_path, plan=plan, train=train, optimizer={"lr": 0.01}), [f"out={tmp_path / name}"])
+        out, _ = train_in_the_pool(job, count)
+        losses[name] = [row.loss for row in read_metrics(out / "metrics.jsonl")]
+    assert losses["several"] == pytest.approx(losses["one"], rel=1e-5)
+    assert losses["one"] != pytest.approx(losses["without"], rel=1e-3)
+
+
+def test_a_technique_that_does_not_exist_is_refused(own_code: Path) -> None:
+    job = Job.load(write_job(own_code, plan={"techniques": ["own_code:missing"]}))
+    with pytest.raises(JobError, match="own_code has no function missing") as caught:
+        check_functions(job)
+    assert caught.value.where == "plan.techniques[0] = own_code:missing"

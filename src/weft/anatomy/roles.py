@@ -1,6 +1,42 @@
 """Anatomy: module names of a model by role. All techniques use the anatomy and never the class of a model."""
 
+import re
 from dataclasses import dataclass
+from typing import Any
+
+ROLES_KEY = "weft_roles"
+"""Key of a model's configuration with roles of modules (`model.roles`): the roles travel with the model."""
+STANDARD_NAMES = {
+    "attention": "self_attn",
+    "recurrence": "linear_attn",
+    "mlp": "mlp",
+    "router": "router",
+    "experts": "experts",
+    "shared_experts": "shared_experts",
+    "norm": "norm",
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output": "o_proj",
+    "query_norm": "q_norm",
+    "key_norm": "k_norm",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+"""Standard name of a module by its role; techniques recognise modules by such names."""
+
+
+def standard_name(config: Any, name: str) -> str:
+    """Last part of a module's name, or the standard name of the role that the configuration gives it.
+
+    Args:
+        config: configuration of the model.
+        name: full or relative name of the module.
+    """
+    last = name.rpartition(".")[2]
+    roles = getattr(config, ROLES_KEY, None) or {}
+    return next((STANDARD_NAMES[role] for pattern, role in roles.items() if re.fullmatch(pattern, last)), last)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from weft.anatomy.roles import Anatomy, Block
+from weft.anatomy.roles import Anatomy, Block, standard_name
 from weft.errors import ModelError
 
 # Last part of module names by role, in the families of Transformers 5.17 to 5.23.
@@ -40,8 +40,8 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
             model, missing, f"get_{'in' if missing == 'embedding' else 'out'}put_embeddings() to name a module"
         )
     stack_name, stack = _find_blocks(model)
-    blocks = tuple(_read_block(f"{stack_name}.{index}", block) for index, block in enumerate(stack.children()))
     config = model.config.get_text_config()
+    blocks = tuple(_read_block(f"{stack_name}.{index}", block, config) for index, block in enumerate(stack.children()))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Anatomy(
         family=model.config.model_type,
@@ -104,9 +104,10 @@ def document_masks(
 
 def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Find the list of decoder blocks: the list in the library's pipeline plan, else the largest list of blocks."""
+    config = model.config.get_text_config()
 
     def is_block(module: nn.Module) -> bool:
-        children = [name for name, _ in module.named_children()]
+        children = [standard_name(config, name) for name, _ in module.named_children()]
         mixes_tokens = any(map(ATTENTION.fullmatch, children))
         has_state = any(map(RECURRENCE.fullmatch, children))
         return has_state or (mixes_tokens and any(map(MLP.fullmatch, children)))
@@ -126,11 +127,12 @@ def _find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return largest, lists[largest]
 
 
-def _read_block(name: str, block: nn.Module) -> Block:
+def _read_block(name: str, block: nn.Module, config: Any) -> Block:
     def find(pattern: re.Pattern[str], inside: tuple[str, ...] | None = None) -> tuple[str, ...]:
         """Modules whose last name matches: children of the block, or any module inside the parts `inside`."""
         if inside is None:
-            return tuple(f"{name}.{child}" for child, _ in block.named_children() if pattern.fullmatch(child))
+            children = [child for child, _ in block.named_children() if pattern.fullmatch(standard_name(config, child))]
+            return tuple(f"{name}.{child}" for child in children)
         found: list[str] = []
         for child, _ in block.named_modules():
             full = f"{name}.{child}"
@@ -138,7 +140,7 @@ def _read_block(name: str, block: nn.Module) -> Block:
             nested = full.startswith(
                 tuple(f"{outer}." for outer in found)
             )  # only the outermost matching module has the role
-            if below and not nested and pattern.fullmatch(child.rsplit(".", 1)[-1]):
+            if below and not nested and pattern.fullmatch(standard_name(config, child)):
                 found.append(full)
         return tuple(found)
 
@@ -152,7 +154,7 @@ def _read_block(name: str, block: nn.Module) -> Block:
         router=find(ROUTER, mlp) if experts else (),
         experts=experts,
         shared_experts=find(SHARED_EXPERTS, mlp) if experts else (),
-        norms=tuple(f"{name}.{child}" for child, module in block.named_modules() if "Norm" in type(module).__name__),
+        norms=tuple(f"{name}.{child}" for child, module in block.named_modules() if _is_norm(child, module, config)),
     )
 
 
@@ -162,10 +164,14 @@ def _find_final_norm(model: PreTrainedModel, stack_name: str) -> str | None:
     plan = list(getattr(model.config, "base_model_pp_plan", None) or ())
     if plan and hasattr(model.get_submodule(parent_name), plan[-1]):
         return f"{parent_name}.{plan[-1]}"
-    siblings = [
-        name for name, module in model.get_submodule(parent_name).named_children() if "Norm" in type(module).__name__
-    ]
+    config = model.config.get_text_config()
+    children = model.get_submodule(parent_name).named_children()
+    siblings = [name for name, module in children if _is_norm(name, module, config)]
     return f"{parent_name}.{siblings[-1]}".lstrip(".") if siblings else None
+
+
+def _is_norm(name: str, module: nn.Module, config: Any) -> bool:
+    return "Norm" in type(module).__name__ or standard_name(config, name) in ("norm", "q_norm", "k_norm")
 
 
 def experts_per_token(config: Any) -> int | None:
@@ -215,5 +221,5 @@ def _unreadable(model: PreTrainedModel, role: str, looked_for: str) -> ModelErro
         f"cannot read the anatomy of {type(model).__name__}: no {role} found",
         where=f"model_type {model.config.model_type}",
         rule=f"looked for {looked_for}",
-        fix="use a decoder-only model of Transformers, or add this family's names to src/weft/anatomy/transformers.py",
+        fix="use a decoder-only model of Transformers, or give its modules roles in [model.roles] (docs/extending.md)",
     )

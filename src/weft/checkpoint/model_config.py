@@ -9,9 +9,11 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+from weft.anatomy.roles import ROLES_KEY
 from weft.checkpoint.weight_files import is_plain_name
 from weft.errors import ModelError, nearest
 from weft.job import Model
+from weft.own_code import load_module
 
 SHOWN = 300  # characters of an error message of Transformers that are shown
 # Keys that Transformers reads for every family, in addition to the fields of its configuration class.
@@ -28,9 +30,12 @@ def read_config(source: Model) -> PretrainedConfig:
     """Transformers configuration named by a job: from a model folder, a config.json, or a table in the job.
 
     Raises:
+        JobError: `model.package` cannot be imported.
         ModelError: the file does not exist, the model_type is unknown, the family does not know a key, or Transformers
             refuses a value.
     """
+    if source.package:
+        load_module(source.package, f"model.package = {source.package}")
     try:
         if isinstance(source.config, dict):
             settings = dict(source.config)
@@ -41,7 +46,10 @@ def read_config(source: Model) -> PretrainedConfig:
         quantized = settings.pop("quantization_config", None)  # newly initialized weights are not quantized
         if quantized and source.path:
             raise _refused_quantization(quantized, _where(source))
-        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        if source.roles:
+            setattr(config.get_text_config(), ROLES_KEY, dict(source.roles))
+        return config
     except FileNotFoundError as error:
         rule = "model.path is a folder with a config.json; model.config is a config.json"
         fix = "check the path; it is relative to the current folder"
@@ -155,7 +163,8 @@ def _code_of(family: type[PretrainedConfig]) -> str:
     files = {
         Path(str(inspect.getsourcefile(base))) for base in family.__mro__ if base.__module__.startswith("transformers")
     }
-    files |= set(Path(str(inspect.getsourcefile(family))).parent.glob("modeling_*.py"))
+    own = Path(str(inspect.getsourcefile(family)))
+    files |= {own, *own.parent.glob("modeling_*.py")}
     return "\n".join(file.read_text(encoding="utf-8") for file in sorted(files))
 
 

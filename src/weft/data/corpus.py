@@ -4,8 +4,11 @@ import codecs
 import glob
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+from blake3 import blake3
 
 from weft.errors import DataError
 from weft.job import Data
@@ -79,13 +82,15 @@ def check_not_empty(data: Data, files: Sequence[Path]) -> None:
     Raises:
         DataError: all documents are empty, or a file before the first document is damaged.
     """
-    if next(documents(data.source, files), None) is None:
+    of_function = ":" in data.source
+    source = "jsonl" if of_function else data.source  # written by `write_documents`
+    if next(documents(source, files), None) is None:
         size = sum(path.stat().st_size for path in files)
         raise DataError(
             f"the corpus is empty: no text in {len(files)} file{'s' * (len(files) > 1)} of {size:,} bytes",
-            where=f"data.path = {data.path}" if data.path else f"data.source = {data.source}",
+            where=f"data.path = {data.path}" if data.path and not of_function else f"data.source = {data.source}",
             rule="a corpus has at least one non-empty document",
-            fix="set data.path to files with text",
+            fix="let the function yield text" if of_function else "set data.path to files with text",
         )
 
 
@@ -106,6 +111,49 @@ def documents(source: str, files: Sequence[Path]) -> Iterator[str]:
                     yield text
         except OSError as error:
             raise unreadable(path, error) from None
+
+
+def write_documents(function: Callable[[Data], Iterable[str]], data: Data, path: Path) -> str:
+    """Write the documents that a function of the user yields as JSON lines.
+
+    Args:
+        function: function that `data.source` names.
+        data: its argument.
+        path: file to write.
+
+    Returns:
+        Digest of the file.
+
+    Raises:
+        DataError: the function raises, or yields something else than valid Unicode strings.
+    """
+    digest = blake3()
+    with path.open("wb") as file:
+        for number, text in enumerate(_results(function, data)):
+            line = json.dumps({"text": _checked(text, f"document {number} of {data.source}")}).encode() + b"\n"
+            digest.update(line)
+            file.write(line)
+    return digest.hexdigest()
+
+
+def _results(function: Callable[[Data], Iterable[str]], data: Data) -> Iterator[str]:
+    """Results of a function of the user; its exceptions become errors with their location."""
+    number = 0
+    try:
+        results = function(data)
+        if isinstance(results, str):
+            raise TypeError("it returned one string, which is no list of documents")
+        for text in results:
+            number += 1
+            yield text
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(
+            f"{data.source} failed after {number} documents: {type(error).__name__}: {error}",
+            where=f"data.source = {data.source}, {last.filename}:{last.lineno}",
+            rule="the function gets the [data] table and returns an iterable of strings",
+            fix="mend the function",
+        ) from None
 
 
 def unreadable(path: Path, error: OSError) -> DataError:

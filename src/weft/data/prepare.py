@@ -17,6 +17,7 @@ from weft.data.rows import Rows
 from weft.data.shards import ROW_TYPES, TokenSpan, open_array
 from weft.errors import DataError
 from weft.job import Data
+from weft.own_code import load_function
 
 BYTES_PER_TOKEN = 4  # average bytes of text per token, only for the estimate of disk space
 
@@ -132,12 +133,43 @@ def _vocab_size(path: Path) -> int:
 
 
 def _prepare_text(data: Data, model_folder: Path | None, log: Callable[[str], None]) -> Prepared:
-    files = corpus.find_files(data)
-    corpus.check_not_empty(data, files)
     cache = Path(data.cache).expanduser().resolve()
-    digests = [contents.digest for contents in digest_files(files, cache)]
-    content = "".join(sorted(digests) if data.shuffle else digests)
-    tokenizer_folder = _find_tokenizer(data, model_folder, files, content, cache, log)
+    if ":" not in data.source:
+        files = corpus.find_files(data)
+        corpus.check_not_empty(data, files)
+        digests = [contents.digest for contents in digest_files(files, cache)]
+        content = "".join(sorted(digests) if data.shuffle else digests)
+        return _tokenize(data, data.source, model_folder, files, content, cache, log)
+    # A function is called once: its documents are read again to train a tokenizer, and their digest finds cached tokens.
+    with store.scratch_folder(cache / _key("documents", data.source), estimate=0) as scratch:
+        file = scratch / "documents.jsonl"
+        log(f"reading the documents of {data.source}")
+        content = corpus.write_documents(load_function(data.source, "data.source"), data, file)
+        corpus.check_not_empty(data, [file])
+        return _tokenize(data, "jsonl", model_folder, [file], content, cache, log)
+
+
+def _tokenize(
+    data: Data,
+    source: str,
+    model_folder: Path | None,
+    files: list[Path],
+    content: str,
+    cache: Path,
+    log: Callable[[str], None],
+) -> Prepared:
+    """Tokenize files, or find their tokens in the cache.
+
+    Args:
+        data: data table of the job.
+        source: type of the files.
+        model_folder: as for `prepare`.
+        files: files of the corpus.
+        content: digests of the files.
+        cache: data.cache.
+        log: as for `prepare`.
+    """
+    tokenizer_folder = _find_tokenizer(data, source, model_folder, files, content, cache, log)
     key = _key("tokens", data.source, content, tok.digest_tokenizer(tokenizer_folder), data.shuffle, store.SHARD_TOKENS)
     folder = cache / key
     if folder.is_dir():
@@ -149,7 +181,7 @@ def _prepare_text(data: Data, model_folder: Path | None, log: Callable[[str], No
         tokenizer = tok.load_tokenizer(tokenizer_folder)
         # Tokens are on the disk twice while they are being ordered.
         with store.build_folder(folder, estimate=2 * 4 * source_bytes // BYTES_PER_TOKEN) as scratch:
-            parts = tok.encode(tokenizer, corpus.documents(data.source, files))
+            parts = tok.encode(tokenizer, corpus.documents(source, files))
             vocab_size = max(tokenizer.get_vocab().values()) + 1
             store.write_store(
                 scratch, parts, shuffle=data.shuffle, vocab_size=vocab_size, end_of_text=tokenizer.eos_token_id
@@ -161,7 +193,13 @@ def _prepare_text(data: Data, model_folder: Path | None, log: Callable[[str], No
 
 
 def _find_tokenizer(
-    data: Data, model_folder: Path | None, files: list[Path], content: str, cache: Path, log: Callable[[str], None]
+    data: Data,
+    source: str,
+    model_folder: Path | None,
+    files: list[Path],
+    content: str,
+    cache: Path,
+    log: Callable[[str], None],
 ) -> Path:
     """Folder of the tokenizer; a tokenizer is trained into the cache if neither the job nor the model names one."""
     if data.tokenizer != "train":
@@ -172,7 +210,7 @@ def _find_tokenizer(
     if not folder.is_dir():
         log(f"training a tokenizer with {data.vocab_size} entries")
         with store.build_folder(folder, estimate=64 * data.vocab_size) as scratch:
-            texts = corpus.documents(data.source, files)
+            texts = corpus.documents(source, files)
             tok.train_tokenizer(texts, vocab_size=data.vocab_size, folder=scratch)
     return folder
 

@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 MAX_CUT_SHIFT = 0.25  # fraction of the smaller split by which a cut may move to fall between documents
 
 SCRATCH = re.compile(
-    r"(\.(?:tokens|tokenizer)-[0-9a-f]{24}-[0-9a-f]{16})\.lock"
+    r"(\.(?:tokens|tokenizer|documents)-[0-9a-f]{24}-[0-9a-f]{16})\.lock"
 )  # name of a scratch folder's lock file
 
 Size = Annotated[int, Field(ge=0)]
@@ -58,8 +58,7 @@ class StoreManifest(Table):
 def build_folder(folder: Path, *, estimate: int) -> Iterator[Path]:
     """Context manager: a scratch folder that is renamed to `folder` if the block succeeds, and removed otherwise.
 
-    If two launchers build the same folder at once, the first rename wins; the contents are identical. A lock file next to the
-    scratch folder is locked while the block runs; `remove_stale_scratch` uses it to detect scratch folders of killed launchers.
+    If two launchers build the same folder at once, the first rename wins; the contents are identical.
 
     Args:
         folder: final folder.
@@ -67,6 +66,22 @@ def build_folder(folder: Path, *, estimate: int) -> Iterator[Path]:
 
     Raises:
         DataError: the disk is too small or gets full, or the folder cannot be written.
+    """
+    with scratch_folder(folder, estimate=estimate) as scratch:
+        yield scratch
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+
+
+@contextmanager
+def scratch_folder(folder: Path, *, estimate: int) -> Iterator[Path]:
+    """Context manager: a scratch folder next to `folder`, which is removed at the end of the block.
+
+    A lock file next to the scratch folder is locked while the block runs; `remove_stale_scratch` uses it to detect scratch
+    folders of killed launchers. Arguments and errors as for `build_folder`.
     """
     scratch, lock, free = folder.with_name(f".{folder.name}-{secrets.token_hex(8)}"), None, 0
     lock_file = folder.with_name(f"{scratch.name}.lock")
@@ -78,11 +93,6 @@ def build_folder(folder: Path, *, estimate: int) -> Iterator[Path]:
         lock = _lock_scratch(lock_file)
         scratch.mkdir(mode=0o700)
         yield scratch
-        try:
-            scratch.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             written = sum(path.stat().st_size for path in scratch.iterdir()) if scratch.is_dir() else 0

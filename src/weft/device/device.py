@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from functools import cached_property
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,8 +24,10 @@ import torch
 
 Feature = Literal["bf16", "fp16", "fp64", "grouped_matmul", "float8"]
 
-# Process group backend of each accelerator. For any other accelerator of torch, `detect` returns the cpu.
+# Process group backend of each accelerator that Weft knows itself.
 COLLECTIVES = {"cuda": "nccl", "npu": "hccl"}
+DEVICE_GROUP = "weft.devices"
+"""Group of the entry points with which other packages add devices."""
 
 RATE_DTYPES = (torch.float32, torch.bfloat16)  # fp16 and fp64 are faster than both on no processor
 BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86 with AMX, ARM; names of Linux
@@ -129,15 +132,21 @@ class Device(ABC):
 def detect(torch_module: Any = torch) -> Device:
     """Detect the accelerator of this host; without one, return the cpu.
 
+    A type of accelerator that Weft does not know is created by the entry point of its name in the group "weft.devices", a
+    class or function without arguments; without such an entry point it is ignored.
+
     Args:
         torch_module: torch, or a stand-in for it in tests.
     """
     if importlib.util.find_spec("torch_npu") is not None:
         importlib.import_module("torch_npu")  # makes npu known to torch
     accelerator = torch_module.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type not in COLLECTIVES:
+    if accelerator is None:
         return Cpu()
-    return Accelerator(accelerator.type, torch_module)
+    if accelerator.type in COLLECTIVES:
+        return Accelerator(accelerator.type, torch_module)
+    installed = entry_points(group=DEVICE_GROUP)
+    return installed[accelerator.type].load()() if accelerator.type in installed.names else Cpu()
 
 
 class Cpu(Device):

@@ -3,12 +3,13 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic.fields import FieldInfo
 
 from weft.data import count_micro_batches
 from weft.errors import PlanError
@@ -19,7 +20,7 @@ from weft.observe.prediction import compare, table_rows
 from weft.observe.record import RunRecord, missing, read_run
 from weft.parallel.pipeline.gantt import bars
 from weft.parallel.pipeline.plan_schedule import plan_timeline
-from weft.plan import Plan
+from weft.plan import Table
 from weft.train.metrics import StepMetrics, format_count, format_seconds
 
 
@@ -284,22 +285,29 @@ def _pipeline_plot(job: Job) -> str:
     return page.plot("plot-pipeline", figure, "Pipeline", caption)
 
 
+def _settings(table: Table, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Dotted key, value and field of every setting; the planner's prediction has a separate section."""
+    for name, field in type(table).model_fields.items():
+        value = getattr(table, name)
+        if name == "prediction":
+            continue
+        if isinstance(value, Table):
+            yield from _settings(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value, field
+
+
 def _plan_tables(job: Job | None) -> list[str]:
     """Plan settings that differ from their defaults; collapsed below: all other settings, and the full job."""
     if job is None:
         return [page.absent("job.toml is missing.")]
     changed, defaults = [], []
-    for name in Plan.model_fields:
-        if name == "prediction":  # shown in a separate section
-            continue
-        table = getattr(job.plan, name)
-        for key, field in type(table).model_fields.items():
-            value, default = getattr(table, key), field.get_default(call_default_factory=True)
-            meaning = field.description or ""
-            if value == default:
-                defaults.append((f"{name}.{key}", _setting(value), meaning))
-            else:
-                changed.append((f"{name}.{key}", _setting(value), _setting(default), meaning))
+    for key, value, field in _settings(job.plan):
+        default, meaning = field.get_default(call_default_factory=True), field.description or ""
+        if value == default:
+            defaults.append((key, _setting(value), meaning))
+        else:
+            changed.append((key, _setting(value), _setting(default), meaning))
     return [
         page.table(["Setting", "Value", "Default", "Meaning"], changed)
         if changed

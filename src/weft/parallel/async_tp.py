@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
+from weft.anatomy.roles import standard_name
 from weft.comm import collectives
 from weft.comm.overlap import (
     DeferGrad,
@@ -154,6 +155,7 @@ class _LazyGatherFunction(torch.autograd.Function):
 
 def share_gather(
     region: nn.Module,
+    config: Any,
     own_name: str,
     column_names: tuple[re.Pattern[str], ...],
     row_names: re.Pattern[str],
@@ -163,6 +165,7 @@ def share_gather(
 
     Args:
         region: module with this rank's part of each weight.
+        config: configuration of the model.
         own_name: name of the region itself, if it is a linear layer.
         column_names: names of the column-parallel layers whose input is the input of the region.
         row_names: names of the row-parallel layers.
@@ -174,7 +177,7 @@ def share_gather(
     """
     column_modules: list[Any] = []
     for name, module in region.named_modules():
-        last = (name or own_name).rpartition(".")[2]
+        last = standard_name(config, name or own_name)
         if isinstance(module, nn.Linear | Conv1D) and not row_names.fullmatch(last):
             if not any(pattern.fullmatch(last) for pattern in column_names) or not is_plain(module):
                 return False

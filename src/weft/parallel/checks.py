@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from weft.anatomy.roles import Anatomy
+from weft.anatomy.roles import Anatomy, standard_name
 from weft.errors import PlanError
 from weft.parallel.tp_rules import (
     ATTENTION_MATRICES,
@@ -72,7 +72,7 @@ def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
         raise _refusal(anatomy, f"{kv_heads} KV heads cannot be divided by tp = {tp}, nor tp by {kv_heads}")
     for block in anatomy.blocks:
         for name in (child for part in block.attention + block.mlp for child in _children(model, part)):
-            last = name.rpartition(".")[2]
+            last = standard_name(config, name)
             packed = PACKED_QUERY_KEY_VALUE.fullmatch(last) or PACKED_UP.fullmatch(last)
             if packed and not block.is_moe and anatomy.family not in PACKED_FAMILIES:
                 raise PlanError(
@@ -85,7 +85,7 @@ def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
         for name in block.attention:
             _check_attention(name, model.get_submodule(name), config, tp)
         for name in () if block.is_moe else block.mlp:
-            _check_matrices(name, model.get_submodule(name), MLP_MATRICES, tp)
+            _check_matrices(name, model.get_submodule(name), config, MLP_MATRICES, tp)
 
 
 def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str) -> None:
@@ -141,7 +141,7 @@ def _unknown_role(name: str, rule: str) -> PlanError:
         f"tensor parallelism does not know the role of {name}",
         where="plan.parallel.tp",
         rule=rule,
-        fix="set plan.parallel.tp = 1, or add this name to src/weft/parallel/tp_rules.py",
+        fix="set plan.parallel.tp = 1, or give this module a role in [model.roles] (docs/extending.md)",
     )
 
 
@@ -150,11 +150,11 @@ def _children(model: PreTrainedModel, part: str) -> list[str]:
 
 
 def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> None:
-    _check_matrices(name, attention, ATTENTION_MATRICES, tp)
+    _check_matrices(name, attention, config, ATTENTION_MATRICES, tp)
     heads, kv_heads = count_heads(config), count_kv_heads(config)
     for child, module in attention.named_modules():
         own = [key for key, _ in module.named_parameters(recurse=False) if not PER_HEAD.fullmatch(key)]
-        norm = PROJECTION_NORM.fullmatch(child.rpartition(".")[2])
+        norm = PROJECTION_NORM.fullmatch(standard_name(config, child))
         if own and not norm and not isinstance(module, nn.Linear | Conv1D):
             raise _unknown_role(
                 f"{name}.{child or own[0]}", "weights inside attention are split by head, according to their names"
@@ -163,7 +163,7 @@ def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> N
             raise _unknown_role(f"{name}.{child}", "a norm of queries or keys has one weight per feature")
     _check_kv_heads(name, attention, heads, kv_heads)
     packed = any(PACKED_QUERY_KEY_VALUE.fullmatch(child) for child, _ in attention.named_children())
-    wide = any(True for _ in wide_norms(attention))
+    wide = any(True for _ in wide_norms(attention, config))
     if kv_heads % tp and (packed or wide):
         reason = "packs queries and KV heads in one weight" if packed else "normalises all KV heads together"
         raise PlanError(
@@ -187,11 +187,11 @@ def _check_kv_heads(name: str, attention: Any, heads: int, kv_heads: int) -> Non
         )
 
 
-def _check_matrices(name: str, part: nn.Module, known: tuple[re.Pattern[str], ...], tp: int) -> None:
+def _check_matrices(name: str, part: nn.Module, config: Any, known: tuple[re.Pattern[str], ...], tp: int) -> None:
     """Refuse unknown weights in a part of a block, and hidden units that tp does not divide."""
     for child, module in part.named_modules():
         full = f"{name}.{child}" if child else name
-        last = full.rpartition(".")[2]
+        last = standard_name(config, full)
         if isinstance(module, nn.Linear | Conv1D) and not any(pattern.fullmatch(last) for pattern in known):
             raise _unknown_role(
                 full, f"a linear layer is split by rows or columns according to its name; {last} is not a known name"

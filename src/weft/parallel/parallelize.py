@@ -16,6 +16,7 @@ from weft.errors import PlanError
 from weft.memory.offload import build_offload
 from weft.memory.recompute import apply_recompute, patch_library_recompute
 from weft.memory.weights import split_weights
+from weft.own_code import load_function
 from weft.parallel.checks import check_tp
 from weft.parallel.ddp import apply_ddp
 from weft.parallel.documents import check_masks
@@ -97,6 +98,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     compute_in_float32(model, full_anatomy, plan.precision.fp32_modules)
     if plan.precision.backward == "fp16":
         begin_fp16_backward_at(model.get_submodule(full_anatomy.head))
+    for index, name in enumerate(plan.techniques):
+        load_function(name, f"plan.techniques[{index}]")(model, anatomy, plan, mesh)
     capture = partial(capture_context, runtime.router_stats, runtime.dropout)
     if plan.memory.recompute or plan.memory.offload:
         runtime.offload = build_offload(plan.memory, detect())

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from weft.anatomy.roles import Anatomy
+from weft.anatomy.roles import Anatomy, standard_name
 from weft.anatomy.transformers import ATTENTION, document_masks
 from weft.errors import ModelError, PlanError
 from weft.parallel.attention_interface import IMPLEMENTATION, replace_attention
@@ -230,7 +230,7 @@ def check_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan
         )
     inside = tuple(f"{name}." for block in anatomy.blocks for name in block.attention)
     for name, _ in model.named_modules():
-        if ATTENTION.fullmatch(name.rpartition(".")[2]) and not f"{name}.".startswith(inside):
+        if ATTENTION.fullmatch(standard_name(config, name)) and not f"{name}.".startswith(inside):
             raise PlanError(
                 f"{name} is an attention outside of the decoder's blocks",
                 where=where,

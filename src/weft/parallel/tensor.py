@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from weft.anatomy.roles import Anatomy, Block
+from weft.anatomy.roles import Anatomy, Block, standard_name
 from weft.comm import collectives
 from weft.comm.overlap import Overlap, can_overlap
 from weft.comm.symmetric import find_fused_matmuls
@@ -105,6 +105,7 @@ def _split_block(
 ) -> None:
     group, unit = tp.get_group(), model.get_submodule(block.name)
     layouts: dict[str, TensorLayout] = {}
+    config = model.config.get_text_config()
 
     def boundary(dim: int) -> RegionBoundary | None:
         return RegionBoundary(overlap, sp, dim, queue, split) if overlap else None
@@ -113,23 +114,24 @@ def _split_block(
         return [(name.removeprefix(f"{block.name}."), model.get_submodule(name)) for name in names]
 
     for name, module in relative(block.attention):
-        layouts |= _split_attention(name, module, model.config.get_text_config(), tp, split)
-        hook = _input_hook(module, group, sp, SEQUENCE, FIRST_OF_ATTENTION, boundary(SEQUENCE))
+        layouts |= _split_attention(name, module, config, tp, split)
+        hook = _input_hook(module, config, group, sp, SEQUENCE, FIRST_OF_ATTENTION, boundary(SEQUENCE))
         module.register_forward_pre_hook(hook, with_kwargs=True)
-        _reduce_output(module, group, sp, SEQUENCE, boundary(SEQUENCE))
+        _reduce_output(module, config, group, sp, SEQUENCE, boundary(SEQUENCE))
     for name, module in relative(block.mlp):
         if block.is_moe:  # experts need complete tokens: each rank routes its own part of the sequence
             if not sp:
                 module.register_forward_pre_hook(_split_hook(group), with_kwargs=True)
                 module.register_forward_hook(_unsplit_hook(group))
             continue
-        layouts |= _split_mlp(name, module, tp, split)
+        layouts |= _split_mlp(name, module, config, tp, split)
         # An MLP is computed per token, so that the parts may be concatenated along the batch dim, which needs no copy.
-        entry = module if not isinstance(module, nn.Linear | Conv1D) or UP.fullmatch(name) else None
+        is_first = not isinstance(module, nn.Linear | Conv1D) or UP.fullmatch(standard_name(config, name))
+        entry = module if is_first else None
         if entry is not None:
-            hook = _input_hook(module, group, sp, 0, FIRST_OF_MLP, boundary(0), name)
+            hook = _input_hook(module, config, group, sp, 0, FIRST_OF_MLP, boundary(0), name)
             entry.register_forward_pre_hook(hook, with_kwargs=True)
-        _reduce_output(module, group, sp, 0, boundary(0), name)
+        _reduce_output(module, config, group, sp, 0, boundary(0), name)
     experts = tuple(f"{name}." for name, _ in relative(block.experts))
     for name, _ in unit.named_parameters():
         in_region = any(name.startswith(f"{part}.") for part, _ in relative(block.attention + block.mlp))
@@ -155,7 +157,7 @@ def _split_attention(
     ranks, heads, kv_heads = tp.size(), count_heads(config), count_kv_heads(config)
     layouts: dict[str, TensorLayout] = {}
     for name, module in attention.named_modules():
-        last, full = name.rpartition(".")[2], f"{prefix}.{name}"
+        last, full = standard_name(config, name), f"{prefix}.{name}"
         if not isinstance(module, nn.Linear | Conv1D):
             continue
         if KEY_VALUE.fullmatch(last) and kv_heads % ranks:
@@ -174,15 +176,15 @@ def _split_attention(
         shard_parameter(attention, name, 0, tp)
         layouts[f"{prefix}.{name}"] = TensorLayout("shard")
     _set_local_heads(attention, ranks, heads, kv_heads)
-    _gather_for_wide_norms(attention, tp.get_group())
+    _gather_for_wide_norms(attention, config, tp.get_group())
     return layouts
 
 
-def _split_mlp(prefix: str, mlp: nn.Module, tp: DeviceMesh, split: TensorSplit) -> dict[str, TensorLayout]:
+def _split_mlp(prefix: str, mlp: nn.Module, config: Any, tp: DeviceMesh, split: TensorSplit) -> dict[str, TensorLayout]:
     layouts: dict[str, TensorLayout] = {}
     for name, module in mlp.named_modules():
         full = f"{prefix}.{name}" if name else prefix
-        last = full.rpartition(".")[2]
+        last = standard_name(config, full)
         if not isinstance(module, nn.Linear | Conv1D):
             continue
         if PACKED_UP.fullmatch(last):
@@ -236,9 +238,9 @@ def _set_local_heads(attention: Any, ranks: int, heads: int, kv_heads: int) -> N
         attention.config.num_attention_heads, attention.config.num_key_value_heads = heads // ranks, own_kv
 
 
-def _gather_for_wide_norms(attention: nn.Module, group: dist.ProcessGroup) -> None:
+def _gather_for_wide_norms(attention: nn.Module, config: Any, group: dist.ProcessGroup) -> None:
     """Gather the input of norms over all heads, and split their output."""
-    for norm in wide_norms(attention):
+    for norm in wide_norms(attention, config):
         norm.register_forward_pre_hook(lambda _, args: (collectives.gather(args[0], group, -1), *args[1:]))
         norm.register_forward_hook(lambda _, args, out: out.chunk(group.size(), -1)[group.rank()])
 
@@ -248,6 +250,7 @@ def _gather_for_wide_norms(attention: nn.Module, group: dist.ProcessGroup) -> No
 
 def _input_hook(
     region: nn.Module,
+    config: Any,
     group: dist.ProcessGroup,
     sp: bool,
     dim: int,
@@ -256,7 +259,7 @@ def _input_hook(
     own_name: str = "",
 ) -> Callable[..., Any]:
     """Forward pre-hook of a region: gather the sequence in forward, sum gradients over ranks in backward."""
-    if boundary is not None and share_gather(region, own_name, first, DOWN, boundary.split):
+    if boundary is not None and share_gather(region, config, own_name, first, DOWN, boundary.split):
         return lambda _, args, kwargs: _map_hidden(args, kwargs, boundary.enter)
 
     def enter(hidden: Tensor) -> Tensor:
@@ -273,7 +276,13 @@ def _map_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[
 
 
 def _reduce_output(
-    region: nn.Module, group: dist.ProcessGroup, sp: bool, dim: int, boundary: RegionBoundary | None, own_name: str = ""
+    region: nn.Module,
+    config: Any,
+    group: dist.ProcessGroup,
+    sp: bool,
+    dim: int,
+    boundary: RegionBoundary | None,
+    own_name: str = "",
 ) -> None:
     """Reduce the outputs of the row-parallel layers of a region over ranks (reduce-scatter with sequence parallelism).
 
@@ -285,7 +294,7 @@ def _reduce_output(
         return collectives.reduce_scatter(out, group, dim) if sp else collectives.reduce(out, group)
 
     for name, module in region.named_modules():
-        last = (name or own_name).rpartition(".")[2]
+        last = standard_name(config, name or own_name)
         if isinstance(module, nn.Linear | Conv1D) and DOWN.fullmatch(last):
             if boundary is not None and is_plain(module):
                 fuse_reduction(module, boundary)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from weft.anatomy.roles import standard_name
 from weft.errors import PlanError
 
 # Last name components of linear layers in the families of Transformers 5.17 to 5.23.
@@ -79,10 +80,11 @@ def inner_features(module: Any, last: str) -> int:
     return out_features(module) // (2 if PACKED_UP.fullmatch(last) else 1)
 
 
-def wide_norms(attention: nn.Module) -> Iterator[nn.Module]:
-    """Norms of queries and keys over all heads together, as in OLMo-2."""
+def wide_norms(attention: nn.Module, config: Any) -> Iterator[nn.Module]:
+    """Norms of queries and keys over all heads together, as in OLMo-2; `config` is the configuration of the model."""
     head_dim = getattr(attention, "head_dim", None)
     for name, module in attention.named_children():
         weight = getattr(module, "weight", None)
-        if re.fullmatch(r"([qk]|query|key)_(layer)?norm", name) and weight is not None and weight.numel() != head_dim:
+        is_norm = re.fullmatch(r"([qk]|query|key)_(layer)?norm", standard_name(config, name))
+        if is_norm and weight is not None and weight.numel() != head_dim:
             yield module

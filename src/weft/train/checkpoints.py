@@ -35,7 +35,7 @@ SAME_BATCHES = (
     "data.held_out",
 )
 """Keys that determine the rows of each global batch."""
-SAME_UPDATE = ("optimizer", "model.config")
+SAME_UPDATE = ("optimizer", "model.config", "plan.techniques")
 """Keys and tables that determine updates, besides train.steps, which matters if past learning rates depend on it."""
 ANY_STEP = 2**62
 MAX_COMPARED_RATES = 10_000
@@ -244,7 +244,7 @@ def check_same_update(job: Job, before: dict[str, Any], step: int, where: str) -
         changed += [
             f"{table}.{name} = {now[table][name]!r}, it was {then_table.get(name)!r}"
             for name in names
-            if now[table][name] != then_table.get(name)
+            if (now[table][name] or None) != (then_table.get(name) or None)  # a key of a later version is absent
         ]
     steps = before.get("train", {}).get("steps")
     if isinstance(steps, int) and not changed and steps != job.train.steps:

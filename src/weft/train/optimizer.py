@@ -9,8 +9,8 @@ from torch import nn
 
 from weft.errors import JobError
 from weft.job import Optimizer
+from weft.own_code import load_function
 from weft.parallel.one_bit_adam import OneBitAdam
-from weft.train.functions import load_function
 
 DECAY_SHARE = (
     0.2  # fraction of steps in the decay phase of "wsd" (Hägele et al., Scaling Laws Beyond Fixed Durations, 2024)

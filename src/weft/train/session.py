@@ -24,6 +24,7 @@ from weft.device.device import Device, detect
 from weft.errors import CheckpointError
 from weft.job import Job
 from weft.launch.launcher import connect
+from weft.own_code import load_function
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import allocate, runtime
@@ -31,7 +32,6 @@ from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
 from weft.train.checkpoints import Checkpoints
-from weft.train.functions import load_function
 from weft.train.optimizer import build_optimizer
 
 

@@ -21,6 +21,8 @@ class Codec(NamedTuple):
     """[rows, length] float32 -> [rows, bytes(length)] uint8."""
     decode: Callable[[Tensor, int], Tensor]
     """[rows, bytes(length)] uint8 and length -> [rows, length] float32."""
+    owner: "Codec | None" = None
+    """Codec of the mean that owners send back; None: this one. A sum of sparse messages is not sparse."""
 
     @property
     def bytes_per_element(self) -> float:

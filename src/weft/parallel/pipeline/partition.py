@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from weft.anatomy.build import build_on_meta
-from weft.anatomy.roles import Anatomy
+from weft.anatomy.roles import Anatomy, standard_name
 from weft.anatomy.transformers import EXPERTS, document_masks
 from weft.errors import ModelError, PlanError
 from weft.parallel.pipeline.schedules import SCHEDULES
@@ -144,7 +144,9 @@ def trace_block_chain(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dty
     except ModelError:
         raise _cannot_partition(anatomy, "it cannot be built from its configuration alone") from None
     for name, module in probe.named_modules():
-        if EXPERTS.fullmatch(name.rpartition(".")[2]) and not isinstance(module, nn.ModuleList):
+        if EXPERTS.fullmatch(standard_name(model.config.get_text_config(), name)) and not isinstance(
+            module, nn.ModuleList
+        ):
             module.forward = lambda hidden, *args, **kwargs: (
                 hidden
             )  # routing depends on values, which meta tensors lack

@@ -1,0 +1,61 @@
+"""Python code of the user that a job names: functions as "package.module:function", and packages to import."""
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from weft.errors import JobError
+
+
+def load_function(name: str, where: str) -> Callable[..., Any]:
+    """Import a function.
+
+    Args:
+        name: "package.module:function".
+        where: key of the job, for the message.
+
+    Raises:
+        JobError: the module or the function does not exist, or the module cannot be imported.
+    """
+    module_name, _, attribute = name.partition(":")
+    module = load_module(module_name, f"{where} = {name}")
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        near = difflib.get_close_matches(attribute, [key for key in vars(module) if not key.startswith("_")], 1)
+        raise JobError(
+            f"{module_name} has no function {attribute}",
+            where=f"{where} = {name}",
+            rule='a function is named as "package.module:function"',
+            fix=f"did you mean {module_name}:{near[0]}?" if near else f"define it in {module.__file__}",
+        )
+    return function
+
+
+def load_module(name: str, where: str) -> ModuleType:
+    """Import a module; modules of the current folder are found, as with `python -m`.
+
+    Args:
+        name: full name of the module.
+        where: key and value of the job, for the message.
+
+    Raises:
+        JobError: the module does not exist or cannot be imported.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise JobError(
+            f"{name} cannot be imported: {type(error).__name__}: {error}",
+            where=where + ("" if is_missing else f", {last.filename}:{last.lineno}"),
+            rule="a module of yours is found from the current folder, or is installed",
+            fix="start in the folder of the module, or install its package" if is_missing else "mend the module",
+        ) from None
