@@ -16,6 +16,7 @@ from tests.lab.pool import close_pools
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
+from weft.cli import main
 from weft.comm.compression import codecs
 from weft.errors import JobError, PlanError
 from weft.job import Job
@@ -128,6 +129,16 @@ def test_roles_make_a_model_known(beside: Path, tmp_path: Path) -> None:
     block = read_anatomy(build_on_meta(read_config(source), torch.float32)).blocks[1]
     assert (block.attention, block.mlp) == (("tower.1.mixer",), ("tower.1.net",))
     assert block.norms == ("tower.1.scale_in", "tower.1.scale_mid")
+
+
+def test_the_command_prints_the_anatomy_of_a_job(
+    beside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", "anatomy", str(PACKAGES / "odd-model" / "job.toml")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert "tower.*.mixer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

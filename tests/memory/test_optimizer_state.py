@@ -16,6 +16,7 @@ from tests.lab.families import family
 from tests.lab.live import StorageBytes
 from tests.lab.pool import RankError, run_ranks
 from weft.device.device import detect
+from weft.errors import PlanError
 from weft.memory.chunked_step import chunked_step
 from weft.memory.optimizer_state import OffloadedStates, StatePlacement
 from weft.memory.pool import Pool, mapped_files
@@ -146,8 +147,25 @@ def test_full_disk_is_refused_before_the_first_step(tmp_path: Path) -> None:
 
 def test_budget_below_one_state_is_refused(tmp_path: Path) -> None:
     memory = Memory(optimizer_device="disk", offload_dir=str(tmp_path), optimizer_bytes=(1000,))
-    with pytest.raises(RankError, match="1000 bytes cannot hold the states of any parameter"):
+    with pytest.raises(
+        RankError, match=r"1000 bytes cannot hold the states of any parameter of rank 0: .* 800000 bytes"
+    ):
         run_ranks(1, build, memory)
+
+
+def small_budget_of_rank_1(rank: int, ranks: int, folder: str) -> str:
+    plan = Plan(memory=Memory(optimizer_device="disk", offload_dir=folder, optimizer_bytes=(800_000, 500_000)))
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.randn(1000, 100))])
+    with pytest.raises(PlanError) as refused:
+        StatePlacement(optimizer, plan, detect(), stage_rank=rank)
+    return str(refused.value)
+
+
+def test_a_budget_that_is_too_small_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    """500,000 bytes hold the parameter, and not its two states."""
+    first, second = run_ranks(2, small_budget_of_rank_1, str(tmp_path))
+    assert first == second
+    assert first.startswith("500000 bytes cannot hold the states of any parameter of rank 1")
 
 
 LIMITED = """

@@ -292,6 +292,16 @@ def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
         return attempt(lambda: run.export(folder / "runs"))
     if what == "batches":
         return attempt(lambda: run.evaluate([]))
+    if what == "counts":
+        own = part_of(batches()[0], rank, 4)
+        return attempt(lambda: run.train_batch({key: value[: rank + 1] for key, value in own.items()}))
+    if what == "kind":
+        run.train_batch(part_of(batches()[0], rank, ranks))
+        run.step()
+        run.save(folder / "step-1")
+        run.finish()
+        other = weft.prepare(untouched(), optimizer=lambda own: torch.optim.SGD(own, lr=0.1), plan=plan_for("fp64"))
+        return attempt(lambda: other.load(folder / "step-1"))
     if what == "name":
         return attempt(lambda: run.save(folder / "last"))
     if what == "extra":
@@ -316,6 +326,8 @@ def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
         ("items", "items is between 1 and 2 on the ranks"),
         ("export", "other files than an export"),
         ("batches", "at least one"),
+        ("counts", "between 1 and 2 micro-batches on the ranks"),
+        ("kind", "the checkpoint is not of SGD: its optimizer has the settings betas, this one momentum"),
         ("weights", "that has weights"),
         ("wide", "float64, and plan.precision.update is torch.float32"),
         ("foreign", "parameters that are not those that its function was given"),

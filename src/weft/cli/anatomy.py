@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 
-def anatomy(config: Annotated[Path, typer.Argument(help="A Hugging Face config.json, or a folder with one.")]) -> None:
+def anatomy(
+    config: Annotated[Path, typer.Argument(help="A Hugging Face config.json, a folder with one, or a job.toml.")],
+) -> None:
     """Print the structure of a model: roles and module names.
 
     Needs no weights.
@@ -18,9 +20,12 @@ def anatomy(config: Annotated[Path, typer.Argument(help="A Hugging Face config.j
     from weft.anatomy.build import build_on_meta
     from weft.anatomy.transformers import read_anatomy
     from weft.checkpoint.model_config import read_config
-    from weft.job import Model
+    from weft.job import Job, Model
 
-    source = Model(path=str(config)) if config.is_dir() else Model(config=str(config))
+    if config.suffix == ".toml":
+        source = Job.load(config).model
+    else:
+        source = Model(path=str(config)) if config.is_dir() else Model(config=str(config))
     found = read_anatomy(build_on_meta(read_config(source), torch.float32))
     table = Table("role", "module", "count", title=f"{found.family}, {len(found.blocks)} blocks")
     for role, pattern, count in found.table():

@@ -26,7 +26,7 @@ from weft.memory.packed import copy_parts, with_parts
 from weft.memory.pool import Pool, mapped_files, pinned_memory, typed_view
 from weft.memory.quantized_state import quantize_states
 from weft.memory.storages import local_part, plain_parts, put_local
-from weft.plan import Memory, Plan, bytes_per_state_element
+from weft.plan import Plan, bytes_per_state_element
 
 STATES = 2  # tensors that Adam keeps, of the size of a parameter
 
@@ -148,7 +148,9 @@ class StatePlacement:
         """States on the host or on disk; None if all states stay on the device."""
         on_host = memory.optimizer_device == "host" and (device.type != "cpu" or pool is not None)
         if on_host or memory.optimizer_device == "disk":
-            budget = offload_budget(optimizer, memory, stage_rank)
+            budget = offload_budget(plan, stage_rank)
+            if pool is None and memory.optimizer_bytes:
+                _check_budget(optimizer, plan, budget)
             self.offloaded = OffloadedStates(optimizer, device, pool or _pool(optimizer, plan, device, budget), budget)
 
     def place(self, parameter: Tensor) -> None:
@@ -163,28 +165,34 @@ def _pool(optimizer: torch.optim.Optimizer, plan: Plan, device: Device, budget: 
     """Memory pool of the plan for offloaded states: pinned host memory, or files on a disk with enough space."""
     if plan.memory.optimizer_device == "host":
         return Pool(pinned_memory(device.type))
-    elements = sum(local_part(parameter).numel() for parameter in _parameters(optimizer))
-    states = STATES + (plan.comm.compression == "1-bit")  # 1-bit Adam also keeps the momentum of the warm-up
-    state_bytes = states * bytes_per_state_element(plan.precision) * elements
-    _check_disk(Path(plan.memory.offload_dir), int(min(budget, state_bytes)))
+    _check_disk(Path(plan.memory.offload_dir), int(min(budget, sum(_state_sizes(optimizer, plan)))))
     return Pool(mapped_files(Path(plan.memory.offload_dir)))
 
 
-def offload_budget(optimizer: torch.optim.Optimizer, memory: Memory, stage_rank: int = 0) -> float:
-    """Maximum bytes of offloaded states on this rank. Arguments and errors as in `StatePlacement`."""
-    if not memory.optimizer_bytes:
-        return math.inf
-    budget = memory.optimizer_bytes[stage_rank if len(memory.optimizer_bytes) > 1 else 0]
-    sizes = (local_part(parameter).nbytes for parameter in _parameters(optimizer))
-    smallest = min(filter(None, sizes), default=0)
-    if budget < smallest:
+def offload_budget(plan: Plan, stage_rank: int = 0) -> float:
+    """Maximum bytes of offloaded states on a rank; arguments as in `StatePlacement`."""
+    budgets = plan.memory.optimizer_bytes
+    return budgets[stage_rank if len(budgets) > 1 else 0] if budgets else math.inf
+
+
+def _check_budget(optimizer: torch.optim.Optimizer, plan: Plan, budget: float) -> None:
+    """Refuse a budget that no parameter's states fit into on some rank. Collective."""
+    smallest = min(filter(None, _state_sizes(optimizer, plan)), default=0)
+    found = all_gather_json([budget, smallest] if budget < smallest else None)
+    for rank, (limit, size) in ((rank, pair) for rank, pair in enumerate(found) if pair):
         raise PlanError(
-            f"{budget} bytes cannot hold the states of any parameter: the smallest parameter has {smallest} bytes",
+            f"{limit} bytes cannot hold the states of any parameter of rank {rank}: the smallest need {size} bytes",
             where="plan.memory.optimizer_bytes",
             rule="the states of a parameter are offloaded together",
             fix="set plan.memory.optimizer_bytes to some MiB or more, or remove it to offload all states",
         )
-    return budget
+
+
+def _state_sizes(optimizer: torch.optim.Optimizer, plan: Plan) -> list[int]:
+    """Bytes of the states of each parameter on this rank."""
+    states = STATES + (plan.comm.compression == "1-bit")  # 1-bit Adam also keeps the momentum of the warm-up
+    per_element = states * bytes_per_state_element(plan.precision)
+    return [int(per_element * local_part(parameter).numel()) for parameter in _parameters(optimizer)]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

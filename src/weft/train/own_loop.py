@@ -48,6 +48,8 @@ from weft.topology.mesh import AXES, data_rank
 from weft.train.step import compute_gradients, evaluate
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
+KIND_SETTINGS = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "beta2_decay"})
+"""Settings of a parameter group that tell kinds of torch's optimizers apart."""
 
 
 class Update(NamedTuple):
@@ -212,8 +214,8 @@ class Run:
             Mean cross entropy over the targets of all data ranks, the same on every rank.
 
         Raises:
-            ModelError: the rows cannot be divided, the mask hides more than padding at the ends of rows, or there are gradients
-                of an earlier batch.
+            ModelError: the rows cannot be divided, ranks have different numbers of micro-batches, the mask hides more than
+                padding at the ends of rows, or there are gradients of an earlier batch.
         """
         if self._losses:
             raise ModelError(
@@ -223,6 +225,7 @@ class Run:
                 fix="call run.step() before the next batch, or pass all rows of the step at once",
             )
         micro_batches = self._micro_batches(batch, micro_batch_size)
+        _check_counts(len(micro_batches), "train_batch")
         set_dropout_seed(self.model, self.steps + 1)
         found = compute_gradients(self.model, self.optimizer, micro_batches)
         self._items, self._losses = [torch.ones((), dtype=torch.float64)], [torch.tensor(found.loss)]
@@ -306,14 +309,7 @@ class Run:
             ModelError: ranks have different numbers of micro-batches, or none.
         """
         micro_batches = [part for batch in batches for part in self._micro_batches(batch, micro_batch_size)]
-        counts = all_gather_json(len(micro_batches))
-        if len(set(counts)) > 1 or not micro_batches:
-            raise ModelError(
-                f"between {min(counts)} and {max(counts)} micro-batches on the ranks",
-                where="weft.Run.evaluate",
-                rule="all ranks run the same number of micro-batches, at least one",
-                fix="give each data rank the same number of rows; fill up with rows whose labels are -100",
-            )
+        _check_counts(len(micro_batches), "evaluate")
         held_out = evaluate(self.model, micro_batches)
         free_gathered_weights(self.model)
         return held_out
@@ -443,6 +439,7 @@ class Run:
         if (step := STEP_FOLDER.fullmatch(path.name)) and not path.exists():
             path = path.with_name(f"step-{int(step[1]):08d}")
         manifest = verify_together(path)
+        _check_kind(self.optimizer.inner, manifest.position.parameter_groups, path)
         free_gathered_weights(self.model)
         self.optimizer.finish_offload()
         self.optimizer.state.clear()
@@ -523,10 +520,36 @@ def _has_other_files(folder: Path) -> bool:
     return bool(found) and not is_export
 
 
+def _check_counts(own: int, method: str) -> None:
+    """Refuse different numbers of micro-batches, for whose collectives other ranks would wait. Collective."""
+    counts = all_gather_json(own)
+    if len(set(counts)) > 1 or not own:
+        raise ModelError(
+            f"between {min(counts)} and {max(counts)} micro-batches on the ranks",
+            where=f"weft.Run.{method}",
+            rule="all ranks run the same number of micro-batches, at least one",
+            fix="give each data rank the same number of rows; fill up with rows whose labels are -100",
+        )
+
+
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Settings of a parameter group that JSON can hold."""
     plain = (int, float, str, list, tuple)  # also bool
     return {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Refuse a checkpoint of another kind of optimizer, by the settings of its parameter groups."""
+    own = {key for group in optimizer.param_groups for key in group} & KIND_SETTINGS
+    then = {key for group in saved for key in group} & KIND_SETTINGS
+    if saved and own != then:
+        raise CheckpointError(
+            f"the checkpoint is not of {type(optimizer).__name__}: its optimizer has the settings "
+            f"{', '.join(sorted(then))}, this one {', '.join(sorted(own))}",
+            where=str(folder),
+            rule="the states of an optimizer are loaded into the same kind of optimizer",
+            fix="prepare the model with the optimizer of the checkpoint",
+        )
 
 
 def _set_groups(groups: list[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:

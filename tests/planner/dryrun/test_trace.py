@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.lab.families import family
 from tests.lab.jobs import write_job
@@ -233,6 +234,20 @@ def test_cuda_attention_saves_no_scores(recompute: str) -> None:
     assert cuda.count.state_bytes == cpu.count.state_bytes
     scores = 2 * 4 * 64 * 64 * 2  # bytes per layer: rows x heads x queries x keys x 2
     assert cuda.count.peak < cpu.count.peak - 2 * scores
+
+
+def wide_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Loss with logits in float64."""
+    return F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten(), reduction="sum")
+
+
+def test_a_loss_of_ones_own_is_in_the_account() -> None:
+    job = job_for(DENSE, "fp32", 4, zero=3)
+    own = job.model_copy(update={"train": job.train.model_copy(update={"loss": f"{__name__}:wide_loss"})})
+    plain, wide = (trace(which, RANKS, [0])[0].count for which in (job, own))
+    logits = 2 * 32 * SIZES["vocab_size"]  # of a micro-batch of two rows
+    assert wide.peak - plain.peak >= 8 * logits - 4 * logits
+    assert wide.flops == plain.flops
 
 
 def test_invalid_plans_are_refused_before_the_dry_run() -> None:

@@ -28,6 +28,7 @@ from weft.device.device import Cpu, detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
 from weft.memory.pool import Pool
+from weft.own_code import load_function
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.plan_schedule import plan_timeline
@@ -147,6 +148,8 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         if absent:
             fuse_attention(model, anatomy)
         parallelize(model, plan, mesh)
+        if job.train.loss != "cross_entropy":
+            runtime(model).loss = load_function(job.train.loss, "train.loss")
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(RealControlTensors())
         allocate(model, device)
