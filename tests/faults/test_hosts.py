@@ -20,6 +20,7 @@ import pytest
 from tests.faults.kill import processes
 from tests.lab.hosts import Host, hosts
 from tests.lab.jobs import write_job
+from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.launch.rendezvous import new_token
 from weft.launch.tunnel import MAGIC, MAGIC_TLS
 from weft.train.metrics import read_metrics
@@ -285,7 +286,7 @@ def test_the_job_continues_without_a_lost_host(lab: Lab) -> None:
     printed = first.wait_for_exit(0)
     assert "attempt 1 starts 1 ranks" in printed
     step = resumed_step(printed)
-    assert step >= 14
+    assert step >= 15 - 2  # as above: the state of a step is copied while the next one runs, and confirmed after it
     expected = lab.losses_without_a_fault(2)
     assert lab.losses()[:step] == expected[:step]
     assert lab.losses() == pytest.approx(expected, rel=1e-5)  # another layout sums in another order
@@ -327,13 +328,16 @@ def test_the_job_resumes_after_the_loss_of_host_0(lab: Lab) -> None:
     lab.write(train=LONG | {"steps": 60}, checkpoint={"every": 10})
     first, second = lab.start_all("--nproc-per-node", "1", "--max-restarts", "2")
     lab.reach(25, first)
+    until((lab.out / "step-00000020").exists, 60, first.printed)  # it is written in the background
     first.kill()
     printed = second.wait_for_exit(1)
     assert re.search(r"weft: host 0 \(.+\) is unreachable", printed)
     assert "start all hosts, host 0 too, with --resume auto" in printed
+    newest = step_of(list_checkpoints(lab.out)[0])
+    assert newest >= 20
     first, second = lab.start_all("--nproc-per-node", "1", "--resume", "auto")
     second.wait_for_exit(0)
-    assert "resuming after step 20" in first.wait_for_exit(0)
+    assert f"resuming after step {newest}" in first.wait_for_exit(0)
     assert lab.losses() == lab.losses_without_a_fault(2)
 
 
