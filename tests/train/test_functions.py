@@ -1,17 +1,23 @@
 """Functions of the user's own code in a job: optimizer, schedule, loss and callbacks, in the pool and as a command."""
 
 import json
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.runs import train_in_the_pool
+from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.manifest import read_manifest
 from weft.errors import JobError
@@ -204,6 +210,21 @@ def test_a_technique_runs_under_every_plan(layout: str, tmp_path: Path) -> None:
         losses[name] = [row.loss for row in read_metrics(out / "metrics.jsonl")]
     assert losses["several"] == pytest.approx(losses["one"], rel=1e-5)
     assert losses["one"] != pytest.approx(losses["without"], rel=1e-3)
+
+
+def test_the_technique_of_the_page_adds_noise_in_training_alone() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    listing = re.search(r"    # mine.py\n(.*?)\n\n(?=\S)", page, re.DOTALL)
+    assert listing
+    found: dict[str, Any] = {}
+    exec(textwrap.dedent(listing[1]), found)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("llama")))
+    rows = torch.arange(3, 19)[None]
+    before = model.eval()(input_ids=rows).logits
+    found["add_noise"](model, read_anatomy(model), None, None)
+    assert torch.equal(model(input_ids=rows).logits, before)
+    change = (model.train()(input_ids=rows).logits - before).abs().max()
+    assert change > 0
 
 
 def test_a_technique_that_does_not_exist_is_refused(own_code: Path) -> None:
