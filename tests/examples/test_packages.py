@@ -1,4 +1,4 @@
-"""Example packages beside Weft: a gradient codec and a model with names of its own, installed and used by commands."""
+"""Example packages: a gradient codec and a model with names of its own, installed by pip and used by commands."""
 
 import os
 import shutil
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from tests.lab.jobs import write_job
 from tests.lab.parity import assert_parity, plan_for
 from tests.lab.pool import close_pools
 from weft.anatomy.build import build_on_meta
+from weft.anatomy.roles import STANDARD_NAMES
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.cli import main
 from weft.comm.compression import codecs
 from weft.errors import JobError, PlanError
-from weft.job import Job
+from weft.job import Job, Role
 from weft.plan import Comm
 from weft.train.metrics import read_metrics
 
@@ -122,6 +124,10 @@ def test_a_codec_that_breaks_a_rule_is_refused(
 
 def odd_job(folder: Path, *settings: str) -> Job:
     return Job.load(PACKAGES / "odd-model" / "job.toml", [f"out={folder / 'run'}", f"data.cache={folder}", *settings])
+
+
+def test_every_role_has_a_standard_name() -> None:
+    assert set(get_args(Role)) == set(STANDARD_NAMES)
 
 
 def test_roles_make_a_model_known(beside: Path, tmp_path: Path) -> None:

@@ -41,7 +41,11 @@ def test_ranks_of_srun() -> None:
     port = found.pop("MASTER_PORT")
     assert found == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu03"}
     assert 20000 <= int(port) < 40000
-    assert rank_variables({**SLURM, "CUDA_VISIBLE_DEVICES": "3"})["LOCAL_RANK"] == "0"  # srun --gpus-per-task=1
+    own = {"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "3"}
+    assert rank_variables({**SLURM, **own})["LOCAL_RANK"] == "0"
+    assert (
+        rank_variables({**SLURM, "CUDA_VISIBLE_DEVICES": "3"})["LOCAL_RANK"] == "1"
+    )  # one device for all: refused later
     assert rank_variables({**SLURM, "CUDA_VISIBLE_DEVICES": "2,3"})["LOCAL_RANK"] == "1"
     assert rank_variables({**SLURM, "SLURM_PROCID": "6"})["MASTER_PORT"] == port  # the ranks of a job agree
     assert rank_variables({**SLURM, "SLURM_STEP_ID": "1"})["MASTER_PORT"] != port  # two steps at once do not meet

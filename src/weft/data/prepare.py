@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -132,6 +133,16 @@ def _vocab_size(path: Path) -> int:
     return int(np.max(open_array(path, ndim=2, dtypes=ROW_TYPES))) + 1
 
 
+class _CorpusFiles(NamedTuple):
+    """Files of a corpus."""
+
+    kind: str
+    """Type of the files, a key of `corpus.READERS`."""
+    files: list[Path]
+    content: str
+    """Digests of the files."""
+
+
 def _prepare_text(data: Data, model_folder: Path | None, log: Callable[[str], None]) -> Prepared:
     cache = Path(data.cache).expanduser().resolve()
     if ":" not in data.source:
@@ -139,49 +150,35 @@ def _prepare_text(data: Data, model_folder: Path | None, log: Callable[[str], No
         corpus.check_not_empty(data, files)
         digests = [contents.digest for contents in digest_files(files, cache)]
         content = "".join(sorted(digests) if data.shuffle else digests)
-        return _tokenize(data, data.source, model_folder, files, content, cache, log)
+        return _tokenize(data, _CorpusFiles(data.source, files, content), model_folder, cache, log)
     # A function is called once: its documents are read again to train a tokenizer, and their digest finds cached tokens.
     with store.scratch_folder(cache / _key("documents", data.source), estimate=0) as scratch:
         file = scratch / "documents.jsonl"
         log(f"reading the documents of {data.source}")
         content = corpus.write_documents(load_function(data.source, "data.source"), data, file)
         corpus.check_not_empty(data, [file])
-        return _tokenize(data, "jsonl", model_folder, [file], content, cache, log)
+        return _tokenize(data, _CorpusFiles("jsonl", [file], content), model_folder, cache, log)
 
 
 def _tokenize(
-    data: Data,
-    source: str,
-    model_folder: Path | None,
-    files: list[Path],
-    content: str,
-    cache: Path,
-    log: Callable[[str], None],
+    data: Data, found: _CorpusFiles, model_folder: Path | None, cache: Path, log: Callable[[str], None]
 ) -> Prepared:
-    """Tokenize files, or find their tokens in the cache.
-
-    Args:
-        data: data table of the job.
-        source: type of the files.
-        model_folder: as for `prepare`.
-        files: files of the corpus.
-        content: digests of the files.
-        cache: data.cache.
-        log: as for `prepare`.
-    """
-    tokenizer_folder = _find_tokenizer(data, source, model_folder, files, content, cache, log)
-    key = _key("tokens", data.source, content, tok.digest_tokenizer(tokenizer_folder), data.shuffle, store.SHARD_TOKENS)
+    """Tokenize files, or find their tokens in the cache."""
+    tokenizer_folder = _find_tokenizer(data, found, model_folder, cache, log)
+    key = _key(
+        "tokens", data.source, found.content, tok.digest_tokenizer(tokenizer_folder), data.shuffle, store.SHARD_TOKENS
+    )
     folder = cache / key
     if folder.is_dir():
         log(f"using tokens from the cache: {folder}")
     else:
-        source_bytes = sum(path.stat().st_size for path in files)
-        log(f"tokenizing {len(files)} files, {source_bytes / 1e6:.1f} MB")
+        source_bytes = sum(path.stat().st_size for path in found.files)
+        log(f"tokenizing {len(found.files)} files, {source_bytes / 1e6:.1f} MB")
         began = time.monotonic()
         tokenizer = tok.load_tokenizer(tokenizer_folder)
         # Tokens are on the disk twice while they are being ordered.
         with store.build_folder(folder, estimate=2 * 4 * source_bytes // BYTES_PER_TOKEN) as scratch:
-            parts = tok.encode(tokenizer, corpus.documents(source, files))
+            parts = tok.encode(tokenizer, corpus.documents(found.kind, found.files))
             vocab_size = max(tokenizer.get_vocab().values()) + 1
             store.write_store(
                 scratch, parts, shuffle=data.shuffle, vocab_size=vocab_size, end_of_text=tokenizer.eos_token_id
@@ -193,24 +190,18 @@ def _tokenize(
 
 
 def _find_tokenizer(
-    data: Data,
-    source: str,
-    model_folder: Path | None,
-    files: list[Path],
-    content: str,
-    cache: Path,
-    log: Callable[[str], None],
+    data: Data, found: _CorpusFiles, model_folder: Path | None, cache: Path, log: Callable[[str], None]
 ) -> Path:
     """Folder of the tokenizer; a tokenizer is trained into the cache if neither the job nor the model names one."""
     if data.tokenizer != "train":
         return Path(data.tokenizer).expanduser().resolve()
     if model_folder is not None and tok.has_tokenizer(model_folder):
         return model_folder.expanduser().resolve()
-    folder = cache / _key("tokenizer", data.source, content, data.vocab_size)
+    folder = cache / _key("tokenizer", data.source, found.content, data.vocab_size)
     if not folder.is_dir():
         log(f"training a tokenizer with {data.vocab_size} entries")
         with store.build_folder(folder, estimate=64 * data.vocab_size) as scratch:
-            texts = corpus.documents(source, files)
+            texts = corpus.documents(found.kind, found.files)
             tok.train_tokenizer(texts, vocab_size=data.vocab_size, folder=scratch)
     return folder
 

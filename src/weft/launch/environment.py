@@ -8,8 +8,6 @@ from weft.errors import JobError
 
 FIRST_PORT, PORTS = 20000, 20000
 """Range of ports that are derived from the id of a job, below the ports that Linux gives to outgoing connections."""
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-"""Variables with which a launcher limits the devices that a process sees."""
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -63,10 +61,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     else:
         return {}
     found = {name: environment[source] for name, source in names.items()}
-    visible = [environment[name] for name in VISIBLE if environment.get(name)]
-    if visible and all(
-        "," not in devices for devices in visible
-    ):  # --gpus-per-task=1: each rank sees its own device as 0
+    if environment.get("SLURM_GPUS_PER_TASK") == "1":  # each rank sees its own device alone, as device 0
         found["LOCAL_RANK"] = "0"
     found |= {"MASTER_ADDR": address, "MASTER_PORT": str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)}
     return {name: value for name, value in found.items() if name not in environment}

@@ -88,28 +88,28 @@ def wandb(job: Job) -> Tracker:
     Raises:
         JobError: the library is not installed.
     """
-    return _Wandb(_load("wandb", "wandb"), os.environ.get("WANDB_PROJECT", PROJECT), job)
+    return _Wandb(_load("wandb"), os.environ.get("WANDB_PROJECT", PROJECT), job)
 
 
 def trackio(job: Job) -> Tracker:
     """Callback that logs to trackio. Raises as `wandb`."""
-    return _Wandb(_load("trackio", "trackio"), os.environ.get("TRACKIO_PROJECT", PROJECT), job)
+    return _Wandb(_load("trackio"), os.environ.get("TRACKIO_PROJECT", PROJECT), job)
 
 
 def mlflow(job: Job) -> Tracker:
     """Callback that logs to MLflow. Raises as `wandb`."""
-    return _MLflow(_load("mlflow", "mlflow"), job)
+    return _MLflow(_load("mlflow"), job)
 
 
-def _load(module: str, extra: str) -> ModuleType:
+def _load(library: str) -> ModuleType:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(library)
     except ImportError as error:
         raise JobError(
-            f"{module} cannot be imported: {error}",
-            where=f"train.callbacks = weft.observe.trackers:{extra}",
+            f"{library} cannot be imported: {error}",
+            where=f"train.callbacks = weft.observe.trackers:{library}",
             rule="experiment trackers are extras of Weft",
-            fix=f'pip install "weft-train[{extra}]"',
+            fix=f'pip install "weft-train[{library}]"',
         ) from None
 
 

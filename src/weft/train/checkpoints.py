@@ -244,7 +244,8 @@ def check_same_update(job: Job, before: dict[str, Any], step: int, where: str) -
         changed += [
             f"{table}.{name} = {now[table][name]!r}, it was {then_table.get(name)!r}"
             for name in names
-            if (now[table][name] or None) != (then_table.get(name) or None)  # a key of a later version is absent
+            if now[table][name] != then_table.get(name)
+            and (name in then_table or now[table][name])  # empty, and absent in an earlier version: no change
         ]
     steps = before.get("train", {}).get("steps")
     if isinstance(steps, int) and not changed and steps != job.train.steps:

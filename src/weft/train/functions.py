@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from weft.errors import JobError
 from weft.job import Job
 from weft.own_code import load_function
+from weft.parallel.runtime import runtime
 from weft.train.metrics import Evaluation, StepMetrics
 
 EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
@@ -24,6 +27,16 @@ def check_functions(job: Job) -> None:
     for key, name in named.items():
         if ":" in name:
             load_function(name, key)
+
+
+def use_loss(model: nn.Module, name: str) -> None:
+    """Let a parallelized model train with the loss of a job, the value of `train.loss`.
+
+    Raises:
+        JobError: the function does not exist.
+    """
+    if name != "cross_entropy":
+        runtime(model).loss = load_function(name, "train.loss")
 
 
 class Callback:

@@ -24,14 +24,14 @@ from weft.device.device import Device, detect
 from weft.errors import CheckpointError
 from weft.job import Job
 from weft.launch.launcher import connect
-from weft.own_code import load_function
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
-from weft.parallel.runtime import allocate, runtime
+from weft.parallel.runtime import allocate
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
 from weft.train.checkpoints import Checkpoints
+from weft.train.functions import use_loss
 from weft.train.optimizer import build_optimizer
 
 
@@ -80,8 +80,7 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
     model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
     anatomy = read_anatomy(model)
     parallelize(model, plan, mesh)
-    if job.train.loss != "cross_entropy":
-        runtime(model).loss = load_function(job.train.loss, "train.loss")
+    use_loss(model, job.train.loss)
     job = job.model_copy(update={"plan": plan})
     checkpoints = Checkpoints(job, run, prepared.identity, prepared.accepted) if run else None
     found = checkpoints.find(resume) if checkpoints else None

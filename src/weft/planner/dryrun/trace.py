@@ -28,7 +28,6 @@ from weft.device.device import Cpu, detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
 from weft.memory.pool import Pool
-from weft.own_code import load_function
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.plan_schedule import plan_timeline
@@ -39,6 +38,7 @@ from weft.planner.dryrun.modes import RealControlTensors, fake_world, fuse_atten
 from weft.planner.dryrun.step_counts import StepCounts, count_calls, count_step, extrapolate
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh
+from weft.train.functions import use_loss
 from weft.train.optimizer import build_optimizer
 from weft.train.run import check_model
 from weft.train.step import train_step
@@ -148,8 +148,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         if absent:
             fuse_attention(model, anatomy)
         parallelize(model, plan, mesh)
-        if job.train.loss != "cross_entropy":
-            runtime(model).loss = load_function(job.train.loss, "train.loss")
+        use_loss(model, job.train.loss)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(RealControlTensors())
         allocate(model, device)
