@@ -11,7 +11,8 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
 LAYERS = (
     "errors lock plan refusal job own_code compat",
-    "device backends launch topology anatomy comm precision compute memory data parallel checkpoint train planner observe cli",
+    "device backends launch topology anatomy comm precision compute memory optimizers data",
+    "parallel checkpoint train planner observe cli",
 )
 PACKAGES = " ".join(LAYERS).split()
 

@@ -78,8 +78,8 @@ def test_plan_in_a_separate_file(tmp_path: Path) -> None:
         ("data.nope=1", "[data] has source, path"),
         ("train=3", "write [train], and its keys below: steps"),
         ("train=[{steps=3}]", "write [train], and its keys below: steps"),
-        ("optimizer.name=lion", 'optimizer.name is "adamw" or "onebit-adam"'),
-        ("optimizer.name=lion", 'for example optimizer.name = "adamw"'),
+        ("optimizer.name=sgd", 'optimizer.name is "adamw", "muon", "adafactor", "lion" or "onebit-adam"'),
+        ("optimizer.name=sgd", 'for example optimizer.name = "adamw"'),
         ("optimizer.name=AdamW", 'did you mean optimizer.name = "adamw"?'),
         ("optimizer.lr=fast", "optimizer.lr is a number above 0"),
         ("optimizer.lr=fast", "for example optimizer.lr = 0.0003"),
@@ -172,7 +172,10 @@ def test_plan_given_as_a_job_is_recognized() -> None:
 @pytest.mark.parametrize("key", keys())
 def test_every_key_states_its_rule(key: str) -> None:
     with pytest.raises(JobError) as caught:
-        Job.parse(LLAMA, [f"{key}=1" if key in ("model.config", "plan.prediction") else f"{key}={{wrong=1}}"])
+        Job.parse(
+            LLAMA,
+            [f"{key}=1" if key in ("model.config", "plan.prediction", "optimizer.options") else f"{key}={{wrong=1}}"],
+        )
     text = str(caught.value)
     assert f"{key} is " in text
     assert "fix: " in text

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.lab import pool
 from tests.lab.live import StorageBytes
-from tests.lab.pool import Pool, RankError, close_pools, run_ranks
+from tests.lab.pool import Pool, RankError, close_pools, run_ranks, start_ranks
 
 
 def total(rank: int, world_size: int, x: torch.Tensor) -> torch.Tensor:
@@ -132,6 +132,24 @@ def test_pool_that_does_not_start_is_forked_again(monkeypatch: pytest.MonkeyPatc
     with pytest.warns(UserWarning, match="forked again: rank 1: killed by SIGKILL"):
         results = run_ranks(3, total, torch.ones(1))
     assert results == [6.0] * 3
+    close_pools()
+
+
+def process_id(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def test_ranks_that_have_been_started_run_the_next_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher in this process takes locks after it, which ranks that were forked later would hold too."""
+    monkeypatch.setattr(pool, "_pools", {})
+    monkeypatch.setattr(pool, "TASKS_OF_A_POOL", 1)
+    found = []
+    for _ in range(2):
+        start_ranks(2)
+        started = [process.pid for process in pool._pools[2].processes]
+        assert run_ranks(2, process_id) == started
+        found.append(started)
+    assert found[0] != found[1]
     close_pools()
 
 

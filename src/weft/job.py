@@ -98,16 +98,20 @@ class Data(Table):
 class Optimizer(Table):
     """Optimizer, gradient clipping and learning-rate schedule."""
 
-    name: Literal["adamw", "onebit-adam"] | Function = "adamw"
-    """Optimizer: fused AdamW (Loshchilov and Hutter, 2019), or 1-bit Adam (Tang et al., 2021), which is AdamW until its second
-    moment is frozen, and then sends momentum changes as signs; 1-bit Adam needs plan.comm.compression = "1-bit". A function
-    of yours, "package.module:function", makes an optimizer of torch from (parameter groups, this table)."""
+    name: Literal["adamw", "muon", "adafactor", "lion", "onebit-adam"] | Function = "adamw"
+    """Optimizer: fused AdamW (Loshchilov and Hutter, 2019); Muon for matrices of blocks (Jordan et al., 2024), AdamW for the
+    rest; Adafactor (Shazeer and Stern, 2018); Lion (Chen et al., 2023), which needs `pip install "weft-train[optimizers]"`; or
+    1-bit Adam (Tang et al., 2021), which is AdamW until its second moment is frozen, and then sends momentum changes as signs,
+    with plan.comm.compression = "1-bit". Any other optimizer by its class, such as "torch.optim:NAdam", or by a function of
+    yours, "package.module:function", which makes it from (parameter groups, this table)."""
+    options: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
+    """Further arguments of the optimizer, such as {momentum = 0.95}."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate, reached at the end of warm-up."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay rates of the first and the second moment."""
+    """Decay rates of the first and the second moment, for optimizers that have them."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Term added to the root of the second moment for numerical stability."""
+    """Term added to the root of the second moment for numerical stability, for optimizers that have it."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay of matrices; vectors (norms, biases) do not decay."""
     clip_norm: Annotated[float, Field(ge=0)] = 1.0

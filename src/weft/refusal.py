@@ -211,6 +211,8 @@ def _or(words: list[str]) -> str:
 
 def _example(field: FieldInfo) -> str:
     """Valid example value: the default, or a value of the same type if the default is empty."""
+    if field.default == {}:
+        return "{}"
     if field.default not in (None, ()) and not field.is_required():
         return _toml(field.default)
     if choices := _choices(field.annotation):

@@ -233,7 +233,10 @@ WRONG: list[tuple[str, list[str]]] = [
     # Keys and values.
     ("train {job} --set trian.steps=1", ["unknown key trian", "did you mean [train]?"]),
     ("dryrun {job} --world-size 2 --set plan.paralel.tp=2", ["did you mean [plan.parallel]?"]),
-    ("memory {job} --set optimizer.name=lion", ['is "adamw" or "onebit-adam"', 'optimizer.name = "adamw"']),
+    (
+        "memory {job} --set optimizer.name=sgd",
+        ['is "adamw", "muon", "adafactor", "lion" or "onebit-adam"', 'optimizer.name = "adamw"'],
+    ),
     ("compare {job} --set-b plan.parallel.zero=-1", ["plan.parallel.zero = -1", "is 0, 1, 2 or 3"]),
     ("topology {job} --set train.steps=many", ["is a whole number of at least 1", "train.steps = 100"]),
     ("train {job} --set train.steps=-1", ["train.steps = -1", "train.steps = 100"]),

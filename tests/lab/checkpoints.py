@@ -14,7 +14,7 @@ from weft.checkpoint.restore import Reader, restore, verify_together
 from weft.checkpoint.slices import PER_RANK_KINDS
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.device.device import detect
-from weft.job import Checkpoint, Job, Model
+from weft.job import Checkpoint, Job, Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import allocate
@@ -29,7 +29,14 @@ CPU = torch.device("cpu")
 
 
 def train_and_save(
-    rank: int, world_size: int, source: Model, plan: Plan, run: Path, steps: tuple[int, int], begin: Path | None
+    rank: int,
+    world_size: int,
+    source: Model,
+    plan: Plan,
+    run: Path,
+    steps: tuple[int, int],
+    begin: Path | None,
+    settings: Optimizer = SETTINGS,
 ) -> dict[str, torch.Tensor]:
     """Train from a checkpoint or from scratch, and save a checkpoint; return the full weights, gathered independently."""
     plan = plan.resolve(world_size)
@@ -38,12 +45,12 @@ def train_and_save(
     parallelize(model, plan, mesh)
     if begin:
         allocate(model, CPU)
-        optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
+        optimizer = DistributedOptimizer(build_optimizer(model, settings), model, detect())
         with Reader(begin, verify_together(begin)) as reader:
             restore(model, optimizer, reader, lambda files: None)
     else:
         materialize(model, source, CPU)
-        optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
+        optimizer = DistributedOptimizer(build_optimizer(model, settings), model, detect())
     for global_batch in packed_batches(read_config(source).get_text_config().vocab_size)[slice(*steps)]:
         batch = share(global_batch, data_rank(mesh), plan.parallel.data_ranks, 1)
         train_step(model, optimizer, batch, 0.5)

@@ -1,6 +1,7 @@
 """Parity of the untouched model in one process and a plan on several ranks: loss, logits, every gradient, and steps."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -33,6 +34,7 @@ STEPS = 3
 # A large eps: Adam divides by the gradient's magnitude, so a gradient that is only rounding would make a step of rounding.
 SETTINGS = Optimizer(lr=1e-2, eps=1e-3, warmup_steps=0, clip_norm=0.5)
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+MakeOptimizer = Callable[[list[dict[str, Any]], Any], Any]
 
 
 @dataclass
@@ -102,8 +104,23 @@ def reference_of_config(config: str, dtype: str, rows: int, rows_at_once: int | 
     return reference(source, dtype, batches, rows_at_once or rows)
 
 
-def reference(source: Model, dtype: str, batches: list[MicroBatch], rows_at_once: int) -> ParityRecord:
-    """Train the untouched model in one process with PyTorch's AdamW and clipping; only the loading is Weft's code."""
+def adamw(groups: list[dict[str, Any]], model: Any) -> torch.optim.Optimizer:
+    """AdamW of PyTorch for the reference."""
+    return torch.optim.AdamW(groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, foreach=False)
+
+
+def reference(
+    source: Model,
+    dtype: str,
+    batches: list[MicroBatch],
+    rows_at_once: int,
+    make: MakeOptimizer = adamw,
+) -> ParityRecord:
+    """Train the untouched model in one process with PyTorch's clipping; only the loading is Weft's code.
+
+    Args:
+        make: makes the optimizer from parameter groups and the model.
+    """
     model = build_plain(source, read_config(source), DTYPES[dtype])
     model.train()
 
@@ -114,7 +131,7 @@ def reference(source: Model, dtype: str, batches: list[MicroBatch], rows_at_once
     decay = [p for p in model.parameters() if p.ndim >= 2]
     no_decay = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": SETTINGS.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, foreach=False)
+    optimizer = make(groups, model)
     losses, norms, gradients = [], [], {}
     for step, batch in enumerate(batches, 1):
         pieces, tokens = share(batch, 0, 1, rows_at_once), int((batch.targets != -100).sum())
@@ -138,7 +155,13 @@ def reference(source: Model, dtype: str, batches: list[MicroBatch], rows_at_once
 
 
 def run_plan(
-    rank: int, world_size: int, source: Model, plan: Plan, batches: list[MicroBatch], micro_batch: int
+    rank: int,
+    world_size: int,
+    source: Model,
+    plan: Plan,
+    batches: list[MicroBatch],
+    micro_batch: int,
+    settings: Optimizer = SETTINGS,
 ) -> ParityRecord:
     """Train the same steps by Weft, on one rank of several."""
     config = read_config(source)
@@ -147,7 +170,7 @@ def run_plan(
     model = parallelize(build_on_meta(config, DTYPES[plan.precision.update]), plan, mesh)
     materialize(model, source, torch.device("cpu"))
     model.train()
-    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
+    optimizer = DistributedOptimizer(build_optimizer(model, settings), model, detect())
     data_ranks, gradient_ranks = plan.parallel.data_ranks, plan.parallel.gradient_ranks
     shares = [share(batch, data_rank(mesh), data_ranks, micro_batch) for batch in batches]
     tokens = int((batches[0].targets != -100).sum())
@@ -222,7 +245,14 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_parity(
-    source: Model, plan: Plan, world_size: int, micro_batch: int, rows_at_once: int | None = None, rows: int = 4
+    source: Model,
+    plan: Plan,
+    world_size: int,
+    micro_batch: int,
+    rows_at_once: int | None = None,
+    rows: int = 4,
+    settings: Optimizer = SETTINGS,
+    make: MakeOptimizer = adamw,
 ) -> None:
     """Assert parity; the error names the first tensor that differs by more than the tolerance times its largest value.
 
@@ -235,14 +265,16 @@ def assert_parity(
             makes each row one document, and the untouched model computes that number of rows at once: for models in which
             documents affect each other, that sum in float32, or whose gradients are zero but for rounding.
         rows: rows of the global batch.
+        settings: optimizer of the plan.
+        make: makes the same optimizer for the untouched model, from parameter groups and the model.
     """
     dtype = plan.precision.update
     batches = packed_batches(read_config(source).vocab_size, rows, packed=rows_at_once is None)
-    if source.path is None and source.config is not None:
+    if source.path is None and source.config is not None and make is adamw:
         expected = reference_of_config(json.dumps(source.config), dtype, rows, rows_at_once)
     else:
-        expected = reference(source, dtype, batches, rows_at_once or rows)
-    traces = run_ranks(world_size, run_plan, source, plan, batches, micro_batch, timeout=120)
+        expected = reference(source, dtype, batches, rows_at_once or rows, make)
+    traces = run_ranks(world_size, run_plan, source, plan, batches, micro_batch, settings, timeout=120)
     tolerance = TOLERANCE[dtype]
 
     for rank, trace in enumerate(traces):

@@ -154,15 +154,20 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         RankError: a rank raised, died, or did not answer within `timeout` seconds. The next call gets fresh ranks.
     """
     task = pickle.dumps((fn, args))
-    if world_size in _pools and _pools[world_size].num_tasks == TASKS_OF_A_POOL:
-        _pools.pop(world_size).kill()
-    if world_size not in _pools:
-        _pools[world_size] = _fork_pool(world_size)
+    start_ranks(world_size)
     try:
         return _pools[world_size].run(task, timeout)
     except BaseException:  # including an interrupt, which leaves ranks in the middle of a task
         _pools.pop(world_size).kill()
         raise
+
+
+def start_ranks(world_size: int) -> None:
+    """Fork the ranks of the next task now, if they are not running or have run enough tasks."""
+    if world_size in _pools and _pools[world_size].num_tasks == TASKS_OF_A_POOL:
+        _pools.pop(world_size).kill()
+    if world_size not in _pools:
+        _pools[world_size] = _fork_pool(world_size)
 
 
 def _fork_pool(world_size: int) -> Pool:

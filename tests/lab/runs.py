@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.lab.pool import run_ranks
+from tests.lab.pool import run_ranks, start_ranks
 from weft.data import Prepared
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
@@ -31,19 +31,13 @@ def train_in_the_pool(
 ) -> tuple[Path, list[str]]:
     """Train a job; return its run folder and the output of each rank."""
     printed: list[str] = []
-    run_ranks(
-        ranks, start
-    )  # a rank that is forked while the launcher holds its locks would inherit them, and keep them
+    start_ranks(ranks)  # a rank that is forked while the launcher holds its locks would inherit them, and keep them
     with (
         mock.patch.object(run_module, "launch", partial(_in_the_pool, printed, fault)),
         mock.patch.object(run_module, "early_forkserver", return_value=nullcontext()),
     ):
         out = run_module.train(job, ranks=ranks, resume=resume, accept_changes=accept_changes, log=lambda text: None)
         return out, printed
-
-
-def start(rank: int, world_size: int) -> None:
-    """Do nothing: the ranks are forked by the first call."""
 
 
 def _in_the_pool(

@@ -96,7 +96,7 @@ class Position(Table):
     watch: dict[str, Any] | None = None
     """State of the spike detector."""
     parameter_groups: tuple[dict[str, Any], ...] = ()
-    """Settings of the optimizer's parameter groups, such as learning rates, of a custom training loop."""
+    """Settings of the optimizer's parameter groups, such as learning rates, when the checkpoint was saved."""
     extra: dict[str, Any] | None = None
     """Values that a custom training loop has saved."""
 

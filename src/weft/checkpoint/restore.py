@@ -23,6 +23,7 @@ from weft.checkpoint.manifest import (
     verify_file,
     verify_names,
 )
+from weft.checkpoint.parameter_groups import restore_counters
 from weft.checkpoint.shard_file import SAFETENSORS_DTYPES, torch_dtype
 from weft.checkpoint.slices import (
     PER_RANK_KINDS,
@@ -35,8 +36,9 @@ from weft.checkpoint.slices import (
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.device.device import Device
 from weft.errors import CheckpointError
+from weft.optimizers.adafactor import Adafactor
+from weft.optimizers.one_bit_adam import OneBitAdam
 from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.one_bit_adam import OneBitAdam
 from weft.parallel.runtime import runtime
 
 
@@ -217,6 +219,7 @@ def restore_training(
     names = generators + feedback if same_ranks else []
     own = {part.file for name in names for part in reader.entry(name).parts}
     restore(model, optimizer, reader, lambda files: fetch(files | own))
+    restore_counters(optimizer.inner, reader.manifest.position.parameter_groups)
     message = restore_feedback(model, optimizer, reader)
     if same_ranks:
         set_rng_states(device, {name: reader.read(name) for name in generators})
@@ -311,6 +314,8 @@ def allocate_state(model: nn.Module, optimizer: DistributedOptimizer, manifest: 
         if id(parameter) not in own:
             continue
         state = optimizer.state[parameter]
+        if isinstance(optimizer.inner, Adafactor):  # its states do not have the shape of the parameter
+            optimizer.inner.init_state(parameter)
         for kind in by_weight.get(name, []):
             entry = manifest.tensors[f"{kind}/{name}"]
             dtype = torch_dtype(entry.dtype, f"{kind}/{name}")

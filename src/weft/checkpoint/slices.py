@@ -71,7 +71,10 @@ def optimizer_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
                     rule="the optimizer state of a parameter consists of tensors",
                     fix="use an optimizer whose state values are tensors",
                 )
-            slices += _slices(f"{key}/{name}", value, _packed(model, name) if value.ndim else None)
+            packed = _packed(model, name)
+            if packed and (value.ndim != parameter.ndim or value.shape[packed[0]] != parameter.shape[packed[0]]):
+                packed = None  # a scalar, or a mean over the packed dim
+            slices += _slices(f"{key}/{name}", value, packed)
     return slices
 
 

@@ -40,6 +40,7 @@ from weft.checkpoint.manifest import (
     sync_folder,
     write_manifest,
 )
+from weft.checkpoint.parameter_groups import settings_of
 from weft.checkpoint.shard_file import SAFETENSORS_DTYPES, ShardBuffer, SlotSpec, check_free_space, write_bytes
 from weft.checkpoint.slices import (
     TensorSlice,
@@ -139,6 +140,7 @@ class Snapshots:
     def take(self, position: Position, target: Target) -> float:
         """Copy the state and start to write it in the background. Returns the seconds for which training was blocked."""
         begin = time.perf_counter()
+        position = position.model_copy(update={"parameter_groups": settings_of(self.optimizer.inner)})
         if self.job.checkpoint.when_busy == "wait":
             self.finish()
         if self._agree(lambda: self._prepare(target, position.step)):

@@ -171,7 +171,7 @@ def create_heartbeat(path: Path) -> None:
 def read_status(path: Path) -> RankStatus:
     """Read the last status of a rank from its heartbeat file."""
     for _ in range(3):  # a writer may overtake a reader once, but not three times in a row
-        data = path.read_bytes()
+        data = path.read_bytes().ljust(HEARTBEAT_BYTES, b"\0")  # shorter while it is being created
         _, phase = _newest(data, PHASE)
         collectives, last_collective = _newest(data, COLLECTIVE)
         _, sample = _newest(data, SAMPLE)

@@ -1,12 +1,13 @@
 """Optimizer update in chunks of parameters, to bound its temporary memory."""
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from weft.memory.optimizer_state import OffloadedStates
+from weft.memory.storages import sharded_axes
 
 LARGEST_CHUNK, SMALLEST_CHUNK = 2**26, 2**20  # bytes of parameters
 CHUNKS = 24  # at least, within the bounds
@@ -33,11 +34,15 @@ def chunked_step(
         parameter.grad = None
     total = sum(map(_local_bytes, with_gradient))
     chunks = list(_chunks(with_gradient, chunk_bytes or min(max(total // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)))
+    settings = [dict(group) for group in optimizer.param_groups]
     for chunk, following in zip(chunks, [*chunks[1:], []], strict=False):  # no chunk if no parameter has a gradient
         if offloaded:
             offloaded.prefetch(chunk + following)
         for parameter in chunk:
             parameter.grad = gradients.pop(parameter)
+        for group, values in zip(optimizer.param_groups, settings, strict=True):
+            group.clear()  # some optimizers count their updates in a group
+            group.update(values)
         optimizer.step()
         for parameter in chunk:
             parameter.grad = None
@@ -57,4 +62,6 @@ def _chunks(parameters: list[Tensor], chunk_bytes: int) -> Iterator[list[Tensor]
 
 
 def _local_bytes(parameter: Tensor) -> int:
-    return parameter.to_local().nbytes if isinstance(parameter, DTensor) else parameter.nbytes
+    """Bytes of the parameter on a rank, the same on all ranks that share it, so that they form the same chunks."""
+    ranks = math.prod(parameter.device_mesh.size(axis) for axis, _ in sharded_axes(parameter))  # type: ignore[attr-defined]
+    return -(-parameter.numel() // ranks) * parameter.element_size()

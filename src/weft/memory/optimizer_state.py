@@ -97,6 +97,8 @@ class OffloadedStates:
         offloaded = self.offloaded.get(parameter)
         if not offloaded:
             return
+        if added := {name: tensor for name, tensor in tensors.items() if name not in offloaded}:
+            offloaded |= self._allocate(added)  # 1-bit Adam has another state after its freeze
         self.outgoing.wait_stream(self.device.current_stream())
         with self.outgoing:
             for name, target in offloaded.items():

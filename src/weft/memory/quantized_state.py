@@ -31,8 +31,8 @@ BLOCKS = {"int8": 256, "int4": 128}
 """Elements per scale."""
 SMALLEST = 4096
 """Minimum number of elements of a quantized state: states of norms and biases are small and sensitive."""
-NEVER_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg")
-"""Names of second moments in torch's optimizers."""
+NEVER_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "variance", "row_var", "col_var")
+"""Names of second moments."""
 
 aten = torch.ops.aten
 

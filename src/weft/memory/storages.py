@@ -21,6 +21,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def sharded_axes(tensor: Tensor) -> list[tuple[int, int]]:
+    """Axes of the mesh that cut a DTensor over several ranks, and the dim that each cuts; [] for any other tensor."""
+    if not isinstance(tensor, DTensor):
+        return []
+    sizes = tensor.device_mesh.shape
+    return [(axis, p.dim) for axis, p in enumerate(tensor.placements) if not p.is_replicate() and sizes[axis] > 1]  # type: ignore[attr-defined]
+
+
 def put_local(state: dict[str, Any], name: str, local: Tensor) -> None:
     """Replace the local tensor of an optimizer state, possibly on another device than the mesh of its DTensor."""
     if isinstance(state[name], DTensor):

@@ -18,8 +18,8 @@ from weft.memory.chunked_step import chunked_step
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.optimizer_state import StatePlacement
 from weft.memory.pool import Pool
+from weft.optimizers.one_bit_adam import momentum_decay
 from weft.parallel.gradients import scale_gradients, squared_grad_norm_share
-from weft.parallel.one_bit_adam import momentum_decay
 from weft.parallel.runtime import runtime
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import ranks_along

@@ -1,7 +1,9 @@
 """Optimizer construction and learning-rate schedule."""
 
+import inspect
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,33 +11,54 @@ from torch import nn
 
 from weft.errors import JobError
 from weft.job import Optimizer
+from weft.optimizers.adafactor import Adafactor
+from weft.optimizers.muon import Muon
+from weft.optimizers.one_bit_adam import OneBitAdam
 from weft.own_code import load_function
-from weft.parallel.one_bit_adam import OneBitAdam
+from weft.parallel.runtime import runtime
 
 DECAY_SHARE = (
     0.2  # fraction of steps in the decay phase of "wsd" (Hägele et al., Scaling Laws Beyond Fixed Durations, 2024)
 )
 
+OTHER_PACKAGES = {"lion": "pytorch_optimizer:Lion"}
+"""Classes of optimizers with a name of their own; the extra weft-train[optimizers] installs the packages."""
+
 
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
-    """Build the optimizer of a job for sharded or unsharded parameters. Weight decay applies to matrices, not to vectors."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for parameter in trainable:  # a fused update requires tensors of a single mesh
-        by_mesh[parameter.ndim >= 2, getattr(parameter, "device_mesh", None)].append(parameter)
-    groups = [
+    """Build the optimizer of a job for sharded or unsharded parameters. Weight decay applies to matrices, not to vectors.
+
+    Args:
+        model: parallelized model; any model with optimizers other than Muon.
+        settings: table of the job.
+
+    Raises:
+        JobError: the named function or class does not make an optimizer of PyTorch, or does not have an option.
+    """
+    hidden = set(_hidden_matrices(model)) if settings.name == "muon" else set()
+    by_kind: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # a fused update requires tensors of a single mesh
+            kind = parameter.ndim >= 2, parameter in hidden, getattr(parameter, "device_mesh", None)
+            by_kind[kind].append(parameter)
+    groups: list[dict[str, Any]] = [
         {"params": parameters, "weight_decay": settings.weight_decay if decays else 0.0}
-        for (decays, _), parameters in by_mesh.items()
+        | ({"orthogonalize": is_hidden} if settings.name == "muon" else {})
+        for (decays, is_hidden, _), parameters in by_kind.items()
     ] or [{"params": []}]  # all stages of this pipeline rank are frozen
     if settings.name == "onebit-adam":
         return OneBitAdam(groups, settings.lr, settings.betas, settings.eps, settings.freeze_steps)
-    if settings.name != "adamw":
-        return _own_optimizer(groups, settings)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
-
-
-def _own_optimizer(groups: list[dict[str, Any]], settings: Optimizer) -> torch.optim.Optimizer:
-    optimizer = load_function(settings.name, "optimizer.name")(groups, settings)
+    if settings.name == "muon":
+        in_bf16 = runtime(model).plan.precision.param_dtype == "bf16"
+        return _make(Muon, groups, settings, dtype=torch.bfloat16 if in_bf16 else None)
+    if settings.name == "adafactor":
+        return _make(Adafactor, groups, settings)
+    if settings.name == "adamw":
+        return _make(torch.optim.AdamW, groups, settings, fused=True)
+    function: Any = load_function(OTHER_PACKAGES.get(settings.name, settings.name), "optimizer.name")
+    if isinstance(function, type) and issubclass(function, torch.optim.Optimizer):
+        return _make(function, groups, settings)
+    optimizer = function(groups, settings)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(
             f"{settings.name} returned {type(optimizer).__name__}",
@@ -44,6 +67,39 @@ def _own_optimizer(groups: list[dict[str, Any]], settings: Optimizer) -> torch.o
             fix="return the optimizer",
         )
     return optimizer
+
+
+def _make(
+    kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], settings: Optimizer, **own: Any
+) -> torch.optim.Optimizer:
+    """Create an optimizer with those of lr, betas and eps that it has, and with the options of the job."""
+    known = inspect.signature(kind).parameters
+    shared = {name: getattr(settings, name) for name in ("lr", "betas", "eps") if name in known}
+    unknown = settings.options.keys() - known.keys()
+    try:
+        if not unknown:
+            return kind(groups, **{**shared, **own, **settings.options})
+        problem = f"{kind.__name__} has no option {sorted(unknown)[0]}"
+    except (TypeError, ValueError) as error:  # an invalid value
+        problem = str(error)
+    raise JobError(
+        problem,
+        where="optimizer.options",
+        rule=f"options are arguments of {kind.__name__}: {', '.join(name for name in known if name != 'groups')}",
+        fix="remove the option, or correct its name or value",
+    )
+
+
+def _hidden_matrices(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Weights of the linear layers and experts of the blocks, which Muon orthogonalizes."""
+    present = dict(model.named_modules())
+    for block in runtime(model).anatomy.blocks:
+        for name, module in present[block.name].named_modules(prefix=block.name) if block.name in present else ():
+            is_expert = any(f"{name}.".startswith(f"{experts}.") for experts in block.experts)
+            for last, parameter in module.named_parameters(recurse=False):
+                is_weight = parameter.ndim == 2 and last == "weight" and not isinstance(module, nn.Embedding)
+                if is_weight or (parameter.ndim == 3 and is_expert):
+                    yield parameter
 
 
 def learning_rate(step: int, steps: int, settings: Optimizer) -> float:

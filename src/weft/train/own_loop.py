@@ -16,7 +16,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from weft.checkpoint.folders import folder_of
 from weft.checkpoint.huggingface import export_model
 from weft.checkpoint.manifest import Position
+from weft.checkpoint.parameter_groups import check_kind, restore_settings
 from weft.checkpoint.restore import Reader, restore_training, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.comm.collectives import all_reduce
@@ -48,8 +49,6 @@ from weft.topology.mesh import AXES, data_rank
 from weft.train.step import compute_gradients, evaluate
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
-KIND_SETTINGS = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "beta2_decay"})
-"""Settings of a parameter group that tell kinds of torch's optimizers apart."""
 
 
 class Update(NamedTuple):
@@ -398,7 +397,6 @@ class Run:
             step=number,
             next_batch=self.steps,
             loss_scale=self.optimizer.loss_scale,
-            parameter_groups=tuple(map(_settings, self.optimizer.inner.param_groups)),
             extra=extra,
         )
         self._snapshot_writer().take(position, Target(Path(folder).parent, self.rank == 0, keep=0, keep_hours=0))
@@ -439,7 +437,7 @@ class Run:
         if (step := STEP_FOLDER.fullmatch(path.name)) and not path.exists():
             path = path.with_name(f"step-{int(step[1]):08d}")
         manifest = verify_together(path)
-        _check_kind(self.optimizer.inner, manifest.position.parameter_groups, path)
+        check_kind(self.optimizer.inner, manifest.position.parameter_groups, path)
         free_gathered_weights(self.model)
         self.optimizer.finish_offload()
         self.optimizer.state.clear()
@@ -447,7 +445,7 @@ class Run:
             if (message := restore_training(self.model, self.optimizer, self.device, reader)) and self.rank == 0:
                 warnings.warn(message, stacklevel=2)
         position = manifest.position
-        _set_groups(self.optimizer.inner.param_groups, position.parameter_groups)
+        restore_settings(self.optimizer.inner, position.parameter_groups)
         self.optimizer.loss_scale, self.steps = position.loss_scale, position.next_batch
         self.zero_grad()
         return position.extra
@@ -530,33 +528,3 @@ def _check_counts(own: int, method: str) -> None:
             rule="all ranks run the same number of micro-batches, at least one",
             fix="give each data rank the same number of rows; fill up with rows whose labels are -100",
         )
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a parameter group that JSON can hold."""
-    plain = (int, float, str, list, tuple)  # also bool
-    return {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
-
-
-def _check_kind(optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Refuse a checkpoint of another kind of optimizer, by the settings of its parameter groups."""
-    own = {key for group in optimizer.param_groups for key in group} & KIND_SETTINGS
-    then = {key for group in saved for key in group} & KIND_SETTINGS
-    if saved and own != then:
-        raise CheckpointError(
-            f"the checkpoint is not of {type(optimizer).__name__}: its optimizer has the settings "
-            f"{', '.join(sorted(then))}, this one {', '.join(sorted(own))}",
-            where=str(folder),
-            rule="the states of an optimizer are loaded into the same kind of optimizer",
-            fix="prepare the model with the optimizer of the checkpoint",
-        )
-
-
-def _set_groups(groups: list[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
-    """Set the settings of parameter groups from a checkpoint; JSON has lists for tuples such as betas."""
-    if len(saved) != len(groups):  # a stage of a pipeline may have fewer groups: take what all saved groups share
-        first = saved[0] if saved else {}
-        shared = {key: value for key, value in first.items() if all(group.get(key) == value for group in saved)}
-        saved = [shared] * len(groups)
-    for group, values in zip(groups, saved, strict=True):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})

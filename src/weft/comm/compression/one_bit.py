@@ -5,7 +5,7 @@ Blocks are short, with bfloat16 scales: the rows of a matrix differ in magnitude
 token), so that a common scale would fit none of them. The rounding error of the scale is part of the error feedback.
 
 A block of zeros has the scale zero and is decoded exactly. In any other block, a zero is decoded as plus or minus the scale.
-The optimizer must exclude parameters that such values must not move (`weft.parallel.one_bit_adam`).
+The optimizer must exclude parameters that such values must not move (`weft.optimizers.one_bit_adam`).
 """
 
 import torch

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from weft.comm.compression.feedback import Feedback
 from weft.errors import JobError
 from weft.memory.storages import local_part
+from weft.optimizers.adamw import adamw_state, update_with_adamw
 
 SMALLEST = 1e-12
 
@@ -63,30 +63,12 @@ class OneBitAdam(torch.optim.Optimizer):
         """Update all parameters with a gradient; after the freeze, `grad` holds the mean momentum."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self._state_of(parameter) for parameter in parameters]
             if self.is_frozen:
-                for parameter, state in zip(parameters, states, strict=True):
-                    _frozen_update(
-                        parameter, state, **{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-                    )
-            elif parameters:
-                first, second, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
-                adamw(
-                    parameters,
-                    [parameter.grad for parameter in parameters],
-                    first,
-                    second,
-                    [],
-                    steps,
-                    fused=True,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
+                settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+                for parameter in parameters:
+                    _frozen_update(parameter, self._frozen_state(parameter), **settings)
+            else:
+                update_with_adamw(self, parameters, group)
 
     def restart_momenta(self) -> None:
         """Carry over the first moment when the momenta of the ranks restart at zero."""
@@ -94,12 +76,9 @@ class OneBitAdam(torch.optim.Optimizer):
             if "carried" in state:
                 state["carried"].copy_(state["exp_avg"])
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        if self.is_frozen and "carried" not in state:
+    def _frozen_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = adamw_state(self.state[parameter], parameter)
+        if "carried" not in state:
             state["carried"] = state["exp_avg"].clone()
             bias = 1 - self.param_groups[0]["betas"][1] ** state["step"]
             local_part(state["exp_avg_sq"]).div_(bias.clamp(min=SMALLEST))
