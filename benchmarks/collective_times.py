@@ -19,8 +19,8 @@ from tests.lab.hosts import hosts as emulated_hosts
 
 from weft.comm.collectives import all_gather_rows, exchange, gather_dim, reduce_scatter_dim
 from weft.comm.link_benchmark import measure
-from weft.device.device import detect
-from weft.launch.launcher import connect
+from weft.device.detect import detect
+from weft.launch.rank_entry import connect
 from weft.topology.collective_time import Operation, collective_times
 from weft.topology.measurement import to_topology
 

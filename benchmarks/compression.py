@@ -32,9 +32,9 @@ from weft.comm.compression.codec import decode, encode
 from weft.comm.compression.codecs import CODECS
 from weft.data import Prepared, prepare
 from weft.job import Job, read_toml
-from weft.train.optimizer import learning_rate, set_learning_rate
-from weft.train.session import held_out_batches, open_session, train_batches
-from weft.train.step import evaluate, train_step
+from weft.training.optimizer import learning_rate, set_learning_rate
+from weft.training.session import held_out_batches, open_session, train_batches
+from weft.training.step import evaluate, train_step
 
 RANKS = 2
 AGAIN = "none, sums in another order"

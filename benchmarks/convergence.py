@@ -24,9 +24,9 @@ from rich.table import Table
 
 from weft.data import Prepared, prepare
 from weft.job import Job, read_toml
-from weft.train.optimizer import learning_rate, set_learning_rate
-from weft.train.session import held_out_batches, open_session, train_batches
-from weft.train.step import evaluate, train_step
+from weft.training.optimizer import learning_rate, set_learning_rate
+from weft.training.session import held_out_batches, open_session, train_batches
+from weft.training.step import evaluate, train_step
 
 RECIPE = read_toml(Path(str(files("weft.recipes") / "first.toml")))
 MODEL = {"config": RECIPE["model"]["config"] | {"num_hidden_layers": 4}}  # 4.3 million parameters

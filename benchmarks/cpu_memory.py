@@ -34,16 +34,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Model, Optimizer
-from weft.launch.launcher import connect
+from weft.launch.rank_entry import connect
 from weft.memory.live_bytes import LiveBytes
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Memory, Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 MODEL = {
     "model_type": "llama",

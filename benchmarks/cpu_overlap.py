@@ -32,7 +32,7 @@ from torch.multiprocessing.spawn import spawn
 from weft.backends.hierarchical import register_backend
 from weft.comm import collectives
 from weft.comm.overlap import Overlap, all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
-from weft.device.device import detect
+from weft.device.detect import detect
 
 ALPHA = 5e-5  # latency of a message in seconds
 COUNTS = (1, 2, 4, 8, 16, 32)

@@ -21,7 +21,7 @@ from peers.workload import LLAMA, Workload
 from rich.console import Console
 from rich.table import Table
 
-from weft.device.device import Cpu
+from weft.device.cpu import Cpu
 from weft.errors import RankFailure
 
 RANKS = 2

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.errors import RankFailure
-from weft.parallel.pipeline.partition import split_blocks
+from weft.parallel.pipeline.balance import split_blocks
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.parallel.pipeline.simulate import ActionCosts, simulate
 from weft.plan import Pipeline

@@ -17,7 +17,7 @@ from peers.figures import ratios, spread
 from rich.console import Console
 from rich.table import Table
 
-from weft.device.device import Cpu
+from weft.device.cpu import Cpu
 from weft.launch.rendezvous import new_token
 from weft.launch.scratch import scratch_folder
 from weft.launch.store import SocketStore

@@ -45,17 +45,18 @@ from transformers import AutoModelForCausalLM
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
-from weft.comm.collectives import Recorder, all_gather_rows
+from weft.comm.collectives import all_gather_rows
+from weft.comm.recorder import Recorder
 from weft.comm.stopwatch import CollectiveClock
 from weft.data import MicroBatch
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh, data_rank
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 CODECS = ("bf16", "int8", "2:4", "1-bit")
 System = tuple[dict[str, Any], dict[str, Any]]

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.spawn import spawn
 
-from weft.comm.collectives import Recorder
-from weft.device.device import Cpu, matmul_rate
+from weft.comm.recorder import Recorder
+from weft.device.cpu import Cpu, matmul_rate
 from weft.memory.storages import plain_parts
 from weft.optimizers.adafactor import Adafactor
 from weft.optimizers.muon import ITERATIONS, Muon

@@ -24,14 +24,18 @@ from rich.table import Table
 from weft.job import Job
 from weft.planner.costmodel.frameworks import STACKS
 from weft.planner.costmodel.hardware import GIB, ClusterSpec, cluster_of, find_device
+from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.peak_memory import peak_memory
-from weft.planner.costmodel.shape import KNOWN, Shape
+from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.step_time import step_time
 from weft.planner.dryrun.extrapolate import trace_in_brief
 from weft.planner.dryrun.layer_activations import trace_layers
-from weft.planner.search.propose import describe, planned, space_of
-from weft.planner.search.search import Choice, Space, search, sensitivity
+from weft.planner.search.alternatives import sensitivity
+from weft.planner.search.propose import describe, planned
+from weft.planner.search.search import search
+from weft.planner.search.space import Choice, Space
+from weft.planner.search.space_of_job import space_of
 
 PICTURE = Path(__file__).parents[1] / "docs" / "scaling.svg"
 LLAMA_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)

@@ -34,10 +34,10 @@ from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.operator_timing import time_step
 from weft.planner.costmodel.step_time import StepTime
 from weft.planner.dryrun.trace import Trace, trace_stages
-from weft.planner.search.propose import space_of
-from weft.planner.search.search import Choice
+from weft.planner.search.space import Choice
+from weft.planner.search.space_of_job import space_of
 from weft.planner.search.strategy import predict
-from weft.train.run import train
+from weft.training.run import train
 
 STEPS = 24  # a CPU compiles kernels for each number of rows per expert, of which the first ten steps have many new ones
 COLUMNS = ("by formula, s", "by operators, s", "measured, s", "memory", "sent")

@@ -1,10 +1,50 @@
 """Private parts of torch that Weft uses: each test fails where a version of torch changes one, and says what it is for."""
 
+import ast
+import importlib
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from weft.compat import find_hook
+from tests.lab.pool import run_ranks
+from weft.compat import (
+    add_to_accumulated_gradients,
+    all_fsdp_param_groups,
+    call_after_backward,
+    end_fsdp_backward,
+    find_hook,
+    finished_work,
+    fsdp_param_groups,
+    has_amx,
+    is_in_backward,
+    is_registered,
+    onednn_accepts,
+)
+
+SOURCE = Path(__file__).parent.parent / "src" / "weft"
+PRIVATE_IMPORTS = {
+    ("torch._subclasses.fake_tensor", "FakeTensor"): "dry runs: tensors without memory",
+    ("torch._subclasses.fake_tensor", "FakeTensorMode"): "dry runs",
+    ("torch._subclasses.fake_tensor", "unset_fake_temporarily"): "dry runs: small real tensors inside of one",
+    ("torch.distributed", "_symmetric_memory"): "tensor parallelism: fused matmuls of CUDA",
+    ("torch.distributed.pipelining.stage", "_PipelineStageBase"): "pipeline: a stage that moves its own tensors",
+    ("torch.distributed.pipelining.schedules", "_Action"): "pipeline: a cell of a schedule",
+    ("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime"): "pipeline: runs any schedule",
+    ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"): "checkpoints: the box of a shard",
+    ("torch.testing._internal.distributed.fake_pg", "FakeStore"): "dry runs: a process group that sends nothing",
+    ("torch.utils._python_dispatch", "TorchDispatchMode"): "counting of operators and collectives",
+    ("torch.utils._python_dispatch", "_disable_current_modes"): "collectives of a recorder that it does not count",
+    ("torch.utils._pytree", "tree_leaves"): "tensors in nested arguments",
+    ("torch.utils._pytree", "tree_map"): "tensors in nested arguments",
+    ("torch.utils._pytree", "tree_map_only"): "tensors in nested arguments",
+}
+"""Private names that modules of Weft import, and what they are for."""
 
 
 class Mark:
@@ -23,3 +63,110 @@ def test_objects_of_weft_travel_with_a_module_as_forward_pre_hooks() -> None:
         "nn.Module._forward_pre_hooks no longer maps to the registered hooks: weft.runtime(model) needs another way"
     )
     assert isinstance(module(nn.Parameter(module.weight.new_zeros(1, 2))), Tensor)
+
+
+def test_a_function_is_called_at_the_end_of_the_backward_that_queued_it() -> None:
+    events: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+
+    def hook(name: str) -> Any:
+        def call(gradient: Tensor) -> None:
+            events.append(f"{name}, in backward: {is_in_backward()}")
+            if name == "first":
+                call_after_backward(lambda: events.append("end"))
+
+        return call
+
+    y = x * 2
+    z = y * 3
+    z.register_hook(hook("first"))
+    y.register_hook(hook("second"))
+    z.sum().backward()
+    assert events == ["first, in backward: True", "second, in backward: True", "end"], (
+        "the engine no longer calls queued callbacks at the end of a backward: gradient reduction would not be awaited"
+    )
+    assert not is_in_backward()
+
+
+def use_fsdp(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
+    mesh = init_device_mesh("cpu", (world_size,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for unit in (model[0], model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    groups = [fsdp_param_groups(unit) for unit in (model[0], model)]
+    shapes = [[tuple(p.sharded_param.shape) for group in own for p in group.fsdp_params] for own in groups]
+    assert shapes == [[(3, 2)], [(2, 3)]], "a unit of FSDP2 has other parameters than those of its module"
+    model.set_is_last_backward(False)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        add_to_accumulated_gradients(model)
+    assert len(all_fsdp_param_groups(model)) == 2, "the root unit no longer knows the units of the model"
+    assert model[0].weight.grad is None or not hasattr(model[0].weight.grad, "placements")
+    model.set_is_last_backward(True)
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    end_fsdp_backward(model)
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        assert gradient is not None, "the end of backward no longer reduces the accumulated gradients"
+        assert gradient.dtype == torch.float32
+        assert gradient.to_local().numel() == parameter.to_local().numel()
+    expected = 2 * model[1].weight.full_tensor().sum(0)[:, None].expand(3, 2)
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), expected, rtol=0.02, atol=0.02)
+
+
+def test_gradients_of_fsdp_units_are_accumulated_and_reduced_on_demand() -> None:
+    run_ranks(2, use_fsdp)
+
+
+def test_backends_and_finished_collectives() -> None:
+    assert not is_registered("weft-test")
+    dist.Backend.register_backend("weft-test", lambda *_: None, devices=["cpu"])
+    assert is_registered("weft-test"), "torch no longer lists registered backends: Weft would register its own twice"
+    work = finished_work([torch.ones(1)])
+    assert work.wait(), "a collective that is complete cannot be awaited: shared memory would need another handle"
+
+
+def test_the_processor_answers() -> None:
+    assert isinstance(has_amx(), bool), "torch.cpu no longer tells whether the processor has AMX"
+    assert all(isinstance(onednn_accepts(dtype), bool) for dtype in (torch.bfloat16, torch.float16))
+
+
+def private_imports() -> set[tuple[str, str]]:
+    """Module and name of each import from a private module of torch, or of a private name."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "torch":
+                for alias in node.names:
+                    if any(part.startswith("_") for part in [*node.module.split("."), alias.name]):
+                        found.add((node.module, alias.name))
+    return found
+
+
+def test_private_imports_are_listed() -> None:
+    assert private_imports() == set(PRIVATE_IMPORTS)
+
+
+@pytest.mark.parametrize(("module", "name"), PRIVATE_IMPORTS)
+def test_private_imports_exist(module: str, name: str) -> None:
+    found = importlib.import_module(module)
+    assert hasattr(found, name), f"{module}.{name} is gone, which Weft needs for {PRIVATE_IMPORTS[module, name]}"
+
+
+def test_private_attributes_are_used_in_compat_alone() -> None:
+    """`torch.x._y` stands in compat.py; the shard of a DTensor and the storages of packed tensors in storages.py."""
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                root: ast.expr = node
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                is_documented = node.attr.startswith("_foreach_") or ast.unparse(node).startswith("torch.ops.aten.")
+                if isinstance(root, ast.Name) and root.id in ("torch", "dist") and not is_documented:
+                    found.append(f"{path.relative_to(SOURCE)}: {ast.unparse(node)}")
+    assert [use for use in found if not use.startswith("compat.py")] == []

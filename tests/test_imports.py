@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import weft
+
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
 LAYERS = (
     "errors lock plan refusal job own_code compat",
     "device backends launch topology anatomy comm precision compute memory optimizers data",
-    "parallel checkpoint train planner observe cli",
+    "parallel checkpoint training planner observe cli",
 )
 PACKAGES = " ".join(LAYERS).split()
 
@@ -66,7 +68,7 @@ def test_imports_follow_the_layers(path: Path) -> None:
     ("code", "count"),
     [
         ("from weft.errors import WeftError\nfrom weft.device.device import Device\nimport os", 0),
-        ("import weft.train.loop", 1),
+        ("import weft.training.loop", 1),
         ("from weft.cli import main", 1),
         ("from weft import observe, errors", 1),
         ("def late():\n    from weft.parallel import parallelize", 1),
@@ -87,3 +89,32 @@ def test_violations_are_detected(code: str, count: int, tmp_path: Path, monkeypa
 def test_no_torch(module: str) -> None:
     code = f"import sys, {module}; print({{name.split('.')[0] for name in sys.modules}} & {{'torch', 'transformers'}})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+LONG_FILES = {
+    "plan.py": "all keys of a plan, and the one table of settings that exclude each other",
+    "backends/shared_memory.py": "one process group, with a method for each collective",
+    "planner/costmodel/step_time.py": "the terms of one sum, which are read beside each other",
+    "launch/tunnel.py": "both ends of one protocol",
+    "comm/overlap.py": "four matmuls, each forward and backward, in one table",
+}
+"""Files of more than 400 lines, each with its reason."""
+
+
+def test_long_files_have_a_reason() -> None:
+    long = {str(path.relative_to(SOURCE)) for path in FILES if len(path.read_text().splitlines()) > 400}
+    assert long == set(LONG_FILES)
+
+
+def test_public_names_are_not_shadowed_by_modules() -> None:
+    """Importing weft.x sets the attribute x of weft, which a function of that name could not be reached through then."""
+    modules = {package_of(path) for path in FILES}
+    assert set(weft.__all__) & modules == {"errors"}  # a module itself
+    weft.train, weft.prepare, weft.export  # noqa: B018 - imports their modules
+    assert all(callable(getattr(weft, name)) for name in set(weft.__all__) - {"errors", "__version__"})
+
+
+def test_public_names_are_sorted_and_complete() -> None:
+    assert weft.__all__ == sorted([*weft.MODULES, "__version__", "errors"])
+    with pytest.raises(AttributeError, match="module weft has no tain; it has"):
+        weft.tain  # noqa: B018

@@ -185,3 +185,10 @@ def test_the_schema_describes_every_key() -> None:
     schema = json.dumps(Job.model_json_schema())
     for key in keys():
         assert f'"{key.rsplit(".", 1)[-1]}"' in schema
+
+
+def test_adafactor_refuses_states_in_bf16() -> None:
+    settings = ["optimizer.name=adafactor", "plan.precision.optimizer_state_dtype=bf16", "optimizer.betas=[0.9,0.9]"]
+    with pytest.raises(JobError, match="it would never decrease"):
+        Job.parse(LLAMA, settings)
+    assert Job.parse(LLAMA, [settings[0], "plan.precision.optimizer_state_dtype=int8"]).optimizer.name == "adafactor"

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.compute.attention import PLAIN, primitive
-from weft.device.device import detect
-from weft.parallel.context import ContextParallel, attend
+from weft.device.detect import detect
+from weft.parallel.context import attend
+from weft.parallel.context_grid import ContextParallel
 from weft.parallel.expert import mixture_of_experts
 
 REPEATS = 9

@@ -22,14 +22,14 @@ from dryrun import MODELS
 from rich.console import Console
 from rich.table import Column, Table
 
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Job
 from weft.observe.prediction import WARM_UP
 from weft.observe.record import read_run
 from weft.planner.calibrate.calibrate import calibrate, formula
 from weft.planner.costmodel.operator_timing import time_step
 from weft.planner.dryrun.trace import trace_stages
-from weft.train.run import train
+from weft.training.run import train
 
 STEPS, SEQ_LEN = 8, 4096
 SECONDS_OFF, BYTES_OFF = 0.10, 0.05

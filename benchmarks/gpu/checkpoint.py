@@ -30,9 +30,10 @@ from weft.checkpoint.folders import folder_of
 from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots, Target
-from weft.device.device import Device, detect
+from weft.device.detect import detect
+from weft.device.device import Device
 from weft.job import Checkpoint, Job, Model, Optimizer
-from weft.launch.launcher import connect
+from weft.launch.rank_entry import connect
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import allocate
@@ -40,8 +41,8 @@ from weft.plan import Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 LLAMA_8B = {
     "model_type": "llama",

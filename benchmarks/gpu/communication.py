@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weft.comm.compression.codec import decode, encode
 from weft.comm.compression.codecs import CODECS
-from weft.device.device import detect
+from weft.device.detect import detect
 
 REPEATS = 9
 CHUNKS = (1, 2, 4, 8, 16)

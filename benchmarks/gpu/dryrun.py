@@ -21,16 +21,17 @@ import torch.distributed as dist
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
-from weft.device.device import Device, detect
+from weft.device.detect import detect
+from weft.device.device import Device
 from weft.job import Job
-from weft.launch.launcher import connect
+from weft.launch.rank_entry import connect
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.planner.dryrun.trace import assumed_batches, trace
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 TOLERANCE = 0.05
 MODELS: dict[str, dict[str, Any]] = {

@@ -26,16 +26,17 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_plain, gather_weights, materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
-from weft.device.device import Device, detect
+from weft.device.detect import detect
+from weft.device.device import Device
 from weft.job import Model, Optimizer
-from weft.launch.launcher import connect
+from weft.launch.rank_entry import connect
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -27,16 +27,16 @@ from rich.table import Table
 from checkpoint import LLAMA_8B
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.model_config import read_config
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Model, Optimizer
-from weft.launch.launcher import connect
+from weft.launch.rank_entry import connect
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import allocate
 from weft.plan import Memory, Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 CHEAP = ("activation", "norm")
 ROWS: dict[str, tuple[dict[str, Any], int]] = {

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AutoModelForCausalLM
 
-from weft.train.optimizer import build_optimizer
+from weft.training.optimizer import build_optimizer
 
 
 def build_torch_plain(workload: Workload) -> Step:

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from weft.data import IGNORED
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.parallel.runtime import runtime
-from weft.train.optimizer import build_optimizer
+from weft.training.optimizer import build_optimizer
 
 # torch's own schedules
 

@@ -24,14 +24,14 @@ import weft
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Model
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import data_rank
-from weft.train.optimizer import build_optimizer
-from weft.train.step import IGNORED, train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import IGNORED, train_step
 
 Step = Callable[[Tensor], float]
 
@@ -57,7 +57,7 @@ def build_weft_model(workload: Workload, tables: dict[str, Any]) -> tuple[PreTra
     plan = Plan.model_validate(tables).resolve(ranks)
     source = Model(config=workload.config, init_seed=0)
     device = detect()
-    device.use(0)  # as `weft.launch.launcher.connect` does in every rank
+    device.use(0)  # as `weft.launch.rank_entry.connect` does in every rank
     mesh = weft.build_mesh(plan, device.type, ranks)
     model = weft.parallelize(build_on_meta(read_config(source), DTYPES[plan.precision.update]), plan, mesh)
     weft.materialize(model, source, torch.device("cpu"))

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.backends.shared_memory import SharedMemoryGroup
 from weft.backends.shm_p2p import ReceiveWork
-from weft.comm.collectives import Recorder
+from weft.comm.recorder import Recorder
 
 MARK, STEP = "collective", "step"
 # torch's operators that start a collective or wait for one, and the calls marked below.

@@ -12,9 +12,10 @@ from weft.errors import DataError, WeftError
 from weft.planner.costmodel import shape as shapes
 from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec, read_hardware
+from weft.planner.costmodel.known_shapes import known_shape
 from weft.planner.costmodel.layout import Schedule, TrainingLayout, check
 from weft.planner.costmodel.peak_memory import peak_memory
-from weft.planner.costmodel.shape import Recompute, Shape, known_shape
+from weft.planner.costmodel.shape import Recompute, Shape
 
 USABLE = 0.97  # usable share of a device's memory; drivers and page tables take the rest
 

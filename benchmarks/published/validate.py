@@ -24,7 +24,7 @@ from rich.table import Column, Table
 from weft.planner.costmodel.hardware import GB, GIB, MIB
 from weft.planner.costmodel.peak_memory import peak_memory, stage_memory
 from weft.planner.costmodel.step_time import CALIBRATED, UNCALIBRATED, step_time
-from weft.planner.search.search import EQUAL
+from weft.planner.search.alternatives import EQUAL
 
 from .published import USABLE, PublishedRun, measured_seconds
 

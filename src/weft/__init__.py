@@ -7,47 +7,79 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weft import errors
     from weft.checkpoint.huggingface import materialize
-    from weft.job import Job
+    from weft.errors import CheckpointError, JobError, ModelError, PlanError, WeftError
+    from weft.job import Job, Optimizer
     from weft.parallel.gradients import clip_grad_norm_
     from weft.parallel.labels import count_targets
     from weft.parallel.parallelize import parallelize
     from weft.parallel.runtime import runtime
-    from weft.plan import Plan
+    from weft.plan import Comm, Memory, Parallel, Pipeline, Plan, Precision
     from weft.topology.mesh import build_mesh
-    from weft.train.own_loop import Run
-    from weft.train.prepare import init, prepare
-    from weft.train.run import train
+    from weft.training.own_checkpoints import export
+    from weft.training.own_loop import Run
+    from weft.training.prepare import init, load, prepare, save
+    from weft.training.run import train
 
     __version__: str
 
 MODULES = {
-    "Job": "weft.job",
-    "Plan": "weft.plan",
     "build_mesh": "weft.topology.mesh",
+    "CheckpointError": "weft.errors",
     "clip_grad_norm_": "weft.parallel.gradients",
+    "Comm": "weft.plan",
     "count_targets": "weft.parallel.labels",
+    "export": "weft.training.own_checkpoints",
+    "init": "weft.training.prepare",
+    "Job": "weft.job",
+    "JobError": "weft.errors",
+    "load": "weft.training.prepare",
     "materialize": "weft.checkpoint.huggingface",
-    "init": "weft.train.prepare",
+    "Memory": "weft.plan",
+    "ModelError": "weft.errors",
+    "Optimizer": "weft.job",
+    "Parallel": "weft.plan",
     "parallelize": "weft.parallel.parallelize",
-    "prepare": "weft.train.prepare",
-    "Run": "weft.train.own_loop",
+    "Pipeline": "weft.plan",
+    "Plan": "weft.plan",
+    "PlanError": "weft.errors",
+    "Precision": "weft.plan",
+    "prepare": "weft.training.prepare",
+    "Run": "weft.training.own_loop",
     "runtime": "weft.parallel.runtime",
-    "train": "weft.train.run",
+    "save": "weft.training.prepare",
+    "train": "weft.training.run",
+    "WeftError": "weft.errors",
 }
 __all__ = [
+    "CheckpointError",
+    "Comm",
     "Job",
+    "JobError",
+    "Memory",
+    "ModelError",
+    "Optimizer",
+    "Parallel",
+    "Pipeline",
     "Plan",
+    "PlanError",
+    "Precision",
     "Run",
+    "WeftError",
     "__version__",
     "build_mesh",
     "clip_grad_norm_",
     "count_targets",
+    "errors",
+    "export",
     "init",
+    "load",
     "materialize",
     "parallelize",
     "prepare",
     "runtime",
+    "save",
     "train",
 ]
 
@@ -55,6 +87,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("weft-train")
+    if name == "errors":
+        return import_module("weft.errors")
     if name not in MODULES:
         raise AttributeError(f"module weft has no {name}; it has {', '.join(MODULES)}")
     return getattr(import_module(MODULES[name]), name)

@@ -1,7 +1,14 @@
-"""Private parts of torch that Weft uses; tests/test_compat.py fails with a clear text when a version of torch changes one."""
+"""Private parts of torch that Weft uses; tests/test_compat.py fails with a clear text when a version of torch changes one.
 
+Private names that only an import needs, such as the runtime of pipeline schedules, are imported where they are used; the same
+test lists them.
+"""
+
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 Hook = TypeVar("Hook")
@@ -14,3 +21,84 @@ def find_hook(module: nn.Module, kind: type[Hook]) -> Hook | None:
     """
     hooks: Any = module._forward_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, kind)), None)
+
+
+# Autograd
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Let the backward that is running call a function at its end; only inside of a backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_in_backward() -> bool:
+    """True if this thread is running a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# FSDP2
+
+
+def fsdp_param_groups(unit: Any) -> list[Any]:
+    """Parameter groups of a unit of FSDP2: several since torch 2.13, one in earlier versions."""
+    return _param_groups(unit._get_fsdp_state())
+
+
+def all_fsdp_param_groups(model: Any) -> list[Any]:
+    """Parameter groups of all units of a model; known after its first forward."""
+    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in _param_groups(state)]
+
+
+def _param_groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def add_to_accumulated_gradients(model: Any) -> None:
+    """Add the gradients of gathered weights to their sums in the dtype of reduction."""
+    for group in all_fsdp_param_groups(model):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
+def end_fsdp_backward(model: Any) -> None:
+    """Reduce gradients and free gathered weights, as the hook at the end of the backward of a whole model does."""
+    for group in all_fsdp_param_groups(model):
+        group.post_backward()
+    model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+# Process groups
+
+
+def is_registered(backend: str) -> bool:
+    """True if `dist.Backend.register_backend` knows the name of a backend."""
+    return backend.upper() in dist.Backend._plugins
+
+
+def finished_work(result: Any) -> dist.Work:
+    """Handle of a collective that is complete."""
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+
+
+# Processor
+
+
+def has_amx() -> bool:
+    """True if the processor has tiles of AMX."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+def onednn_accepts(dtype: torch.dtype) -> bool:
+    """True if oneDNN computes bfloat16 or float16 on this processor, natively or not."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    checks = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return bool(checks[dtype]())

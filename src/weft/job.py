@@ -113,7 +113,7 @@ class Optimizer(Table):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Term added to the root of the second moment for numerical stability, for optimizers that have it."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay of matrices; vectors (norms, biases) do not decay."""
+    """Weight decay of matrices, decoupled with the optimizers above; vectors (norms, biases) do not decay."""
     clip_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum global gradient norm; a larger gradient is scaled down to it. 0: no clipping."""
     schedule: Literal["cosine", "linear", "polynomial", "wsd", "constant"] | Function = "cosine"
@@ -128,6 +128,11 @@ class Optimizer(Table):
     """Steps of linear warm-up from zero to the peak learning rate."""
     freeze_steps: Count = 1000
     """Updates after which onebit-adam freezes its second moment: 15 to 25 % of all steps, and not before the end of warm-up."""
+
+
+def states_of(name: str) -> int:
+    """Elements of optimizer state per element of a matrix; of an optimizer that Weft does not know, those of Adam."""
+    return {"muon": 1, "adafactor": 0, "lion": 1, "onebit-adam": 3}.get(name, 2)
 
 
 class Train(Table):
@@ -251,6 +256,14 @@ class Job(Table):
                 rule="the second moment changes by a fraction 1 - betas[1] per step, and bfloat16 may round away changes "
                 f"below {BF16_STEP:.4f}: the second moment would never decrease",
                 fix='set optimizer.betas[1] to 0.99 at most, or plan.precision.optimizer_state_dtype to "int8"',
+            )
+        if job.plan.precision.optimizer_state_dtype == "bf16" and job.optimizer.name == "adafactor":
+            raise JobError(
+                "optimizer.name = adafactor with plan.precision.optimizer_state_dtype = bf16",
+                where=where,
+                rule="the second moment of Adafactor changes by a fraction of step ** -0.8, and bfloat16 rounds away changes "
+                f"below {BF16_STEP:.4f}: after a thousand steps it would never decrease",
+                fix='set plan.precision.optimizer_state_dtype to "update" or "int8"',
             )
         _check_one_bit(job, where)
         return job

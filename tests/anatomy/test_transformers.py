@@ -8,7 +8,7 @@ from tests.lab.families import FAMILIES, family
 from tests.lab.shrink import shrunk
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.flops import training_flops_per_token
-from weft.anatomy.roles import Anatomy
+from weft.anatomy.roles import Anatomy, standard_name
 from weft.anatomy.transformers import read_anatomy, row_arguments
 from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
@@ -156,3 +156,13 @@ def test_packed_documents_do_not_affect_each_other(name: str) -> None:
         packed = model(input_ids=tokens, **row_arguments(model, positions)).logits
         alone = [model(input_ids=part, use_cache=False).logits for part in (tokens[:, :8], tokens[:, 8:])]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
+
+
+def test_roles_of_a_configuration() -> None:
+    config = transformers.AutoConfig.for_model(**family("llama"))
+    assert standard_name(config, "model.layers.0.mixer") == "mixer"
+    config.weft_roles = {"mix.*": "attention"}
+    assert standard_name(config, "model.layers.0.mixer") == "self_attn"
+    config.weft_roles = {"mix.*": "attn"}
+    with pytest.raises(ModelError, match=r"the role attn of modules named mixer[\s\S]*the roles are attention, "):
+        standard_name(config, "model.layers.0.mixer")

@@ -16,7 +16,7 @@ from weft.backends import hierarchical
 from weft.backends.hierarchical import TwoLevelGroup, register_backend
 from weft.backends.instrumented import GlooGroup
 from weft.backends.shared_memory import SharedMemoryGroup
-from weft.comm.collectives import Recorder
+from weft.comm.recorder import Recorder
 from weft.plan import Comm
 from weft.topology.mesh import choose_hierarchy
 

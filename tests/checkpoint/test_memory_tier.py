@@ -30,7 +30,7 @@ def on_host(shared: Path, rank: int) -> Iterator[HostMemory]:
     (shared / f"host-{host}").mkdir(exist_ok=True)
     with (
         mock.patch.object(memory, "SHARED_MEMORY", shared / f"host-{host}"),
-        mock.patch.object(memory, "place_of_host", return_value=[f"host-{host}"]),
+        mock.patch.object(memory, "host_id", return_value=[f"host-{host}"]),
     ):
         yield HostMemory(ID_FILE, "")
 

@@ -10,7 +10,7 @@ from tests.lab.jobs import write_job
 from weft.cli import main
 from weft.job import Job
 from weft.topology.topology import Topology
-from weft.train.run import explain_links
+from weft.training.run import explain_links
 
 DECLARED = """
 inside_host = "memory"

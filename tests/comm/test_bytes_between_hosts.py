@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from tests.lab.hosts import INTERFACE, hosts, payload_sent
 from weft.backends.hierarchical import register_backend
-from weft.comm.collectives import Recorder
 from weft.comm.compression.codecs import CODECS
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import AllReduce, levels_of
+from weft.comm.recorder import Recorder
 
 ROOT = Path(__file__).parents[2]
 ELEMENTS = 2**20

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.lab.hosts import Host, hosts, limit_rate
 from tests.lab.pool import RankError, run_ranks
 from weft.comm.link_benchmark import measure, name_hosts, round_robin, schedule
-from weft.device.device import Cpu
+from weft.device.cpu import Cpu
 from weft.errors import TopologyError
 from weft.launch.rendezvous import new_token
 from weft.topology.measurement import LOOPBACK, MEMORY, Measurement, find_slow, to_topology

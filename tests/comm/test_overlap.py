@@ -24,7 +24,6 @@ from weft.comm.chunks import (
     fewest_chunks,
     split_rows,
 )
-from weft.comm.collectives import Recorder
 from weft.comm.overlap import (
     Overlap,
     all_gather_matmul,
@@ -33,6 +32,7 @@ from weft.comm.overlap import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
+from weft.comm.recorder import Recorder
 from weft.comm.symmetric import FusedMatmuls, find_fused_matmuls
 from weft.errors import PlanError
 from weft.precision.fp16_backward import STORED_DTYPE, Fp16Grad, begin_fp16_backward

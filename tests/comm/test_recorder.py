@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.lab.pool import run_ranks
 from weft.backends import shared_memory
-from weft.comm.collectives import Message, Recorder
+from weft.comm.recorder import Message, Recorder
 from weft.plan import Parallel, Plan
 from weft.topology.mesh import build_mesh
 

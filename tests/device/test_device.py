@@ -12,7 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weft.device.device import Accelerator, Cpu, Device, detect, has_bf16_instructions, published_rates
+from weft.device.accelerator import Accelerator, published_rates
+from weft.device.cpu import Cpu, has_bf16_instructions
+from weft.device.detect import detect
+from weft.device.device import Device
 
 
 class FakeTorch:
@@ -66,7 +69,7 @@ def test_cpu_is_detected_without_an_accelerator() -> None:
 
 def test_a_device_of_another_package_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other_devices.py").write_text(
-        "from weft.device.device import Cpu\n\nclass Slow(Cpu):\n    type = 'mps'\n"
+        "from weft.device.cpu import Cpu\n\nclass Slow(Cpu):\n    type = 'mps'\n"
     )
     information = tmp_path / "other_devices-1.dist-info"
     information.mkdir()
@@ -107,7 +110,7 @@ def test_cpu_peak_flops_is_measured_and_keeps_the_thread_count() -> None:
 
 BF16_OF = """
 import torch
-from weft.device.device import Cpu, matmul_rate
+from weft.device.cpu import Cpu, matmul_rate
 rates = [matmul_rate(dtype, 256, 1) for dtype in (torch.bfloat16, torch.float32)]
 print(Cpu().supports("bf16"), rates[0] > 1.25 * rates[1], "|", Cpu().instruction_set)
 print(Cpu().peak_flops(torch.bfloat16) / max(rates))

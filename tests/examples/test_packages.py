@@ -23,7 +23,7 @@ from weft.comm.compression import codecs
 from weft.errors import JobError, PlanError
 from weft.job import Job, Role
 from weft.plan import Comm
-from weft.train.metrics import read_metrics
+from weft.training.metrics import read_metrics
 
 PACKAGES = Path(__file__).parents[2] / "examples" / "packages"
 

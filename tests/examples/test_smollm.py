@@ -21,14 +21,14 @@ from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import gather_weights, materialize, save_folder
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fetch_smollm.py"
 FOLDER = Path("~/.cache/weft/smollm2").expanduser()

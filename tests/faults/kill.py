@@ -41,7 +41,7 @@ from weft.launch.forkserver import PROCESS_NAME
 from weft.launch.heartbeat import RankStatus, read_status
 from weft.launch.scratch import PREFIX, SHARED_MEMORY
 from weft.launch.watchdog import process_state
-from weft.train.metrics import read_metrics
+from weft.training.metrics import read_metrics
 
 MODEL = {**family("qwen3_moe"), "vocab_size": 300}  # supports every axis
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -23,7 +23,7 @@ from tests.lab.jobs import write_job
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.launch.rendezvous import new_token
 from weft.launch.tunnel import MAGIC, MAGIC_TLS
-from weft.train.metrics import read_metrics
+from weft.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SILENCE_SECONDS = 15.0  # heartbeat timeout of the membership: time in which a link may be down

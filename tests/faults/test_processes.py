@@ -26,8 +26,8 @@ from tests.faults.kill import (
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.job import Job
 from weft.launch.watchdog import Timeouts, process_state
-from weft.train.run import train
-from weft.train.run_folder import LAUNCHER_LOCK
+from weft.training.run import train
+from weft.training.run_folder import LAUNCHER_LOCK
 
 LAYOUT = "zero3 on 2"
 HANG_TIMEOUT = 8.0  # seconds
@@ -174,8 +174,8 @@ launch([sys.executable, rank, out, "auto"], ranks=2, log_dir=Path(out) / "logs",
 BROKEN_RANK = """
 import os
 from torch.nn.modules.module import register_module_forward_pre_hook
-from weft.launch.launcher import rank_main
-from weft.train.rank import main
+from weft.launch.rank_entry import rank_main
+from weft.training.rank import main
 
 forwards = 0
 

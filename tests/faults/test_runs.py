@@ -17,8 +17,8 @@ from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.manifest import read_manifest
 from weft.data import Row, Rows
 from weft.job import Job
-from weft.train.metrics import read_metrics
-from weft.train.session import Session
+from weft.training.metrics import read_metrics
+from weft.training.session import Session
 
 MODEL = {**family("qwen3_moe"), "vocab_size": 300}  # supports every axis
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -25,14 +25,14 @@ from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.manifest import Position, verify_folder
 from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots, Target
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Checkpoint, Job, Model
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 CPU = torch.device("cpu")
 PAGE = 4096

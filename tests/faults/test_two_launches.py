@@ -9,8 +9,8 @@ import pytest
 from tests.faults.kill import job_file, weft_train
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.manifest import read_manifest, verify_folder, write_manifest
-from weft.train.metrics import read_metrics
-from weft.train.run_folder import read_run_id
+from weft.training.metrics import read_metrics
+from weft.training.run_folder import read_run_id
 
 LAYOUT = "zero3 on 2"
 STEPS = {"steps": 40}

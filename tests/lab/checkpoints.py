@@ -13,7 +13,7 @@ from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together
 from weft.checkpoint.slices import PER_RANK_KINDS
 from weft.checkpoint.snapshot import Snapshots, Target
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Checkpoint, Job, Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
@@ -22,8 +22,8 @@ from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
-from weft.train.optimizer import build_optimizer
-from weft.train.step import evaluate, train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import evaluate, train_step
 
 CPU = torch.device("cpu")
 

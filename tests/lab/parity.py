@@ -18,7 +18,7 @@ from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import build_plain, gather_weights, materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
@@ -27,8 +27,8 @@ from weft.parallel.sequence_sharding import shard_sequence
 from weft.plan import Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import CONTEXT_AXES, build_mesh, data_rank, join_axes
-from weft.train.optimizer import build_optimizer, learning_rate
-from weft.train.step import evaluate, forward, forward_backward, train_step
+from weft.training.optimizer import build_optimizer, learning_rate
+from weft.training.step import evaluate, forward, forward_backward, train_step
 
 STEPS = 3
 # A large eps: Adam divides by the gradient's magnitude, so a gradient that is only rounding would make a step of rounding.
@@ -128,8 +128,9 @@ def reference(
         logits = logits_of(model, batch)
         return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum"), logits.detach()
 
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    no_decay = [p for p in model.parameters() if p.ndim < 2]
+    decay, no_decay = [], []
+    for name, p in model.named_parameters():
+        (decay if p.ndim >= 2 and not name.endswith("bias") else no_decay).append(p)
     groups = [{"params": decay, "weight_decay": SETTINGS.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
     optimizer = make(groups, model)
     losses, norms, gradients = [], [], {}

@@ -13,9 +13,9 @@ from tests.lab.pool import run_ranks, start_ranks
 from weft.data import Prepared
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
-from weft.train import loop
-from weft.train import run as run_module
-from weft.train.session import Session, open_session
+from weft.training import loop
+from weft.training import run as run_module
+from weft.training.session import Session, open_session
 
 Fault = Callable[[Session], None]
 """Fault injected into a rank's session; a function at module level, so that it can be pickled."""
@@ -44,7 +44,7 @@ def _in_the_pool(
     printed: list[str], fault: Fault | None, argv: list[str], *, ranks: int, log_dir: Path, **_: Any
 ) -> None:
     """Replacement of `launch`."""
-    out, *resume = argv[argv.index("weft.train.rank") + 1 :]
+    out, *resume = argv[argv.index("weft.training.rank") + 1 :]
     prepared = Prepared.from_json((Path(out) / "prepared.json").read_text())
     job = Job.load(Path(out) / "job.toml")
     printed += run_ranks(ranks, run_rank, job, prepared, Path(out), resume, fault, timeout=180)
@@ -53,10 +53,10 @@ def _in_the_pool(
 def run_rank(
     rank: int, world_size: int, job: Job, prepared: Prepared, out: Path, resume: list[str], fault: Fault | None
 ) -> str:
-    """Run `weft.train.rank` in an existing process group; return its output."""
+    """Run `weft.training.rank` in an existing process group; return its output."""
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     with (
-        mock.patch("weft.train.session.connect", return_value=(rank, world_size, rank)),
+        mock.patch("weft.training.session.connect", return_value=(rank, world_size, rank)),
         redirect_stdout(StringIO()) as text,
     ):
         session = open_session(job, prepared, out, resume)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed  # noqa: F401
 
 import weft.backends.hierarchical
-import weft.device.device  # noqa: F401
+import weft.device.detect  # noqa: F401
 from weft.launch.forkserver import ForkServer
 from weft.launch.launcher import launch
 

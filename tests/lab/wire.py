@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.backends.shared_memory import SharedMemoryGroup, _done, _observed, reduce_parts, share_memory
-from weft.comm.collectives import RING
+from weft.backends.shared_memory import SharedMemoryGroup, _observed, finished_work, reduce_parts, share_memory
+from weft.comm.recorder import RING
 
 BACKEND = "weft_wire"
 TAG = 2**30  # tag of the wire's messages
@@ -269,7 +269,7 @@ class Mirror(Wire):
         return []
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return _done([])
+        return finished_work([])
 
 
 def _create_wire(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Wire:

@@ -13,8 +13,9 @@ import pytest
 from tests.launch.test_membership import together, until
 from weft.errors import JobError, RankFailure, RendezvousError, WeftError
 from weft.launch import coordinator as coordinator_module
-from weft.launch.coordinator import FailureRecord, JobCoordinator, assign_ranks
-from weft.launch.launcher import LOOPBACK_INTERFACE
+from weft.launch.attempt import FailureRecord, assign_ranks
+from weft.launch.coordinator import JobCoordinator
+from weft.launch.environment import LOOPBACK_INTERFACE
 from weft.launch.rendezvous import RendezvousConfig, new_token, parse_rendezvous
 from weft.launch.tunnel import LOOPBACK, TunnelClient
 

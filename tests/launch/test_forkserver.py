@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from weft.errors import RankFailure, Stopped
+from weft.launch.environment import ERROR_VARIABLE
 from weft.launch.forkserver import ForkServer
-from weft.launch.launcher import ERROR_VARIABLE, launch
+from weft.launch.launcher import launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs child subreapers, a feature of Linux")
 

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from tests.lab.script_rank import launch_script, script
-from weft.device.device import Accelerator, Cpu
+from weft.device.accelerator import Accelerator
+from weft.device.cpu import Cpu
 from weft.errors import DeviceError, RankFailure, Stopped
-from weft.launch import launcher as launcher_module
+from weft.launch import agent as agent_module
 from weft.launch.forkserver import ForkServer
-from weft.launch.launcher import connect, default_ranks, launch
+from weft.launch.launcher import default_ranks, launch
+from weft.launch.rank_entry import connect
 from weft.launch.watchdog import Timeouts, process_state
 
 # Listening sockets of some processes, as hexadecimal addresses of /proc/net/tcp and tcp6.
@@ -109,7 +111,7 @@ def test_the_first_error_is_reported_once(
         "    open(f'{os.path.dirname(__file__)}/here-{rank}', 'w')\n"
         "    while not os.path.exists(f'{os.path.dirname(__file__)}/here-{1 - rank}'): time.sleep(0.001)\n"
     )
-    head = "from weft.launch.launcher import rank_main\nfrom weft.errors import DataError\n"
+    head = "from weft.launch.rank_entry import rank_main\nfrom weft.errors import DataError\n"
     head += f"REPORT_OF_1 = {str(tmp_path / 'logs' / 'rank-1.error')!r}\ndef main():\n"
     with pytest.raises(RankFailure) as caught:
         launch_script(
@@ -171,7 +173,7 @@ open(f"{sys.argv[1]}/ready-{rank}", "w").write(str(os.getpid()))
 while True:
     time.sleep(60)
 """
-    monkeypatch.setattr(launcher_module, "SECONDS_TO_END", 1 if presses == 1 else 1000)
+    monkeypatch.setattr(agent_module, "SECONDS_TO_END", 1 if presses == 1 else 1000)
 
     def press() -> None:
         for name in ("ready", "pressed")[:presses]:
@@ -188,7 +190,7 @@ while True:
 
 
 HEARTBEATS = """
-from weft.launch.launcher import rank_main
+from weft.launch.rank_entry import rank_main
 from weft.launch.heartbeat import Heartbeat
 def main():
     heartbeat, stopped = Heartbeat.open(), []
@@ -216,7 +218,7 @@ def test_ranks_have_time_to_save_as_long_as_they_make_progress(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(launcher_module, "SECONDS_TO_END", 0.2)
+    monkeypatch.setattr(agent_module, "SECONDS_TO_END", 0.2)
 
     def press() -> None:
         wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
@@ -286,8 +288,8 @@ def test_connected_ranks_listen_on_loopback_only(tmp_path: Path, capfd: pytest.C
     code = f"""{LISTENING}
 import json
 import torch.distributed as dist
-from weft.device.device import Cpu
-from weft.launch.launcher import connect, rank_main
+from weft.device.cpu import Cpu
+from weft.launch.rank_entry import connect, rank_main
 
 def main():
     ranks = connect(Cpu())
@@ -317,8 +319,8 @@ rank_main(main)
 def test_a_single_process_is_a_group_of_size_one(tmp_path: Path) -> None:
     code = f"""{LISTENING}
 import torch, torch.distributed as dist
-from weft.device.device import Cpu
-from weft.launch.launcher import connect
+from weft.device.cpu import Cpu
+from weft.launch.rank_entry import connect
 print(connect(Cpu()))
 x = torch.ones(2)
 dist.all_reduce(x)

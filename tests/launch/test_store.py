@@ -141,8 +141,8 @@ GROUP = """
 import gc, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from weft.device.device import detect
-from weft.launch.launcher import connect
+from weft.device.detect import detect
+from weft.launch.rank_entry import connect
 rank, size, _ = connect(detect())
 gc.collect()  # must not delete anything that torch still uses
 for _ in range(3):

@@ -30,25 +30,12 @@ from weft.launch import tls
 from weft.launch import tunnel as tunnel_module
 from weft.launch.rendezvous import new_token
 from weft.launch.scratch import scratch_folder
-from weft.launch.store import SocketStore, StoreServer
+from weft.launch.store import SocketStore
 from weft.launch.tunnel import MAGIC_TLS, TunnelClient, TunnelServer
 
 KNOWN = "the quick brown fox jumps over the lazy dog"
 OTHER_TOKEN = new_token()
 NOT_THE_SERVER = "not the tunnel server of this job"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with scratch_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def store(folder: Path) -> Iterator[SocketStore]:
-    """The store "ranks" of host 0."""
-    with StoreServer(folder / "store"):
-        yield SocketStore(folder / "store")
 
 
 def start_server(stack: ExitStack, encrypt: bool, store: SocketStore) -> TunnelServer:

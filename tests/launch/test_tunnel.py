@@ -23,7 +23,6 @@ from tests.lab.proxy import proxy
 from weft.errors import RendezvousError
 from weft.launch import tunnel as tunnel_module
 from weft.launch.rendezvous import new_token
-from weft.launch.scratch import scratch_folder
 from weft.launch.store import SocketStore, StoreServer
 from weft.launch.tunnel import MAGIC, TunnelClient, TunnelServer
 
@@ -32,20 +31,6 @@ LOOPBACK = "127.0.0.1"
 TOKEN = new_token()
 CHALLENGE_BYTES = len(MAGIC) + 32
 REQUEST_BYTES = 32 + 16 + 32  # nonce, name of the store, proof
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Folder for sockets."""
-    with scratch_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def store(folder: Path) -> Iterator[SocketStore]:
-    """A store of host 0."""
-    with StoreServer(folder / "store"):
-        yield SocketStore(folder / "store")
 
 
 def store_client(client: TunnelClient) -> SocketStore:
@@ -475,8 +460,8 @@ sys.exit(max(rank.wait() for rank in ranks))
 """
 RANK = """
 import torch, torch.distributed as dist
-from weft.device.device import detect
-from weft.launch.launcher import connect
+from weft.device.detect import detect
+from weft.launch.rank_entry import connect
 connect(detect())
 x = torch.full((1000,), 10.0 ** dist.get_rank())
 dist.all_reduce(x)

@@ -18,12 +18,13 @@ from weft.launch import launcher as launcher_module
 from weft.launch.forkserver import ForkServer
 from weft.launch.heartbeat import RankStatus
 from weft.launch.launcher import launch
-from weft.launch.watchdog import Timeouts, _RankTrack, find_straggler, process_state
+from weft.launch.straggler import RankTrack, find_straggler
+from weft.launch.watchdog import Timeouts, process_state
 
 LOOP = """
 import torch, torch.distributed as dist
-from weft.device.device import Cpu
-from weft.launch.launcher import connect, rank_main
+from weft.device.cpu import Cpu
+from weft.launch.rank_entry import connect, rank_main
 from weft.launch.heartbeat import Heartbeat
 from weft.backends.hierarchical import register_backend
 here, shared = os.path.dirname(__file__), {shared}
@@ -60,13 +61,13 @@ rank_main(main)
 def log_lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, str]]:
     """Lines that the launcher logs, with their times; they are printed as well."""
     lines: list[tuple[float, str]] = []
-    log = launcher_module._log
+    log = launcher_module.log
 
     def stamp(line: str) -> None:
         log(line)
         lines.append((time.monotonic(), line))
 
-    monkeypatch.setattr(launcher_module, "_log", stamp)
+    monkeypatch.setattr(launcher_module, "log", stamp)
     return lines
 
 
@@ -276,11 +277,11 @@ def test_ranks_without_a_heartbeat_are_monitored_only_for_their_end(tmp_path: Pa
     launch(script(tmp_path, "time.sleep(1)"), ranks=2, log_dir=tmp_path, timeouts=timeouts)
 
 
-def track(**fields: Any) -> _RankTrack:
+def track(**fields: Any) -> RankTrack:
     stop_reason = fields.pop("stop_reason", "")
     now = {"sampled_at": 100.0, "pid": 1, "phase": "step", "step": 3} | fields
     status = RankStatus(**now)
-    return _RankTrack(status, 90.0, 90.0, stop_reason=stop_reason, stopped_at=91.0 if stop_reason else 0.0)
+    return RankTrack(status, 90.0, 90.0, stop_reason=stop_reason, stopped_at=91.0 if stop_reason else 0.0)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +358,7 @@ if len(sys.argv) == 1:
 
 def test_refused_input_is_not_restarted(tmp_path: Path, scripts: ForkServer) -> None:
     code = """
-from weft.launch.launcher import rank_main
+from weft.launch.rank_entry import rank_main
 from weft.errors import DataError
 def main():
     raise DataError("no text")

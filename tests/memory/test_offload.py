@@ -12,7 +12,7 @@ from tests.lab.families import FAMILIES, family
 from tests.lab.parity import plan_for
 from tests.lab.pool import RankError
 from tests.memory.test_recompute import HIDDEN, LLAMA, saved
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.memory.offload import Offload
 from weft.memory.pool import Pool, mapped_files
 from weft.plan import Memory, Pipeline, Precision

@@ -15,7 +15,7 @@ from tests.lab.bits import assert_same_bits
 from tests.lab.families import family
 from tests.lab.live import StorageBytes
 from tests.lab.pool import RankError, run_ranks
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.memory.chunked_step import chunked_step
 from weft.memory.optimizer_state import OffloadedStates, StatePlacement
@@ -172,7 +172,7 @@ LIMITED = """
 import resource, sys, torch
 from pathlib import Path
 from torch import nn
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.memory.optimizer_state import OffloadedStates
 from weft.memory.pool import Pool, mapped_files
 from weft.memory.chunked_step import chunked_step

@@ -17,7 +17,7 @@ from tests.lab.live import StorageBytes
 from tests.lab.pool import close_pools
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.folders import list_checkpoints
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
 from weft.memory.chunked_step import chunked_step
@@ -27,7 +27,7 @@ from weft.memory.pool import Pool, mapped_files
 from weft.memory.quantized_state import SMALLEST, build_map, pack, quantize_states
 from weft.memory.storages import plain_parts
 from weft.plan import Parallel, Plan, Precision, bytes_per_state_element
-from weft.train.metrics import read_metrics
+from weft.training.metrics import read_metrics
 
 FORMATS = ("bf16", "int8", "int4")
 BOTH = pytest.mark.parametrize("signed", [False, True], ids=["never negative", "signed"])

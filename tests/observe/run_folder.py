@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from weft.job import Job
-from weft.train.metrics import Evaluation, MetricsWriter, StepMetrics
+from weft.training.metrics import Evaluation, MetricsWriter, StepMetrics
 
 FACTS: dict[str, Any] = {
     "model_type": "qwen3_moe",

@@ -25,7 +25,7 @@ from weft.errors import DataError
 from weft.job import Job
 from weft.observe.figures import loss_figure, smooth, step_figure
 from weft.observe.report import best_baseline_beaten, write_report
-from weft.train.metrics import read_metrics
+from weft.training.metrics import read_metrics
 
 PLOTS = ["loss", "grad-norm", "learning-rate", "loss-scale", "throughput", "step-time", "memory", "peak"]
 MOST_BYTES = 1_500_000  # maximum size of a page

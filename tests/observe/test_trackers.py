@@ -11,8 +11,8 @@ import pytest
 from weft.errors import JobError
 from weft.job import Job
 from weft.observe import trackers
-from weft.train.functions import Callback
-from weft.train.metrics import Evaluation, StepMetrics
+from weft.training.functions import Callback
+from weft.training.metrics import Evaluation, StepMetrics
 
 JOB = {"model": {"config": {"model_type": "llama"}}, "optimizer": {"lr": 0.25}, "out": "runs/a-name"}
 

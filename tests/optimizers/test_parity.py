@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from pytorch_optimizer import Lion
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.lab.checkpoints import tensors_of, train_and_save
 from tests.lab.families import family
@@ -21,11 +23,12 @@ from weft.checkpoint.folders import folder_of
 from weft.errors import JobError
 from weft.job import Job, Model, Optimizer
 from weft.memory.chunked_step import chunked_step
+from weft.optimizers import muon
 from weft.optimizers.adafactor import Adafactor
 from weft.optimizers.muon import Muon, newton_schulz
 from weft.plan import Plan
-from weft.train.metrics import read_metrics
-from weft.train.optimizer import build_optimizer
+from weft.training.metrics import read_metrics
+from weft.training.optimizer import build_optimizer
 
 LR, DECAY = SETTINGS.lr, SETTINGS.weight_decay
 
@@ -168,7 +171,8 @@ def step_in_chunks(rank: int, world_size: int, name: str) -> None:
             for parameter, value in zip(copy, values, strict=True):
                 parameter.grad = distribute_tensor(value.sin(), mesh, [Shard(0)])
         whole.step()
-        chunked_step(parts, chunk_bytes=1)
+        with mock.patch.object(muon, "LARGEST_BATCH", 1):  # a matrix for each rank at a time
+            chunked_step(parts, chunk_bytes=1, at_least=1 + 2 * (name == "muon"))
     for first, second in zip(*copies, strict=True):
         assert torch.equal(first.full_tensor(), second.full_tensor())
     assert [group.get("step") for group in whole.param_groups] == [group.get("step") for group in parts.param_groups]
@@ -216,6 +220,9 @@ def test_eight_bit_states(tmp_path: Path) -> None:
     ("tables", "said"),
     [
         ({"name": "adamw", "options": {"momentum": 0.9}}, "AdamW has no option momentum"),
+        ({"name": "adamw", "options": {"lr": 0.9}}, r"AdamW has no option lr[\s\S]*keys of \[optimizer\]"),
+        ({"name": "onebit-adam", "options": {"momentum": 0.9}}, "OneBitAdam has no option momentum"),
+        ({"name": "adafactor", "options": {"dtype": "bf16"}}, "Adafactor has no option dtype"),
         ({"name": "torch.optim:SGD", "options": {"momentum": -1.0}}, "Invalid momentum value: -1.0"),
         ({"name": "torch.optim:SDG"}, "did you mean torch.optim:SGD"),
     ],
@@ -223,6 +230,37 @@ def test_eight_bit_states(tmp_path: Path) -> None:
 def test_options_that_an_optimizer_does_not_have_are_refused(tables: Any, said: str) -> None:
     with pytest.raises(JobError, match=said):
         build_optimizer(torch.nn.Linear(2, 2), Optimizer(**tables))
+
+
+def test_settings_of_another_form_are_left_at_their_defaults() -> None:
+    found = build_optimizer(torch.nn.Linear(2, 2), Optimizer(name="torch.optim:Adafactor", lr=0.5))
+    assert (found.defaults["eps"], found.defaults["lr"]) == ((None, 1e-3), 0.5)
+
+
+def test_biases_of_experts_do_not_decay() -> None:
+    config = AutoConfig.for_model(**family("gpt_oss"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    groups = build_optimizer(model, Optimizer()).param_groups
+    decays = {id(p): group["weight_decay"] > 0 for group in groups for p in group["params"]}
+    names = {name: decays[id(p)] for name, p in model.named_parameters()}
+    assert not names["model.layers.0.mlp.experts.gate_up_proj_bias"]
+    assert names["model.layers.0.mlp.experts.gate_up_proj"]
+    assert {name for name, own in names.items() if own} == {
+        name for name, p in model.named_parameters() if p.ndim >= 2 and "bias" not in name
+    }
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_a_checkpoint_from_before_the_first_update_is_loaded(name: str, tmp_path: Path) -> None:
+    settings, source, plan = OPTIMIZERS[name][0], Model(config=family("llama")), plan_for("fp64", zero=3)
+    run_ranks(2, train_and_save, source, plan, tmp_path / "whole", (0, 1), None, settings)
+    run_ranks(2, train_and_save, source, plan, tmp_path / "parts", (0, 0), None, settings)
+    begin = folder_of(tmp_path / "parts", 0)
+    run_ranks(2, train_and_save, source, plan, tmp_path / "parts", (0, 1), begin, settings)
+    expected, found = (tensors_of(folder_of(tmp_path / part, 1)) for part in ("whole", "parts"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
 def test_a_class_gets_the_settings_that_it_has() -> None:

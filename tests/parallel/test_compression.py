@@ -14,7 +14,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import gather_weights, materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.errors import JobError
 from weft.job import Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -25,8 +25,8 @@ from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 CPU = torch.device("cpu")
 STEPS = 12

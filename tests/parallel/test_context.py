@@ -21,14 +21,8 @@ from weft.backends.hierarchical import register_backend
 from weft.data import MicroBatch
 from weft.errors import ModelError, PlanError
 from weft.parallel.attention_interface import AttentionSettings, context_attention, replace_attention
-from weft.parallel.context import (
-    ContextParallel,
-    attend,
-    check_heads,
-    check_sequence,
-    natural_positions,
-    zigzag_indices,
-)
+from weft.parallel.context import attend
+from weft.parallel.context_grid import ContextParallel, check_heads, check_sequence, natural_positions, zigzag_indices
 
 SCALE = 0.3
 ROWS = 2

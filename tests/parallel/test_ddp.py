@@ -15,7 +15,7 @@ from weft.parallel.ddp import GradientReducer, Unit
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh
-from weft.train.step import forward_backward
+from weft.training.step import forward_backward
 
 
 class TwoBlocks(nn.Module):

@@ -18,7 +18,7 @@ from weft.data import MicroBatch
 from weft.errors import JobError, PlanError
 from weft.job import Job, Model
 from weft.parallel.parallelize import check_axes
-from weft.train.run import check_model
+from weft.training.job_checks import check_model
 
 BIDIRECTIONAL = {**family("gemma3_text"), "use_bidirectional_attention": True}
 ROWS = 4

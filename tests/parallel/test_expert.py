@@ -25,7 +25,7 @@ from weft.backends.hierarchical import register_backend
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm import collectives
-from weft.comm.collectives import Message, Recorder
+from weft.comm.recorder import Message, Recorder
 from weft.errors import PlanError
 from weft.job import Model
 from weft.parallel.expert import (

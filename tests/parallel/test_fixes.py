@@ -21,7 +21,7 @@ from weft.job import Job, Model
 from weft.parallel.parallelize import check_axes
 from weft.parallel.pipeline.plan_schedule import load_schedule
 from weft.plan import Plan
-from weft.train.run import check_model
+from weft.training.job_checks import check_model
 
 VALUE = r'(?:"[^"]*"|-?\d+)'
 SUGGESTION = re.compile(

@@ -20,8 +20,8 @@ from weft.anatomy.transformers import read_anatomy
 from weft.backends.hierarchical import register_backend
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
-from weft.comm.collectives import Recorder
 from weft.comm.overlap import Overlap
+from weft.comm.recorder import Recorder
 from weft.errors import ModelError, PlanError
 from weft.job import Model
 from weft.parallel.async_tp import LazyGather, RegionBoundary, share_gather
@@ -32,7 +32,7 @@ from weft.parallel.tp_rules import DOWN
 from weft.parallel.weights import TensorSplit
 from weft.plan import Plan
 from weft.topology.mesh import AXES, build_mesh, mesh_shape
-from weft.train.step import forward_backward
+from weft.training.step import forward_backward
 
 FP32 = {"param_dtype": "fp32", "update": "fp32", "reduce_dtype": "fp32"}
 FP64 = {"param_dtype": "fp64", "update": "fp64", "reduce_dtype": "fp64"}

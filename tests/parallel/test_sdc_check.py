@@ -17,9 +17,9 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
-from weft.comm.collectives import Recorder
 from weft.comm.objects import all_gather_json
-from weft.device.device import detect
+from weft.comm.recorder import Recorder
+from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.job import Model
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -30,8 +30,8 @@ from weft.parallel.weights import to_local
 from weft.plan import Parallel, Plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank
-from weft.train.optimizer import build_optimizer
-from weft.train.step import evaluate, train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import evaluate, train_step
 
 CPU = torch.device("cpu")
 

@@ -10,15 +10,15 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
-from weft.comm.collectives import Recorder
-from weft.device.device import detect
+from weft.comm.recorder import Recorder
+from weft.device.detect import detect
 from weft.job import Model
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 SOURCE = Model(config=family("qwen3"))
 

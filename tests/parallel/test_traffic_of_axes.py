@@ -14,12 +14,12 @@ from tests.lab.pool import close_pools, run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
-from weft.comm.collectives import Recorder
+from weft.comm.recorder import Recorder
 from weft.job import Model
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.topology.mesh import build_mesh, data_rank
-from weft.train.step import forward_backward
+from weft.training.step import forward_backward
 
 PAGE = Path(__file__).parents[2] / "docs" / "traffic.md"
 SOURCE = Model(config={**family("qwen3"), "tie_word_embeddings": False})

@@ -14,8 +14,8 @@ from weft.backends import hierarchical
 from weft.backends.hierarchical import TwoLevelGroup
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
-from weft.comm.collectives import Recorder
-from weft.device.device import detect
+from weft.comm.recorder import Recorder
+from weft.device.detect import detect
 from weft.job import Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
@@ -23,8 +23,8 @@ from weft.parallel.runtime import runtime
 from weft.plan import Comm, Plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank, group_of_all
-from weft.train.optimizer import build_optimizer
-from weft.train.step import forward, forward_backward, train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import forward, forward_backward, train_step
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 0": {"zero": 0},

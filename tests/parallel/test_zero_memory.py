@@ -13,7 +13,7 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Model
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import begin_micro_batch, count_local_parameters, model_state_bytes
@@ -22,9 +22,9 @@ from weft.parallel.runtime import runtime
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank
-from weft.train.optimizer import build_optimizer
-from weft.train.state_bytes import measure_model_state
-from weft.train.step import forward, token_loss, train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.state_bytes import measure_model_state
+from weft.training.step import forward, token_loss, train_step
 
 # Wide enough for activations, norms and uneven shards to be negligible beside weights.
 SOURCE = Model(config={**family("llama"), "hidden_size": 128, "intermediate_size": 256, "head_dim": 32})

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from weft.device.device import Cpu
+from weft.device.cpu import Cpu
 from weft.errors import PlanError
 from weft.plan import Precision
 from weft.precision.dtypes import check_dtypes, explain_precision

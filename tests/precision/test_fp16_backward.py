@@ -13,7 +13,8 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_plain
 from weft.checkpoint.model_config import read_config
-from weft.comm.collectives import Recorder, gather
+from weft.comm.collectives import gather
+from weft.comm.recorder import Recorder
 from weft.errors import PlanError
 from weft.job import Model
 from weft.parallel.parallelize import parallelize

@@ -14,7 +14,7 @@ from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Model
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
@@ -22,8 +22,8 @@ from weft.parallel.weights import to_local
 from weft.plan import Pipeline, Plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank
-from weft.train.optimizer import build_optimizer
-from weft.train.step import StepResult, train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import StepResult, train_step
 
 SOURCE = Model(config={**family("qwen3_moe"), "num_hidden_layers": 4})
 

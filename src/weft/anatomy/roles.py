@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from weft.errors import ModelError
+
 ROLES_KEY = "weft_roles"
 """Key of a model's configuration with roles of modules (`model.roles`): the roles travel with the model."""
 STANDARD_NAMES = {
@@ -33,10 +35,21 @@ def standard_name(config: Any, name: str) -> str:
     Args:
         config: configuration of the model.
         name: full or relative name of the module.
+
+    Raises:
+        ModelError: the configuration gives the module a role that does not exist.
     """
     last = name.rpartition(".")[2]
     roles = getattr(config, ROLES_KEY, None) or {}
-    return next((STANDARD_NAMES[role] for pattern, role in roles.items() if re.fullmatch(pattern, last)), last)
+    role = next((role for pattern, role in roles.items() if re.fullmatch(pattern, last)), None)
+    if role is not None and role not in STANDARD_NAMES:
+        raise ModelError(
+            f"the role {role} of modules named {last}",
+            where=f"{ROLES_KEY} of the configuration",
+            rule=f"the roles are {', '.join(STANDARD_NAMES)}",
+            fix="correct the role, or remove the pattern",
+        )
+    return STANDARD_NAMES[role] if role else last
 
 
 @dataclass(frozen=True)

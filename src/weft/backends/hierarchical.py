@@ -36,6 +36,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from weft.backends.instrumented import GlooGroup, InstrumentedGroup
 from weft.backends.shared_memory import reduce_parts, share_memory
+from weft.compat import is_registered
 
 BACKENDS = {"auto": "weft", "two_level": "weft_two_level", "flat": "weft_flat"}
 """Backend name by `plan.comm.hierarchy`. A hierarchical all-to-all sends larger messages but not fewer bytes, so that "auto"
@@ -58,7 +59,7 @@ def register_backend(hierarchy: str = "auto") -> str:
         hierarchy: value of `plan.comm.hierarchy`.
     """
     name = BACKENDS[hierarchy]
-    if name.upper() not in dist.Backend._plugins:
+    if not is_registered(name):
         create = partial(_create_group, hierarchy=hierarchy)
         dist.Backend.register_backend(name, create, devices=["cpu"])
     return name

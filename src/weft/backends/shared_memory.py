@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 from weft.backends.instrumented import InstrumentedGroup
 from weft.backends.shm_p2p import CHANNEL_BYTES, LINE_INTS, P2PChannel, typed, wait_until
+from weft.compat import finished_work
 from weft.errors import CommunicationError
 
 SLOT_BYTES = 2**20  # small enough to stay in cache between the writer and its readers
@@ -247,7 +248,7 @@ class SharedMemoryGroup(InstrumentedGroup):
                     share.copy_(typed(slot, share))
         if flat is not tensor:
             tensor.copy_(flat)
-        return _done(tensors)
+        return finished_work(tensors)
 
     @_observed
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -255,7 +256,7 @@ class SharedMemoryGroup(InstrumentedGroup):
         if not self._supports(input):
             return self.gloo._allgather_base(output, input, opts)
         self._gather(list(output.view(self.ranks, -1).unbind()), input)
-        return _done([output])
+        return finished_work([output])
 
     @_observed
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -265,7 +266,7 @@ class SharedMemoryGroup(InstrumentedGroup):
         if not self._supports(input) or sizes_differ or not all(tensor.is_contiguous() for tensor in tensors):
             return self.gloo.allgather(outputs, inputs, opts)
         self._gather([tensor.view(-1) for tensor in tensors], input)
-        return _done(outputs)
+        return finished_work(outputs)
 
     def _gather(self, outputs: list[Tensor], input: Tensor) -> None:
         signature, step = _signature("all_gather", input), SLOT_BYTES // input.element_size()
@@ -286,7 +287,7 @@ class SharedMemoryGroup(InstrumentedGroup):
             columns = rows[:, start : start + piece.numel()]
             with self._exchange(signature, _writer(columns)) as slots:
                 reduce_parts([typed(slot, columns)[self.group_rank] for slot in slots], op, piece)
-        return _done([output])
+        return finished_work([output])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         (output,), (tensors,) = outputs, inputs
@@ -332,7 +333,7 @@ class SharedMemoryGroup(InstrumentedGroup):
                     piece = tensor[start : start + step]
                     start_in_slot = self.group_rank * step
                     piece.copy_(slot.view(input.dtype)[start_in_slot : start_in_slot + piece.numel()])
-        return _done([output])
+        return finished_work([output])
 
     @_observed
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
@@ -348,12 +349,12 @@ class SharedMemoryGroup(InstrumentedGroup):
                     piece.copy_(typed(slots[root], piece))
         if flat is not tensor:
             tensor.copy_(flat)
-        return _done(tensors)
+        return finished_work(tensors)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         with self._exchange((OPERATIONS.index("barrier"), 0, 0, 0), lambda slot: None):
             pass
-        return _done([])
+        return finished_work([])
 
     def _supports(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> bool:
         return tensor.dtype in DTYPES and any(op == known for known, _ in REDUCTIONS) and tensor.numel() > 0
@@ -361,19 +362,19 @@ class SharedMemoryGroup(InstrumentedGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         for tensor in tensors:
             self.allreduce([tensor], opts)
-        return _done(tensors)
+        return finished_work(tensors)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         for output, input in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, input, opts)
-        return _done(outputs)
+        return finished_work(outputs)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input, opts)
-        return _done(outputs)
+        return finished_work(outputs)
 
     # Names of torch 2.11 and 2.12
 
@@ -452,9 +453,3 @@ def reduce_parts(parts: list[Tensor], op: Any, out: Tensor) -> None:
         total.div_(len(parts))
     if total is not out:
         out.copy_(total)
-
-
-def _done(result: Any) -> dist.Work:
-    future: Any = torch.futures.Future()
-    future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.checkpoint.boxes import find_tiling_error
 from weft.checkpoint.pickled import GlobalName, ObjectStub, RejectedError, read_pickle
 from weft.checkpoint.shard_file import SAFETENSORS_DTYPES
 from weft.errors import CheckpointError
@@ -226,16 +227,19 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None
     """Refuse chunks that do not tile the tensor: outside of it, overlapping, or incomplete."""
     inside = all(
         len(chunk.offset) == len(chunk.shape) == len(shape)
-        and all(o + size <= full for o, size, full in zip(chunk.offset, chunk.shape, shape, strict=True))
+        and all(0 <= o <= o + size <= full for o, size, full in zip(chunk.offset, chunk.shape, shape, strict=True))
         for chunk in chunks
     )
-    if not inside or sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
-        raise RejectedError(f"the chunks of {name} do not make up a tensor of shape {shape}")
-    lows = np.array([chunk.offset for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(shape))
-    highs = lows + np.array([chunk.shape for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(shape))
-    overlaps = (np.maximum(lows[:, None], lows) < np.minimum(highs[:, None], highs)).all(-1)
-    if int(overlaps.sum()) != len(chunks):
-        raise RejectedError(f"chunks of {name} overlap")
+    problem = None if inside else "are not inside"
+    if inside:
+        rows = (len(chunks), len(shape))
+        lows, sizes = (
+            np.array([getattr(chunk, field) for chunk in chunks], np.int64).reshape(rows)
+            for field in ("offset", "shape")
+        )
+        problem = find_tiling_error(lows, lows + sizes, shape)
+    if problem:
+        raise RejectedError(f"the chunks of {name} do not make up a tensor of shape {shape}: they {problem}")
 
 
 def read_tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -8,7 +8,6 @@ checkpoint, and a second while it is being written: 4 times the size of its rank
 import hashlib
 import os
 import shutil
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from blake3 import blake3
 from torch import Tensor
 
+from weft.backends.hierarchical import host_id
 from weft.checkpoint.folders import clean, folder_of, list_checkpoints, step_of
 from weft.checkpoint.manifest import NAME, Manifest, file_name, read_manifest, verify_file
 from weft.checkpoint.snapshot import Target
@@ -57,7 +57,7 @@ class HostMemory:
         self.folder, self.key = _folder_of_run(id_file), key
         self.lock: Lock | None = None
         self.rank = dist.get_rank()
-        places = all_gather_json(place_of_host())
+        places = all_gather_json(host_id())
         self.hosts = [[r for r, other in enumerate(places) if other == found] for found in _unique(places)]
         """Ranks of each host."""
         self.host = next(index for index, ranks in enumerate(self.hosts) if self.rank in ranks)
@@ -209,12 +209,6 @@ def holds_copies(id_file: Path, run_id: str) -> bool:
 def _folder_of_run(id_file: Path) -> Path:
     name = hashlib.sha256(str(id_file.parent.resolve()).encode()).hexdigest()[:16]
     return SHARED_MEMORY / f"{PREFIX}{os.getuid()}-{name}"
-
-
-def place_of_host() -> list[str]:
-    """Identity of a host: host name and network namespace. A separate namespace makes an emulated host."""
-    network = Path("/proc/self/ns/net")
-    return [socket.gethostname(), os.readlink(network) if network.exists() else ""]
 
 
 def _digest(folder: Path) -> str:

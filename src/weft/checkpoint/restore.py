@@ -219,7 +219,7 @@ def restore_training(
     names = generators + feedback if same_ranks else []
     own = {part.file for name in names for part in reader.entry(name).parts}
     restore(model, optimizer, reader, lambda files: fetch(files | own))
-    restore_counters(optimizer.inner, reader.manifest.position.parameter_groups)
+    restore_counters(model, optimizer.inner, reader.manifest.position.parameter_groups)
     message = restore_feedback(model, optimizer, reader)
     if same_ranks:
         set_rng_states(device, {name: reader.read(name) for name in generators})
@@ -314,7 +314,9 @@ def allocate_state(model: nn.Module, optimizer: DistributedOptimizer, manifest: 
         if id(parameter) not in own:
             continue
         state = optimizer.state[parameter]
-        if isinstance(optimizer.inner, Adafactor):  # its states do not have the shape of the parameter
+        if name in by_weight and isinstance(
+            optimizer.inner, Adafactor
+        ):  # its states have other shapes than the parameter
             optimizer.inner.init_state(parameter)
         for kind in by_weight.get(name, []):
             entry = manifest.tensors[f"{kind}/{name}"]

@@ -61,21 +61,32 @@ def optimizer_slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     Raises:
         CheckpointError: the optimizer state of a parameter has a value that is not a tensor.
     """
+    check_states(optimizer)
     slices = []
     for name, parameter in named_weights(model, runtime(model).anatomy).items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, Tensor):
-                raise CheckpointError(
-                    f"the optimizer keeps {key} = {value!r} for {name}",
-                    where=type(optimizer).__name__,
-                    rule="the optimizer state of a parameter consists of tensors",
-                    fix="use an optimizer whose state values are tensors",
-                )
             packed = _packed(model, name)
             if packed and (value.ndim != parameter.ndim or value.shape[packed[0]] != parameter.shape[packed[0]]):
                 packed = None  # a scalar, or a mean over the packed dim
             slices += _slices(f"{key}/{name}", value, packed)
     return slices
+
+
+def check_states(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose states cannot be saved.
+
+    Raises:
+        CheckpointError: a state of a parameter is not a tensor.
+    """
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"the optimizer keeps {key} = {value!r} for a parameter",
+                    where=type(optimizer).__name__,
+                    rule="the optimizer state of a parameter consists of tensors",
+                    fix="use an optimizer whose state values are tensors",
+                )
 
 
 def feedback_slices(model: nn.Module, rank: int) -> list[TensorSlice]:

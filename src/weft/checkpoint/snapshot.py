@@ -40,7 +40,7 @@ from weft.checkpoint.manifest import (
     sync_folder,
     write_manifest,
 )
-from weft.checkpoint.parameter_groups import settings_of
+from weft.checkpoint.parameter_groups import group_names, settings_of
 from weft.checkpoint.shard_file import SAFETENSORS_DTYPES, ShardBuffer, SlotSpec, check_free_space, write_bytes
 from weft.checkpoint.slices import (
     TensorSlice,
@@ -109,6 +109,8 @@ class Snapshots:
         self.data, self.run, self.key = data, run, read_key(job.checkpoint.key_file)
         self.job, self.model, self.optimizer = job, model, optimizer
         self.device, self.torch_device, self.mesh = device, torch_device, runtime(model).mesh
+        self.group_names: list[list[str]] | None = None
+        """Names of the parameters of each group of the optimizer; None before the first snapshot."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
         token = broadcast_json(secrets.token_hex(8))  # separates the reports from those of an earlier instance
@@ -140,7 +142,11 @@ class Snapshots:
     def take(self, position: Position, target: Target) -> float:
         """Copy the state and start to write it in the background. Returns the seconds for which training was blocked."""
         begin = time.perf_counter()
-        position = position.model_copy(update={"parameter_groups": settings_of(self.optimizer.inner)})
+        if self.group_names is None:
+            self._finish_transfers()  # a gathered weight is another parameter than that of the optimizer
+            self.group_names = group_names(self.model, self.optimizer.inner)
+        settings = settings_of(self.optimizer.inner, self.group_names, self.mesh.get_group("pp"))
+        position = position.model_copy(update={"parameter_groups": settings})
         if self.job.checkpoint.when_busy == "wait":
             self.finish()
         if self._agree(lambda: self._prepare(target, position.step)):
@@ -149,6 +155,10 @@ class Snapshots:
             self.writing = threading.Thread(target=self._write, args=arguments, name="weft-checkpoint", daemon=True)
             self.writing.start()
         return time.perf_counter() - begin
+
+    def reset(self) -> None:
+        """Find all tensors again for the next snapshot: a checkpoint has been loaded into new ones."""
+        self.shard = None
 
     def finish(self) -> None:
         """Wait until the current snapshot is written and, if this rank leads, committed."""
@@ -193,7 +203,7 @@ class Snapshots:
 
     def _lay_out(self) -> None:
         """Choose the slices that this rank writes, and allocate the shard buffer for them."""
-        self._bring_to_rest()
+        self._finish_transfers()
         held = model_slices(self.model) + optimizer_slices(self.model, self.optimizer.inner)
         held += feedback_slices(self.model, self.rank)
         self.slices = divide(held, self.torch_device)
@@ -204,7 +214,7 @@ class Snapshots:
         self.targets = [self.shard.tensors[_key(tensor_slice)] for tensor_slice in self.slices]
         self.parts = self._describe(self.shard)
 
-    def _bring_to_rest(self) -> None:
+    def _finish_transfers(self) -> None:
         """Free gathered weights, and finish the transfers of offloaded optimizer state."""
         free_gathered_weights(self.model)
         self.optimizer.finish_offload()
@@ -212,7 +222,7 @@ class Snapshots:
     def _copy(self) -> ShardBuffer:
         """Copy the state into the shard buffer; on an accelerator on a side stream that only the next update waits for."""
         assert self.shard is not None
-        self._bring_to_rest()
+        self._finish_transfers()
         side = self.device.stream()
         for tensor_slice, target in zip(self.slices, self.targets, strict=True):
             if tensor_slice.name.startswith(CHANGED_BY_BACKWARD):

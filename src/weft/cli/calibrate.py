@@ -1,16 +1,15 @@
 """weft calibrate"""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
+from weft.cli.options import Ranks
+
 
 def calibrate(
-    nproc_per_node: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Ranks on this host; default: one per accelerator, two on CPU."),
-    ] = None,
+    nproc_per_node: Ranks = None,
     out: Annotated[Path, typer.Option(help="File for the measured cluster, as TOML.")] = Path("cluster.toml"),
 ) -> None:
     """Measure this machine for the planner.
@@ -23,7 +22,7 @@ def calibrate(
 
     import transformers
 
-    from weft.device.device import detect
+    from weft.device.detect import detect
     from weft.launch.launcher import default_ranks
     from weft.planner.calibrate.calibrate import calibrate as measure
 

@@ -18,7 +18,7 @@ def clean(
     from rich.markup import escape
     from rich.table import Column, Table
 
-    from weft.train.run_folder import list_aside, remove_aside
+    from weft.training.run_folder import list_aside, remove_aside
 
     found = list_aside(run)
     if not found:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 if TYPE_CHECKING:
-    from weft.train.compare import Comparison
+    from weft.training.compare_records import Comparison
 
 
 def compare(
@@ -46,7 +46,7 @@ def compare(
     Exit code 0: the plans agree; 1: they differ; 2: the input was refused.
     """
     from weft.job import Job
-    from weft.train.run_folder import check_writable
+    from weft.training.run_folder import check_writable
 
     both = [*set_, *([f"train.global_batch_size={rows}"] if rows is not None else [])]
     job_a, job_b = Job.load(job, [*both, *set_a]), Job.load(job, [*both, *set_b])
@@ -55,7 +55,7 @@ def compare(
 
     import transformers
 
-    from weft.train.compare import compare as compare_jobs
+    from weft.training.compare import compare as compare_jobs
 
     transformers.logging.set_verbosity_error()
     found = compare_jobs(
@@ -77,7 +77,7 @@ def print_comparison(found: "Comparison", folder: Path) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    from weft.train.compare import relative
+    from weft.training.compare_records import relative
 
     console = Console(highlight=False, soft_wrap=True)
     steps = Table("step", "loss A", "loss B", "difference", "gradient norm A", "norm B", "difference")

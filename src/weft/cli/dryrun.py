@@ -5,12 +5,14 @@ from typing import Annotated, Literal, Optional
 
 import typer
 
+from weft.cli.options import SetOption
+
 
 def dryrun(
     job: Annotated[Path, typer.Argument(help="Job as TOML; weights and data are not read.")],
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks of the job.")],
     rank: Annotated[list[int], typer.Option(help="Rank to trace; repeatable; default: first and last rank.")] = [],  # noqa: B006
-    set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")] = [],  # noqa: B006
+    set_: SetOption = [],  # noqa: B006
     device: Annotated[
         Optional[Literal["cpu", "cuda", "npu"]],  # noqa: UP045
         typer.Option(help="Device type of the ranks; default: that of this machine."),
@@ -29,7 +31,7 @@ def dryrun(
 
     import transformers
 
-    from weft.device.device import detect
+    from weft.device.detect import detect
     from weft.planner.dryrun.table import print_traces, write_traces
     from weft.planner.dryrun.trace import trace
 

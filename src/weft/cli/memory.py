@@ -5,6 +5,8 @@ from typing import Annotated, Literal, Optional
 
 import typer
 
+from weft.cli.options import SetOption
+
 
 def memory(
     job: Annotated[Path, typer.Argument(help="Job as TOML; weights and data are not read.")],
@@ -12,7 +14,7 @@ def memory(
     rank: Annotated[
         int | None, typer.Option(help="Rank; default: first or last, whichever has the higher peak.")
     ] = None,
-    set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")] = [],  # noqa: B006
+    set_: SetOption = [],  # noqa: B006
     device: Annotated[
         Optional[Literal["cpu", "cuda", "npu"]],  # noqa: UP045
         typer.Option(help="Device type of the ranks; default: that of this machine."),
@@ -31,7 +33,7 @@ def memory(
 
     import transformers
 
-    from weft.device.device import detect
+    from weft.device.detect import detect
     from weft.planner.dryrun.memory_options import compare_options, print_options, write_options
 
     transformers.logging.set_verbosity_error()

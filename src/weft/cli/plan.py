@@ -5,6 +5,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from weft.cli.options import SetOption
+
 
 def plan(
     job: Annotated[
@@ -16,7 +18,7 @@ def plan(
         int | None, typer.Option(min=1, help="Devices per host; default: usual number for the device.")
     ] = None,
     cluster: Annotated[Optional[Path], typer.Option(help="Cluster as TOML file, instead of --device.")] = None,  # noqa: UP045
-    set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")] = [],  # noqa: B006
+    set_: SetOption = [],  # noqa: B006
     best: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 5,
     margin: Annotated[
         float, typer.Option(min=0.1, max=1.0, help="Fraction of device memory that a plan may use.")

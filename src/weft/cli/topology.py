@@ -7,14 +7,13 @@ from typing import Annotated, Optional
 
 import typer
 
+from weft.cli.options import Endpoint, HostIndex, Hosts, Interface, Ranks, SetOption, TokenFile
+
 
 def topology(
     job: Annotated[Optional[Path], typer.Argument(help="Job as TOML, to show the links of its mesh axes.")] = None,  # noqa: UP045
-    set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")] = [],  # noqa: B006
-    nproc_per_node: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Ranks on this host; default: one per accelerator, two on CPU."),
-    ] = None,
+    set_: SetOption = [],  # noqa: B006
+    nproc_per_node: Ranks = None,
     file: Annotated[Optional[Path], typer.Option(help="Declared topology to show, instead of measuring.")] = None,  # noqa: UP045
     out: Annotated[Optional[Path], typer.Option(help="TOML file for the topology, for plan.comm.topology.")] = None,  # noqa: UP045
     json: Annotated[Optional[Path], typer.Option(help="JSON file for all results.")] = None,  # noqa: UP045
@@ -23,17 +22,11 @@ def topology(
         Optional[Path],  # noqa: UP045
         typer.Option(help="Folder with measurements; one of the same ranks from the last day is reused."),
     ] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts; each runs this command.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="Index of this host, from 0.")] = 0,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(help="Rendezvous endpoint of several hosts: ADDRESS:PORT of host 0.")
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the secret of the hosts; default: WEFT_TOKEN.")
-    ] = None,
-    interface: Annotated[
-        str | None, typer.Option(help="Network interface of this host; default: by route to host 0.")
-    ] = None,
+    nnodes: Hosts = 1,
+    node_rank: HostIndex = 0,
+    rdzv_endpoint: Endpoint = None,
+    token_file: TokenFile = None,
+    interface: Interface = None,
 ) -> None:
     """Measure latency and bandwidth between ranks.
 
@@ -50,7 +43,7 @@ def topology(
     chosen = Job.load(recipe, set_) if job or set_ else None
 
     from weft.comm.measure_links import measure_links
-    from weft.device.device import detect
+    from weft.device.detect import detect
     from weft.launch.launcher import default_ranks
     from weft.launch.rendezvous import parse_rendezvous
     from weft.observe.topology import print_topology, write_topology

@@ -8,13 +8,13 @@ from typing import Annotated, Optional
 
 import typer
 
+from weft.cli.options import Endpoint, HostIndex, Hosts, Interface, Ranks, SetOption, TokenFile
+
 
 def train(
     job: Annotated[Optional[Path], typer.Argument(help="Job as TOML; default: the built-in first run.")] = None,  # noqa: UP045
-    set_: Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")] = [],  # noqa: B006
-    nproc_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on this host; default: one per accelerator, two on CPU.")
-    ] = None,
+    set_: SetOption = [],  # noqa: B006
+    nproc_per_node: Ranks = None,
     resume: Annotated[
         str | None, typer.Option(help="Checkpoint folder to resume from; auto: newest good checkpoint of the run.")
     ] = None,
@@ -24,17 +24,11 @@ def train(
     ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="Maximum consecutive restarts without progress.")] = 0,
     out: Annotated[Optional[Path], typer.Option(help="Run folder, instead of out in the job.")] = None,  # noqa: UP045
-    nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts; each runs this command.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, help="Index of this host, from 0.")] = 0,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(help="Rendezvous endpoint of several hosts: ADDRESS:PORT of host 0.")
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the secret of the job; default: WEFT_TOKEN.")
-    ] = None,
-    interface: Annotated[
-        str | None, typer.Option(help="Network interface of this host; default: by route to host 0.")
-    ] = None,
+    nnodes: Hosts = 1,
+    node_rank: HostIndex = 0,
+    rdzv_endpoint: Endpoint = None,
+    token_file: TokenFile = None,
+    interface: Interface = None,
 ) -> None:
     """Train a model; write metrics, report and export."""
     if nnodes > 1:  # torch prints a stack trace for each lost connection of its store; the watchdog names lost hosts
@@ -44,7 +38,7 @@ def train(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from weft.job import Job
     from weft.launch.rendezvous import parse_rendezvous
-    from weft.train.run_folder import check_writable
+    from weft.training.run_folder import check_writable
 
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
     chosen = Job.load(recipe, set_)
@@ -59,7 +53,7 @@ def train(
 
     from weft.errors import Stopped
     from weft.observe.summary import print_end
-    from weft.train.run import train as train_job
+    from weft.training.run import train as train_job
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

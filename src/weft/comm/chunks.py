@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.collectives import Pending, unrecorded
+from weft.comm.collectives import Pending
+from weft.comm.recorder import unrecorded
 
 CANDIDATES = (1, 2, 4, 8, 16, 32)
 REPEATS = 5

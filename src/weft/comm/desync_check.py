@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.comm.collectives import NAMES, call_site, find_group, find_tensors
+from weft.comm.recorder import NAMES, call_site, find_group, find_tensors
 from weft.errors import CommunicationError
 
 TIMEOUT = timedelta(seconds=60)

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from weft.comm.link_benchmark import SECONDS, measure
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.errors import WeftError
 from weft.launch.coordinator import JobCoordinator
-from weft.launch.launcher import connect, launch, rank_main
+from weft.launch.launcher import launch
+from weft.launch.rank_entry import connect, rank_main
 from weft.launch.rendezvous import RendezvousConfig
 from weft.topology.measurement import Measurement
 

@@ -4,7 +4,7 @@ The object collectives of torch send pickles, which run code when they are loade
 NaN and infinities, and floats in full precision), strings, lists and dicts with string keys; tuples arrive as lists.
 
 The text is sent in CPU tensors. On accelerators the group therefore needs gloo as an additional backend, which the groups of
-`weft.launch.launcher.connect` have.
+`weft.launch.rank_entry.connect` have.
 """
 
 import json

@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -29,12 +28,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft.comm.chunks import GatherMatmul, MatmulReduce, MatmulScatter, RepeatTimer, choose_count, split_rows
-from weft.comm.collectives import Pending, start_all_reduce, start_exchange, start_gather, start_reduce_scatter
+from weft.comm.collectives import start_all_reduce, start_exchange, start_gather
+from weft.comm.overlap_parts import (
+    DeferGrad,
+    GradAccumulator,
+    MatricesBackward,
+    fold,
+    fold_full,
+    join,
+    multiply,
+    multiply_back,
+    scatter_into,
+    stored,
+    without,
+    wrapper,
+)
 from weft.comm.symmetric import FusedMatmuls
 from weft.errors import PlanError
-
-DeferGrad = Callable[[Tensor, Tensor], None]
-"""Function that queues a weight gradient: output gradient [tokens, outputs] and input [tokens, features], multiplied later."""
 
 
 class Overlap:
@@ -193,7 +203,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         ctx.overlap, ctx.dim, ctx.defer = overlap, dim, defer
         ctx.save_for_backward(x, *matrices)
         ctx.set_materialize_grads(False)
-        own = _fold(x, dim)
+        own = fold(x, dim)
         shape = (*x.shape[:dim], overlap.ranks * x.shape[dim], *x.shape[dim + 1 : -1])
         if overlap.fused:
             _, outs = overlap.fused.all_gather_matmul(own, [matrix.T for matrix in matrices], keep=False)
@@ -203,17 +213,17 @@ class _AllGatherMatmul(torch.autograd.Function):
             return tuple(out.reshape(*shape, -1) for out in outs)
         outs = [x.new_empty(len(own), overlap.ranks, own.shape[1], len(matrix)) for matrix in matrices]
 
-        def multiply(left: Tensor, *index: Any) -> None:
+        def multiply_all(left: Tensor, *index: Any) -> None:
             for matrix, bias, out in zip(matrices, biases, outs, strict=True):
-                _multiply(left, matrix, bias, out[:, *index])
+                multiply(left, matrix, bias, out[:, *index])
 
         def use(rows: slice, parts: Tensor) -> None:
             for rank in overlap.others:
-                multiply(parts[rank], rank, rows)
+                multiply_all(parts[rank], rank, rows)
 
         schedule = GatherMatmul(
             start=lambda rows: start_gather(own[:, rows], overlap.group),
-            own=lambda: multiply(own, overlap.rank),
+            own=lambda: multiply_all(own, overlap.rank),
             use=use,
         )
         schedule.run(overlap.split("all_gather_matmul, forward", schedule, own.shape[1], own, *matrices))
@@ -223,8 +233,8 @@ class _AllGatherMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         overlap, group, (x, *matrices) = ctx.overlap, ctx.overlap.group, ctx.saved_tensors
-        grads = _MatricesBackward(gradients, matrices, ctx.defer, ctx.needs_input_grad[4:])
-        own = _fold(x, ctx.dim)
+        grads = MatricesBackward(gradients, matrices, ctx.defer, ctx.needs_input_grad[4:])
+        own = fold(x, ctx.dim)
         outer, part, features = own.shape
         grad_outs = [grad_out.view(outer, overlap.ranks, part, -1).transpose(0, 1) for grad_out in grads.grad_outs]
         grad_x = grads.grad_outs[0].new_empty(own.shape)
@@ -232,7 +242,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         def make(rows: slice) -> Tensor:
             partial_sums = grad_x.new_empty(overlap.ranks, outer, rows.stop - rows.start, features)
             for index, (grad_out, matrix) in enumerate(zip(grad_outs, grads.matrices, strict=True)):
-                _multiply_back(grad_out[:, :, rows], matrix, partial_sums, add=index > 0)
+                multiply_back(grad_out[:, :, rows], matrix, partial_sums, add=index > 0)
             return partial_sums
 
         def last(parts: Tensor | None) -> None:
@@ -240,7 +250,7 @@ class _AllGatherMatmul(torch.autograd.Function):
                 grads.compute_grads(parts.transpose(0, 1).reshape(-1, features))
 
         prefetch = partial(start_gather, own, group) if grads.needs_input else None
-        schedule = MatmulReduce(make, *_scatter_into(grad_x, group), prefetch, last)
+        schedule = MatmulReduce(make, *scatter_into(grad_x, group), prefetch, last)
         if ctx.needs_input_grad[3]:
             schedule.run(overlap.split("all_gather_matmul, backward", schedule, part, own, *grads.grad_outs))
         elif prefetch is not None:
@@ -264,13 +274,13 @@ class _CopyMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         overlap, (x, *matrices) = ctx.overlap, ctx.saved_tensors
-        grads = _MatricesBackward(gradients, matrices, ctx.defer, ctx.needs_input_grad[3:])
+        grads = MatricesBackward(gradients, matrices, ctx.defer, ctx.needs_input_grad[3:])
         tokens = x.flatten(0, -2)
         grad_x = grads.grad_outs[0].new_empty(tokens.shape)
 
         def make(rows: slice) -> Tensor:
             for index, (grad_out, matrix) in enumerate(zip(grads.grad_outs, grads.matrices, strict=True)):
-                _multiply_back(grad_out[rows], matrix, grad_x[rows], add=index > 0)
+                multiply_back(grad_out[rows], matrix, grad_x[rows], add=index > 0)
             return grad_x[rows]
 
         schedule = MatmulReduce(
@@ -295,25 +305,25 @@ class _MatmulReduceScatter(torch.autograd.Function):
         ctx.save_for_backward(x, matrix)
         shape = (*x.shape[:dim], x.shape[dim] // overlap.ranks, *x.shape[dim + 1 : -1])
         if overlap.fused and bias is None:
-            return overlap.fused.matmul_reduce_scatter(_fold(x, dim), matrix.T).reshape(*shape, -1)
-        full = _fold_full(x, dim, overlap.ranks).transpose(0, 1)
+            return overlap.fused.matmul_reduce_scatter(fold(x, dim), matrix.T).reshape(*shape, -1)
+        full = fold_full(x, dim, overlap.ranks).transpose(0, 1)
         _, outer, part, _ = full.shape
         out = x.new_empty(outer, part, len(matrix))
 
         def make(rows: slice) -> Tensor:
             parts = out.new_empty(len(overlap.others), outer, rows.stop - rows.start, len(matrix))
             for rank, target in zip(overlap.others, parts, strict=True):
-                _multiply(full[rank][:, rows], matrix, bias, target)
+                multiply(full[rank][:, rows], matrix, bias, target)
             return parts
 
         def own(rows: slice, add: bool) -> None:
             own_rows, target = full[overlap.rank][:, rows], out[:, rows]
             if not add:
-                _multiply(own_rows, matrix, bias, target)
+                multiply(own_rows, matrix, bias, target)
                 return
             if bias is not None:
                 target += bias
-            _multiply_back(own_rows, matrix.T, target, add=True)
+            multiply_back(own_rows, matrix.T, target, add=True)
 
         def store(rows: slice, received: Tensor) -> None:
             torch.sum(received, 0, out=out[:, rows])
@@ -330,32 +340,32 @@ class _MatmulReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         overlap, (x, matrix) = ctx.overlap, ctx.saved_tensors
         needs_x, needs_matrix, needs_bias = ctx.needs_input_grad[3:]
-        wrap, own = _wrapper(gradient), _fold(_stored(gradient).contiguous(), ctx.dim)
+        wrap, own = wrapper(gradient), fold(stored(gradient).contiguous(), ctx.dim)
         outer, part, outputs = own.shape
-        full, matrix = _fold_full(x, ctx.dim, overlap.ranks).to(own.dtype), matrix.to(own.dtype)
-        grad_matrix, grad_bias = _GradAccumulator(), _GradAccumulator()
+        full, matrix = fold_full(x, ctx.dim, overlap.ranks).to(own.dtype), matrix.to(own.dtype)
+        grad_matrix, grad_bias = GradAccumulator(), GradAccumulator()
         grad_x = own.new_empty(full.shape)
         kept = own.new_empty(outer, overlap.ranks, part, outputs) if ctx.defer else None
 
-        def multiply(grad_outs: Tensor, ranks: list[int], rows: slice) -> None:
+        def multiply_rows(grad_outs: Tensor, ranks: list[int], rows: slice) -> None:
             """Compute all gradients of rows of some ranks, given grad_outs [ranks, outer, rows, outputs]."""
             for grad_out, rank in zip(grad_outs, ranks, strict=True):
                 if needs_x:
-                    _multiply_back(grad_out, matrix, grad_x[:, rank, rows])
+                    multiply_back(grad_out, matrix, grad_x[:, rank, rows])
                 if kept is not None:
                     kept[:, rank, rows] = grad_out
             flat = grad_outs.reshape(-1, outputs)
             if needs_matrix:
-                grad_matrix.add_matmul(flat, _join([full[:, rank, rows] for rank in ranks]))
+                grad_matrix.add_matmul(flat, join([full[:, rank, rows] for rank in ranks]))
             if needs_bias:
                 grad_bias.add(flat)
 
         def multiply_own() -> None:
             grad_matrix.total = grad_bias.total = None
-            multiply(own[None], [overlap.rank], slice(None))
+            multiply_rows(own[None], [overlap.rank], slice(None))
 
         def use(rows: slice, parts: Tensor) -> None:
-            multiply(_without(parts, overlap.rank), overlap.others, rows)
+            multiply_rows(without(parts, overlap.rank), overlap.others, rows)
 
         if overlap.fused and needs_x:
             kept, (grad_x,) = overlap.fused.all_gather_matmul(own, [matrix], keep=True)
@@ -384,7 +394,7 @@ class _MatmulAllReduce(torch.autograd.Function):
         out = x.new_empty(len(tokens), len(matrix))
 
         def make(rows: slice) -> Tensor:
-            _multiply(tokens[rows], matrix, bias, out[rows])
+            multiply(tokens[rows], matrix, bias, out[rows])
             return out[rows]
 
         schedule = MatmulReduce(make, lambda rows, made: start_all_reduce(made, overlap.group))
@@ -395,173 +405,8 @@ class _MatmulAllReduce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, matrix = ctx.saved_tensors
-        grads = _MatricesBackward((gradient,), (matrix,), (ctx.defer,), ctx.needs_input_grad[3:])
+        grads = MatricesBackward((gradient,), (matrix,), (ctx.defer,), ctx.needs_input_grad[3:])
         grads.compute_grads(x.flatten(0, -2))
         grads.queue_grads()
         grad_x = grads.wrap((grads.grad_outs[0] @ grads.matrices[0]).view(x.shape)) if ctx.needs_input_grad[2] else None
         return None, None, grad_x, *grads.grad_matrices, *grads.grad_biases
-
-
-# Helpers
-
-
-class _MatricesBackward:
-    """Backward of several matrices with one input: gradients of the matrices and biases from gradients of the outputs.
-
-    Gradients may be stored in another dtype than their nominal one (`precision/fp16_backward.py`): all matmuls use the stored
-    dtype.
-    """
-
-    def __init__(
-        self,
-        gradients: Sequence[Tensor | None],
-        matrices: Sequence[Tensor],
-        defer: Sequence[DeferGrad | None],
-        needs_gradient: Sequence[bool],
-    ):
-        """
-        Args:
-            gradients: gradients of the outputs, [*, outputs]; None for unused outputs.
-            matrices: matrices of the forward.
-            defer: see `all_gather_matmul`.
-            needs_gradient: True for each matrix, then for each bias, that needs a gradient.
-        """
-        count = len(matrices)
-        used = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        self.wrap = _wrapper(gradients[used[0]])
-        self.grad_outs = [_stored(gradients[index]).contiguous().flatten(0, -2) for index in used]  # type: ignore[arg-type]
-        """Gradient of each used output, [tokens, outputs]."""
-        self.matrices = [
-            matrices[index].to(grad_out.dtype) for index, grad_out in zip(used, self.grad_outs, strict=True)
-        ]
-        self.defer = [defer[index] for index in used]
-        self.with_grad = [index for index in used if needs_gradient[index] or defer[index]]
-        self.used = used
-        self.grad_matrices: list[Tensor | None] = [None] * count
-        self.grad_biases: list[Tensor | None] = [None] * count
-        for index, grad_out in zip(used, self.grad_outs, strict=True):
-            if needs_gradient[count + index]:
-                self.grad_biases[index] = self.wrap(grad_out.sum(0))
-
-    @property
-    def needs_input(self) -> bool:
-        """True if the gradient of a matrix needs the input."""
-        return bool(self.with_grad)
-
-    def compute_grads(self, x: Tensor) -> None:
-        """Compute the gradients of the matrices that are not queued, given the input [tokens, features]."""
-        self.x = x
-        for index, grad_out, defer in zip(self.used, self.grad_outs, self.defer, strict=True):
-            if index in self.with_grad and defer is None:
-                self.grad_matrices[index] = self.wrap(grad_out.T @ x.to(grad_out.dtype))
-
-    def queue_grads(self) -> None:
-        """Queue the gradients of the other matrices."""
-        for grad_out, defer in zip(self.grad_outs, self.defer, strict=True):
-            if defer is not None:
-                defer(self.wrap(grad_out), self.x)
-
-
-class _GradAccumulator:
-    """Sum over chunks; float32 for 16-bit dtypes."""
-
-    def __init__(self) -> None:
-        self.total: Tensor | None = None
-
-    def add_matmul(self, left: Tensor, right: Tensor) -> None:
-        """Add left.T @ right."""
-        if self.total is None:
-            self.total = (left.T @ right).to(_accumulate_dtype(left.dtype))
-        elif self.total.dtype == left.dtype:
-            self.total.addmm_(left.T, right)
-        else:
-            self.total += left.T @ right
-
-    def add(self, rows: Tensor) -> None:
-        """Add the sum of rows."""
-        row_sum = rows.sum(0, dtype=_accumulate_dtype(rows.dtype))
-        self.total = row_sum if self.total is None else self.total + row_sum
-
-    def cast(self, dtype: torch.dtype) -> Tensor:
-        """Return the total in a dtype."""
-        assert self.total is not None
-        return self.total.to(dtype)
-
-
-def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def _fold(x: Tensor, dim: int) -> Tensor:
-    """Reshape [*, part, *, features] to [outer, part, features]; dim is the index of the part."""
-    return x.reshape(math.prod(x.shape[:dim]), -1, x.shape[-1])
-
-
-def _fold_full(x: Tensor, dim: int, ranks: int) -> Tensor:
-    """Reshape [*, ranks x part, *, features] to [outer, ranks, part, features]."""
-    return x.reshape(math.prod(x.shape[:dim]), ranks, -1, x.shape[-1])
-
-
-def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Compute x @ matrix.T + bias into a slice: [*, rows, features], [outputs, features] -> [*, rows, outputs]."""
-    for rows, target in _blocks(x, out):
-        if bias is None:
-            torch.mm(rows, matrix.T, out=target)
-        else:
-            torch.addmm(bias, rows, matrix.T, out=target)
-
-
-def _multiply_back(grad_out: Tensor, matrix: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Compute grad_out @ matrix into a slice, or add to it: [*, rows, outputs], [outputs, features] -> [*, rows, features]."""
-    for rows, target in _blocks(grad_out, out):
-        if add:
-            target.addmm_(rows, matrix)
-        else:
-            torch.mm(rows, matrix, out=target)
-
-
-def _scatter_into(
-    out: Tensor, group: dist.ProcessGroup
-) -> tuple[Callable[[slice, Tensor], Pending], Callable[[slice, Tensor], None]]:
-    """Functions that start the reduce-scatter of a chunk [ranks, outer, rows, features] and store it in `out`.
-
-    Contiguous slices of `out`, [outer, part, features], are written directly.
-    """
-
-    def start(rows: slice, chunk: Tensor) -> Pending:
-        target = out[:, rows]
-        return start_reduce_scatter(chunk, target if target.is_contiguous() else torch.empty_like(target), group)
-
-    def keep(rows: slice, received: Tensor) -> None:
-        if not out[:, rows].is_contiguous():
-            out[:, rows] = received
-
-    return start, keep
-
-
-def _blocks(x: Tensor, out: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of matrices at the same indices of two tensors [*, rows, features]; a single pair if both are contiguous."""
-    if x.is_contiguous() and out.is_contiguous():
-        return [(x.flatten(0, -2), out.flatten(0, -2))]
-    return [(x[index], out[index]) for index in product(*map(range, x.shape[:-2]))]
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    """Concatenate parts [outer, rows, features] to [tokens, features]; a single part is not copied."""
-    return (torch.cat(parts) if len(parts) > 1 else parts[0]).flatten(0, -2)
-
-
-def _without(parts: Tensor, rank: int) -> Tensor:
-    """Parts of all other ranks; a view if the rank is the first or the last."""
-    if rank == 0:
-        return parts[1:]
-    return torch.cat([parts[:rank], parts[rank + 1 :]]) if rank < len(parts) - 1 else parts[:rank]
-
-
-def _stored(gradient: Tensor) -> Tensor:
-    return getattr(gradient, "stored", gradient)
-
-
-def _wrapper(gradient: Any) -> Callable[[Tensor], Tensor]:
-    """Function that wraps a tensor like a given gradient: as an fp16 gradient, or not at all."""
-    return type(gradient) if hasattr(gradient, "stored") else lambda tensor: tensor

@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 from weft.backends.instrumented import CollectiveTiming, InstrumentedGroup
-from weft.comm.collectives import axis_of
+from weft.comm.recorder import axis_of
 
 
 class CollectiveClock:

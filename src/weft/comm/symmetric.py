@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.collectives import record_message
 from weft.comm.objects import all_gather_json
+from weft.comm.recorder import record_message
 
 
 class FusedMatmuls(NamedTuple):

@@ -1,11 +1,16 @@
-"""Rank variables of external launchers: torchrun, srun and mpirun."""
+"""Environment variables of ranks: those of Weft's launcher, and those of torchrun, srun and mpirun."""
 
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 
 from weft.errors import JobError
 
+ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+ATTEMPT_VARIABLE, HANG_TIMEOUT_VARIABLE = "WEFT_ATTEMPT", "WEFT_HANG_TIMEOUT"  # in the environment of the ranks
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 FIRST_PORT, PORTS = 20000, 20000
 """Range of ports that are derived from the id of a job, below the ports that Linux gives to outgoing connections."""
 

@@ -253,7 +253,7 @@ def _set_subreaper(enabled: bool) -> bool:
 
 def serve(module: str, connection: socket.socket) -> None:
     """Import a module, then fork a rank for each request, until the connection is closed. Does not return in a rank."""
-    from weft.launch.launcher import rank_main
+    from weft.launch.rank_entry import rank_main
 
     end_with_launcher()
     _name_this_process(PROCESS_NAME)

@@ -22,13 +22,14 @@ from subprocess import Popen
 from typing import Any
 
 from weft.errors import RankFailure
-from weft.launch.coordinator import FailureRecord, JobCoordinator
+from weft.launch.attempt import FailureRecord
+from weft.launch.coordinator import JobCoordinator
 from weft.launch.heartbeat import RankStatus, read_status
 from weft.launch.oom_kills import ControlGroup, resident_bytes
+from weft.launch.straggler import RankTrack, find_straggler
 
 TAIL_LINES = 12
 GRACE_SECONDS = 0.5  # time for the cause to appear after a consequence
-MAX_SAMPLE_AGE = 3.0  # seconds; a heartbeat samples five times a second
 STOPPED = {"T": "stopped by a signal", "t": "held by a debugger"}  # states of /proc/PID/stat
 REFUSED = 2  # exit code of refused input: not a failure of the job
 
@@ -71,24 +72,6 @@ class Cause(IntEnum):
     CONSEQUENCE = 4
 
 
-@dataclass
-class _RankTrack:
-    """History of one rank, as seen by the watchdog. Times are seconds of CLOCK_MONOTONIC."""
-
-    status: RankStatus
-    phase_start: float
-    """Time at which the rank's phase or step began."""
-    last_progress: float
-    """Time at which the rank last made progress."""
-    stop_reason: str = ""
-    """Reason why the process is stopped, or ""."""
-    stopped_at: float = 0.0
-    exited: bool = False
-    """True if the rank has exited with code 0."""
-    resident: int = 0
-    """Bytes of resident memory at the last poll."""
-
-
 class Watchdog:
     """Monitor of the ranks of one host during one attempt of a job.
 
@@ -114,7 +97,7 @@ class Watchdog:
         self.oom_kills = self.cgroup.kills() if self.cgroup else None  # before this attempt
         self.furthest_step = -1  # over all ranks
         self.ended_at: dict[int, float] = {}  # time at which a rank was first seen to have ended
-        self.tracks: dict[int, _RankTrack] = {}
+        self.tracks: dict[int, RankTrack] = {}
         # The straggler that was reported, or a rank that waits for a straggler on another host: the rank, its progress marker
         # at that time, and the time since when it is stalled.
         self.incident: tuple[int, Any, float] | None = None
@@ -264,7 +247,7 @@ class Watchdog:
     def _update(self, rank: int, pid: int) -> None:
         """Update the track of a rank from its heartbeat and its process state."""
         now, status = time.monotonic(), read_status(self.heartbeat_dir / str(rank))
-        track = self.tracks.setdefault(rank, _RankTrack(status, phase_start=now, last_progress=now))
+        track = self.tracks.setdefault(rank, RankTrack(status, phase_start=now, last_progress=now))
         before, track.status = track.status, status
         self.furthest_step = max(self.furthest_step, -1 if status.step is None else status.step)
         if status.phase_start != before.phase_start:
@@ -350,7 +333,7 @@ class Watchdog:
             (t.status.phase_start if _has_step_time(t.status) else _progress(t.status), t.stop_reason) for t in tracks
         ]
 
-    def _is_overdue(self, track: _RankTrack, now: float) -> bool:
+    def _is_overdue(self, track: RankTrack, now: float) -> bool:
         if track.stop_reason and now - track.stopped_at > self.timeouts.stopped:
             return True
         if _has_step_time(track.status):
@@ -358,53 +341,8 @@ class Watchdog:
             return now - track.phase_start > max(self.timeouts.slow_step, slow_seconds)
         return now - track.last_progress > self.timeouts.other
 
-    def _hang_seconds(self, track: _RankTrack) -> float:
+    def _hang_seconds(self, track: RankTrack) -> float:
         return max(self.timeouts.hang, self.timeouts.slow_step_factor * track.status.step_seconds)
-
-
-def find_straggler(tracks: Mapping[int, _RankTrack], now: float) -> tuple[int, str, bool]:
-    """Find the rank that the other ranks wait for.
-
-    The candidates are, in this order: ranks that are stopped, ranks whose heartbeat ended, ranks whose main thread is not in a
-    collective, ranks that have exited, all ranks. Among them it is the rank that has called the fewest collectives.
-
-    Returns:
-        rank: the straggler.
-        reason: evidence for this choice.
-        waits: True if the straggler seems to wait for other ranks itself.
-    """
-    running = {rank: track for rank, track in tracks.items() if not track.exited}
-    waiting = [rank for rank, track in running.items() if track.status.waits_in]
-    stopped = [rank for rank, track in running.items() if track.stop_reason]
-    silent = [rank for rank, track in running.items() if 0 < track.status.sampled_at < now - MAX_SAMPLE_AGE]
-    busy = [rank for rank, track in running.items() if track.status.pid and not track.status.waits_in]
-    exited = [rank for rank in tracks if rank not in running]
-    suspects = stopped or silent or busy or exited or list(tracks)
-    rank = min(suspects, key=lambda rank: (tracks[rank].status.collectives, tracks[rank].phase_start))
-    status = tracks[rank].status
-    at = f" at {status.location}" if status.location else ""
-    if stopped:
-        reason = f"{tracks[rank].stop_reason}{at}"
-    elif silent:
-        reason = (
-            f"its heartbeat ended {now - status.sampled_at:.0f} s ago{at}; native code may be holding Python's lock"
-        )
-    elif busy:
-        reason = f"its main thread is{at}, not in a collective"
-    elif exited:
-        reason = "it exited with code 0"
-    else:
-        reason = (
-            f"all ranks wait, and no rank has called fewer collectives ({status.collectives}): "
-            f"it is in {status.waits_in}{at}"
-        )
-        return rank, reason, True
-    others = [other for other in waiting if other != rank]
-    if others:
-        names = ", ".join(map(str, others[:8])) + (" ..." if len(others) > 8 else "")
-        verb = f"rank {names} waits" if len(others) == 1 else f"ranks {names} wait"
-        reason += f", while {verb} in {tracks[others[0]].status.waits_in} at {tracks[others[0]].status.location}"
-    return rank, reason, False
 
 
 def read_report(log_dir: Path, rank: int) -> dict[str, Any]:

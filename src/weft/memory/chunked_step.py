@@ -14,7 +14,10 @@ CHUNKS = 24  # at least, within the bounds
 
 
 def chunked_step(
-    optimizer: torch.optim.Optimizer, offloaded: OffloadedStates | None = None, chunk_bytes: int | None = None
+    optimizer: torch.optim.Optimizer,
+    offloaded: OffloadedStates | None = None,
+    chunk_bytes: int | None = None,
+    at_least: int = 1,
 ) -> None:
     """Run `optimizer.step()` on a chunk of parameters at a time, and free the gradients of each chunk after its update.
 
@@ -27,13 +30,15 @@ def chunked_step(
         offloaded: its offloaded states, which are fetched a chunk ahead.
         chunk_bytes: bytes of the parameters per chunk; a larger parameter is a chunk by itself. None: a 24th of all
             parameters, between 1 and 64 MiB.
+        at_least: minimum number of parameters per chunk, for optimizers whose ranks divide the parameters of a step.
     """
     with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = {parameter: parameter.grad for parameter in with_gradient}
     for parameter in with_gradient:
         parameter.grad = None
     total = sum(map(_local_bytes, with_gradient))
-    chunks = list(_chunks(with_gradient, chunk_bytes or min(max(total // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)))
+    chunk_bytes = chunk_bytes or min(max(total // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
+    chunks = list(_chunks(with_gradient, chunk_bytes, at_least))
     settings = [dict(group) for group in optimizer.param_groups]
     for chunk, following in zip(chunks, [*chunks[1:], []], strict=False):  # no chunk if no parameter has a gradient
         if offloaded:
@@ -48,11 +53,11 @@ def chunked_step(
             parameter.grad = None
 
 
-def _chunks(parameters: list[Tensor], chunk_bytes: int) -> Iterator[list[Tensor]]:
+def _chunks(parameters: list[Tensor], chunk_bytes: int, at_least: int) -> Iterator[list[Tensor]]:
     chunk: list[Tensor] = []
     size = 0
     for parameter in parameters:
-        if chunk and size + _local_bytes(parameter) > chunk_bytes:
+        if len(chunk) >= at_least and size + _local_bytes(parameter) > chunk_bytes:
             yield chunk
             chunk, size = [], 0
         chunk.append(parameter)

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.anatomy.roles import Anatomy
-from weft.comm.collectives import find_tensors
+from weft.comm.recorder import find_tensors
+from weft.compat import is_in_backward
 from weft.memory.storages import plain_parts
 
 Kind = Literal["parameters", "buffers", "optimizer", "gradients", "gathered parameters", "activations"]
@@ -198,7 +199,7 @@ class LiveBytes(TorchDispatchMode):
             self.roles[role] += sign * size
 
     def _update_peak(self, operation: Any, made: Sequence[Tensor] = ()) -> None:
-        moment = (self._inside or [OUTSIDE])[-1], torch._C._current_graph_task_id() >= 0
+        moment = (self._inside or [OUTSIDE])[-1], is_in_backward()
         if self.total > self._totals[moment]:
             self._update_resized()
         if self.total > self._totals[moment]:

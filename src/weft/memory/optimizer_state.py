@@ -28,7 +28,8 @@ from weft.memory.quantized_state import quantize_states
 from weft.memory.storages import local_part, plain_parts, put_local
 from weft.plan import Plan, bytes_per_state_element
 
-STATES = 2  # tensors that Adam keeps, of the size of a parameter
+STATES = {"Adafactor": 0, "Lion": 1, "Muon": 1}
+"""Tensors of the size of a matrix that an optimizer keeps, by class; all others are taken to keep two, as Adam."""
 
 
 class OffloadedStates:
@@ -96,6 +97,9 @@ class OffloadedStates:
             self.offloaded[parameter] = self._allocate(tensors)
         offloaded = self.offloaded.get(parameter)
         if not offloaded:
+            return
+        if not tensors:  # a checkpoint from before the first update was loaded
+            del self.offloaded[parameter]
             return
         if added := {name: tensor for name, tensor in tensors.items() if name not in offloaded}:
             offloaded |= self._allocate(added)  # 1-bit Adam has another state after its freeze
@@ -192,9 +196,13 @@ def _check_budget(optimizer: torch.optim.Optimizer, plan: Plan, budget: float) -
 
 def _state_sizes(optimizer: torch.optim.Optimizer, plan: Plan) -> list[int]:
     """Bytes of the states of each parameter on this rank."""
-    states = STATES + (plan.comm.compression == "1-bit")  # 1-bit Adam also keeps the momentum of the warm-up
-    per_element = states * bytes_per_state_element(plan.precision)
-    return [int(per_element * local_part(parameter).numel()) for parameter in _parameters(optimizer)]
+    bytes_per_element, sizes = bytes_per_state_element(plan.precision), []
+    for group in optimizer.param_groups:
+        uses_adamw = not group.get("orthogonalize", True)  # a group of Muon that is not orthogonalized
+        states = 2 if uses_adamw else STATES.get(type(optimizer).__name__, 2)
+        states += plan.comm.compression == "1-bit"  # 1-bit Adam also keeps the momentum of the warm-up
+        sizes += [int(states * bytes_per_element * local_part(parameter).numel()) for parameter in group["params"]]
+    return sizes
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -22,7 +22,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def sharded_axes(tensor: Tensor) -> list[tuple[int, int]]:
-    """Axes of the mesh that cut a DTensor over several ranks, and the dim that each cuts; [] for any other tensor."""
+    """Axes of the mesh that shard a DTensor over several ranks, and the dim that each shards; [] for any other tensor."""
     if not isinstance(tensor, DTensor):
         return []
     sizes = tensor.device_mesh.shape

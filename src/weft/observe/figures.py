@@ -20,7 +20,7 @@ from weft.observe.chart import (
     log_axis,
 )
 from weft.parallel.pipeline.gantt import Bar
-from weft.train.metrics import Evaluation, StepMetrics
+from weft.training.metrics import Evaluation, StepMetrics
 
 FEWEST_SMOOTHED = 50  # minimum number of steps for a smoothed line
 MOST_SLOTS = 4000  # maximum number of pipeline slots to draw

@@ -9,8 +9,8 @@ from rich.table import Column, Table
 
 from weft.observe.figures import format_bytes
 from weft.planner.costmodel.step_time import CALIBRATED, UNCALIBRATED
+from weft.planner.search.alternatives import EQUAL, TERMS, reason
 from weft.planner.search.propose import Proposal, describe, planned
-from weft.planner.search.search import EQUAL, TERMS, reason
 from weft.planner.search.strategy import cluster_text, predict
 
 MIN_GAIN = 0.005  # minimum relative gain of compressed gradients that is printed

@@ -8,8 +8,8 @@ from weft.observe.figures import format_bytes, unit_of_bytes, unit_of_seconds
 from weft.observe.proposal import MEMORY, compared, parameters_in_words
 from weft.parallel.pipeline.gantt import bars
 from weft.planner.costmodel.timeline import timeline_of
+from weft.planner.search.alternatives import EQUAL, TERMS, reason, setting_in_words
 from weft.planner.search.propose import Proposal, describe
-from weft.planner.search.search import EQUAL, TERMS, reason, setting_in_words
 from weft.planner.search.strategy import cluster_text
 
 

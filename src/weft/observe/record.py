@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from weft.errors import DataError
 from weft.job import Job
-from weft.train.metrics import Evaluation, StepMetrics, read_evaluations, read_metrics
-from weft.train.run_folder import SUMMARY, read_table
+from weft.training.metrics import Evaluation, StepMetrics, read_evaluations, read_metrics
+from weft.training.run_folder import SUMMARY, read_table
 
 
 class Facts(BaseModel):

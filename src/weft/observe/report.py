@@ -21,7 +21,7 @@ from weft.observe.record import RunRecord, missing, read_run
 from weft.parallel.pipeline.gantt import bars
 from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.plan import Table
-from weft.train.metrics import StepMetrics, format_count, format_seconds
+from weft.training.metrics import StepMetrics, format_count, format_seconds
 
 
 def write_report(run: Path) -> Path:

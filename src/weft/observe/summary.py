@@ -12,7 +12,7 @@ from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.job import Job
 from weft.observe.prediction import compare, table_rows
 from weft.observe.record import read_run
-from weft.train.checkpoints import checkpoint_folder
+from weft.training.checkpoints import checkpoint_folder
 
 
 def print_summary(folder: Path, report: Path | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from weft.errors import JobError
 from weft.job import Job
-from weft.train.metrics import Evaluation, StepMetrics
+from weft.training.metrics import Evaluation, StepMetrics
 
 PROJECT = "weft"  # where the environment names none
 LONGEST_PARAMETER = 6000  # characters; limit of MLflow

@@ -7,19 +7,19 @@ The factor 0.2 * sqrt(larger side) gives updates the size of AdamW's, so that it
 (Liu et al., Muon is Scalable for LLM Training, 2025). All other parameters (embedding, head, norms, biases) are updated by
 AdamW.
 
-Orthogonalization needs whole matrices. ZeRO and tensor parallelism cut each matrix over n ranks, so that n matrices are
-exchanged: each rank gets one whole matrix, orthogonalizes it, and returns the parts to their ranks. No matrix is
-orthogonalized twice by ranks that hold different parts of it, and each part is sent twice, in the dtype of the iteration:
+Orthogonalization needs whole matrices. ZeRO and tensor parallelism shard each matrix over n ranks, so n matrices are exchanged:
+each rank gets one whole matrix, orthogonalizes it, and returns the shards to their ranks. So a matrix is orthogonalized by one
+rank, and each shard is sent twice, in the dtype of the iteration:
 
     rank 0    a0 b0      all-to-all      a0 a1      orthogonalize, and all-to-all back
     rank 1    a1 b1         ---->        b0 b1
 
-Matrices that are cut over two axes of the mesh are exchanged along one axis after the other.
+Matrices that are sharded over two axes of the mesh are exchanged along one axis after the other.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 MATRIX_DIMS = 2
-RMS_OF_ADAMW = 0.2  # of typical updates, in learning rates
+ADAMW_UPDATE_RMS = 0.2  # typical root mean square of an AdamW update, divided by the learning rate
+LARGEST_BATCH = 2**24  # elements of the shards of a rank that are exchanged at once
 
 
 class Muon(torch.optim.Optimizer):
@@ -47,7 +48,7 @@ class Muon(torch.optim.Optimizer):
         betas: decay rates of AdamW.
         eps: term added to the root of AdamW's second moment.
         momentum: decay rate of the momentum of matrices.
-        dtype: dtype of the orthogonalization; None: the dtype of the gradients.
+        dtype: dtype of the orthogonalization; None: the dtype of the parameter.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters with a gradient. Collective over the ranks that hold parts of a matrix."""
+        """Update all parameters with a gradient. Collective over the ranks that share a matrix."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["orthogonalize"]:
@@ -76,20 +77,17 @@ class Muon(torch.optim.Optimizer):
     def _update_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         by_groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for parameter in parameters:
-            by_groups[tuple(cut.group for cut in cuts_of(parameter))].append(parameter)
-        for same_groups in by_groups.values():
-            shards = [
-                Shard(self._direction(parameter, group["momentum"]), cuts_of(parameter), parameter.numel())
-                for parameter in same_groups
-            ]
-            for parameter, update in zip(same_groups, orthogonalize(shards), strict=True):
-                size = RMS_OF_ADAMW * math.sqrt(max(parameter.shape[-MATRIX_DIMS:]))
+            by_groups[tuple(sharding.group for sharding in shardings_of(parameter))].append(parameter)
+        for batch in (batch for same_groups in by_groups.values() for batch in _batches(same_groups)):
+            shards = [MatrixShard(self._direction(p, group["momentum"]), shardings_of(p)) for p in batch]
+            for parameter, update in zip(batch, orthogonalize(shards), strict=True):
+                size = ADAMW_UPDATE_RMS * math.sqrt(max(parameter.shape[-MATRIX_DIMS:]))
                 weight = local_part(parameter)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update.to(weight.dtype), alpha=-group["lr"] * size)
 
     def _direction(self, parameter: Tensor, decay: float) -> Tensor:
-        """Update the momentum of a parameter; returns this rank's part of what is to be orthogonalized."""
+        """Update the momentum of a parameter; return this rank's shard of the Nesterov direction."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -102,81 +100,94 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(momentum, decay).to(self.dtype or momentum.dtype)
 
 
-class Cut(NamedTuple):
-    """Cut of a matrix into parts over the ranks of a group."""
+class Sharding(NamedTuple):
+    """Sharding of a matrix over the ranks of a group."""
 
     group: dist.ProcessGroup
     dim: int
-    """Dim that is cut, counted from the end: -2 for rows, -1 for columns."""
+    """Sharded dim, counted from the end: -2 for rows, -1 for columns."""
     sizes: tuple[int, ...]
-    """Size of the part of each rank along the dim."""
+    """Size of the shard of each rank along the dim."""
 
 
-class Shard(NamedTuple):
-    """Part of a matrix, or of several matrices of one shape."""
+class MatrixShard(NamedTuple):
+    """Shard of a matrix, or of several matrices of one shape."""
 
     values: Tensor
     """[..., rows, columns] of this rank."""
-    cuts: tuple[Cut, ...]
-    """Cuts of the matrix; each cuts what the cuts after it leave."""
-    work: int
-    """Elements of the whole parameter, the same on every rank."""
+    shardings: tuple[Sharding, ...]
+    """Shardings that are to be undone, in this order."""
 
 
-def cuts_of(parameter: Tensor) -> tuple[Cut, ...]:
-    """Cuts of the matrices of a parameter: last that of the axis that cut first (tp before ZeRO)."""
+def shardings_of(parameter: Tensor) -> tuple[Sharding, ...]:
+    """Shardings of the matrices of a parameter, in the order in which they are undone: ZeRO first, tp last."""
     axes = [(axis, dim - parameter.ndim) for axis, dim in sharded_axes(parameter)]
     axes = [(axis, dim) for axis, dim in axes if dim >= -MATRIX_DIMS]  # other dims separate matrices
-    cuts = []
-    for place, (axis, dim) in enumerate(axes):
+    shardings = []
+    for index, (axis, dim) in enumerate(axes):
         mesh = parameter.device_mesh  # type: ignore[attr-defined]
-        earlier = math.prod(mesh.size(other) for other, same in axes[place + 1 :] if same == dim)
+        earlier = math.prod(mesh.size(other) for other, same in axes[index + 1 :] if same == dim)
         size, ranks = parameter.shape[dim] // earlier, mesh.size(axis)
         most = -(-size // ranks)  # as torch.chunk: the last ranks may have less, or nothing
         sizes = tuple(min(most, max(0, size - rank * most)) for rank in range(ranks))
-        cuts.append(Cut(mesh.get_group(axis), dim, sizes))
-    return tuple(cuts)
+        shardings.append(Sharding(mesh.get_group(axis), dim, sizes))
+    return tuple(shardings)
 
 
-def orthogonalize(shards: Sequence[Shard]) -> list[Tensor]:
-    """Orthogonalize matrices of which each rank has a part; returns this rank's parts of the results.
+def ranks_of(parameter: Tensor) -> int:
+    """Number of ranks that share the matrices of a parameter."""
+    return math.prod(len(sharding.sizes) for sharding in shardings_of(parameter))
 
-    Rows of a matrix that is cut twice may arrive in another order than that of the matrix: orthogonalization commutes with it.
+
+def _batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Batches that bound the temporary memory, the same on every rank.
+
+    Matrices of similar size are together, and at least one for each rank that shares them, so that all ranks have work.
+    """
+    batch: list[Tensor] = []
+    for parameter in sorted(parameters, key=torch.Tensor.numel):
+        ranks = ranks_of(parameter)
+        if len(batch) >= ranks and parameter.numel() * (len(batch) + 1) > LARGEST_BATCH * ranks:
+            yield batch
+            batch = []
+        batch.append(parameter)
+    yield batch
+
+
+def orthogonalize(shards: Sequence[MatrixShard]) -> list[Tensor]:
+    """Orthogonalize matrices of which each rank has a shard; returns this rank's shards of the results.
+
+    Rows of a matrix that is sharded twice may arrive in another order than that of the matrix: orthogonalization commutes with
+    permutations.
 
     Args:
-        shards: parts of this rank, all cut over the same groups; the same matrices in the same order on the ranks of a group.
+        shards: shards of this rank, all over the same groups; the same matrices in the same order on the ranks of a group.
     """
-    if not shards or not shards[0].cuts:
+    if not shards or not shards[0].shardings:
         return [newton_schulz(shard.values) for shard in shards]
-    group = shards[0].cuts[0].group
+    group = shards[0].shardings[0].group
     ranks, like = range(group.size()), shards[0].values
-    # Matrices of similar size follow each other, so that ranks get about the same work.
-    order = sorted(range(len(shards)), key=lambda index: shards[index].work)
-    owned = [order[owner :: len(ranks)] for owner in ranks]
-    mine = [shards[index] for index in owned[group.rank()]]
-    send = [[shards[index].values for index in indices] for indices in owned]
-    shapes = [[_shape_on(rank, shard) for shard in mine] for rank in ranks]
-    received = _exchange(send, shapes, like, group)
+    owned = [shards[owner :: len(ranks)] for owner in ranks]
+    mine = owned[group.rank()]
+    send = [[shard.values for shard in own] for own in owned]
+    received = _exchange(send, [[_shape_on(rank, shard) for shard in mine] for rank in ranks], like, group)
     whole = [
-        Shard(torch.cat(parts, shard.cuts[0].dim), shard.cuts[1:], shard.work)
+        MatrixShard(torch.cat(parts, shard.shardings[0].dim), shard.shardings[1:])
         for shard, *parts in zip(mine, *received, strict=True)
     ]
     results = [
-        result.split(shard.cuts[0].sizes, shard.cuts[0].dim)
+        result.split(shard.shardings[0].sizes, shard.shardings[0].dim)
         for shard, result in zip(mine, orthogonalize(whole), strict=True)
     ]
     back = [[parts[rank] for parts in results] for rank in ranks]
     returned = _exchange(back, [[values.shape for values in own] for own in send], like, group)
-    found: dict[int, Tensor] = {}
-    for indices, parts in zip(owned, returned, strict=True):
-        found.update(zip(indices, parts, strict=True))
-    return [found[index] for index in range(len(shards))]
+    return [returned[index % len(ranks)][index // len(ranks)] for index in range(len(shards))]
 
 
-def _shape_on(rank: int, shard: Shard) -> torch.Size:
-    """Shape of the part of a rank of the first cut."""
-    cut, sizes = shard.cuts[0], list(shard.values.shape)
-    sizes[cut.dim] = cut.sizes[rank]
+def _shape_on(rank: int, shard: MatrixShard) -> torch.Size:
+    """Shape of the shard of another rank, of the first sharding."""
+    sharding, sizes = shard.shardings[0], list(shard.values.shape)
+    sizes[sharding.dim] = sharding.sizes[rank]
     return torch.Size(sizes)
 
 
@@ -200,7 +211,9 @@ def _exchange(
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
-    """Approximate the nearest orthogonal matrices: the singular values become about 1 (between 0.7 and 1.2).
+    """Approximate the nearest orthogonal matrices.
+
+    Singular values above about 0.002 of the Frobenius norm become about 1 (0.7 to 1.2); smaller ones grow by up to 485 times.
 
     Args:
         matrices: [..., rows, columns], of any floating-point dtype.

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm.collectives import reduce_scatter_single
+from weft.compat import call_after_backward, fsdp_param_groups, is_in_backward
 
 MAX_IN_FLIGHT = 2  # each reduce-scatter in flight holds the unreduced gradients of its unit
 
@@ -26,7 +27,7 @@ class PendingReduceScatters:
     def add(self, work: dist.Work, output: Tensor, input: Tensor) -> None:
         """Queue a reduce-scatter, to be awaited at the end of this backward or when more than `MAX_IN_FLIGHT` are in flight."""
         if not self.in_flight:
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            call_after_backward(self.finish)
         self.in_flight.append((work, output, input))
         while len(self.in_flight) > MAX_IN_FLIGHT:
             self._wait_oldest()
@@ -41,12 +42,6 @@ class PendingReduceScatters:
         work.wait()
 
 
-def param_groups(state: Any) -> list[Any]:
-    """Parameter groups of a unit of FSDP2, from its state: several since torch 2.13, one in earlier versions."""
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
 class OverlappedReduceScatter:
     """Custom reduce-scatter of a unit of FSDP2, set by `set_custom_reduce_scatter`, that returns before it completes.
 
@@ -56,9 +51,7 @@ class OverlappedReduceScatter:
     """
 
     def __init__(self, unit: Any, scatters: PendingReduceScatters):
-        self.parameters = [
-            parameter for group in param_groups(unit._get_fsdp_state()) for parameter in group.fsdp_params
-        ]
+        self.parameters = [parameter for group in fsdp_param_groups(unit) for parameter in group.fsdp_params]
         self.scatters = scatters
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -73,8 +66,7 @@ class OverlappedReduceScatter:
         The call is synchronous where FSDP2 reads the result earlier: to scale it, or to add it to an existing gradient.
         """
         accumulates = any(parameter.sharded_param.grad is not None for parameter in self.parameters)
-        in_backward = torch._C._current_graph_task_id() != -1
-        if op != dist.ReduceOp.AVG or accumulates or not in_backward:
+        if op != dist.ReduceOp.AVG or accumulates or not is_in_backward():
             reduce_scatter_single(output_tensor, input_tensor, op, group=group)
             return
         work = reduce_scatter_single(output_tensor, input_tensor, op, group=group, async_op=True)

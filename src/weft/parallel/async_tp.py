@@ -20,14 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import standard_name
 from weft.comm import collectives
-from weft.comm.overlap import (
-    DeferGrad,
-    Overlap,
-    all_gather_matmul,
-    copy_matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
+from weft.comm.overlap import Overlap, all_gather_matmul, copy_matmul, matmul_all_reduce, matmul_reduce_scatter
+from weft.comm.overlap_parts import DeferGrad
 from weft.errors import ModelError
 from weft.parallel.pipeline.weight_gradients import DeferredMatmul, WeightGradientQueue
 from weft.parallel.weights import TensorSplit

@@ -9,7 +9,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from weft.compat import find_hook
 from weft.errors import ModelError
-from weft.parallel.context import ContextParallel, attend
+from weft.parallel.context import attend
+from weft.parallel.context_grid import ContextParallel
 from weft.parallel.dropout import DropoutContext
 
 IMPLEMENTATION = "weft_context"

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from weft.anatomy.roles import Anatomy
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import AllReduce, PlainAllReduce, levels_of
+from weft.compat import call_after_backward
 from weft.memory.packed import has_values
 from weft.parallel.weights import to_local
 from weft.plan import Plan
@@ -212,7 +213,7 @@ class GradientReducer:
 
     def _mark_ready(self, index: int) -> None:
         if not self.finish_is_queued:
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            call_after_backward(self.finish)
             self.finish_is_queued = True
         self.buckets[index].num_pending -= 1
         # All ranks reduce buckets in the same order, even if a later bucket is full first: ranks may use different parameters.

@@ -18,6 +18,7 @@ from weft.memory.chunked_step import chunked_step
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.optimizer_state import StatePlacement
 from weft.memory.pool import Pool
+from weft.optimizers.muon import Muon, ranks_of
 from weft.optimizers.one_bit_adam import momentum_decay
 from weft.parallel.gradients import scale_gradients, squared_grad_norm_share
 from weft.parallel.runtime import runtime
@@ -85,7 +86,8 @@ class DistributedOptimizer:
         """
         scale_gradients(self.parameters, factor / self.loss_scale.value)
         if self.in_chunks:
-            chunked_step(self.inner, self.placement.offloaded)
+            at_least = max(map(ranks_of, self.parameters), default=1) if isinstance(self.inner, Muon) else 1
+            chunked_step(self.inner, self.placement.offloaded, at_least=at_least)
         else:
             self.inner.step()
         if self.runtime.feedback is not None:

@@ -10,7 +10,7 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import document_masks, read_anatomy
 from weft.errors import JobError, PlanError
 from weft.parallel.attention_interface import replace_attention
-from weft.parallel.context import ContextParallel
+from weft.parallel.context_grid import ContextParallel
 from weft.parallel.sequence_sharding import encode_documents, uses_context_attention
 from weft.plan import Plan
 

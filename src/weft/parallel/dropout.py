@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from weft.compute.dropout import dropout_mask, mix
 from weft.errors import ModelError
-from weft.parallel.context import own_positions
+from weft.parallel.context_grid import own_positions
 from weft.topology.mesh import CONTEXT_AXES, ranks_along
 
 

@@ -34,7 +34,8 @@ from weft.anatomy.roles import Anatomy
 from weft.backends.hierarchical import leaves_host
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
-from weft.parallel.async_reduce_scatter import PendingReduceScatters, overlap_reduce_scatter, param_groups
+from weft.compat import add_to_accumulated_gradients, end_fsdp_backward, fsdp_param_groups
+from weft.parallel.async_reduce_scatter import PendingReduceScatters, overlap_reduce_scatter
 from weft.parallel.ddp import GradientReducer, Unit, is_split
 from weft.parallel.weights import to_local
 from weft.plan import BYTES, Plan, bytes_per_state_element
@@ -132,7 +133,7 @@ def _set_compression(
 
 def _segments(unit: Any) -> list[int]:
     """Sizes of consecutive segments of the gradient shard of an FSDP2 unit, alternately sharded and replicated over tp."""
-    parameters = [parameter for group in param_groups(unit._get_fsdp_state()) for parameter in group.fsdp_params]
+    parameters = [parameter for group in fsdp_param_groups(unit) for parameter in group.fsdp_params]
     own = [parameter for parameter in parameters if parameter.sharded_param.requires_grad]
     segments = groupby(own, key=lambda parameter: is_split(parameter.sharded_param))
     return [sum(parameter.padded_sharded_param_size.numel() for parameter in part) for _, part in segments]
@@ -248,11 +249,7 @@ def accumulate_gradients(model: Any, plan: Plan) -> None:
     """
     if plan.parallel.zero == 0 or plan.precision.param_dtype == plan.precision.reduce_dtype:
         return
-    for group in _all_param_groups(model):
-        for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+    add_to_accumulated_gradients(model)
 
 
 def reduce_gradients(model: Any, plan: Plan, reducer: GradientReducer | None) -> None:
@@ -271,20 +268,12 @@ def reduce_gradients(model: Any, plan: Plan, reducer: GradientReducer | None) ->
     model.set_requires_gradient_sync(True)
     model.set_requires_all_reduce(True)
     model.set_reshard_after_backward(True)
-    # As in the pipeline runtime of torch: run the hook that ends the backward of a complete model.
-    for group in _all_param_groups(model):
-        group.post_backward()
-    model._get_fsdp_state()._root_post_backward_final_callback()
+    end_fsdp_backward(model)
     if reducer is not None:
         reducer.finish()
 
 
-def _all_param_groups(model: Any) -> list[Any]:
-    """FSDP2 parameter groups of all units; known after the first forward."""
-    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in param_groups(state)]
-
-
-def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str, float]:
+def model_state_bytes(parameters: int, plan: Plan, experts: int = 0, states: int | None = None) -> dict[str, float]:
     """Predicted peak of the model state between micro-batches in bytes per rank, by kind (formulas above).
 
     Args:
@@ -292,7 +281,9 @@ def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str
             their own mesh; see `count_local_parameters`.
         plan: resolved; a forward dtype of "auto" counts as bf16.
         experts: the same count for experts with their own mesh.
+        states: elements of optimizer state per element of a matrix, see `weft.job.states_of`; None: those of Adam.
     """
+    states = 2 + (plan.comm.compression == "1-bit") if states is None else states
     p, precision = plan.parallel, plan.precision.resolve(native_bf16=True)
     shards = 1 if p.zero == 0 else p.dp_shard * p.cp
     expert_shards = 1 if p.zero == 0 else p.dp_shard * p.cp * p.tp // p.ep
@@ -302,8 +293,7 @@ def model_state_bytes(parameters: int, plan: Plan, experts: int = 0) -> dict[str
         "parameters": BYTES[precision.update] * sharded,
         "gathered parameters": 0.0 if p.zero in (0, 3) else BYTES[precision.param_dtype] * unsharded,
         "gradients": BYTES[precision.reduce_dtype] * (unsharded if p.zero <= 1 or p.pp > 1 else sharded),
-        "optimizer": (2 + (plan.comm.compression == "1-bit")) * bytes_per_state_element(precision) * sharded
-        + _feedback_bytes(plan) * unsharded,
+        "optimizer": states * bytes_per_state_element(precision) * sharded + _feedback_bytes(plan) * unsharded,
     }
 
 

@@ -97,7 +97,7 @@ def _check_same_parameters(parameters: list[torch.Tensor], ranks: int) -> None:
             where="weft.clip_grad_norm_",
             rule="the norm is taken over the same parameters on every rank; with plan.parallel.pp > 1 each rank has only the "
             "parameters of its stages",
-            fix="with a pipeline, use weft.train.step.train_step, which clips over all stages; else pass the same parameters",
+            fix="with a pipeline, use weft.prepare, whose run clips over all stages; else pass the same parameters",
         )
 
 

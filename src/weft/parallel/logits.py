@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm import collectives
 from weft.errors import ModelError
-from weft.parallel.context import own_positions
+from weft.parallel.context_grid import own_positions
 from weft.parallel.loss import vocab_size
 from weft.parallel.runtime import runtime
 from weft.parallel.sequence_sharding import pad_rows, row_multiple

@@ -11,7 +11,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.objects import all_gather_json
 from weft.comm.overlap import check_chunks
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.memory.offload import build_offload
 from weft.memory.recompute import apply_recompute, patch_library_recompute
@@ -25,13 +25,12 @@ from weft.parallel.expert import check_experts, overlap_shared_experts, split_ex
 from weft.parallel.fsdp import apply_fsdp, prefetch_backward, prefetch_forward
 from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.moe_aux_loss import RouterStats
+from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
 from weft.parallel.pipeline.partition import (
     BlockChain,
     StageIO,
-    check_pp_degree,
     install_stage_switch,
     partition_model,
-    split_blocks,
     trace_block_chain,
 )
 from weft.parallel.pipeline.plan_schedule import load_schedule, splits_backward, stage_ranks
@@ -55,7 +54,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     The model keeps its class, its forward and its parameter names. Its parameters are sharded, so create the optimizer from
     `model.parameters()` after this call. Gradients are means over the data ranks, as with DistributedDataParallel. The loss of
     `labels` is the mean over the targets of all ranks, and so are its gradients (`labels.py`). With pipeline parallelism a rank
-    keeps only the blocks of its own stages, and `weft.train.step` runs the model.
+    keeps only the blocks of its own stages, and `weft.training.step` runs the model.
 
     Args:
         model: causal language model with the same weights on all ranks, or on the meta device (see `weft.materialize`).
@@ -63,11 +62,12 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         mesh: device mesh from `weft.build_mesh(plan, ...)`.
 
     Returns:
-        The same model; `weft.runtime(model)` is what has been made of it.
+        The same model; `weft.runtime(model)` holds the state of the techniques that were applied.
 
     Raises:
         PlanError: the plan does not fit the number of ranks, or the mesh is not the mesh of the plan.
         ModelError: the model's anatomy cannot be read.
+        JobError: a function of `plan.techniques` does not exist.
     """
     plan = plan.resolve(mesh.size()).resolve_precision(_native_bf16(plan))
     check_mesh(plan, mesh)

@@ -58,7 +58,7 @@ class Runtime:
     pipeline: PipelineRuntime | None = None
     """Stages of this rank; None without pipeline parallelism."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Custom loss for `weft.train.step`: (full logits, targets) -> sum over the targets; None: cross entropy."""
+    """Custom loss for `weft.training.step`: (full logits, targets) -> sum over the targets; None: cross entropy."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Leave the arguments unchanged; as a hook, the runtime is attached to its model."""

@@ -14,7 +14,7 @@ from weft.anatomy.transformers import ATTENTION, document_masks
 from weft.errors import ModelError, PlanError
 from weft.parallel.attention_interface import IMPLEMENTATION, replace_attention
 from weft.parallel.checks import check_decoder
-from weft.parallel.context import ContextParallel, check_heads, own_positions, sequence_parts
+from weft.parallel.context_grid import ContextParallel, check_heads, own_positions, sequence_parts
 from weft.parallel.dropout import DropoutContext, has_attention_dropout
 from weft.parallel.tp_rules import count_heads, count_kv_heads
 from weft.plan import Plan

@@ -2,7 +2,8 @@
 
 import torch
 
-from weft.device.device import EMULATION_SIZE, Device, matmul_rate
+from weft.device.cpu import EMULATION_SIZE, matmul_rate
+from weft.device.device import Device
 from weft.errors import PlanError
 from weft.plan import Precision
 

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.lab.pool import run_ranks
-from weft.comm.collectives import Recorder
 from weft.comm.compression.codecs import CODECS, build_feedback
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import AllReduce, Levels, reduce_scatter
+from weft.comm.recorder import Recorder
 from weft.plan import Comm
 
 STEPS = 6

@@ -23,7 +23,7 @@ from weft.checkpoint.model_config import read_config
 from weft.checkpoint.restore import Reader, restore, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.data import MicroBatch
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Checkpoint, Job, Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
@@ -31,8 +31,8 @@ from weft.plan import Comm, Memory, Pipeline, Plan, Precision
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 SETTINGS = Optimizer(lr=1e-2, eps=1e-3, warmup_steps=0, schedule="constant", clip_norm=0.5)
 STEPS, ROWS, TOKENS = 3, 8, 12

@@ -16,7 +16,7 @@ from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import build_plain, materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.collectives import all_reduce
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.job import Model, Optimizer
 from weft.memory.live_bytes import LiveBytes
@@ -28,8 +28,8 @@ from weft.parallel.pipeline.stage import Stage
 from weft.parallel.runtime import runtime
 from weft.plan import Parallel, Pipeline, Plan
 from weft.topology.mesh import build_mesh
-from weft.train.optimizer import build_optimizer
-from weft.train.step import forward_backward
+from weft.training.optimizer import build_optimizer
+from weft.training.step import forward_backward
 
 # All weight sizes differ from each other and from the number of tokens.
 SIZES = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
@@ -161,7 +161,7 @@ def call(rank: int, ranks: int, plan: Plan) -> None:
 
 
 def test_partitioned_model_cannot_be_called_directly() -> None:
-    with pytest.raises(RankError, match=r"use weft\.train\.step\.forward_backward"):
+    with pytest.raises(RankError, match=r"use weft\.training\.step\.forward_backward"):
         run_ranks(2, call, plan_for("fp32", pp=2, zero=1))
 
 

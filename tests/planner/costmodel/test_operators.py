@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.planner.dryrun.test_trace import DENSE, MOE, job_for
-from weft.comm.collectives import Message
+from weft.comm.recorder import Message
 from weft.errors import DeviceError
 from weft.plan import Parallel, Pipeline, Plan
 from weft.planner.calibrate.calibrate import file_of, fit_matmuls
@@ -34,7 +34,7 @@ from weft.planner.costmodel.operators import (
 from weft.planner.costmodel.roofline import fill
 from weft.planner.dryrun.step_counts import StepCounts
 from weft.planner.dryrun.trace import Trace, trace
-from weft.planner.search.propose import check_local_device
+from weft.planner.search.space_of_job import check_local_device
 
 CPU = torch.device("cpu")
 

@@ -3,13 +3,11 @@
 import pytest
 
 from weft.errors import ModelError
+from weft.planner.costmodel.known_shapes import KNOWN, from_config, known_shape
 from weft.planner.costmodel.shape import (
-    KNOWN,
     Shape,
     activation_bytes,
-    from_config,
     gpt_parameters,
-    known_shape,
     megatron_flops,
     megatron_hardware_flops,
     model_state_bytes_of,

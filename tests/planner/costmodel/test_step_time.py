@@ -13,10 +13,11 @@ from weft.plan import Memory as MemorySettings
 from weft.plan import Parallel, Plan
 from weft.planner.costmodel.frameworks import STACKS, find_stack
 from weft.planner.costmodel.hardware import cluster_of, find_device
+from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.layout import TrainingLayout, check, layers_of_ranks, layout_of, local_parameters
 from weft.planner.costmodel.peak_memory import in_flight, peak_memory, split_in_flight
 from weft.planner.costmodel.roofline import fill, flash_attention, grouped, matmul
-from weft.planner.costmodel.shape import KNOWN, Shape
+from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.step_time import ForwardBackward, pipeline_time, step_time
 
 LLAMA = KNOWN["llama270b"]

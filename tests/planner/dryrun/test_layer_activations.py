@@ -12,7 +12,7 @@ from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.peak_memory import LayerActivations, peak_memory
 from weft.planner.dryrun.layer_activations import trace_layers
 from weft.planner.dryrun.trace import trace
-from weft.planner.search.propose import shape_of
+from weft.planner.search.space_of_job import shape_of
 from weft.planner.search.strategy import stack_for
 
 pytestmark = pytest.mark.together

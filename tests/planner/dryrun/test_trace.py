@@ -22,7 +22,7 @@ from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
 from weft.cli import main
 from weft.data import MicroBatch
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -34,8 +34,8 @@ from weft.planner.dryrun.step_counts import StepCounts, count_step
 from weft.planner.dryrun.trace import Trace, assumed_batches, trace, trace_rank
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh
-from weft.train.optimizer import build_optimizer
-from weft.train.step import train_step
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 RANKS = 4
 EXAMPLES = Path(__file__).parents[3] / "examples"

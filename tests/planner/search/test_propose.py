@@ -12,6 +12,7 @@ from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, LinkModel, fin
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.step_time import StepTime
+from weft.planner.search.alternatives import EQUAL, reason
 from weft.planner.search.propose import (
     compressed_steps,
     describe,
@@ -19,9 +20,10 @@ from weft.planner.search.propose import (
     lower_memory_layouts,
     propose,
     simplest_first,
-    unsplit,
 )
-from weft.planner.search.search import EQUAL, Choice, Space, reason, search
+from weft.planner.search.search import search
+from weft.planner.search.space import Choice, Space
+from weft.planner.search.space_of_job import unsplit
 
 DENSE = Shape(16, 2048, 16, 16, 128, 8192, 32000)
 

@@ -12,19 +12,9 @@ from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.peak_memory import peak_memory
 from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.step_time import step_time
-from weft.planner.search.search import (
-    MEMORY_OPTIONS,
-    Choice,
-    MemoryOptions,
-    Space,
-    divisors,
-    fewest_devices,
-    reason,
-    search,
-    sensitivity,
-    simplest,
-    techniques,
-)
+from weft.planner.search.alternatives import reason, sensitivity
+from weft.planner.search.search import fewest_devices, search, simplest, techniques
+from weft.planner.search.space import MEMORY_OPTIONS, Choice, MemoryOptions, Space, divisors
 
 DENSE = Shape(12, 1024, 16, 4, 64, 4096, 32000)
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)

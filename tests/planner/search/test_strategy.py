@@ -14,7 +14,8 @@ from weft.planner.costmodel.hardware import ClusterSpec, find_device
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.timeline import refined, timeline_of, write_trace
-from weft.planner.search.search import MEMORY_OPTIONS, Space, search
+from weft.planner.search.search import search
+from weft.planner.search.space import MEMORY_OPTIONS, Space
 from weft.planner.search.strategy import cost_of, goodput, plan_of, stack_for
 
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)

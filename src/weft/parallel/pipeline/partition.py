@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,106 +22,9 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.roles import Anatomy, standard_name
 from weft.anatomy.transformers import EXPERTS, document_masks
 from weft.errors import ModelError, PlanError
-from weft.parallel.pipeline.schedules import SCHEDULES
 from weft.parallel.pipeline.taint import BlockChain, TaintError, trace_block_io
-from weft.plan import Pipeline, Plan
 
-WHERE = "plan.parallel.pp"
 PROBE_SHAPE = (1, 4)  # rows and tokens of the forward that traces how blocks are called
-
-
-# Blocks per stage
-
-
-def split_blocks(num_blocks: int, num_stages: int, settings: Pipeline) -> list[range]:
-    """Assign blocks to stages: by `stage_blocks` if given, else such that the largest cost of a stage is minimal.
-
-    Among the assignments with this largest cost, choose the smallest sum of squared costs. O(num_blocks^2 num_stages).
-
-    Raises:
-        PlanError: a stage would be empty, or `stage_blocks` or `block_costs` do not fit the model.
-    """
-    if num_stages > num_blocks:
-        raise _too_many_stages(num_blocks, num_stages, settings.stages_per_rank)
-    counts, costs = settings.stage_blocks, settings.block_costs or (1.0,) * num_blocks
-    if counts and (len(counts) != num_stages or sum(counts) != num_blocks):
-        raise PlanError(
-            f"stage_blocks assigns {sum(counts)} blocks to {len(counts)} stages",
-            where="plan.pipeline.stage_blocks",
-            rule=f"the model has {num_blocks} blocks, and pp x virtual_stages = {num_stages} stages",
-            fix=f"set {num_stages} values with the sum {num_blocks}, or remove the key",
-        )
-    if len(costs) != num_blocks:
-        raise PlanError(
-            f"block_costs has {len(costs)} values",
-            where="plan.pipeline.block_costs",
-            rule=f"the model has {num_blocks} blocks",
-            fix=f"set {num_blocks} values, or remove the key",
-        )
-    if not counts:
-        counts = _cheapest_partition(costs, num_stages, settings.embedding_cost, settings.head_cost)
-    borders = [sum(counts[:stage]) for stage in range(num_stages + 1)]
-    return [range(low, high) for low, high in pairwise(borders)]
-
-
-def check_pp_degree(num_blocks: int, plan: Plan) -> None:
-    """Refuse a pp degree that leaves a rank without blocks, whatever the number of stages per rank.
-
-    Raises:
-        PlanError: names a pp degree that is small enough, or another schedule.
-    """
-    settings = plan.pipeline
-    kind = SCHEDULES.get(settings.schedule)
-    fewest, most = kind.virtual_stages if kind else (1, None)
-    if plan.parallel.pp * fewest > num_blocks:
-        each = max(fewest, settings.stages_per_rank) if most is None else fewest
-        raise _too_many_stages(num_blocks, plan.parallel.pp * fewest, each)
-
-
-def _too_many_stages(num_blocks: int, num_stages: int, stages_per_rank: int) -> PlanError:
-    most = num_blocks // stages_per_rank
-    fewer = (
-        'set plan.pipeline.schedule to "1f1b", which needs fewer stages'
-        if num_blocks > 1
-        else "set plan.parallel.pp = 1"
-    )
-    return PlanError(
-        f"{num_blocks} blocks cannot fill {num_stages} stages",
-        where=f"{WHERE}, plan.pipeline.virtual_stages",
-        rule="every stage has at least one block",
-        fix=f"set plan.parallel.pp to {most} or less" if most > 1 else fewer,
-    )
-
-
-def _cheapest_partition(costs: tuple[float, ...], num_stages: int, embedding: float, head: float) -> tuple[int, ...]:
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-
-    def cost_of(stage: int, low: int, high: int) -> float:
-        return sums[high] - sums[low] + embedding * (stage == 0) + head * (stage == num_stages - 1)
-
-    def best(combine: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
-        """Partition of all blocks with the smallest combined cost, built stage by stage."""
-        cuts: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        for stage in range(num_stages):
-            left = num_stages - 1 - stage
-            cuts = {
-                high: min(
-                    (combine(total, cost_of(stage, low, high)), (*counts, high - low))
-                    for low, (total, counts) in cuts.items()
-                    if low < high
-                )
-                for high in range(stage + 1, len(costs) - left + 1)
-            }
-        return cuts[len(costs)]
-
-    largest, _ = best(max)
-    limit = largest * (1 + 1e-9)
-    return best(lambda total, cost: total + (cost**2 if cost <= limit else float("inf")))[1]
-
-
-# How a model calls its blocks
 
 
 def trace_block_chain(model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype) -> BlockChain:
@@ -187,7 +89,7 @@ def _trial_run(probe: Any, anatomy: Anatomy, chain: BlockChain) -> None:
 def _cannot_partition(anatomy: Anatomy, what: str) -> PlanError:
     return PlanError(
         f"{anatomy.family} cannot be cut into stages: {what}",
-        where=f"{WHERE}, model_type {anatomy.family}",
+        where=f"plan.parallel.pp, model_type {anatomy.family}",
         rule="only hidden states pass from block to block",
         fix="set plan.parallel.pp = 1",
     )
@@ -384,7 +286,7 @@ def install_stage_switch(model: PreTrainedModel, anatomy: Anatomy, stage_io: Sta
             raise ModelError(
                 "a model that is partitioned into pipeline stages was called directly",
                 rule="the pipeline schedule runs the stages",
-                fix="use weft.train.step.forward_backward or evaluate, or set plan.parallel.pp = 1",
+                fix="use weft.training.step.forward_backward or evaluate, or set plan.parallel.pp = 1",
             )
         blocks = stage_io.stages[stage_io.active]
         stage_io.device = next(model.parameters()).device

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.device.device import detect
+from weft.device.detect import detect
 from weft.job import Job
 from weft.planner.costmodel.cluster_file import ClusterFile, Figures, LinkFigures
 from weft.planner.costmodel.hardware import GB, GIB, MIB, TERA, ClusterSpec, DeviceSpec, find_device, recognise
@@ -30,9 +30,9 @@ from weft.planner.costmodel.operators import KeywordArguments, Operation, Tensor
 from weft.planner.costmodel.roofline import fill
 from weft.planner.costmodel.step_time import StepTime, step_time
 from weft.planner.dryrun.trace import trace
-from weft.planner.search.propose import space_of
-from weft.train.metrics import read_metrics
-from weft.train.run import train
+from weft.planner.search.space_of_job import space_of
+from weft.training.metrics import read_metrics
+from weft.training.run import train
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES = (32, 128, 512, 2048)  # matmul dimensions; all 64 combinations of m, n and k are measured

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.backends.hierarchical import all_gather_single, reduce_scatter_single
-from weft.device.device import detect
-from weft.launch.launcher import connect, launch, rank_main
+from weft.device.detect import detect
+from weft.launch.launcher import launch
+from weft.launch.rank_entry import connect, rank_main
 from weft.plan import Parallel, Plan
 from weft.planner.costmodel.hardware import LinkModel
 from weft.topology.mesh import build_mesh

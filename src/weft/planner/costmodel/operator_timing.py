@@ -13,8 +13,8 @@ from itertools import combinations
 from math import prod
 from typing import NamedTuple
 
-from weft.comm.collectives import Message
-from weft.device.device import detect
+from weft.comm.recorder import Message
+from weft.device.detect import detect
 from weft.job import Job
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.parallel.pipeline.simulate import ActionCosts, simulate

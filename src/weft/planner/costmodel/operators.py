@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from weft.device.device import detect
+from weft.compat import is_in_backward
+from weft.device.detect import detect
 
 MOST_VALUES = 2**16  # largest integer tensor whose values are recorded: index values determine the time of an operator
 SECONDS, MOST_CALLS = 3e-3, 50  # duration of a batch of calls, and maximum number of calls in it
@@ -66,7 +67,7 @@ class OperatorLog(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # DTensor dispatches first; its operations on local tensors then reach this mode
         if func.namespace not in QUIET and not makes_view(func):
-            phase = "backward" if torch._C._current_graph_task_id() >= 0 else "forward"
+            phase = "backward" if is_in_backward() else "forward"
             operation = Operation(str(func), freeze((args, kwargs or {})), phase)
             self.operations.append(self.known.setdefault(operation, operation))
         return func(*args, **(kwargs or {}))

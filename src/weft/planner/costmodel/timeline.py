@@ -3,14 +3,14 @@
 import json
 from pathlib import Path
 
-from weft.parallel.pipeline.partition import split_blocks
+from weft.parallel.pipeline.balance import split_blocks
 from weft.parallel.pipeline.schedules import build_schedule
 from weft.parallel.pipeline.simulate import ActionCosts, Timeline, simulate
 from weft.plan import Pipeline
 from weft.planner.costmodel import network
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.step_time import StepTime, head_time
-from weft.planner.search.search import Space
+from weft.planner.search.space import Space
 
 
 def head_cost(space: Space, layout: TrainingLayout) -> float:

@@ -17,7 +17,7 @@ from weft.checkpoint.model_config import read_config
 from weft.job import Job, Model
 from weft.planner.dryrun.step_counts import extrapolate, extrapolate_value
 from weft.planner.dryrun.trace import Trace, trace_all
-from weft.train.run import check_model
+from weft.training.job_checks import check_model
 
 SHALLOW = 4  # minimum layers; with fewer, the short-lived tensors of embedding and head dominate those of the layers
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")

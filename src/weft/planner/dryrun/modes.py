@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.anatomy.roles import Anatomy
-from weft.comm.collectives import find_group, find_tensors
+from weft.comm.recorder import find_group, find_tensors
 from weft.compute.attention import FLASH_HEAD_DIM
 from weft.errors import JobError
 from weft.parallel.expert import takes_indices

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from weft.anatomy.roles import Anatomy
-from weft.comm.collectives import Message, Recorder
+from weft.comm.recorder import Message, Recorder
 from weft.data import MicroBatch
 from weft.memory.live_bytes import LiveBytes, Moment
 from weft.parallel.distributed_optimizer import DistributedOptimizer

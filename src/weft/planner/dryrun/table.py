@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from weft.job import Job
 from weft.planner.dryrun.trace import Trace
-from weft.train.compare import describe
+from weft.training.compare import describe
 
 GIB = 2**30
 

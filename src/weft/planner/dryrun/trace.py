@@ -24,7 +24,8 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
-from weft.device.device import Cpu, detect
+from weft.device.cpu import Cpu
+from weft.device.detect import detect
 from weft.errors import JobError, PlanError
 from weft.job import Job
 from weft.memory.pool import Pool
@@ -38,10 +39,10 @@ from weft.planner.dryrun.modes import RealControlTensors, fake_world, fuse_atten
 from weft.planner.dryrun.step_counts import StepCounts, count_calls, count_step, extrapolate
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh
-from weft.train.functions import use_loss
-from weft.train.optimizer import build_optimizer
-from weft.train.run import check_model
-from weft.train.step import train_step
+from weft.training.functions import use_loss
+from weft.training.job_checks import check_model
+from weft.training.optimizer import build_optimizer
+from weft.training.step import train_step
 
 MICRO_BATCHES = 3  # the first one, one for all in the middle, and the last one
 

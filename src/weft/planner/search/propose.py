@@ -4,41 +4,23 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-import transformers
-
-from weft.anatomy.build import build_on_meta
-from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.model_config import read_config
 from weft.comm.compression.codecs import CODECS
-from weft.device.device import detect
-from weft.errors import DeviceError, PlanError, WeftError
+from weft.errors import PlanError
 from weft.job import Job
-from weft.parallel.parallelize import check_axes
-from weft.plan import Parallel, Pipeline
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.layout import TrainingLayout, local_parameters
 from weft.planner.costmodel.operator_timing import time_step
 from weft.planner.costmodel.roofline import stream
-from weft.planner.costmodel.shape import Shape, from_config
 from weft.planner.costmodel.step_time import StepTime
 from weft.planner.costmodel.timeline import head_cost, refined
 from weft.planner.dryrun.extrapolate import trace_in_brief
 from weft.planner.dryrun.layer_activations import trace_layers
 from weft.planner.dryrun.trace import Trace, trace_stages
-from weft.planner.search.search import (
-    EQUAL,
-    MARGIN,
-    Alternative,
-    Choice,
-    Space,
-    fewest_devices,
-    search,
-    sensitivity,
-    simplest,
-    techniques,
-)
-from weft.planner.search.strategy import RECOMPUTE, Cost, cluster_text, cost_of, plan_of, stack_for
+from weft.planner.search.alternatives import EQUAL, Alternative, sensitivity
+from weft.planner.search.search import fewest_devices, search, simplest, techniques
+from weft.planner.search.space import MARGIN, Choice, Space
+from weft.planner.search.space_of_job import check_local_device, space_of, type_of
+from weft.planner.search.strategy import RECOMPUTE, Cost, cluster_text, cost_of, plan_of
 
 MOST_REFUSED = 8  # maximum number of layouts refused by dry runs; beyond it the formulas are not usable
 MEMORY_SHARES = (0.75, 0.5, 0.25)  # shares of a device's memory
@@ -290,69 +272,6 @@ def time_operators(
         timed.append((choice, StepTime(**{name: value * scalar for name, value in vars(time).items()})))
     timed.sort(key=lambda pair: pair[1].seconds)
     return [choice for choice, _ in timed], [time for _, time in timed], refused
-
-
-def check_local_device(device_type: str, cluster: str) -> None:
-    """Reject operator timing for devices of another type than this machine's.
-
-    Raises:
-        DeviceError: the device types differ.
-    """
-    here = detect().type
-    if here != device_type:
-        raise DeviceError(
-            f"operators cannot be timed for {cluster}",
-            where="weft plan --measure",
-            rule=f"operators are timed on the local device, and the device type of this machine is {here}",
-            fix="run the command on a machine with such a device, or omit --measure",
-        )
-
-
-def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
-    """Search space of a job on a cluster.
-
-    Raises:
-        ModelError: the model's configuration cannot be read.
-    """
-    precision = job.plan.precision.resolve(cluster.device.native_bf16)
-    dtype = "bf16" if precision.param_dtype in ("bf16", "fp16") else "fp32"
-    stack = stack_for(precision)
-    return Space(
-        shape_of(job),
-        job.data.seq_len,
-        job.train.global_batch_size,
-        cluster,
-        stack,
-        margin,
-        dtype=dtype,
-        unsplit=unsplit(job),
-    )
-
-
-def unsplit(job: Job) -> dict[str, str]:
-    """Axes over which the job's model cannot be parallelized, not even over two ranks, with the reason."""
-    model = build_on_meta(read_config(job.model), torch.bfloat16)
-    anatomy, refused = read_anatomy(model), {}
-    for axis in ("tp", "cp", "pp", "ep"):
-        parallel = Parallel().model_copy(update={axis: 2})
-        plan = job.plan.model_copy(update={"parallel": parallel, "pipeline": Pipeline()})
-        try:
-            check_axes(model, anatomy, plan.resolve(2))
-        except WeftError as error:
-            refused[axis] = error.what
-    return refused
-
-
-def shape_of(job: Job) -> Shape:
-    """Dimensions of the job's model."""
-    config: transformers.PretrainedConfig = read_config(job.model)
-    return from_config(config.get_text_config().to_dict())
-
-
-def type_of(cluster: ClusterSpec) -> str:
-    """Torch device type of a cluster: "cpu", "npu" or "cuda"."""
-    name = cluster.device.name
-    return "cpu" if name == "CPU" else "npu" if name.startswith("Ascend") else "cuda"
 
 
 def dry_run(job: Job, space: Space, choice: Choice, limit: float) -> tuple[list[Trace], str, float]:

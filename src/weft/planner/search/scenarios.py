@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from weft.errors import PlanError
 from weft.plan import Precision
 from weft.planner.costmodel.hardware import ClusterSpec
-from weft.planner.costmodel.shape import KNOWN, Shape
-from weft.planner.search.search import MARGIN, Choice, Space, search
+from weft.planner.costmodel.known_shapes import KNOWN
+from weft.planner.costmodel.shape import Shape
+from weft.planner.search.search import search
+from weft.planner.search.space import MARGIN, Choice, Space
 from weft.planner.search.strategy import Cost, cost_of, stack_for
 
 TOKENS_PER_PARAMETER = 20.0  # tokens per parameter of compute-optimal training (Hoffmann et al., Chinchilla, 2022)

@@ -10,7 +10,7 @@ from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.shape import Shape
 from weft.planner.dryrun.trace import Trace
-from weft.planner.search.search import Choice, Space
+from weft.planner.search.space import Choice, Space
 
 RECOMPUTE: dict[str, tuple[str, ...]] = {
     "none": (),

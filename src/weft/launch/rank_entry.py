@@ -1,0 +1,133 @@
+"""Entry point of a rank: error reports, exit without teardown, and the process group.
+
+rank_main(main)                                     # in the process of a rank
+rank, world_size, local_rank = connect(device)      # inside main
+"""
+
+import atexit
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from weft.device.device import Device
+from weft.errors import DeviceError, WeftError
+from weft.launch.environment import ERROR_VARIABLE, HANG_TIMEOUT_VARIABLE, LOOPBACK_INTERFACE, rank_variables
+from weft.launch.heartbeat import HEARTBEAT_VARIABLE
+from weft.launch.parent_death import end_with_launcher
+from weft.launch.store import STORE_VARIABLE, SocketStore
+from weft.launch.watchdog import Timeouts
+
+DEFAULT_GROUP_TIMEOUT = 1800.0  # default of torch
+
+
+def rank_main(main: Callable[[], None]) -> None:
+    """Run the main function of a rank, then end the process. An error is reported to the launcher and sets the exit code.
+
+    Without a launcher, errors propagate to the caller.
+    """
+    report = os.environ.get(ERROR_VARIABLE)
+    if not report:
+        return main()
+    end_with_launcher()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: until the rank handles signals it has nothing to save
+    faulthandler.enable()  # a crash in native code leaves a traceback in the rank's stderr
+    try:
+        main()
+    except WeftError as error:
+        fields = {"what": error.what, "where": error.where, "rule": error.rule, "fix": error.fix}
+        _write_report(Path(report), error, error.exit_code, fields)
+        _exit(error.exit_code)
+    except Exception as error:
+        _write_report(Path(report), error, 1, None)
+        _exit(1)
+    except SystemExit as system_exit:
+        if isinstance(system_exit.code, str):
+            print(system_exit.code, file=sys.stderr)
+        _exit(system_exit.code if isinstance(system_exit.code, int) else int(system_exit.code is not None))
+    _exit(0)
+
+
+def connect(device: Device) -> tuple[int, int, int]:
+    """Join the process group of the job and make the device of this rank the current one.
+
+    Reads the environment variables that `launch`, torchrun, srun or mpirun set (`environment.py`). Ranks of `launch` use its
+    store, other ranks use torch's store. Without these variables, the process forms a group of size one that other hosts
+    cannot reach.
+
+    Returns:
+        rank: global rank.
+        world_size: number of ranks.
+        local_rank: rank on this host.
+
+    Raises:
+        DeviceError: this host has fewer accelerators than ranks.
+    """
+    os.environ.update(rank_variables(os.environ))
+    if "RANK" not in os.environ:
+        device.use(0)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # gloo listens even in a group of size one
+        dist.init_process_group(device.backend, store=dist.HashStore(), rank=0, world_size=1)
+        return 0, 1, 0
+    rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if device.type != "cpu" and local_rank >= device.count:
+        raise DeviceError(
+            f"rank {rank} has local rank {local_rank}, but this host has {device.count} {device.type} devices",
+            where=f"rank {rank}",
+            rule="each rank needs its own accelerator; local ranks start at 0",
+            fix=f"start at most {device.count} ranks on this host",
+        )
+    device.use(local_rank)
+    hang_timeout = float(os.environ.get(HANG_TIMEOUT_VARIABLE, Timeouts.hang))
+    # The watchdog, which knows the cause, must report before process groups time out.
+    timeout = timedelta(seconds=max(DEFAULT_GROUP_TIMEOUT, 2 * hang_timeout))
+    if path := os.environ.get(STORE_VARIABLE):
+        store = SocketStore(Path(path))
+        # Keeps the Python object alive: torch holds only its C++ part, but calls its Python methods.
+        atexit.register(store.close)
+        prefixed = dist.PrefixStore("ranks", store)
+        dist.init_process_group(device.backend, timeout=timeout, store=prefixed, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group(device.backend, timeout=timeout)
+    return rank, world_size, local_rank
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit without interpreter teardown.
+
+    All work is done or lost, and all files are closed. In an ordinary exit, gloo's threads outlive the interpreter, and gloo
+    sometimes aborts the process ("terminate called without an active exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _write_report(path: Path, error: Exception, exit_code: int, fields: dict[str, str | None] | None) -> None:
+    """Write the error of this rank for the watchdog, in torchrun's format with additional keys, and its traceback for the user.
+
+    The report contains the exit code because the launcher may end this rank by SIGTERM before the rank has exited.
+    """
+    now, stack = time.time(), traceback.format_exc()
+    message = {"message": str(error), "extraInfo": {"py_callstack": stack, "timestamp": str(int(now))}}
+    report = {"message": message, "seconds": now, "traceback": stack, "exit_code": exit_code, "fields": fields}
+    heartbeats = [os.environ.get(HEARTBEAT_VARIABLE)]
+    paths = [path, *(Path(heartbeat).with_name(path.name) for heartbeat in heartbeats if heartbeat)]
+    for target in paths:  # the heartbeat folder is in shared memory and may have space when the disk is full
+        try:
+            target.with_suffix(".traceback").write_text(stack, encoding="utf-8")
+            target.with_suffix(".draft").write_text(json.dumps(report), encoding="utf-8")
+            target.with_suffix(".draft").replace(target)  # atomic: the watchdog may read at any time
+            return
+        except OSError:
+            continue
+    print(stack, file=sys.stderr)

@@ -1,0 +1,357 @@
+"""Search space: all layouts of a model on a cluster, with their step times and memory."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from weft.planner.costmodel.frameworks import FrameworkModel
+from weft.planner.costmodel.hardware import ClusterSpec
+from weft.planner.costmodel.layout import Schedule, TrainingLayout, split_layers
+from weft.planner.costmodel.peak_memory import LayerActivations, MemoryEstimate, peak_memory, rank_states
+from weft.planner.costmodel.shape import Recompute, Shape
+from weft.planner.costmodel.step_time import LayerTime, StepTime, fillers, head_time, layer_time, step_time
+
+MARGIN = 0.92  # share of a device's memory that a plan may fill; the rest is for fragmentation and model error
+LARGEST_MICRO_BATCH = 64
+SHARD_GROUP_HOSTS = (1, 16, 128)  # HSDP shard group sizes in hosts, in addition to sharding over all data ranks
+FEW_LAYERS = 4  # layers in flight on a rank: so few that the one or two layers being offloaded or recomputed matter
+INTERLEAVED = (2, 3, 4, 5, 6, 8)  # stages per rank
+
+
+Value = int | tuple[str, int]
+Setting = tuple[str, Value]
+"""Name and value of a setting; the value of a schedule is its name and the stages per rank."""
+
+
+class Degrees(NamedTuple):
+    """A layout without its memory options."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    ep: int
+    zero: int
+    shard: int
+    micro_batch: int
+    schedule: Schedule
+    vpp: int
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """Settings that `sensitivity` varies."""
+        order: Value = (self.schedule, self.vpp)
+        return (
+            ("tp", self.tp),
+            ("cp", self.cp),
+            ("pp", self.pp),
+            ("ep", self.ep),
+            ("zero", self.zero),
+            ("micro_batch", self.micro_batch),
+            ("schedule", order),
+            ("shard", self.shard),
+        )
+
+
+class MemoryOptions(NamedTuple):
+    """Memory-saving options of a layout."""
+
+    recompute: Recompute
+    interval: int
+    """Recompute interval: every n-th layer is recomputed."""
+    offload: bool
+    optimizer_on_host: bool
+
+    def dominates(self, other: "MemoryOptions") -> bool:
+        """True if these options are certainly at least as fast as `other`, because `other` includes all of them.
+
+        With offload, the recompute options must be the same: recomputed activations need not be offloaded.
+        """
+        if self.offload:
+            less = (self.recompute, self.interval) == (other.recompute, other.interval) and other.offload
+        else:
+            less = RECOMPUTED_PARTS[self.recompute] <= RECOMPUTED_PARTS[other.recompute]
+            less = less and (self.recompute == "none" or self.interval >= other.interval)
+        return less and self.optimizer_on_host <= other.optimizer_on_host
+
+
+RECOMPUTED_PARTS: dict[str, set[str]] = {  # recomputed parts of a layer
+    "none": set(),
+    "light": {"light"},
+    "attention": {"light", "attention"},
+    "mlp": {"mlp"},
+    "full": {"light", "attention", "mlp"},
+}
+RECOMPUTE_OPTIONS: tuple[tuple[Recompute, int], ...] = (
+    ("none", 1),
+    ("light", 1),
+    ("full", 4),
+    ("full", 3),
+    ("attention", 1),
+    ("full", 2),
+    ("mlp", 1),
+    ("full", 1),
+)
+# With offload, only the recompute options none, light and full are searched.
+MEMORY_OPTIONS = [
+    MemoryOptions(recompute, interval, offload, on_host)
+    for on_host in (False, True)
+    for offload in (False, True)
+    for recompute, interval in (RECOMPUTE_OPTIONS[:2] + RECOMPUTE_OPTIONS[-1:] if offload else RECOMPUTE_OPTIONS)
+]
+
+
+class Choice(NamedTuple):
+    """A layout with its predicted step time and memory."""
+
+    layout: TrainingLayout
+    time: StepTime
+    memory: MemoryEstimate
+
+
+def _layer_key(layout: TrainingLayout) -> TrainingLayout:
+    """Reduce a layout to the settings that the time of one layer depends on, as a cache key."""
+    return TrainingLayout(
+        layout.seq,
+        layout.seq,
+        layout.micro_batch,
+        layout.tp,
+        layout.sp,
+        2 if layout.pp > 1 else 1,
+        cp=layout.cp,
+        ulysses=layout.ulysses,
+        ep=layout.ep,
+        expert_tp=layout.expert_tp,
+        recompute=layout.recompute,
+        recompute_share=layout.recompute_share,
+        offload=layout.offload,
+        dtype=layout.dtype,
+    )
+
+
+@dataclass
+class Space:
+    """Search space: all layouts of a model on a cluster."""
+
+    shape: Shape
+    seq: int
+    global_batch: int
+    """Sequences per step."""
+    cluster: ClusterSpec
+    stack: FrameworkModel
+    margin: float = MARGIN
+    dtype: str = "bf16"
+    """Dtype of the matmuls of the layers, a key of `DeviceSpec.peak`."""
+    traced: LayerActivations | None = None
+    """Activation bytes counted by dry runs of a few layers; None: by formula."""
+    unsplit: Mapping[str, str] = field(default_factory=dict)
+    """Axes over which the model cannot be parallelized, with the reason."""
+
+    def __post_init__(self) -> None:
+        self._layers: dict[TrainingLayout, LayerTime] = {}
+        self._states: dict[tuple[int, ...], float] = {}
+        self._ulysses: dict[TrainingLayout, int] = {}
+
+    @property
+    def budget(self) -> float:
+        """Bytes per device that a layout may fill."""
+        return self.margin * self.cluster.device.memory
+
+    def all_degrees(self) -> Iterator[Degrees]:
+        """All valid combinations of degrees, ZeRO stage, micro-batch and schedule."""
+        shape, devices = self.shape, self.cluster.num_devices
+        for pp in divisors(devices):
+            if pp > (shape.layers if "pp" not in self.unsplit else 1):
+                break
+            for tp in divisors(devices // pp):
+                if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
+                    continue
+                if tp > 1 and "tp" in self.unsplit:
+                    break
+                for cp in divisors(devices // pp // tp) if "cp" not in self.unsplit else (1,):
+                    dp = devices // pp // tp // cp
+                    if self.seq % (2 * cp * tp) or self.global_batch % dp:
+                        continue
+                    yield from self._combinations(tp, cp, pp, dp)
+
+    def _combinations(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Degrees]:
+        rows = self.global_batch // dp
+        groups = (self.cluster.per_host * hosts // (tp * cp) for hosts in SHARD_GROUP_HOSTS)
+        shards = [0] + [group for group in groups if 1 < group < dp and dp % group == 0]
+        states = [(zero, 0) for zero in ((0, 1, 2) if dp * cp > 1 else (0,))]
+        states += [(3, shard) for shard in shards if dp * cp > 1]
+        for micro in (size for size in divisors(rows) if size <= LARGEST_MICRO_BATCH):
+            for schedule, vpp in self._schedules(pp, rows // micro):
+                for zero, shard in states:
+                    sharing = (shard or dp) * cp * tp
+                    for ep in (
+                        divisors(math.gcd(self.shape.experts or 1, sharing)) if "ep" not in self.unsplit else (1,)
+                    ):
+                        yield Degrees(tp, cp, pp, dp, ep, zero, shard, micro, schedule, vpp)
+
+    def _schedules(self, pp: int, micro_batches: int) -> Iterator[tuple[Schedule, int]]:
+        yield "1f1b", 1
+        if pp == 1:
+            return
+        yield "zb-h1", 1
+        if 2 * pp <= self.shape.layers:
+            yield "zbv", 2
+        for vpp in INTERLEAVED:
+            if pp * vpp <= self.shape.layers and micro_batches >= pp:
+                yield "interleaved", vpp
+
+    def layout(self, degrees: Degrees, options: MemoryOptions) -> TrainingLayout:
+        """Combine degrees and memory options to a layout."""
+        tp, cp, pp, dp, ep, zero, shard, micro_batch, schedule, vpp = degrees
+        layout = TrainingLayout(
+            seq=self.seq,
+            global_batch=self.global_batch,
+            micro_batch=micro_batch,
+            tp=tp,
+            sp=tp > 1,
+            pp=pp,
+            vpp=vpp,
+            cp=cp,
+            ep=ep,
+            dp=dp,
+            zero=zero,
+            shard=shard,
+            expert_tp=1,
+            recompute=options.recompute,
+            recompute_share=1 / options.interval,
+            offload=options.offload,
+            schedule=schedule,
+            optimizer_on_host=options.optimizer_on_host,
+            dtype=self.dtype,
+        )
+        return self._with_ulysses(layout)
+
+    def _with_ulysses(self, layout: TrainingLayout) -> TrainingLayout:
+        """Set the Ulysses degree that minimizes the layer time; nothing else depends on it."""
+        if layout.cp == 1 or self.shape.kv_lora:
+            return layout
+        key = _layer_key(layout)
+        if key not in self._ulysses:
+            heads = self.shape.heads // layout.tp
+            sizes = [size for size in divisors(layout.cp) if heads % size == 0]
+            self._ulysses[key] = min(sizes, key=lambda size: self.layer(replace(layout, ulysses=size)).total.sum)
+        return replace(layout, ulysses=self._ulysses[key])
+
+    def layer(self, layout: TrainingLayout) -> LayerTime:
+        """Time of the mean layer, cached."""
+        key = _layer_key(layout)
+        if key not in self._layers:
+            self._layers[key] = layer_time(self.shape, key, self.cluster, self.stack)
+        return self._layers[key]
+
+    def time(self, layout: TrainingLayout) -> StepTime:
+        """Predicted step time."""
+        return step_time(self.shape, layout, self.cluster, self.stack, self.layer(layout))
+
+    def memory(self, layout: TrainingLayout) -> MemoryEstimate:
+        """Predicted memory of the rank with the highest peak."""
+        return peak_memory(self.shape, layout, self.stack, self.traced)
+
+    @cached_property
+    def bounds(self) -> list[tuple[float, Degrees]]:
+        """Lower bound of the step time of each candidate, lowest first.
+
+        The bound is the time of layers and head on the busiest rank plus the bubble, without gradients, ZeRO and update.
+        """
+        known: dict[tuple[int, ...], tuple[float, float, float]] = {}
+        found = []
+        for degrees in self.all_degrees():
+            tp, cp, pp, dp, ep, _, _, micro, schedule, vpp = degrees
+            key = tp, cp, ep, micro, min(pp, 2)
+            if key not in known:
+                layout = self.layout(degrees, MEMORY_OPTIONS[0])
+                layer, head = self.layer(layout), head_time(self.shape, layout, self.cluster, self.stack)
+                known[key] = layer.total.sum, head.sum, layer.weights
+            layer_sum, head_sum, weights = known[key]
+            counts = split_layers(self.shape.layers, pp, vpp)
+            busiest = max(max(counts) * layer_sum, counts[-1] * layer_sum + head_sum)
+            num_micro_batches = self.global_batch // (dp * micro)
+            bubble = (self.shape.layers * layer_sum + head_sum - busiest) / vpp
+            bubble -= fillers(schedule, pp, num_micro_batches) * weights * max(counts) / vpp
+            found.append((num_micro_batches * busiest + max(0.0, bubble), degrees))
+        return sorted(found)
+
+    def least_states(self, degrees: Degrees) -> float:
+        """Minimum bytes of model states on the first rank, with all memory options."""
+        tp, cp, pp, dp, ep, zero, shard, *_, vpp = degrees
+        key = tp, cp, pp, dp, ep, zero, shard, vpp
+        if key not in self._states:
+            self._states[key] = rank_states(self.shape, self.layout(degrees, MEMORY_OPTIONS[-1]), self.stack, 0)
+        return self._states[key]
+
+    def least_peak(self, degrees: Degrees) -> float:
+        """Minimum peak bytes over the memory options.
+
+        All options together give the minimum, except with few layers in flight: then, if they do not fit, the minimum over
+        all combinations is computed.
+        """
+        num_micro_batches = self.global_batch // (degrees.dp * degrees.micro_batch)
+        held = -(-self.shape.layers // degrees.pp) * min(num_micro_batches, degrees.pp)
+        least = self.memory(self.layout(degrees, MEMORY_OPTIONS[-1])).total
+        if held > FEW_LAYERS or least <= self.budget:
+            return least
+        offloading = [options for options in MEMORY_OPTIONS if options.optimizer_on_host]
+        return min(self.memory(self.layout(degrees, options)).total for options in offloading)
+
+    def fastest(self, degrees: Degrees, limit: float) -> tuple[Choice | None, float]:
+        """Fastest memory options that fit.
+
+        Args:
+            degrees: degrees, ZeRO stage, micro-batch and schedule of the layout.
+            limit: step time in seconds; slower layouts are discarded.
+
+        Returns:
+            The fastest layout, None if none fits or is fast enough; and the minimum peak bytes, 0 if not computed.
+        """
+        if self.least_states(degrees) + self.stack.framework > self.budget:
+            return None, 0.0
+        if math.isfinite(limit) and self.time(self.layout(degrees, MEMORY_OPTIONS[0])).seconds >= limit:
+            return None, 0.0
+        least_peak = self.least_peak(degrees)
+        if least_peak > self.budget:
+            return None, least_peak
+        best = min(self.fitting(degrees), key=lambda choice: choice.time.seconds)
+        return (best if best.time.seconds < limit else None), least_peak
+
+    def fitting(self, degrees: Degrees) -> list[Choice]:
+        """Layouts for all memory options that fit and are not dominated by other options that fit."""
+        fitting: list[MemoryOptions] = []
+        choices = []
+        for options in MEMORY_OPTIONS:
+            if any(other.dominates(options) for other in fitting):
+                continue
+            layout = self.layout(degrees, options)
+            memory = self.memory(layout)
+            if memory.total <= self.budget:
+                fitting.append(options)
+                choices.append(Choice(layout, self.time(layout), memory))
+        return choices
+
+
+def degrees_of(layout: TrainingLayout) -> Degrees:
+    """Degrees of a layout."""
+    return Degrees(
+        layout.tp,
+        layout.cp,
+        layout.pp,
+        layout.dp,
+        layout.ep,
+        layout.zero,
+        layout.shard,
+        layout.micro_batch,
+        layout.schedule,
+        layout.vpp,
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in ascending order."""
+    low = [factor for factor in range(1, math.isqrt(number) + 1) if number % factor == 0]
+    return low + [number // factor for factor in reversed(low) if factor * factor != number]

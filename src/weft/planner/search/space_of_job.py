@@ -1,0 +1,81 @@
+"""Search space of a job: the dimensions of its model, and the axes over which it can be split."""
+
+import torch
+import transformers
+
+from weft.anatomy.build import build_on_meta
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.model_config import read_config
+from weft.device.detect import detect
+from weft.errors import DeviceError, WeftError
+from weft.job import Job
+from weft.parallel.parallelize import check_axes
+from weft.plan import Parallel, Pipeline
+from weft.planner.costmodel.hardware import ClusterSpec
+from weft.planner.costmodel.known_shapes import from_config
+from weft.planner.costmodel.shape import Shape
+from weft.planner.search.space import MARGIN, Space
+from weft.planner.search.strategy import stack_for
+
+
+def check_local_device(device_type: str, cluster: str) -> None:
+    """Reject operator timing for devices of another type than this machine's.
+
+    Raises:
+        DeviceError: the device types differ.
+    """
+    here = detect().type
+    if here != device_type:
+        raise DeviceError(
+            f"operators cannot be timed for {cluster}",
+            where="weft plan --measure",
+            rule=f"operators are timed on the local device, and the device type of this machine is {here}",
+            fix="run the command on a machine with such a device, or omit --measure",
+        )
+
+
+def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
+    """Search space of a job on a cluster.
+
+    Raises:
+        ModelError: the model's configuration cannot be read.
+    """
+    precision = job.plan.precision.resolve(cluster.device.native_bf16)
+    dtype = "bf16" if precision.param_dtype in ("bf16", "fp16") else "fp32"
+    stack = stack_for(precision)
+    return Space(
+        shape_of(job),
+        job.data.seq_len,
+        job.train.global_batch_size,
+        cluster,
+        stack,
+        margin,
+        dtype=dtype,
+        unsplit=unsplit(job),
+    )
+
+
+def unsplit(job: Job) -> dict[str, str]:
+    """Axes over which the job's model cannot be parallelized, not even over two ranks, with the reason."""
+    model = build_on_meta(read_config(job.model), torch.bfloat16)
+    anatomy, refused = read_anatomy(model), {}
+    for axis in ("tp", "cp", "pp", "ep"):
+        parallel = Parallel().model_copy(update={axis: 2})
+        plan = job.plan.model_copy(update={"parallel": parallel, "pipeline": Pipeline()})
+        try:
+            check_axes(model, anatomy, plan.resolve(2))
+        except WeftError as error:
+            refused[axis] = error.what
+    return refused
+
+
+def shape_of(job: Job) -> Shape:
+    """Dimensions of the job's model."""
+    config: transformers.PretrainedConfig = read_config(job.model)
+    return from_config(config.get_text_config().to_dict())
+
+
+def type_of(cluster: ClusterSpec) -> str:
+    """Torch device type of a cluster: "cpu", "npu" or "cuda"."""
+    name = cluster.device.name
+    return "cpu" if name == "CPU" else "npu" if name.startswith("Ascend") else "cuda"

@@ -1,0 +1,326 @@
+"""Checkpoints of a run on disk and in host memory: save, find, load and roll back."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.checkpoint.folders import clean, folder_of, list_checkpoints, step_of
+from weft.checkpoint.key import read_key
+from weft.checkpoint.manifest import Manifest, Position
+from weft.checkpoint.memory_tier import HostMemory, holds_copies
+from weft.checkpoint.restore import (
+    Reader,
+    archive_newer,
+    first_valid_checkpoint,
+    restore_training,
+    verify_together,
+)
+from weft.checkpoint.snapshot import Snapshots, Target
+from weft.comm.objects import all_gather_json, broadcast_json
+from weft.errors import JobError
+from weft.job import Job
+from weft.training.optimizer import learning_rate
+from weft.training.run_folder import RUN_ID, read_run_id
+
+SAME_BATCHES = (
+    "train.global_batch_size",
+    "train.seed",
+    "data.source",
+    "data.seq_len",
+    "data.packing",
+    "data.shuffle",
+    "data.held_out",
+)
+"""Keys that determine the rows of each global batch."""
+SAME_UPDATE = ("optimizer", "model.config", "plan.techniques")
+"""Keys and tables that determine updates, besides train.steps, which matters if past learning rates depend on it."""
+ANY_STEP = 2**62
+MAX_COMPARED_RATES = 10_000
+
+
+@dataclass(frozen=True)
+class VerifiedCheckpoint:
+    """A verified checkpoint."""
+
+    folder: Path
+    manifest: Manifest
+    fetch: Callable[[set[str]], None]
+    """Copy the named files to this host before they are read."""
+
+
+class Checkpoints:
+    """Checkpoint manager of a run. Collective: all ranks create one and call its methods together.
+
+    Args:
+        job: job with a resolved plan.
+        run: run folder.
+        data: `identity` of the prepared tokens.
+        accepted: identities of other tokens that checkpoints may have been saved with.
+    """
+
+    def __init__(self, job: Job, run: Path, data: str, accepted: Sequence[str] = ()):
+        self.job, self.settings, self.data = job, job.checkpoint, {data, *accepted}
+        self.run, self.run_id, self.key = run, read_run_id(run), read_key(job.checkpoint.key_file)
+        self.folder = checkpoint_folder(job, run)
+        self.leads = dist.get_rank() == 0
+        if self.leads:  # at every attempt: ranks may have been killed while they saved or removed a checkpoint
+            clean(self.folder)
+        self.disk = Target(self.folder, self.leads, self.settings.keep, self.settings.keep_hours)
+        # Even without memory_every: the run may have saved to memory because the disk was full.
+        has_copies = any(all_gather_json(holds_copies(run / RUN_ID, self.run_id)))
+        use_memory = self.settings.memory_every or has_copies
+        self.memory = HostMemory(run / RUN_ID, self.run_id, self.key) if use_memory else None
+
+    def attach(self, snapshots: Snapshots) -> None:
+        """Attach the snapshot writer."""
+        self.snapshots = snapshots
+
+    def find(self, resume: Sequence[str]) -> VerifiedCheckpoint | None:
+        """Find the checkpoint to start from; None if there is none.
+
+        Args:
+            resume: sources in order of preference: a checkpoint folder, or "auto" for the newest checkpoint of this run that
+                verifies.
+
+        Raises:
+            CheckpointError: a named checkpoint does not verify.
+            JobError: the checkpoint was saved with other batches.
+        """
+        for source in resume:
+            if source != "auto":
+                return self._resume_from(Path(source), verify_together(Path(source), self.key))
+            if found := self._newest(ANY_STEP):
+                return found
+        self._archive_newer(None, -1)
+        return None
+
+    def load(self, found: VerifiedCheckpoint) -> Position:
+        """Load the state of a checkpoint: tensors, position, and, under the same world size, random number generators."""
+        s = self.snapshots
+        with Reader(found.folder, found.manifest) as reader:
+            if message := restore_training(s.model, s.optimizer, s.device, reader, found.fetch):
+                self.log(message)
+        return found.manifest.position
+
+    def roll_back(self, step: int) -> Position | None:
+        """Load the newest valid checkpoint of step `step` or earlier; None, with the state unchanged, if there is none."""
+        self.snapshots.finish()
+        dist.barrier()
+        found = self._newest(step)
+        return self.load(found) if found else None
+
+    def due(self, step: int, last: bool, interrupted: bool = False) -> Target | None:
+        """Target of the checkpoint after a step; None if no checkpoint is due. An interrupted run always saves to disk.
+
+        Args:
+            step: step that has just ended.
+            last: True if training ends with this step.
+            interrupted: True if a signal ends training before its last step.
+
+        Raises:
+            JobError: the run folder belongs to another run by now.
+        """
+        if interrupted or (self.settings.every and (last or step % self.settings.every == 0)):
+            check_run_id(self.run, self.run_id)
+            return self.disk
+        if self.memory and self.settings.memory_every and step % self.settings.memory_every == 0:
+            return self.memory.target()
+        return None
+
+    def is_saved(self, step: int, interrupted: bool) -> bool:
+        """True, on all ranks, if the checkpoint of the last step is on disk or none is due."""
+        due = step > 0 and (interrupted or self.settings.every > 0)
+        return not due or broadcast_json(folder_of(self.folder, step).exists())
+
+    def save_last(self, position: Position, *, try_disk: bool = True) -> str:
+        """Save the final state to disk, or to host memory if that fails. Collective.
+
+        Args:
+            position: training position of the state.
+            try_disk: False if the disk is known to be full.
+
+        Returns:
+            "" if the state is on disk, else a message about its location.
+        """
+        self.finish()
+        if try_disk and not self.is_saved(position.step, interrupted=True):
+            self.snapshots.take(position, self.disk)
+            self.finish()
+        if self.is_saved(position.step, interrupted=True):
+            return ""
+        self.memory = self.memory or HostMemory(self.run / RUN_ID, self.run_id, self.key)
+        self.snapshots.take(position, self.memory.target())
+        self.finish()
+        copy = self.memory.newest(position.step)
+        if copy is None or copy.step < position.step:
+            return f"the state after step {position.step} could be saved neither to disk nor to memory"
+        return f"the state after step {position.step} is kept in host memory until a host reboots"
+
+    def finish(self) -> None:
+        """Wait until all checkpoints are written."""
+        self.snapshots.finish()
+        dist.barrier()
+
+    def close(self) -> None:
+        """Delete in-memory checkpoints at the end of a successful run."""
+        if self.memory:
+            self.memory.close()
+
+    def log(self, text: str) -> None:
+        """Print a line on the leading rank."""
+        if self.leads:
+            print(text, flush=True)
+
+    def _newest(self, until: int) -> VerifiedCheckpoint | None:
+        """Newest valid checkpoint up to a step, on disk or in memory."""
+        copy = self.memory.newest(until) if self.memory else None
+        older = copy.step if copy else -1
+        newer = [path for path in list_checkpoints(self.folder) if older < step_of(path) <= until]
+        on_disk = first_valid_checkpoint(newer, self.log, self.key)
+        if on_disk:
+            return self._resume_from(*on_disk)
+        if copy is None or self.memory is None:
+            return None
+        memory = self.memory
+        folder, manifest = memory.folder_for(copy), copy.manifest
+        self._check(folder, manifest)
+        self._archive_newer(None, copy.step, from_memory=True)
+        self.log(f"resuming after step {copy.step}, from the memory of {len(memory.hosts)} hosts")
+        return VerifiedCheckpoint(folder, manifest, lambda files: memory.fetch(copy, files))
+
+    def _resume_from(self, folder: Path, manifest: Manifest) -> VerifiedCheckpoint:
+        self._check(folder, manifest)
+        self._archive_newer(folder, manifest.position.step)
+        self.log(f"resuming after step {manifest.position.step}, from {folder}")
+        return VerifiedCheckpoint(folder, manifest, lambda files: None)
+
+    def _archive_newer(self, chosen: Path | None, step: int, from_memory: bool = False) -> None:
+        """Archive checkpoints of later steps, which training will repeat."""
+        if self.leads:
+            archive_newer(self.folder, chosen, step + from_memory, self.log)
+        if self.memory:
+            self.memory.discard_after(step if from_memory else -1)
+
+    def _check(self, folder: Path, manifest: Manifest) -> None:
+        check_same_batches(self.job, self.data, manifest, folder)
+
+
+def checkpoint_folder(job: Job, run: Path | None = None) -> Path:
+    """Folder of the checkpoints of a job.
+
+    Args:
+        job: job of the run.
+        run: run folder; default: `job.out`.
+    """
+    return Path(job.checkpoint.folder or run or job.out)
+
+
+def check_same_update(job: Job, before: dict[str, Any], step: int, where: str) -> None:
+    """Refuse to resume with other optimizer settings than before. Layout and dtypes may change.
+
+    A change of train.steps is allowed if the learning rates of all past steps stay the same, as with a constant schedule, and
+    with wsd before its decay.
+
+    Args:
+        job: job that resumes.
+        before: job of the past updates, as a table.
+        step: number of past updates.
+        where: checkpoint or job file to resume from.
+
+    Raises:
+        JobError: lists every changed key with its old and new value.
+    """
+    if step == 0:
+        return
+    now = job.model_dump(mode="json")
+    changed = []
+    for key in SAME_UPDATE:
+        table, _, name = key.partition(".")
+        then_table = before.get(table, {})
+        names = [name] if name else [name for name in now[table] if name in then_table]
+        changed += [
+            f"{table}.{name} = {now[table][name]!r}, it was {then_table.get(name)!r}"
+            for name in names
+            if now[table][name] != then_table.get(name)
+            and (name in then_table or now[table][name])  # empty, and absent in an earlier version: no change
+        ]
+    steps = before.get("train", {}).get("steps")
+    if isinstance(steps, int) and not changed and steps != job.train.steps:
+        past_steps = range(1, step + 1, step // MAX_COMPARED_RATES + 1)
+        if any(
+            learning_rate(past, steps, job.optimizer) != learning_rate(past, job.train.steps, job.optimizer)
+            for past in (*past_steps, step)
+        ):
+            schedule = job.optimizer.schedule
+            changed = [f"train.steps = {job.train.steps}, it was {steps}: the {schedule} schedule depends on it"]
+    if changed:
+        raise JobError(
+            "\n".join(changed),
+            where=where,
+            rule="a resumed run keeps its optimizer settings, unless --accept-changes is given",
+            fix="restore the earlier values, or add --accept-changes",
+        )
+
+
+def check_run_id(run: Path, run_id: str) -> None:
+    """Refuse to write into the folder of another run.
+
+    Args:
+        run: run folder.
+        run_id: identity of this run.
+
+    Raises:
+        JobError: the folder belongs to another run by now.
+    """
+    found = read_run_id(run)
+    if found and found != run_id:
+        raise JobError(
+            f"{run} belongs to run {found} by now, this is run {run_id}",
+            where=str(run / RUN_ID),
+            rule="a folder belongs to one run at a time",
+            fix="give each run its own output folder; `--resume auto` there continues from its last checkpoint",
+        )
+
+
+def check_same_batches(job: Job, data: Collection[str], manifest: Manifest, folder: Path) -> None:
+    """Refuse to resume with other batches than those of a checkpoint, unless it precedes the first batch.
+
+    Args:
+        job: job that resumes.
+        data: `identity` of its prepared tokens, and accepted identities.
+        manifest: manifest of the checkpoint.
+        folder: folder of the checkpoint.
+
+    Raises:
+        JobError: names the first key that differs, or the data source.
+    """
+    if manifest.position.next_batch == 0:
+        return
+    now, changed = job.model_dump(mode="json"), ""
+    for key in SAME_BATCHES:
+        table, _, name = key.partition(".")
+        before = manifest.job.get(table, {}).get(name)
+        if before != now[table][name]:
+            changed = changed or f"{key} = {now[table][name]!r}; the checkpoint was made with {before!r}"
+    if not changed and manifest.data not in data:
+        raise JobError(
+            f"the tokens of {_name_source(job)} differ from the tokens that the checkpoint was made with",
+            where=str(folder),
+            rule="a resumed run keeps its global batches and their order, unless --accept-changes is given",
+            fix="restore the contents of the source and its tokenizer, or add --accept-changes",
+        )
+    if changed:
+        raise JobError(
+            changed,
+            where=str(folder),
+            rule="a resumed run keeps its global batches and their order",
+            fix="restore the earlier value, or start a new run from the export of this run (model.path = ...)",
+        )
+
+
+def _name_source(job: Job) -> str:
+    path = f"data.path = {job.data.path!r}" if job.data.path else f"data.source = {job.data.source!r}"
+    return path if job.data.source == "tokens" else f"{path}, under data.tokenizer = {job.data.tokenizer!r},"

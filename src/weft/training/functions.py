@@ -1,0 +1,83 @@
+"""Functions of the user's own code in a job: a check before the ranks start, and callbacks."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from weft.errors import JobError
+from weft.job import Job
+from weft.own_code import load_function
+from weft.parallel.runtime import runtime
+from weft.training.metrics import Evaluation, StepMetrics
+
+EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
+
+
+def check_functions(job: Job) -> None:
+    """Import all functions that a job names.
+
+    Raises:
+        JobError: a module or a function does not exist, or the module cannot be imported.
+    """
+    named = {"optimizer.name": job.optimizer.name, "optimizer.schedule": job.optimizer.schedule}
+    named |= {"train.loss": job.train.loss, "data.source": job.data.source}
+    named |= {f"plan.techniques[{index}]": name for index, name in enumerate(job.plan.techniques)}
+    named |= {f"train.callbacks[{index}]": name for index, name in enumerate(job.train.callbacks)}
+    for key, name in named.items():
+        if ":" in name:
+            load_function(name, key)
+
+
+def use_loss(model: nn.Module, name: str) -> None:
+    """Let a parallelized model train with the loss of a job, the value of `train.loss`.
+
+    Raises:
+        JobError: the function does not exist.
+    """
+    if name != "cross_entropy":
+        runtime(model).loss = load_function(name, "train.loss")
+
+
+class Callback:
+    """Callback of a job: wraps a user's object that has any of the methods in `EVENTS`."""
+
+    def __init__(self, target: Any):
+        self.target = target
+
+    @classmethod
+    def load(cls, name: str, job: Job) -> "Callback":
+        """Create a callback: call the named function with the job.
+
+        Raises:
+            JobError: the function does not exist, or its result has none of the methods.
+        """
+        target = load_function(name, "train.callbacks")(job)
+        if not any(hasattr(target, event) for event in EVENTS):
+            raise JobError(
+                f"{name} returned {type(target).__name__}, which has none of {', '.join(EVENTS)}",
+                where="train.callbacks",
+                rule="a callback has a method for each event that it follows",
+                fix="return an object with, for example, on_step(metrics)",
+            )
+        return cls(target)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Report a step."""
+        self._call("on_step", metrics)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Report an evaluation."""
+        self._call("on_evaluation", evaluation)
+
+    def checkpoint(self, folder: Path) -> None:
+        """Report a checkpoint that is complete on the disk."""
+        self._call("on_checkpoint", folder)
+
+    def end(self, folder: Path) -> None:
+        """Report the end of training, with the run folder."""
+        self._call("on_end", folder)
+
+    def _call(self, event: str, value: Any) -> None:
+        if method := getattr(self.target, event, None):
+            method(value)

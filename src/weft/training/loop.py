@@ -1,0 +1,351 @@
+"""Per-rank training loop."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from weft.anatomy.flops import training_flops_per_token
+from weft.checkpoint.manifest import Position
+from weft.checkpoint.slices import check_states
+from weft.comm.collectives import all_reduce
+from weft.comm.desync_check import DesyncCheck
+from weft.comm.objects import broadcast_json
+from weft.comm.recorder import Message, Recorder
+from weft.comm.stopwatch import CollectiveClock
+from weft.data import MicroBatch
+from weft.errors import CheckpointError, NumericError
+from weft.job import states_of
+from weft.launch.heartbeat import Heartbeat
+from weft.memory.live_bytes import LiveBytes
+from weft.parallel.fsdp import count_local_parameters, model_state_bytes
+from weft.parallel.runtime import runtime, set_dropout_seed
+from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.topology.mesh import AXES
+from weft.training.checkpoints import Checkpoints
+from weft.training.functions import Callback
+from weft.training.metrics import Evaluation, MetricsWriter, StepMetrics, TerminalProgress, utilization
+from weft.training.optimizer import learning_rate, set_learning_rate
+from weft.training.recovery import Recovery
+from weft.training.run_folder import SUMMARY, read_run_id, read_table, write_summary
+from weft.training.session import Session, held_out_batches, save_weights, train_batches
+from weft.training.state_bytes import measure_model_state
+from weft.training.step import StepResult, evaluate, train_step
+
+Observer = MetricsWriter | TerminalProgress | Callback
+
+STEPS_PER_SEED = 2**24  # more than the steps of a job, so that no two pairs of seed and step share a dropout seed
+
+
+def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
+    """Train to the last step or the first signal; write metrics, weights, checkpoints and a summary to `out`.
+
+    A run that has already ended is not changed.
+
+    Args:
+        session: training state of this rank, with checkpoints.
+        out: run folder.
+        heartbeat: heartbeat of this rank, which receives each phase.
+    """
+    job, started, position, checkpoints = session.job, time.perf_counter(), session.position, session.checkpoints
+    assert checkpoints is not None
+    console = Console(quiet=session.rank > 0, soft_wrap=True)
+    log = partial(console.print, markup=False, highlight=False)
+    if _has_ended(session, out):
+        log(f"the run has ended, after step {position.step} of {job.train.steps}; increase train.steps to continue it")
+        return checkpoints.close()
+    to_metrics, signals = _step_metrics_builder(session), _catch_signals()
+    routers, optimizer = runtime(session.model).router_stats, session.optimizer
+    recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
+    batches, blocked, stop, has_tracked_memory = train_batches(session, position), 0.0, 0.0, False
+    consecutive_skips, interrupted = 0, False
+    messages: list[list[Message]] = []
+    with _observers(session, out, console) as observers:
+        if job.train.evaluate_every and position.step == 0:
+            _evaluate(session, 0, observers, heartbeat)
+        while position.step < job.train.steps and not stop:
+            step, scale = position.step + 1, optimizer.loss_scale
+            heartbeat.phase("step", step)
+            start = time.perf_counter()
+            micro_batches = next(batches)
+            rate = learning_rate(step, job.train.steps, job.optimizer)
+            set_learning_rate(optimizer.inner, rate)
+            set_dropout_seed(session.model, job.train.seed * STEPS_PER_SEED + step)
+            peak: PeakMemory | None = None
+            with CollectiveClock() as clock:
+                if messages and not has_tracked_memory:  # second step: the first with allocated optimizer state
+                    result, peak = _step_with_memory_tracking(session, micro_batches, recovery)
+                    has_tracked_memory = True
+                elif messages:
+                    result = _step(session, micro_batches, recovery)
+                else:  # check and count messages in the first step only: all steps send the same messages
+                    with Recorder() as recorder, DesyncCheck("first step"):
+                        result = _step(session, micro_batches, recovery)
+                    messages.append(recorder.messages)
+                    check_states(optimizer.inner)  # now, not at the first checkpoint
+            load = routers.take_load()
+            values = session.device.peak_memory_bytes(), signals.first, load or 0.0
+            peak_memory, stop, largest_load = _agree_on_largest(session, *values)
+            imbalance = None if load is None else largest_load
+            seconds, comm = time.perf_counter() - start, communication_metrics(messages[0], clock)
+            for observer in observers:
+                observer.step(
+                    to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalance, blocked, peak)
+                )
+            if result.problem:
+                log(f"step {step} skipped, weights unchanged: {result.problem}")
+            consecutive_skips = consecutive_skips + 1 if result.problem else 0
+            if consecutive_skips == job.guard.max_skipped:
+                checkpoints.save_last(_next_position(position, result))
+                raise _too_many_skips(consecutive_skips, step, result)
+            last = step == job.train.steps or stop > 0
+            interrupted = stop > 0 and step < job.train.steps
+            target = checkpoints.due(step, last, interrupted)
+            heartbeat.phase("checking", step)
+            position, rolled_back = recovery.after_step(_next_position(position, result), due=target is not None)
+            if rolled_back:
+                optimizer.loss_scale = position.loss_scale
+                batches, blocked = train_batches(session, position), 0.0
+                continue
+            if interrupted and target:  # save first: the process may be killed before evaluation and export end
+                heartbeat.phase("saving", step)
+                checkpoints.snapshots.take(position, target)
+                checkpoints.finish()
+            if last or _is_due(step, job.train.evaluate_every):
+                _evaluate(session, step, observers, heartbeat)
+            heartbeat.phase("saving", step)
+            blocked = checkpoints.snapshots.take(position, target) if target and not interrupted else 0.0
+            for text in checkpoints.snapshots.take_messages():
+                log(text)
+            _report_checkpoints(checkpoints, observers)
+        heartbeat.phase("saving", position.step)
+        checkpoints.finish()
+        unsaved = "" if checkpoints.is_saved(position.step, interrupted) else checkpoints.save_last(position)
+        for text in checkpoints.snapshots.take_messages():
+            log(text)
+        _report_checkpoints(checkpoints, observers)
+    heartbeat.phase("exporting", position.step)
+    if problem := save_weights(session, out / "export"):
+        unsaved = unsaved or checkpoints.save_last(position, try_disk=False)
+        unsaved = f"the export cannot be written: {problem}\n{unsaved or 'the last checkpoint is on the disk'}"
+    if unsaved:
+        raise CheckpointError(
+            unsaved,
+            where=str(out),
+            rule="a run must end with its weights and its last checkpoint on disk",
+            fix="free disk space there, then run the same command with --resume auto, which continues from the saved state",
+        )
+    _summarize(session, out, position.step, time.perf_counter() - started)
+    checkpoints.close()
+    for observer in observers:
+        if isinstance(observer, Callback):
+            observer.end(out)
+
+
+def _report_checkpoints(checkpoints: Checkpoints, observers: list[Observer]) -> None:
+    """Tell the callbacks of the job about checkpoints that are complete on the disk."""
+    folders = checkpoints.snapshots.take_committed()
+    for callback in (observer for observer in observers if isinstance(observer, Callback)):
+        for folder in folders:
+            callback.checkpoint(folder)
+
+
+def _too_many_skips(count: int, step: int, result: StepResult) -> NumericError:
+    return NumericError(
+        f"the updates of {count} consecutive steps were skipped, the last at step {step}: {result.problem}",
+        where=f"guard.max_skipped = {count}",
+        rule="the update of a step with non-finite loss or gradients, or with a loss spike, is skipped",
+        fix="check the data and the named module; a smaller optimizer.lr or plan.precision.param_dtype fp32 may help; "
+        "the state is saved, and --resume auto continues from it",
+    )
+
+
+def _has_ended(session: Session, out: Path) -> bool:
+    """True if all steps are done and the summary, which is written last, is of the last step."""
+    step, ended = session.position.step, False
+    if session.rank == 0 and step >= session.job.train.steps and (out / "export").exists():
+        with suppress(OSError, ValueError):  # a damaged summary counts as missing
+            ended = read_table(out / SUMMARY).get("steps") == step
+    return broadcast_json(ended)
+
+
+def _next_position(position: Position, result: StepResult) -> Position:
+    """Training position after a step."""
+    step = position.step + 1
+    return position.model_copy(
+        update={
+            "step": step,
+            "next_batch": position.next_batch + 1,
+            "loss_scale": result.loss_scale,
+            "skipped": (*position.skipped, step) if result.problem else position.skipped,
+        }
+    )
+
+
+def _step(session: Session, micro_batches: list[MicroBatch], recovery: Recovery) -> StepResult:
+    clip_norm = session.job.optimizer.clip_norm
+    return train_step(session.model, session.optimizer, micro_batches, clip_norm, recovery.skip_reason)
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Breakdown of the peak memory of a step on this rank."""
+
+    bytes_by_kind: dict[str, int]
+    """Bytes by kind; activations by the part of the model that computed them."""
+    operation: str
+    """Operation at the peak, the part of the model it belongs to, and the shapes of its results."""
+
+
+def _step_with_memory_tracking(
+    session: Session, micro_batches: list[MicroBatch], recovery: Recovery
+) -> tuple[StepResult, PeakMemory]:
+    """Run a step with memory tracking, which intercepts every operation and therefore slows the step down."""
+    with LiveBytes() as live:
+        session.optimizer.track(live)
+        live.track_roles(session.model, session.anatomy)
+        result = _step(session, micro_batches, recovery)
+    parts: dict[str, int] = {kind: size for kind, size in live.at_peak.items() if kind != "activations" and size}
+    parts |= {f"activations: {role}": size for role, size in live.roles_at_peak.items() if size}
+    operation, shapes, role = live.peak_operation
+    return result, PeakMemory(parts, f"{operation} in {role}: {', '.join(map(str, shapes))}")
+
+
+def _evaluate(session: Session, step: int, observers: list[Observer], heartbeat: Heartbeat) -> None:
+    """Evaluate the loss on held-out rows, if there are any, and report it."""
+    heartbeat.phase("evaluating", step)
+    batches = held_out_batches(session)
+    if batches:
+        evaluation = Evaluation(step, evaluate(session.model, batches))
+        for observer in observers:
+            observer.evaluation(evaluation)
+
+
+@contextmanager
+def _observers(session: Session, out: Path, console: Console) -> Iterator[list[Observer]]:
+    """Observers of each step: metrics files and terminal on rank 0, none on other ranks."""
+    with ExitStack() as stack:
+        if session.rank == 0:
+            progress = TerminalProgress(session.job.train.steps, console)
+            writer = MetricsWriter(out, progress.message)
+            own: list[Observer] = [stack.enter_context(writer), stack.enter_context(progress)]
+            yield [*own, *(Callback.load(name, session.job) for name in session.job.train.callbacks)]
+        else:
+            yield []
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _agree_on_largest(session: Session, *values: float) -> list[float]:
+    """Maximum of each value over all ranks, in one small all-reduce."""
+    maxima = torch.tensor(values, dtype=torch.float64, device=session.torch_device)
+    return all_reduce(maxima, session.mesh, AXES, "max").tolist()
+
+
+def communication_metrics(messages: Sequence[Message], clock: CollectiveClock) -> dict[str, dict[str, float]]:
+    """Bytes, number of messages, and exposed and hidden seconds of a step, by mesh axis and link."""
+    metrics: dict[str, dict[str, float]] = {}
+    for message in messages:
+        sent = metrics.setdefault(f"{message.axis} {message.link}".strip(), {"bytes": 0, "messages": 0})
+        sent["bytes"] += message.bytes
+        sent["messages"] += 1
+        sent[f"{message.operation}_bytes"] = sent.get(f"{message.operation}_bytes", 0) + message.bytes
+    for where, sent in metrics.items():
+        if where in clock.exposed:
+            sent |= {"exposed_seconds": clock.exposed[where], "hidden_seconds": clock.hidden[where]}
+    return metrics
+
+
+def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
+    """Function that builds the `StepMetrics` of a step."""
+    job, config = session.job, session.model.config
+    flops_per_token = training_flops_per_token(session.anatomy, config, job.data.seq_len)
+    device_peak = session.device.peak_flops(DTYPES[job.plan.precision.param_dtype])
+    peak_flops = device_peak * dist.get_world_size() if device_peak else None
+
+    def to_metrics(
+        step: int,
+        result: StepResult,
+        rate: float,
+        scale: LossScale,
+        seconds: float,
+        peak_memory: int,
+        comm: dict[str, dict[str, float]],
+        imbalance: float | None,
+        blocked: float,
+        peak: PeakMemory | None,
+    ) -> StepMetrics:
+        return StepMetrics(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=rate,
+            tokens=result.tokens,
+            step_seconds=seconds,
+            tokens_per_second=result.tokens / seconds,
+            mfu=utilization(flops_per_token * result.tokens / seconds, peak_flops),
+            peak_memory_bytes=peak_memory,
+            comm_bytes=sum(int(sent["bytes"]) for sent in comm.values()),
+            comm=comm or None,
+            loss_scale=scale.value,
+            skipped=result.problem is not None,
+            overflowed=result.overflowed,
+            expert_imbalance=imbalance,
+            checkpoint_seconds=blocked,
+            peak=peak.bytes_by_kind if peak else None,
+            peak_maker=peak.operation if peak else None,
+            pools={name: pool.counters() for name, pool in session.optimizer.pools().items()} or None,
+        )
+
+    return to_metrics
+
+
+def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
+    """Write run.json, the summary for the report. Memory is that of rank 0; in a pipeline, of the stages of rank 0."""
+    micro_batches = next(train_batches(session, Position(step=0, next_batch=0, loss_scale=LossScale())))
+    measured = measure_model_state(session.model, session.optimizer, micro_batches)
+    dense, experts = count_local_parameters(session.model)
+    predicted = model_state_bytes(dense, session.job.plan, experts, states_of(session.job.optimizer.name))
+    if session.rank == 0:
+        anatomy = session.anatomy
+        summary = {
+            "run_id": read_run_id(out),
+            "model_type": anatomy.family,
+            "parameters": anatomy.parameters,
+            "active_parameters": anatomy.active_parameters,
+            "anatomy": {role: f"{count} x {pattern}" for role, pattern, count in anatomy.table()},
+            "memory": {"measured": measured, "predicted": predicted},
+            "world_size": dist.get_world_size(),
+            "device": session.device.name,
+            "steps": steps,
+            "seconds": seconds,
+        }
+        write_summary(out, summary, partial(print, flush=True), "the summary of the run")
+
+
+@dataclass
+class Signals:
+    """Number of the first SIGINT or SIGTERM, or 0. It is checked after each step, so that the current step ends first."""
+
+    first: int = 0
+
+
+def _catch_signals() -> Signals:
+    caught = Signals()
+
+    def handle(signal_number: int, _: object) -> None:
+        caught.first = caught.first or signal_number
+
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, handle)
+    return caught

@@ -1,0 +1,155 @@
+"""Checkpoints and exports of a custom training loop; the same as those of `weft train`."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from weft.checkpoint.folders import folder_of
+from weft.checkpoint.huggingface import export_model
+from weft.checkpoint.manifest import Position
+from weft.checkpoint.parameter_groups import check_kind, restore_settings
+from weft.checkpoint.restore import Reader, restore_training, verify_together
+from weft.checkpoint.snapshot import Snapshots, Target
+from weft.comm.objects import all_gather_json, broadcast_json
+from weft.device.device import Device
+from weft.errors import CheckpointError
+from weft.job import Job, Model
+from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.fsdp import free_gathered_weights
+from weft.parallel.runtime import runtime
+from weft.precision.dtypes import DTYPES
+
+EXPORT_MARK = ".weft-export"
+"""Empty file in an export of a custom loop: a later export may replace the folder."""
+STEP_FOLDER = re.compile(r"step-(\d+)")
+
+
+class OwnCheckpoints:
+    """Saves and loads the training state of a model and its optimizer; methods and errors as in `weft.Run`. Collective."""
+
+    def __init__(
+        self, model: PreTrainedModel, optimizer: DistributedOptimizer, device: Device, torch_device: torch.device
+    ):
+        self.model, self.optimizer, self.device, self.torch_device = model, optimizer, device, torch_device
+        self.snapshots: Snapshots | None = None
+        """Writer of checkpoints, made by the first `save`."""
+
+    def save(self, folder: Path, steps: int, extra: dict[str, Any] | None) -> None:
+        """Start to write a checkpoint; `steps` is the number of steps so far."""
+        step = STEP_FOLDER.fullmatch(folder.name)
+        problems = all_gather_json(_json_problem(extra) or [json.dumps(extra)])
+        if problem := next((text for text in problems if isinstance(text, str)), ""):
+            raise CheckpointError(
+                f"extra cannot be saved: {problem}",
+                where=str(folder),
+                rule="extra is a dict that JSON returns unchanged",
+                fix="use lists, text keys, numbers and text",
+            )
+        if any(text != problems[0] for text in problems):
+            raise CheckpointError(
+                "extra differs between the ranks",
+                where=str(folder),
+                rule="a checkpoint has one extra, which every rank gets back",
+                fix="pass the same values on every rank, for example a list of the values of all ranks",
+            )
+        if step is None:
+            raise CheckpointError(
+                f"a checkpoint named {folder.name}",
+                where=str(folder),
+                rule="a checkpoint is named after its step, so that the newest is known",
+                fix='name it "step-100", in a folder for checkpoints',
+            )
+        self.finish()
+        number = int(step[1])
+        if broadcast_json(folder_of(folder.parent, number).exists()):
+            raise CheckpointError(
+                f"a checkpoint of step {number} exists",
+                where=str(folder),
+                rule="a checkpoint is never overwritten",
+                fix="choose another folder, or remove the checkpoint",
+            )
+        if self.snapshots is None:
+            config = json.loads(self.model.config.to_json_string(use_diff=False))
+            job = Job(model=Model(config=config), plan=runtime(self.model).plan)
+            self.snapshots = Snapshots(job, self.model, self.optimizer, self.device, self.torch_device)
+        scale = self.optimizer.loss_scale
+        position = Position(step=number, next_batch=steps, loss_scale=scale, extra=extra)
+        self.snapshots.take(position, Target(folder.parent, dist.get_rank() == 0, keep=0, keep_hours=0))
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written."""
+        if self.snapshots is None:
+            return
+        self.snapshots.finish()
+        failed = [text for text in self.snapshots.take_messages() if text.startswith("no checkpoint")]
+        if failed := broadcast_json(failed):
+            raise CheckpointError(failed[-1], where="weft.Run.save", fix="mend the cause, and save again")
+
+    def load(self, folder: Path) -> Position:
+        """Load a checkpoint."""
+        self.finish()
+        dist.barrier()
+        if (step := STEP_FOLDER.fullmatch(folder.name)) and not folder.exists():
+            folder = folder.with_name(f"step-{int(step[1]):08d}")
+        manifest = verify_together(folder)
+        position = manifest.position
+        check_kind(self.optimizer.inner, position.parameter_groups, folder)
+        free_gathered_weights(self.model)
+        self.optimizer.finish_offload()
+        self.optimizer.state.clear()
+        with Reader(folder, manifest) as reader:
+            message = restore_training(self.model, self.optimizer, self.device, reader)
+        if message and dist.get_rank() == 0:
+            warnings.warn(message, stacklevel=3)
+        if self.snapshots is not None:
+            self.snapshots.reset()
+        restore_settings(self.model, self.optimizer.inner, position.parameter_groups)
+        self.optimizer.loss_scale = position.loss_scale
+        return position
+
+
+def _json_problem(extra: dict[str, Any] | None) -> str:
+    """Reason why JSON cannot hold `extra`; "" if it can."""
+    try:
+        if extra is not None and (not isinstance(extra, dict) or json.loads(json.dumps(extra)) != extra):
+            return "JSON would change it: keys become text, and tuples become lists"
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def export(model: PreTrainedModel, folder: str | Path, tokenizer: str | Path | None = None) -> None:
+    """Write the weights of a parallelized model as a Hugging Face folder, which `from_pretrained` loads. Collective.
+
+    Args:
+        model: parallelized model with its weights.
+        folder: folder to write; an earlier export is replaced when the new one is complete.
+        tokenizer: folder whose tokenizer files are copied.
+
+    Raises:
+        CheckpointError: the folder has something else than an export, or cannot be written; the same on every rank.
+    """
+    folder, tokenizer = Path(folder), Path(tokenizer) if tokenizer else None
+    if broadcast_json(_has_other_files(folder)):
+        raise CheckpointError(
+            "the folder has other files than an export",
+            where=str(folder),
+            rule=f"an export replaces an earlier export only, which has the file {EXPORT_MARK}",
+            fix="choose another folder",
+        )
+    if problem := export_model(model, folder, tokenizer, DTYPES[runtime(model).plan.precision.update]):
+        raise CheckpointError(f"the weights cannot be written: {problem}", where=str(folder))
+    if dist.get_rank() == 0:
+        (folder / EXPORT_MARK).touch()
+
+
+def _has_other_files(folder: Path) -> bool:
+    """True if a folder exists and is neither empty nor an earlier export."""
+    found = list(folder.iterdir()) if folder.is_dir() else [folder] * folder.exists()
+    return bool(found) and not (folder / EXPORT_MARK).is_file()

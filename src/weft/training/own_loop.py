@@ -1,0 +1,399 @@
+"""`Run`: a parallelized model in a custom training loop.
+
+    weft.init()                                       # torchrun, srun, mpirun, or one process
+    run = weft.prepare(model, optimizer=lambda shards: torch.optim.AdamW(shards, lr=1e-4), plan="plan.toml")
+    for batch in loader:                              # rows of this data rank: run.data_rank of run.data_ranks
+        with run.accumulate():
+            loss = run.backward(run.model(**batch).loss)
+        run.clip_grad_norm_(1.0)
+        run.step()
+
+Loss, gradients and updates are those of one process that has the rows of all ranks, under every plan. Nothing of the plan is
+ignored: loss scale, placement and dtype of states, recompute, compression and overlap work as in `weft train`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+
+from weft.comm.collectives import all_reduce
+from weft.device.device import Device
+from weft.errors import ModelError, PlanError
+from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
+from weft.parallel.labels import count_targets
+from weft.parallel.logits import gather_logits
+from weft.parallel.runtime import Runtime, runtime, set_dropout_seed
+from weft.topology.mesh import AXES, data_rank
+from weft.training.own_batches import OnDevice, check_items, divisor, split_batches
+from weft.training.own_checkpoints import OwnCheckpoints, export
+from weft.training.step import compute_gradients, evaluate
+
+
+class Update(NamedTuple):
+    """Result of `Run.step`; the same on every rank."""
+
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    skipped: bool
+    """True if a gradient was not finite, so that nothing was updated."""
+
+
+class Run:
+    """A parallelized model with its optimizer; made by `prepare`."""
+
+    def __init__(
+        self, model: PreTrainedModel, optimizer: DistributedOptimizer, device: Device, torch_device: torch.device
+    ):
+        self.model, self.optimizer, self.device, self.torch_device = model, optimizer, device, torch_device
+        self.runtime: Runtime = runtime(model)
+        self.plan, self.mesh = self.runtime.plan, self.runtime.mesh
+        self.rank = dist.get_rank()
+        self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
+        self.steps = 0
+        """Calls of `step` so far."""
+        self._counted: Tensor | None = None
+        """Number of targets of the last forward over all data ranks; None if not counted."""
+        self._loss = math.nan
+        self._checkpoints = OwnCheckpoints(model, optimizer, device, torch_device)
+        self._begin()
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _begin(self) -> None:
+        """Forget the micro-batches of a step."""
+        self._items: list[Tensor] = []
+        """Number of targets of each micro-batch of this step over all data ranks."""
+        self._losses: list[Tensor] = []
+        self._norm: float | None = None
+        self._clip = 1.0
+        self._inside = False
+        """True in `accumulate`."""
+        self._has_loss = False
+        """True after `backward` in this `accumulate`."""
+        self._is_last = True
+        self._is_complete = False
+        """True after the backward of the last micro-batch of the step."""
+
+    # Forward and backward
+
+    @contextmanager
+    def accumulate(self, *, last: bool = True) -> Iterator[None]:
+        """Context of forward and backward of one micro-batch.
+
+        Args:
+            last: False if another micro-batch of the same step follows. Gradients are reduced and complete after the last one.
+
+        Raises:
+            PlanError: the plan has a pipeline, whose schedule runs all micro-batches together, a backward in fp16, or 1-bit
+                compression with several micro-batches.
+            ModelError: the step has its last micro-batch already, or the model has an auxiliary loss of its routers.
+            JobError: the plan has 1-bit compression, and the optimizer is not 1-bit Adam.
+        """
+        if self.runtime.pipeline is not None:
+            raise PlanError(
+                f"run.accumulate under plan.parallel.pp = {self.plan.parallel.pp}",
+                where="weft.Run.accumulate",
+                rule="the schedule of a pipeline runs forward and backward of all micro-batches of a step together",
+                fix="call run.train_batch(batch) instead of forward and run.backward",
+            )
+        if self.plan.precision.backward == "fp16":
+            raise PlanError(
+                'run.accumulate with plan.precision.backward = "fp16"',
+                where="weft.Run.accumulate",
+                rule="gradients become fp16 between the loss and the logits, in the loss that Weft computes",
+                fix="call run.train_batch(batch) instead of forward and run.backward",
+            )
+        if self.runtime.router_stats.coefficient > 0:
+            raise ModelError(
+                "run.accumulate with output_router_logits = True",
+                where="weft.Run.accumulate",
+                rule="the auxiliary loss of the model's own forward depends on which tokens a rank has",
+                fix="call run.train_batch(batch), which adds the same auxiliary loss under every plan",
+            )
+        if self._is_complete:
+            raise ModelError(
+                "run.accumulate after the last micro-batch of a step",
+                where="weft.Run.accumulate",
+                rule="gradients are reduced after the last micro-batch",
+                fix="pass last=False for all micro-batches but the last, or call run.step() before",
+            )
+        feedback = self.runtime.feedback
+        if self._losses and feedback is not None and feedback.takes_momentum:
+            raise PlanError(
+                "a second micro-batch with plan.comm.compression = 1-bit",
+                where="weft.Run.accumulate",
+                rule="the momenta of 1-bit Adam are reduced once a step, with all gradients of the step",
+                fix="call run.train_batch(batch), or run a step as one micro-batch",
+            )
+        if not self._losses:
+            set_dropout_seed(self.model, self.steps + 1)
+            self.optimizer.begin_step()
+        self._is_last, self._inside, self._has_loss = last, True, False
+        begin_micro_batch(self.model, self.plan, self.runtime.gradient_reducer, last=last)
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def backward(self, loss: Tensor, items: Tensor | int | None = None) -> Tensor:
+        """Run backward from the loss of a micro-batch, inside of `accumulate`.
+
+        The gradients of several micro-batches are averaged by their numbers of targets, as if they were one batch.
+
+        Args:
+            loss: scalar, a mean over `items`: the `loss` of the model's output, or a loss of your own.
+            items: number of elements that the loss averages, summed over the data ranks, the same on every rank. None: the
+                targets in the labels of the last forward; without labels, all micro-batches count the same.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            ModelError: outside of `accumulate`, the second time inside of one, or `items` is not positive or differs between
+                ranks.
+        """
+        if not self._inside:
+            raise ModelError(
+                "run.backward outside of run.accumulate",
+                where="weft.Run.backward",
+                rule="accumulate says whether more micro-batches of the step follow",
+                fix="with run.accumulate(): run.backward(run.model(**batch).loss)",
+            )
+        if self._has_loss:
+            raise ModelError(
+                "a second run.backward in run.accumulate",
+                where="weft.Run.backward",
+                rule="each micro-batch has one loss, whose backward reduces its gradients",
+                fix="add the losses of the micro-batch, and call run.backward once",
+            )
+        self._has_loss = True
+        if items is not None:
+            check_items(float(items), self.mesh, self.torch_device)
+        counted = self._counted if items is None else torch.as_tensor(items)
+        weight = torch.ones(()) if counted is None else counted
+        self._items.append(weight.to(loss.device, torch.float64))
+        self._losses.append(loss.detach())
+        # Relative to the first micro-batch, so that a step of one micro-batch has exactly its gradients.
+        factor = self._items[-1] / divisor(self._items[0]) if len(self._items) > 1 else torch.ones(())
+        wide = torch.promote_types(loss.dtype, torch.float32)  # a loss scale of 65536 is infinite in fp16
+        (loss.to(wide) * (factor * self.optimizer.loss_scale.value).to(loss.device, wide)).backward()
+        self._norm, self._is_complete = None, self._is_last
+        return loss.detach()
+
+    def train_batch(self, batch: Mapping[str, Tensor], *, micro_batch_size: int = 1) -> float:
+        """Run forward and backward of a step under any plan, with or without a pipeline.
+
+        Args:
+            batch: input_ids [rows, tokens] of this data rank, and optionally labels, position_ids that restart in each
+                document, and an attention_mask that hides padding at the ends of rows. -100 in labels is no target.
+            micro_batch_size: rows per micro-batch; it must divide the rows.
+
+        Returns:
+            Mean cross entropy over the targets of all data ranks, the same on every rank.
+
+        Raises:
+            ModelError: the rows cannot be divided, ranks have different numbers of micro-batches, the mask hides more than
+                padding at the ends of rows, or there are gradients of an earlier batch.
+        """
+        if self._losses:
+            raise ModelError(
+                "run.train_batch with the gradients of an earlier batch",
+                where="weft.Run.train_batch",
+                rule="train_batch is a complete step: its batch is divided into micro-batches",
+                fix="call run.step() before the next batch, or pass all rows of the step at once",
+            )
+        split = split_batches([batch], micro_batch_size, self.runtime, "train_batch")
+        micro_batches = [part.to(self.torch_device) for part in split]
+        set_dropout_seed(self.model, self.steps + 1)
+        found = compute_gradients(self.model, self.optimizer, micro_batches)
+        self._items, self._losses = [torch.ones((), dtype=torch.float64)], [torch.tensor(found.loss)]
+        self._norm, self._is_complete = found.grad_norm, True
+        return found.loss
+
+    @property
+    def loss(self) -> float:
+        """Mean of the losses of the micro-batches of this step so far, by their numbers of targets; with a loss of your own, of
+        this rank. Before the first micro-batch, that of the last step."""
+        if not self._losses:
+            return self._loss
+        items = torch.stack(self._items)
+        return ((torch.stack(self._losses).double() * items).sum() / divisor(items.sum())).item()
+
+    # Update
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the global gradient norm; the next `step` applies it. Collective.
+
+        Returns:
+            Global norm before clipping, without loss scale, the same on every rank; not finite if a gradient is not finite.
+
+        Raises:
+            ModelError: there are no gradients of a complete step.
+        """
+        self._check_complete("clip_grad_norm_")
+        norm = self._grad_norm()
+        self._clip = min(1.0, max_norm / (norm + 1e-6))
+        return norm
+
+    def step(self) -> Update:
+        """Update the weights, and free the gradients. Collective. Skips the update if a gradient is not finite on any rank.
+
+        Raises:
+            ModelError: there are no gradients of a complete step.
+        """
+        self._check_complete("step")
+        norm, self._loss = self._grad_norm(), self.loss
+        finite = math.isfinite(norm)
+        if finite:
+            free_gathered_weights(self.model)  # of a forward between backward and step
+            self.optimizer.step(self._clip * self._share())
+        self.optimizer.zero_grad()
+        self.optimizer.loss_scale = self.optimizer.loss_scale.after(finite)
+        self._begin()
+        self.steps += 1
+        return Update(norm, not finite)
+
+    def _check_complete(self, method: str) -> None:
+        if not self._is_complete:
+            raise ModelError(
+                f"run.{method} without the gradients of a step",
+                where=f"weft.Run.{method}",
+                rule="the last micro-batch of a step runs in run.accumulate(last=True), which is the default",
+                fix=f"call run.backward in run.accumulate, or run.train_batch, before run.{method}",
+            )
+
+    def _share(self) -> float:
+        """Weight of the first micro-batch divided by the sum of all weights."""
+        if len(self._items) == 1:
+            return 1.0
+        return (divisor(self._items[0]) / divisor(torch.stack(self._items).sum())).item()
+
+    def _grad_norm(self) -> float:
+        if self._norm is None:
+            square = self.optimizer.squared_grad_norm_share().to(self.torch_device)
+            scale = self.optimizer.loss_scale.value / self._share()
+            self._norm = all_reduce(square, self.mesh, AXES).item() ** 0.5 / scale
+        return self._norm
+
+    # Evaluation and results
+
+    def evaluate(self, batches: Iterable[Mapping[str, Tensor]], *, micro_batch_size: int = 1) -> float:
+        """Mean cross entropy over the targets of all batches of all data ranks, without gradients. Collective.
+
+        Args:
+            batches: batches as for `train_batch`, the same number of rows on every data rank.
+            micro_batch_size: rows per micro-batch.
+
+        Raises:
+            ModelError: ranks have different numbers of micro-batches, or none.
+        """
+        micro_batches = split_batches(batches, micro_batch_size, self.runtime, "evaluate")
+        modes = {module: module.training for module in self.model.modules()}
+        held_out = evaluate(self.model, OnDevice(micro_batches, self.torch_device))
+        for module, training in modes.items():
+            module.training = training
+        free_gathered_weights(self.model)
+        return held_out
+
+    def gather_logits(self, logits: Tensor, tokens: int) -> Tensor:
+        """Logits of full rows and of the full vocabulary, for a loss of your own under tp and cp. Differentiable; collective.
+
+        The loss must be a mean over rows of this data rank; all ranks of tp and cp compute the same loss.
+
+        Args:
+            logits: `logits` of the model's output, of the tokens and the part of the vocabulary of this rank.
+            tokens: tokens of a row that was passed to the model.
+
+        Returns:
+            [rows, tokens, vocabulary], the same on all ranks that share rows.
+        """
+        return gather_logits(self.model, logits, tokens)
+
+    def export(self, folder: str | Path, tokenizer: str | Path | None = None) -> None:
+        """Write the weights as a Hugging Face folder, which `from_pretrained` loads. Collective.
+
+        Args:
+            folder: folder to write; an earlier export is replaced when the new one is complete.
+            tokenizer: folder whose tokenizer files are copied.
+
+        Raises:
+            CheckpointError: the folder has something else than an export, or cannot be written; the same on every rank.
+        """
+        export(self.model, folder, tokenizer)
+
+    # Checkpoints
+
+    def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Save the training state in the background: weights, optimizer, random numbers and loss scale. Collective.
+
+        The checkpoint is that of `weft train`: digested, without pickle, complete when its folder appears, and it resumes under
+        any plan. A checkpoint that is still being written is finished first.
+
+        Args:
+            folder: "step-N" in a folder of checkpoints; written as step-0000000N.
+            extra: values of your own that JSON can hold, the same on every rank, such as the state of a scheduler; `load`
+                returns them.
+
+        Raises:
+            CheckpointError: the name is not step-N, a checkpoint of this step exists, `extra` would change as JSON, or the last
+                checkpoint could not be written; the same on every rank.
+        """
+        self._checkpoints.save(Path(folder), self.steps, extra)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written; call it before the program ends. Collective.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written; the same on every rank.
+        """
+        self._checkpoints.finish()
+
+    def load(self, folder: str | Path) -> dict[str, Any] | None:
+        """Load a checkpoint of this model, saved under any plan. Collective.
+
+        Returns:
+            The `extra` of `save`.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or it is of another model or optimizer; the same on every rank.
+            ModelError: a step is not complete.
+        """
+        if self._losses and not self._is_complete:
+            raise ModelError(
+                "run.load between two micro-batches of a step",
+                where="weft.Run.load",
+                rule="gradients of earlier micro-batches are not reduced yet",
+                fix="load before the first or after the last micro-batch of a step",
+            )
+        position = self._checkpoints.load(Path(folder))
+        self.steps = position.next_batch
+        self.zero_grad()
+        return position.extra
+
+    def zero_grad(self) -> None:
+        """Free the gradients, and forget the micro-batches of a step that will not be completed."""
+        self.optimizer.zero_grad()
+        self._begin()
+
+    def _count(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook: count the targets of a micro-batch, if there are several in the step; move it to the device."""
+        labels, self._counted = kwargs.get("labels"), None
+        several = self._inside and (bool(self._losses) or not self._is_last)
+        if several and kwargs.get("num_items_in_batch") is not None:
+            raise ModelError(
+                "num_items_in_batch in run.accumulate",
+                where="weft.Run.accumulate",
+                rule="run.backward weights the micro-batches of a step by their numbers of targets",
+                fix="leave num_items_in_batch out",
+            )
+        if several and isinstance(labels, Tensor):
+            self._counted = count_targets(labels, self.mesh)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self.torch_device), (args, kwargs))

@@ -1,0 +1,143 @@
+"""Start of a custom training loop: join the ranks, and parallelize a model and its optimizer (`own_loop.py` runs them)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from weft.checkpoint.huggingface import materialize
+from weft.device.detect import detect
+from weft.errors import ModelError
+from weft.job import Model, Optimizer, read_plan
+from weft.launch.rank_entry import connect
+from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.parallelize import parallelize
+from weft.plan import Plan
+from weft.precision.dtypes import DTYPES
+from weft.topology.mesh import build_mesh, check_mesh
+from weft.training.optimizer import build_optimizer
+from weft.training.own_loop import Run
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def init() -> None:
+    """Join the ranks that torchrun, srun, mpirun or `weft train` have started; one process is a job of one rank.
+
+    Raises:
+        DeviceError: this host has fewer accelerators than ranks.
+        JobError: the environment does not say where the ranks meet.
+    """
+    if not dist.is_initialized():
+        connect(detect())
+
+
+def prepare(
+    model: PreTrainedModel,
+    *,
+    optimizer: MakeOptimizer | Optimizer,
+    plan: Plan | str | Path | None = None,
+    mesh: DeviceMesh | None = None,
+    weights: str | Path | None = None,
+) -> Run:
+    """Parallelize a model and its optimizer for a training loop of your own. Collective; calls `init` if needed.
+
+    Args:
+        model: causal language model of Transformers with the same weights on all ranks, on any device, or on the meta device.
+        optimizer: function that makes the optimizer from the list of trained parameters, which are shards; or the settings of
+            an optimizer by name, such as weft.Optimizer(name="muon", lr=1e-3), whose schedule and clipping are up to the loop.
+        plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
+        mesh: device mesh of the plan; None: made from the plan.
+        weights: Hugging Face folder with the weights of a model on the meta device.
+
+    Raises:
+        PlanError: the plan does not fit the model, the ranks or the mesh.
+        ModelError: the model cannot be read, or it is on the meta device and `weights` is missing.
+    """
+    init()
+    device = detect()
+    torch_device = device.torch_device(torch.accelerator.current_device_index() if device.type != "cpu" else 0)
+    if isinstance(plan, str | Path):
+        plan = read_plan(plan)
+    plan = (plan or Plan()).resolve(dist.get_world_size())
+    if mesh is None:
+        mesh = build_mesh(plan, device.type, dist.get_world_size())
+    check_mesh(plan, mesh)  # before the model is moved
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if on_meta and weights is None:
+        raise ModelError(
+            f"{type(model).__name__} is on the meta device and has no weights",
+            where="weft.prepare",
+            rule="a model has its weights, or they are loaded straight into the shards of each rank",
+            fix='pass weights="folder of the model", or build the model without the meta device',
+        )
+    if weights is not None and not on_meta:
+        raise ModelError(
+            f"weights = {weights} for a {type(model).__name__} that has weights",
+            where="weft.prepare",
+            rule="weights are loaded into a model on the meta device only",
+            fix='build the model in `with torch.device("meta")`, or leave weights out',
+        )
+    if not on_meta:
+        nn.Module.to(model, torch_device)
+        _set_update_dtype(model, DTYPES[plan.precision.update])
+    parallelize(model, plan, mesh)
+    if on_meta:
+        materialize(model, Model(path=str(weights)), torch_device)
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if isinstance(optimizer, Optimizer):
+        inner = build_optimizer(model, optimizer)
+    else:  # torch refuses an empty list, which a frozen stage of a pipeline has
+        inner = optimizer(trained or [nn.Parameter(torch.empty(0, device=torch_device))])
+    _check_optimizer(inner, trained)
+    return Run(model, DistributedOptimizer(inner, model, device), device, torch_device)
+
+
+def save(run: Run, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
+    """Save the training state of a run in the background; see `Run.save`."""
+    run.save(folder, extra)
+
+
+def load(run: Run, folder: str | Path) -> dict[str, Any] | None:
+    """Load a checkpoint into a run, saved under any plan; see `Run.load`."""
+    return run.load(folder)
+
+
+def _set_update_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights to the dtype of the update, `plan.precision.update`, if that loses nothing.
+
+    Raises:
+        ModelError: the weights have more bits.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            if torch.promote_types(parameter.dtype, dtype) != dtype:
+                raise ModelError(
+                    f"{name} is {parameter.dtype}, and plan.precision.update is {dtype}",
+                    where="weft.prepare",
+                    rule="weights are stored and updated in plan.precision.update",
+                    fix="convert the model before, or set plan.precision.update to its dtype",
+                )
+            parameter.data = parameter.data.to(dtype)
+
+
+def _check_optimizer(optimizer: Any, trained: list[nn.Parameter]) -> None:
+    """Refuse an optimizer that is none, or that has other parameters than those of the parallelized model."""
+    known, problem = set(map(id, trained)), ""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        problem = f"the optimizer function returned {type(optimizer).__name__}"
+    elif trained and any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        problem = "the optimizer has parameters that are not those that its function was given"
+    if problem:
+        raise ModelError(
+            problem,
+            where="weft.prepare(optimizer=...)",
+            rule="the function makes a torch.optim.Optimizer of the parameters that it gets, which are shards",
+            fix="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
+        )

@@ -1,0 +1,69 @@
+"""World size of a restarted job: without ranks that failed twice, and without lost hosts."""
+
+from pathlib import Path
+
+from weft.errors import RankFailure, WeftError
+from weft.job import Job
+from weft.plan import Plan
+from weft.training.job_checks import check_model
+
+
+class Resize:
+    """World size of a restarted job: excludes a rank that fails twice in a row, and lost hosts.
+
+    Args:
+        job: job as written by the user.
+        ranks: world size of the first attempt.
+        path: file of the resolved job for the ranks, which is rewritten.
+    """
+
+    def __init__(self, job: Job, ranks: int, path: Path):
+        self.job, self.initial_ranks, self.ranks, self.path = job, ranks, ranks, path
+        self.last_failed: int | None = None
+
+    def __call__(self, failure: RankFailure, available: int) -> int:
+        """World size of the next attempt; see `weft.launch.launcher.launch`.
+
+        Args:
+            failure: failure of the last attempt.
+            available: number of available ranks.
+
+        Raises:
+            RankFailure: `failure`, if the plan fits no available world size.
+        """
+        repeated, self.last_failed = failure.rank is not None and failure.rank == self.last_failed, failure.rank
+        resized = fit_plan(self.job, available, self.initial_ranks)
+        if repeated and (fewer := fit_plan(self.job, self.ranks - 1, self.initial_ranks)):
+            resized, self.last_failed = fewer, None
+        if resized is None:
+            raise failure
+        self.ranks, job = resized
+        self.path.write_text(job.to_toml(), encoding="utf-8")
+        return self.ranks
+
+
+def fit_plan(job: Job, ranks: int, initial_ranks: int) -> tuple[int, Job] | None:
+    """Largest world size up to `ranks` that the plan of a job fits, and the resolved job; None if no size fits.
+
+    The global batch size does not change.
+
+    Args:
+        job: job as written by the user.
+        ranks: maximum world size.
+        initial_ranks: world size of the first attempt; for other world sizes the number of data ranks may change.
+    """
+    for world_size in range(ranks, 0, -1):
+        plan = job.plan if world_size == initial_ranks else _with_flexible_data_ranks(job.plan)
+        try:
+            resolved = job.model_copy(update={"plan": plan.resolve(world_size)})
+            check_model(resolved)
+        except WeftError:
+            continue
+        return world_size, resolved
+    return None
+
+
+def _with_flexible_data_ranks(plan: Plan) -> Plan:
+    """Copy of a plan whose number of data ranks follows from the world size."""
+    parallel = plan.parallel.model_copy(update={"dp_shard": -1, "dp_replicate": 1})
+    return plan.model_copy(update={"parallel": parallel})

@@ -1,0 +1,277 @@
+"""Launch of a run: check the job, prepare its data, start the ranks, and complete the summary after they end."""
+
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weft.data import prepare
+from weft.device.detect import detect
+from weft.device.device import Device
+from weft.errors import JobError, Stopped, WeftError
+from weft.job import Job
+from weft.launch.coordinator import JobCoordinator
+from weft.launch.forkserver import ForkServer
+from weft.launch.launcher import default_ranks, early_forkserver, launch
+from weft.launch.rendezvous import RendezvousConfig
+from weft.launch.tls import GLOO_TRANSPORT
+from weft.launch.watchdog import Timeouts
+from weft.plan import Plan
+from weft.precision.dtypes import check_dtypes, explain_precision
+from weft.topology.axis_links import explain_plan
+from weft.topology.topology import Topology, from_host_sizes
+from weft.training.functions import check_functions
+from weft.training.job_checks import check_model, check_resume, check_tokens, earlier_tokens
+from weft.training.resize import Resize
+from weft.training.run_folder import (
+    RUN_ID,
+    SUMMARY,
+    HeldFolders,
+    check_writable,
+    join_folders,
+    make_run_id,
+)
+from weft.training.run_summary import complete_summary
+from weft.training.startup import startup_screen
+
+RANK_MODULE = "weft.training.rank"
+NONCE_FILE = "rendezvous"  # file in the run folder with which other hosts check that they see the run folder of host 0
+SHARING_SECONDS = 10.0  # delay allowed until a file of host 0 is visible on other hosts
+NO_ENCRYPTION = {"cuda": "NCCL", "npu": "HCCL"}
+
+
+def train(
+    job: Job,
+    *,
+    ranks: int | None = None,
+    resume: str | None = None,
+    accept_changes: bool = False,
+    max_restarts: int = 0,
+    rendezvous: RendezvousConfig | None = None,
+    log: Callable[[str], None] = print,
+) -> Path:
+    """Train a job on the devices of this machine, or of several hosts together.
+
+    Invalid input is refused before a rank starts.
+
+    Args:
+        job: job to train.
+        ranks: number of ranks on this host; default: one per accelerator, or two on CPU.
+        resume: checkpoint folder to resume from, or "auto" for the newest valid checkpoint in the run folder, or for the first
+            step if there is none. Default: start a new run, and move an earlier run in its folder aside.
+        accept_changes: allow a resumed run to change optimizer, schedule, configuration or tokens.
+        max_restarts: maximum consecutive restarts without progress; a failed job restarts from its newest valid checkpoint. A
+            rank that fails twice in a row, or a lost host, is excluded if the plan fits fewer data ranks.
+        rendezvous: rendezvous of several hosts; None for one host. All hosts call this function with the same job and the same
+            run folder, on a shared file system. Host 0 leads: only its `resume` and `max_restarts` apply.
+        log: function that prints a progress line; the ranks print to the terminal themselves.
+
+    Returns:
+        Run folder.
+
+    Raises:
+        WeftError: a subclass, see `weft.errors`; `Stopped` after a signal, when the ranks have ended.
+    """
+    leads = rendezvous is None or rendezvous.host == 0
+    check_writable(job, new=resume is None, leads=leads)
+    device = detect()
+    with early_forkserver(RANK_MODULE, device) as forkserver, HeldFolders(job) if leads else nullcontext() as folders:
+        return _train(job, folders, device, forkserver, ranks, resume, accept_changes, max_restarts, rendezvous, log)
+
+
+def _train(
+    job: Job,
+    folders: HeldFolders | None,
+    device: Device,
+    forkserver: ForkServer | None,
+    ranks: int | None,
+    resume: str | None,
+    accept_changes: bool,
+    max_restarts: int,
+    rendezvous: RendezvousConfig | None,
+    log: Callable[[str], None],
+) -> Path:
+    """Train in locked folders; `folders` is None on hosts other than 0."""
+    check_functions(job)
+    forward = explain_precision(job.plan.precision, device)
+    job = job.model_copy(update={"plan": job.plan.resolve_precision(device.supports("bf16"))})
+    check_dtypes(job.plan.precision, device)
+    ranks = ranks or default_ranks(device)
+    recovery = RecoveryOptions(resume, accept_changes, max_restarts)
+    if rendezvous is None:
+        assert folders is not None
+        return _lead_run(job, folders, ranks, device, forkserver, forward, recovery, None, log)
+    rendezvous = replace(rendezvous, encrypt=job.cluster.encrypt)
+    coordinator = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=job.guard.node_rejoin_seconds)
+    failure: WeftError | None = None
+    try:
+        if folders:
+            return _lead_run(job, folders, ranks, device, forkserver, forward, recovery, coordinator, log)
+        return _join_run(job, ranks, device, forkserver, coordinator, log)
+    except WeftError as error:
+        failure = error
+        raise
+    finally:
+        coordinator.close(failure)
+
+
+@dataclass(frozen=True)
+class RecoveryOptions:
+    """Source to resume from, and restarts after a failure."""
+
+    resume: str | None
+    """"auto", a checkpoint folder, or None for a new run."""
+    accept_changes: bool
+    max_restarts: int
+
+
+def _lead_run(
+    job: Job,
+    folders: HeldFolders,
+    ranks: int,
+    device: Device,
+    forkserver: ForkServer | None,
+    forward: str,
+    recovery: RecoveryOptions,
+    coordinator: JobCoordinator | None,
+    log: Callable[[str], None],
+) -> Path:
+    """Prepare a run, start the ranks of this host, and complete the summary; on host 0 or the only host."""
+    resume = recovery.resume
+    all_ranks = coordinator.world_size() if coordinator else ranks
+    plan = job.plan.resolve(all_ranks)
+    resolved = job.model_copy(update={"plan": plan})
+    config, anatomy = check_model(resolved)
+    lines = explain_links(plan, coordinator.ranks_by_host() if coordinator else [ranks])
+    prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
+    check_tokens(resolved, prepared, config)
+    if resume and recovery.accept_changes:
+        prepared = replace(prepared, accepted=earlier_tokens(job, resume))
+    check_resume(job, prepared, resume, accept_changes=recovery.accept_changes)
+    out = Path(job.out)
+    if not resume:
+        if aside := folders.move_aside():
+            log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
+        (out / RUN_ID).unlink(missing_ok=True)
+    make_run_id(out)
+    (out / "job.toml").write_text(resolved.to_toml(), encoding="utf-8")
+    (out / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
+    if coordinator:
+        nonce = secrets.token_hex(8)
+        (out / NONCE_FILE).write_text(nonce, encoding="utf-8")
+        coordinator.publish_config({"nonce": nonce, "resume": resume or ""})
+    for line in [*startup_screen(resolved, prepared, device, all_ranks, anatomy, out, forward), *lines]:
+        log(line)
+    summary = out / SUMMARY
+    before = summary.stat().st_mtime_ns if summary.exists() else None
+    try:
+        launch(
+            _command(out, resume),
+            ranks=ranks,
+            log_dir=out / "logs",
+            environment=_network(coordinator, device, log),
+            timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
+            max_restarts=recovery.max_restarts,
+            restart_argv=_command(out, "auto", resume),
+            resize=Resize(job, all_ranks, out / "job.toml"),
+            coordinator=coordinator,
+            forkserver=forkserver,
+        )
+    finally:
+        if (
+            summary.exists() and summary.stat().st_mtime_ns != before
+        ):  # the ranks ended training, at the last step or after a signal
+            log("counting baselines on the same tokens, and generating a sample")
+            try:
+                complete_summary(resolved, prepared, out, log)
+            except KeyboardInterrupt:
+                raise Stopped(signal.SIGINT) from None
+    return out
+
+
+def _join_run(
+    job: Job,
+    ranks: int,
+    device: Device,
+    forkserver: ForkServer | None,
+    coordinator: JobCoordinator,
+    log: Callable[[str], None],
+) -> Path:
+    """Start the ranks of this host after host 0 has prepared the run; on hosts other than 0."""
+    out = Path(job.out)
+    config = coordinator.wait_for_config()
+    _check_shared(out, config["nonce"])
+    join_folders(job, out)
+    log(f"{coordinator.host_label} has {ranks} ranks of the job, output in {out}")
+    launch(
+        _command(out, config["resume"]),
+        ranks=ranks,
+        log_dir=out / "logs",
+        environment=_network(coordinator, device, log),
+        timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
+        restart_argv=_command(out, "auto", config["resume"]),
+        coordinator=coordinator,
+        forkserver=forkserver,
+    )
+    return out
+
+
+def _command(out: Path, *resume: str | None) -> list[str]:
+    """Command line of a rank, with the sources to resume from in order of preference."""
+    return [sys.executable, "-m", RANK_MODULE, str(out), *filter(None, resume)]
+
+
+def explain_links(plan: Plan, ranks: Sequence[int]) -> list[str]:
+    """Lines about the links that each mesh axis of a plan uses, and warnings; empty for one host without a declared topology.
+
+    Args:
+        plan: resolved plan.
+        ranks: number of ranks of each host.
+
+    Raises:
+        TopologyError: the declared topology contradicts itself, or describes other hosts and ranks.
+    """
+    declared = plan.comm.topology
+    if not declared and len(ranks) == 1:
+        return []
+    topology = Topology.load(declared) if declared else from_host_sizes(ranks)
+    topology.check_fits(ranks, where=declared)
+    return explain_plan(topology, plan)
+
+
+def _network(coordinator: JobCoordinator | None, device: Device, log: Callable[[str], None]) -> dict[str, str]:
+    """Environment variables for connections between ranks of several hosts; logs connections that are not encrypted."""
+    if coordinator is None:
+        return {}
+    variables = coordinator.network_environment()
+    unencrypted = [NO_ENCRYPTION[device.type]] if device.type in NO_ENCRYPTION else []
+    unencrypted += [] if GLOO_TRANSPORT in variables else ["gloo of this PyTorch"]
+    if coordinator.rendezvous.encrypt and unencrypted:
+        log(f"connections between ranks are not encrypted: no TLS in {' and '.join(unencrypted)}; use WireGuard")
+    return variables
+
+
+def _check_shared(out: Path, nonce: str) -> None:
+    """Refuse a run folder that is not the run folder of host 0.
+
+    Args:
+        out: run folder on this host.
+        nonce: content of `NONCE_FILE`, written by host 0.
+
+    Raises:
+        JobError: the file is missing or has other content.
+    """
+    deadline = time.monotonic() + SHARING_SECONDS
+    while not (out / NONCE_FILE).exists() or (out / NONCE_FILE).read_text(encoding="utf-8") != nonce:
+        if time.monotonic() > deadline:
+            raise JobError(
+                f"{out.resolve()} is not the run folder of host 0",
+                where="out",
+                rule="all hosts of a job use the same run folder, on a shared file system",
+                fix="set out to a folder on a shared file system, the same on every host",
+            )
+        time.sleep(0.1)

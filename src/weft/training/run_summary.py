@@ -1,0 +1,74 @@
+"""End of run.json: baselines on the same tokens, a generated sample, and the software environment."""
+
+import os
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from weft.data import Prepared, Rows, scored_pairs, unigram_and_bigram
+from weft.job import Job
+from weft.training.run_folder import (
+    SUMMARY,
+    read_table,
+    write_summary,
+)
+
+BASELINE_ROWS = 40_000  # maximum rows of the training split for bigram counts
+
+
+def complete_summary(job: Job, prepared: Prepared, out: Path, log: Callable[[str], None]) -> None:
+    """Add baselines, a generated sample and the software environment to run.json."""
+    libraries = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+    environment = {
+        "weft": version("weft-train"),
+        "python": platform.python_version(),
+        **{name: version(name) for name in libraries},
+        "system": platform.platform(),
+        "cores": str(os.cpu_count()),
+    }
+    summary = read_table(out / SUMMARY) | {
+        "baselines": _baselines(job, prepared),
+        "sample": sample(out / "export", prepared) if prepared.tokenizer else None,
+        "environment": environment,
+    }
+    write_summary(out, summary, log, "baselines and sample")
+
+
+def _baselines(job: Job, prepared: Prepared) -> dict[str, float] | None:
+    """Held-out cross entropy of unigram and bigram models on the same tokens, in nats; None without held-out tokens."""
+    if not prepared.held_out:
+        return None
+    data = job.data
+    train, held_out = (
+        Rows(spans, seq_len=data.seq_len, packing=data.packing, shuffle=False, seed=0)
+        for spans in (prepared.train, prepared.held_out)
+    )
+    unigram, bigram = unigram_and_bigram(
+        scored_pairs(train, BASELINE_ROWS), scored_pairs(held_out), prepared.vocab_size
+    )
+    return {"unigram": unigram, "bigram": bigram}
+
+
+def sample(folder: Path, prepared: Prepared, *, prompt_tokens: int = 24, new_tokens: int = 96) -> str:
+    """Text that the exported model generates from the start of a held-out row, using plain Transformers."""
+    spans = prepared.held_out or prepared.train
+    row = Rows(spans, seq_len=prompt_tokens, packing=True, shuffle=False, seed=0)[0].tokens[:prompt_tokens]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    ids = row.to(torch.int64)[None]
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[1] + new_tokens
+    generated = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_length=min(limit, ids.shape[1] + new_tokens),
+        do_sample=True,
+        temperature=0.7,
+        top_k=40,
+    )
+    return tokenizer.decode(generated[0])

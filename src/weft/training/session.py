@@ -1,0 +1,189 @@
+"""Training session of one rank: process groups, model, optimizer, data, checkpoints and weight export."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from weft.anatomy.build import build_on_meta
+from weft.anatomy.roles import Anatomy
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import export_model, materialize
+from weft.checkpoint.manifest import Position
+from weft.checkpoint.model_config import read_config
+from weft.checkpoint.snapshot import Snapshots
+from weft.comm.objects import all_gather_json
+from weft.data import MicroBatch, Prepared, Rows, batches, evaluation_batches
+from weft.device.detect import detect
+from weft.device.device import Device
+from weft.errors import CheckpointError
+from weft.job import Job
+from weft.launch.rank_entry import connect
+from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import allocate
+from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
+from weft.topology.mesh import build_mesh, data_rank
+from weft.training.checkpoints import Checkpoints
+from weft.training.functions import use_loss
+from weft.training.optimizer import build_optimizer
+
+
+@dataclass(frozen=True)
+class Session:
+    """Training objects of one rank."""
+
+    job: Job
+    """Job with a resolved plan."""
+    prepared: Prepared
+    device: Device
+    torch_device: torch.device
+    """Device of this rank."""
+    rank: int
+    mesh: DeviceMesh
+    anatomy: Anatomy
+    model: PreTrainedModel
+    optimizer: DistributedOptimizer
+    train_rows: Rows
+    held_out_rows: Rows
+    checkpoints: Checkpoints | None
+    """None without a run folder."""
+    position: Position
+    """Position where training starts."""
+
+
+def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: Sequence[str] = ()) -> Session:
+    """Connect to the other ranks, parallelize the model, load its weights, and open the data.
+
+    Args:
+        job: job to train.
+        prepared: prepared tokens of the job.
+        run: run folder; None for a session without checkpoints.
+        resume: sources in order of preference, "auto" or a checkpoint folder, to resume from under any plan. If there is no
+            checkpoint, training starts from the first step.
+
+    Raises:
+        CheckpointError: a named checkpoint does not verify, or belongs to another model.
+        JobError: the data of the job differs from the data of the checkpoint.
+    """
+    device = detect()
+    rank, world_size, local_rank = connect(device)
+    torch_device = device.torch_device(local_rank)
+    plan = job.plan.resolve(world_size).resolve_precision(device.supports("bf16"))
+    mesh = build_mesh(plan, device.type, world_size)
+    model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
+    anatomy = read_anatomy(model)
+    parallelize(model, plan, mesh)
+    use_loss(model, job.train.loss)
+    job = job.model_copy(update={"plan": plan})
+    checkpoints = Checkpoints(job, run, prepared.identity, prepared.accepted) if run else None
+    found = checkpoints.find(resume) if checkpoints else None
+    if found:
+        allocate(model, torch_device)
+    else:
+        materialize(model, job.model, torch_device)
+        check_weights(model, str(job.model.path or "model.config"))
+    model.train()
+    torch.manual_seed(job.train.seed + data_rank(mesh))  # dropout
+    random.seed(job.train.seed + data_rank(mesh))  # the code of a model may use it; checkpoints include its state
+    optimizer = DistributedOptimizer(build_optimizer(model, job.optimizer), model, device)
+    position = Position(step=0, next_batch=0, loss_scale=LossScale.from_plan(plan.precision.loss_scale))
+    if checkpoints:
+        snapshots = Snapshots(job, model, optimizer, device, torch_device, prepared.identity, checkpoints.run_id)
+        checkpoints.attach(snapshots)
+        if found:
+            position = checkpoints.load(found)
+            check_weights(model, str(found.folder))
+    optimizer.loss_scale = position.loss_scale
+    data, seed = job.data, job.train.seed
+    return Session(
+        job=job,
+        prepared=prepared,
+        device=device,
+        torch_device=torch_device,
+        rank=rank,
+        mesh=mesh,
+        anatomy=anatomy,
+        model=model,
+        optimizer=optimizer,
+        train_rows=Rows(prepared.train, seq_len=data.seq_len, packing=data.packing, shuffle=data.shuffle, seed=seed),
+        held_out_rows=Rows(prepared.held_out, seq_len=data.seq_len, packing=data.packing, shuffle=False, seed=seed),
+        checkpoints=checkpoints,
+        position=position,
+    )
+
+
+def train_batches(session: Session, position: Position) -> Iterator[list[MicroBatch]]:
+    """Micro-batches of this rank for each remaining step, on its device."""
+    train = session.job.train
+    steps = batches(
+        session.train_rows,
+        steps=position.next_batch + train.steps - position.step,
+        global_batch=train.global_batch_size,
+        micro_batch=train.micro_batch_size,
+        data_rank=data_rank(session.mesh),
+        data_ranks=session.job.plan.parallel.data_ranks,
+        start_step=position.next_batch,
+    )
+    for micro_batches in steps:
+        yield [batch.to(session.torch_device) for batch in micro_batches]
+
+
+def held_out_batches(session: Session) -> list[MicroBatch]:
+    """Micro-batches of this rank for an evaluation, on its device; empty without held-out rows."""
+    micro_batches = evaluation_batches(
+        session.held_out_rows,
+        micro_batch=session.job.train.micro_batch_size,
+        data_rank=data_rank(session.mesh),
+        data_ranks=session.job.plan.parallel.data_ranks,
+        max_rows=session.job.train.evaluate_rows,
+    )
+    return [batch.to(session.torch_device) for batch in micro_batches]
+
+
+def save_weights(session: Session, folder: Path) -> str:
+    """Write the weights as a Hugging Face folder with tokenizer. Collective; rank 0 writes.
+
+    Returns:
+        Error message, for example of a full disk, the same on all ranks; "" if the folder was written.
+    """
+    config = session.model.config
+    if (
+        session.rank == 0 and session.job.model.path is None
+    ):  # a new model gets its end-of-text token from the tokenizer
+        config.bos_token_id = config.eos_token_id = session.prepared.end_of_text
+    tokenizer = Path(session.prepared.tokenizer) if session.prepared.tokenizer else None
+    return export_model(session.model, folder, tokenizer, DTYPES[session.job.plan.precision.update])
+
+
+def check_weights(model: nn.Module, source: str) -> None:
+    """Refuse weights that are not finite. Collective; all ranks raise the same error.
+
+    Args:
+        model: parallelized model with weights.
+        source: origin of the weights, for the message.
+
+    Raises:
+        CheckpointError: a weight contains NaN or infinity; names the first such weight in alphabetical order.
+    """
+    own = []
+    for name, parameter in model.named_parameters():
+        values = parameter.detach()
+        values = values.to_local() if isinstance(values, DTensor) else values
+        if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+            own.append(name)
+    bad = sorted({name for names in all_gather_json(own) for name in names})
+    if bad:
+        raise CheckpointError(
+            f"{bad[0]} is not finite" + (f", nor are {len(bad) - 1} other weights" if bad[1:] else ""),
+            where=source,
+            rule="training starts with finite weights, because every step with non-finite weights would be skipped",
+            fix="use weights from another source or from an earlier step",
+        )

@@ -1,0 +1,97 @@
+"""Startup screen: summary of a run, printed before its ranks start."""
+
+import os
+import shutil
+from pathlib import Path
+
+from weft.anatomy.roles import Anatomy
+from weft.data import Prepared
+from weft.device.device import Device
+from weft.job import Job, states_of
+from weft.plan import BYTES, Plan, bytes_per_state_element
+from weft.training.metrics import format_count
+
+
+def startup_screen(
+    job: Job, prepared: Prepared, device: Device, ranks: int, anatomy: Anatomy, out: Path, forward: str
+) -> list[str]:
+    """Device, precision, model, data, steps, checkpoints and output folder of a run, one line each.
+
+    Args:
+        job: job with a resolved plan.
+        prepared: prepared tokens of the job.
+        device: device of this host.
+        ranks: number of ranks on all hosts.
+        anatomy: anatomy of the full model.
+        out: run folder, which exists.
+        forward: forward dtype and the reason for it, see `weft.precision.dtypes.explain_precision`.
+    """
+    table = {
+        "device": _device(device, ranks, job.plan),
+        "precision": f"{forward}; {job.plan.precision.reduce_dtype} reduction, {job.plan.precision.update} update",
+        "model": _model(anatomy),
+        "data": _data(prepared),
+        "training": _training(job, prepared),
+        "checkpoint": _checkpoint(job, anatomy, out),
+        "output": str(out),
+    }
+    return [f"{name:<12}{text}" for name, text in table.items()]
+
+
+def checkpoint_bytes(job: Job, parameters: int) -> float:
+    """Bytes of a checkpoint: weights and optimizer state, without buffers, headers and random number generators.
+
+    Args:
+        job: job of the run.
+        parameters: number of parameters of the full model.
+    """
+    precision, states = job.plan.precision, states_of(job.optimizer.name)
+    return parameters * (BYTES[precision.update] + states * bytes_per_state_element(precision))
+
+
+def _device(device: Device, ranks: int, plan: Plan) -> str:
+    parts = [device.name, f"{os.cpu_count()} cores" if device.type == "cpu" else "", device.instruction_set]
+    hardware = ", ".join(filter(None, parts))
+    degrees = {name: value for name, value in plan.parallel if name not in ("zero", "sp", "cp_ulysses") and value > 1}
+    layout = " x ".join(f"{name} {value}" for name, value in degrees.items())
+    return f"{ranks} rank{'s' * (ranks > 1)} on {hardware}" + (
+        f": {layout}, zero {plan.parallel.zero}" if layout else ""
+    )
+
+
+def _model(anatomy: Anatomy) -> str:
+    active = f" ({format_count(anatomy.active_parameters)} active)"
+    return f"{anatomy.family}, {format_count(anatomy.parameters)} parameters" + active * (
+        anatomy.active_parameters != anatomy.parameters
+    )
+
+
+def _data(prepared: Prepared) -> str:
+    train, held_out = prepared.train_tokens, prepared.held_out_tokens
+    text = f"{format_count(train)} tokens to train on, {format_count(held_out)} held out"
+    return f"{text} ({held_out / (train + held_out):.1%})"
+
+
+def _training(job: Job, prepared: Prepared) -> str:
+    tokens = job.train.steps * job.train.global_batch_size * job.data.seq_len
+    epochs = tokens / prepared.train_tokens
+    return (
+        f"{job.train.steps} steps of {job.train.global_batch_size} rows x {job.data.seq_len} tokens: "
+        f"{format_count(tokens)} tokens, {format_count(epochs) + ' times' if epochs >= 1 else f'{epochs:.1%} of'} the text"
+    )
+
+
+def _checkpoint(job: Job, anatomy: Anatomy, out: Path) -> str:
+    settings, folder = job.checkpoint, Path(job.checkpoint.folder or out)
+    size = checkpoint_bytes(job, anatomy.parameters)
+    schedule = "only when a signal ends the run"
+    if settings.every:
+        kept = f"the newest {settings.keep} are kept" if settings.keep else "all are kept"
+        schedule = f"every {settings.every} steps and at the end, {kept}"
+    while not folder.exists():
+        folder = folder.absolute().parent
+    return f"about {_format_bytes(size)} each, {schedule}; {_format_bytes(shutil.disk_usage(folder).free)} of disk are free"
+
+
+def _format_bytes(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"

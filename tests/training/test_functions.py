@@ -1,0 +1,234 @@
+"""Functions of the user's own code in a job: optimizer, schedule, loss and callbacks, in the pool and as a command."""
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.lab.families import family
+from tests.lab.jobs import write_job
+from tests.lab.runs import train_in_the_pool
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.folders import list_checkpoints
+from weft.checkpoint.manifest import read_manifest
+from weft.errors import JobError
+from weft.job import Job
+from weft.training.functions import check_functions
+from weft.training.metrics import read_evaluations, read_metrics
+from weft.training.optimizer import learning_rate
+
+MODULE = """
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+
+def sgd(groups, settings):
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=0.9)
+
+
+def adamw(groups, settings):
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def halves(step, steps, settings):
+    return settings.lr * 0.5 ** (step - 1)
+
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+def nothing(groups, settings):
+    return None
+
+
+class Follow:
+    def __init__(self, job):
+        self.file = Path(job.out) / "seen.jsonl"
+
+    def write(self, event, value):
+        with self.file.open("a") as file:
+            file.write(json.dumps([event, value]) + "\\n")
+
+    def on_step(self, metrics):
+        self.write("step", metrics.loss)
+
+    def on_evaluation(self, evaluation):
+        self.write("evaluation", evaluation.held_out_loss)
+
+    def on_checkpoint(self, folder):
+        assert (folder / "manifest.json").exists()
+        self.write("checkpoint", folder.name)
+
+    def on_end(self, folder):
+        assert (folder / "export").exists()
+        self.write("end", str(folder))
+
+
+def follows_nothing(job):
+    return object()
+"""
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero 3": (2, {"zero": 3}),
+    "tp2": (2, {"tp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "pp2": (2, {"pp": 2}),
+}
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss that Weft computes itself."""
+    assert logits.shape == (*targets.shape, 300)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder with the module `own_code`, which is the current folder of this process and of new ranks."""
+    (tmp_path / "own_code.py").write_text(MODULE)
+    (tmp_path / "broken_code.py").write_text("\n1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_code", raising=False)
+    return tmp_path
+
+
+def job_of(folder: Path, parallel: dict[str, Any], out: str, **tables: Any) -> Job:
+    tables["train"] = {"steps": 3, "global_batch_size": 4, "micro_batch_size": 1, **tables.get("train", {})}
+    plan = {"parallel": parallel, "precision": {"param_dtype": "fp32"}}
+    return Job.load(write_job(folder, plan=plan, **tables), [f"out={folder / out}"])
+
+
+def command(job: Path, *options: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    argv = [str(Path(sys.executable).parent / "weft"), "train", str(job), *options]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=180, cwd=folder, check=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loss_of_ones_own_equals_the_loss_that_it_copies(layout: str, tmp_path: Path) -> None:
+    """The function gets the full logits and targets under every plan."""
+    ranks, parallel = LAYOUTS[layout]
+    expected, _ = train_in_the_pool(job_of(tmp_path, parallel, "expected", optimizer={"lr": 0.01}), ranks)
+    own = job_of(tmp_path, parallel, "own", optimizer={"lr": 0.01}, train={"loss": f"{__name__}:cross_entropy"})
+    found, _ = train_in_the_pool(own, ranks)
+    for mine, theirs in zip(
+        read_metrics(found / "metrics.jsonl"), read_metrics(expected / "metrics.jsonl"), strict=True
+    ):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+
+
+@pytest.mark.slow("a complete command, which imports the module from its current folder")
+def test_a_command_uses_functions_of_its_folder(own_code: Path) -> None:
+    job = write_job(
+        own_code,
+        optimizer={"name": "own_code:sgd", "schedule": "own_code:halves", "lr": 0.1},
+        train={"steps": 4, "global_batch_size": 4, "loss": "own_code:cross_entropy", "callbacks": ["own_code:Follow"]},
+        checkpoint={"every": 2},
+    )
+    done = command(job, "--nproc-per-node", "2", folder=own_code)
+    assert done.returncode == 0, done.stderr
+    run = own_code / "run"
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row.learning_rate for row in rows] == [0.1, 0.05, 0.025, 0.0125]
+    seen = [json.loads(line) for line in (run / "seen.jsonl").read_text().splitlines()]
+    assert [value for event, value in seen if event == "step"] == [row.loss for row in rows]
+    held_out = [row.held_out_loss for row in read_evaluations(run / "evaluations.jsonl")]
+    assert [value for event, value in seen if event == "evaluation"] == held_out
+    assert [value for event, value in seen if event == "checkpoint"] == ["step-00000002", "step-00000004"]
+    assert seen[-1] == ["end", str(run)]
+    manifest = read_manifest(list_checkpoints(run)[0])
+    assert manifest.job["optimizer"]["name"] == "own_code:sgd"
+    assert manifest.job["train"]["loss"] == "own_code:cross_entropy"
+    assert not any("exp_avg" in name for name in manifest.tensors)  # the states are those of SGD
+    assert any(name.startswith("momentum_buffer/") for name in manifest.tensors)
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"optimizer": {"name": "own_code:sdg"}}, "did you mean own_code:sgd"),
+        ({"optimizer": {"schedule": "broken_code:rate"}}, r"(?s)ZeroDivisionError.*broken_code\.py:2"),
+        ({"optimizer": {"schedule": "no_such_module:rate"}}, "no_such_module cannot be imported: ModuleNotFoundError"),
+        ({"train": {"callbacks": ["own_code:Folow"]}}, "did you mean own_code:Follow"),
+        ({"train": {"loss": "own_code:json"}}, "own_code has no function json"),
+    ],
+)
+def test_functions_that_do_not_exist_are_refused_at_start(tables: Any, said: str, own_code: Path) -> None:
+    with pytest.raises(JobError, match=said):
+        check_functions(Job.load(write_job(own_code, **tables)))
+
+
+def test_a_name_that_is_neither_a_choice_nor_a_function_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r'"adamw".*"onebit-adam" or a function of yours, as "package\.module:function"'):
+        Job.load(write_job(tmp_path, optimizer={"name": "adam"}))
+
+
+def test_schedules_decay_to_their_floor() -> None:
+    settings = Job.parse({"model": {"config": {}}}).optimizer.model_copy(
+        update={"lr": 1.0, "warmup_steps": 0, "floor": 0.2}
+    )
+    for schedule, middle in (("linear", 0.6), ("polynomial", 0.2 + 0.8 * 0.25), ("cosine", 0.6)):
+        rates = [learning_rate(step, 100, settings.model_copy(update={"schedule": schedule})) for step in (50, 100)]
+        assert rates == pytest.approx([middle, 0.2])
+
+
+# Techniques
+
+
+def double_the_embeddings(model: Any, anatomy: Any, plan: Any, mesh: Any) -> None:
+    """Technique: a hook on the embedding, which one pipeline stage has."""
+    if anatomy.embedding:
+        model.get_submodule(anatomy.embedding).register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_technique_runs_under_every_plan(layout: str, tmp_path: Path) -> None:
+    """The reference is one rank, whose loss differs from that of the model without the technique."""
+    technique = {"techniques": [f"{__name__}:double_the_embeddings"]}
+    losses = {}
+    for name, count, parallel, more in (
+        ("without", 1, {"zero": 0}, {}),
+        ("one", 1, {"zero": 0}, technique),
+        ("several", *LAYOUTS[layout], technique),
+    ):
+        plan = {"parallel": parallel, "precision": {"param_dtype": "fp32"}, **more}
+        train = {"steps": 3, "global_batch_size": 4, "micro_batch_size": 1}
+        job = Job.load(write_job(tmp_path, plan=plan, train=train, optimizer={"lr": 0.01}), [f"out={tmp_path / name}"])
+        out, _ = train_in_the_pool(job, count)
+        losses[name] = [row.loss for row in read_metrics(out / "metrics.jsonl")]
+    assert losses["several"] == pytest.approx(losses["one"], rel=1e-5)
+    assert losses["one"] != pytest.approx(losses["without"], rel=1e-3)
+
+
+def test_the_technique_of_the_page_adds_noise_in_training_alone() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    listing = re.search(r"    # mine.py\n(.*?)\n\n(?=\S)", page, re.DOTALL)
+    assert listing
+    found: dict[str, Any] = {}
+    exec(textwrap.dedent(listing[1]), found)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("llama")))
+    rows = torch.arange(3, 19)[None]
+    before = model.eval()(input_ids=rows).logits
+    found["add_noise"](model, read_anatomy(model), None, None)
+    assert torch.equal(model(input_ids=rows).logits, before)
+    change = (model.train()(input_ids=rows).logits - before).abs().max()
+    assert change > 0
+
+
+def test_a_technique_that_does_not_exist_is_refused(own_code: Path) -> None:
+    job = Job.load(write_job(own_code, plan={"techniques": ["own_code:missing"]}))
+    with pytest.raises(JobError, match="own_code has no function missing") as caught:
+        check_functions(job)
+    assert caught.value.where == "plan.techniques[0] = own_code:missing"

@@ -1,0 +1,133 @@
+"""Runs ended by a signal: the current step is finished and saved, a second signal stops at once, and the run resumes."""
+
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.faults.kill import Command, job_file, processes, ranks_of, weft_train
+from tests.faults.test_runs import job_of, stop_after_5
+from tests.lab.runs import train_in_the_pool
+from weft.checkpoint.folders import list_checkpoints, step_of
+from weft.cli import main
+from weft.training.metrics import read_evaluations, read_metrics
+
+LAYOUT = "zero3 on 2"
+LONG = {"steps": 100_000, "global_batch_size": 4, "micro_batch_size": 1}
+NO_INTERVAL = {"every": 0}
+
+
+def press(command: Command, number: signal.Signals = signal.SIGINT) -> str:
+    """Send a signal to the launcher and return its reply."""
+    before = len(command.errors())
+    command.process.send_signal(number)
+    return command.until(lambda: command.errors()[before:], "an answer to the signal")[0]
+
+
+def line_with(command: Command, words: str) -> str:
+    """The only line of output that contains the given words."""
+    (found,) = [line.text for line in command.lines if words in line.text]
+    return found
+
+
+@pytest.mark.slow("whole commands, one of them resumes")
+def test_an_interrupted_run_without_a_checkpoint_interval_resumes_bit_equal(tmp_path: Path) -> None:
+    whole, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "whole"))
+    job, ranks = job_of(tmp_path, "zero 3 on 2", "parts", checkpoint=NO_INTERVAL)
+    parts, _ = train_in_the_pool(job, ranks, fault=stop_after_5)
+    assert [step_of(path) for path in list_checkpoints(parts)] == [5]
+    train_in_the_pool(job, ranks, resume="auto")
+    one, other = (read_metrics(run / "metrics.jsonl") for run in (whole, parts))
+    assert [(row.step, row.loss, row.grad_norm) for row in one] == [
+        (row.step, row.loss, row.grad_norm) for row in other
+    ]
+    assert (whole / "export/model.safetensors").read_bytes() == (parts / "export/model.safetensors").read_bytes()
+
+
+def test_completed_run_without_an_interval_has_no_checkpoint(tmp_path: Path) -> None:
+    job, ranks = job_of(tmp_path, "zero 3 on 2", "run", checkpoint=NO_INTERVAL, train={"steps": 2})
+    run, _ = train_in_the_pool(job, ranks)
+    assert list_checkpoints(run) == []
+
+
+@pytest.mark.slow("two whole commands, the second of which resumes")
+def test_ctrl_c_finishes_the_step_saves_and_prints_the_command_that_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint=NO_INTERVAL), tmp_path / "a run"
+    with weft_train(job, LAYOUT, out, "--set", "optimizer.lr=0.005") as command:
+        command.rank_at(1, 4)
+        said = r"weft: (finishing step \d+|\w+ after step \d+, then ending), press again to stop now"
+        assert re.fullmatch(said, press(command))
+        assert command.wait() == 128 + signal.SIGINT, command.printed()
+    assert command.errors()[1:] == ["weft: stopped by SIGINT"]
+    assert not any(word in line.text for line in command.lines for word in ("error", "Traceback"))
+    last = read_metrics(out / "metrics.jsonl")[-1].step
+    assert line_with(command, "saved after step") == f"saved after step {last} in {out / f'step-{last:08d}'}"
+    assert line_with(command, "report.html").split(maxsplit=1) == ["report", str(out / "report.html")]
+    assert read_evaluations(out / "evaluations.jsonl")[-1].step == last
+    AutoModelForCausalLM.from_pretrained(out / "export")
+    resume = shlex.split(line_with(command, "resume with: ").removeprefix("resume with: "))
+    monkeypatch.setattr(sys, "argv", [*resume, "--accept-changes", "--set", f"train.steps={last + 2}"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 0
+    printed = capfd.readouterr().out
+    assert f"resuming after step {last}, from {out / f'step-{last:08d}'}" in printed
+    assert "resume with" not in printed
+    rows = read_metrics(out / "metrics.jsonl")
+    assert [row.step for row in rows] == list(range(1, last + 3))
+    assert "lr = 0.005" in (out / "job.toml").read_text()
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    """Rank 1 is suspended, so that no step can finish."""
+    job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint=NO_INTERVAL), tmp_path / "run"
+    with weft_train(job, LAYOUT, out) as command:
+        os.kill(command.rank_at(1, 4).pid, signal.SIGSTOP)
+        ranks = [rank.pid for rank in ranks_of(command.process.pid).values()]
+        assert "press again to stop now" in press(command)
+        time.sleep(0.5)
+        assert command.process.poll() is None
+        assert press(command) == "weft: stopping now"
+        assert command.wait() == 128 + signal.SIGINT, command.printed()
+    assert not set(ranks) & {pid for pid, _, _ in processes()}
+    assert not any(word in line.text for line in command.lines for word in ("error", "Traceback"))
+    assert (
+        line_with(command, "checkpoint was saved")
+        == "no checkpoint was saved: the same command starts the run again from the first step"
+    )
+    assert (out / "report.html").exists()
+
+
+def test_ctrl_c_while_the_ranks_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_MARK_OF_A_TEST", str(tmp_path))
+    job, out = job_file(tmp_path, LAYOUT, train=LONG), tmp_path / "run"
+    with weft_train(job, LAYOUT, out) as command:
+        command.until(lambda: [name for pid, parent, name in processes() if parent == command.process.pid], "a start")
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait() == 128 + signal.SIGINT, command.printed()
+    assert command.errors() == ["weft: stopped by SIGINT"]
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:  # a process started at the last moment would appear now
+        assert not _marked(str(tmp_path))
+        time.sleep(0.1)
+
+
+def _marked(value: str) -> list[int]:
+    """Processes with a marker in their environment."""
+    found = []
+    for pid, _, _ in processes():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:  # the process has exited or belongs to another user
+            continue
+        if f"WEFT_MARK_OF_A_TEST={value}".encode() in environment and pid != os.getpid():
+            found.append(pid)
+    return found

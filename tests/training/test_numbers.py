@@ -1,0 +1,48 @@
+"""Non-finite values: weights are refused by name, and the number of consecutive skipped steps is limited."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.faults.kill import job_file
+from tests.lab.families import family
+from tests.lab.runs import train_in_the_pool
+from weft.checkpoint.folders import list_checkpoints, step_of
+from weft.errors import CheckpointError, NumericError
+from weft.job import Job, Model
+from weft.training.session import Session
+
+LAYOUT = "zero3 on 2"
+
+
+def job_of(folder: Path, **tables: dict[str, object]) -> Job:
+    return Job.load(job_file(folder, LAYOUT, **tables)).model_copy(update={"out": str(folder / "run")})
+
+
+def spoil_gradients(session: Session) -> None:
+    session.model.get_output_embeddings().register_forward_hook(lambda module, arguments, logits: logits * math.nan)
+
+
+def test_nonfinite_weights_are_named(tmp_path: Path) -> None:
+    settings = {**family("llama"), "vocab_size": 300}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 2] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    job = job_of(tmp_path).model_copy(update={"model": Model(path=str(tmp_path / "model"))})
+    with pytest.raises(Exception, match=r"model\.layers\.1\.mlp\.up_proj\.weight is not finite") as caught:
+        train_in_the_pool(job, 2)
+    assert CheckpointError.__name__ in repr(caught.value) or isinstance(caught.value, CheckpointError)
+
+
+def test_too_many_skipped_steps_end_with_a_checkpoint(tmp_path: Path) -> None:
+    job = job_of(tmp_path, guard={"max_skipped": 3}, checkpoint={"every": 0})
+    with pytest.raises(
+        Exception, match="the updates of 3 consecutive steps were skipped, the last at step 3"
+    ) as caught:
+        train_in_the_pool(job, 2, fault=spoil_gradients)
+    assert NumericError.__name__ in repr(caught.value) or isinstance(caught.value, NumericError)
+    assert [step_of(folder) for folder in list_checkpoints(tmp_path / "run")] == [3]

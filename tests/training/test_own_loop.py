@@ -1,0 +1,519 @@
+"""`weft.prepare`: losses, norms, weights and evaluations of a custom loop equal one process under every plan."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import weft
+from tests.lab.families import family
+from tests.lab.parity import compare, plan_for
+from tests.lab.pool import run_ranks
+from weft.checkpoint.huggingface import gather_weights
+from weft.errors import CheckpointError, JobError, ModelError, PlanError
+from weft.job import read_plan
+from weft.memory.storages import local_part
+from weft.plan import Memory, Parallel, Plan, Precision
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero 0": (2, {"zero": 0}),
+    "zero 1": (2, {"zero": 1}),
+    "zero 2": (2, {"zero": 2}),
+    "zero 3": (2, {"zero": 3}),
+    "tp2": (2, {"tp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "tp2 x cp2": (4, {"tp": 2, "cp": 2}),
+    "replicas": (4, {"zero": 3, "dp_replicate": 2}),
+}
+MODEL = {**family("llama"), "vocab_size": 97}  # tp does not divide the vocabulary
+STEPS, ROWS = 3, 8
+LR = 1e-2
+
+
+class Trace(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def untouched() -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**MODEL)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """A batch for each step: rows of very unequal numbers of targets, and right padding."""
+    generator, found = torch.Generator().manual_seed(3), []
+    for _ in range(STEPS):
+        ids = torch.randint(3, 97, (ROWS, 14), generator=generator)
+        labels, mask = ids.clone(), torch.ones_like(ids)
+        for row in range(ROWS):
+            kept = 3 + 5 * row % 11
+            labels[row, kept:] = -100
+            mask[row, min(kept + 2, 14) :] = 0
+        found.append({"input_ids": ids, "labels": labels, "attention_mask": mask})
+    return found
+
+
+def part_of(batch: dict[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
+    return {name: tensor[part::parts] for name, tensor in batch.items()}
+
+
+def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Custom loss: cross entropy and z-loss, summed over rows of equal weight."""
+    losses = []
+    for row, targets in zip(logits[:, :-1], labels[:, 1:], strict=True):
+        kept = targets != -100  # logits of padding depend on the layout
+        losses.append(F.cross_entropy(row, targets) + 1e-2 * row[kept].logsumexp(-1).square().mean())
+    return torch.stack(losses).mean()
+
+
+def reference(own_loss: bool = False) -> Trace:
+    """PyTorch alone, in one process, with all rows at once."""
+    model = untouched()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses, norms = [], []
+    for batch in batches():
+        if own_loss:
+            loss = z_loss(
+                model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits, batch["labels"]
+            )
+        else:
+            loss = model(**batch).loss
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Trace(losses, norms, model.state_dict())
+
+
+def prepared(plan: Plan) -> weft.Run:
+    return weft.prepare(untouched(), optimizer=lambda own: torch.optim.AdamW(own, lr=LR), plan=plan)
+
+
+def own_loop(rank: int, ranks: int, plan: Plan, micro_batches: int, own_loss: bool = False) -> Trace:
+    run, losses, norms = prepared(plan), [], []
+    for batch in batches():
+        own = part_of(batch, run.data_rank, run.data_ranks)
+        for index in range(micro_batches):
+            micro = part_of(own, index, micro_batches)
+            with run.accumulate(last=index == micro_batches - 1):
+                if own_loss:
+                    out = run.model(input_ids=micro["input_ids"], attention_mask=micro["attention_mask"]).logits
+                    run.backward(z_loss(run.gather_logits(out, 14), micro["labels"]))
+                else:
+                    run.backward(run.model(**micro).loss)
+        losses.append(run.loss)
+        norms.append(run.clip_grad_norm_(0.5))
+        assert not run.step().skipped
+    return Trace(losses, norms, gather_weights(run.model))
+
+
+def check(found: Trace, expected: Trace, *, with_losses: bool = True) -> None:
+    if with_losses:
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-4)
+    for name, weight in found.weights.items():
+        compare(name, weight, expected.weights[name], 1e-4, at_least=LR)  # norms compute in float32
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loop_equals_one_process_with_unequal_targets(layout: str, micro_batches: int) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    expected = reference()
+    for found in run_ranks(ranks, own_loop, plan_for("fp64", **parallel), micro_batches):
+        check(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["zero 2", "tp2", "cp2", "tp2 x cp2"])
+def test_a_loss_of_ones_own_on_gathered_logits(layout: str) -> None:
+    """Every rank computes the mean over its own rows, all with the same number of rows."""
+    ranks, parallel = LAYOUTS[layout]
+    plan = plan_for("fp64", **parallel)
+    data_ranks = plan.resolve(ranks).parallel.data_ranks
+    found = run_ranks(ranks, own_loop, plan, 1, True)[0]
+    check(found, reference(own_loss=True), with_losses=data_ranks == 1)
+
+
+def by_batch(rank: int, ranks: int, plan: Plan) -> tuple[Trace, float]:
+    run, losses, norms = prepared(plan), [], []
+    for batch in batches():
+        losses.append(run.train_batch(part_of(batch, run.data_rank, run.data_ranks), micro_batch_size=2))
+        norms.append(run.clip_grad_norm_(0.5))
+        run.step()
+    held_out = run.evaluate([part_of(batches()[0], run.data_rank, run.data_ranks)], micro_batch_size=2)
+    return Trace(losses, norms, gather_weights(run.model)), held_out
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2 x tp2", "zero 3", "cp2"])
+def test_train_batch_and_evaluate_equal_one_process(layout: str) -> None:
+    more: dict[str, Any] = {"pp2": (2, {"pp": 2}), "pp2 x tp2": (4, {"pp": 2, "tp": 2})}
+    ranks, parallel = {**LAYOUTS, **more}[layout]
+    expected = reference()
+    model = untouched().eval()
+    model.load_state_dict(expected.weights)
+    with torch.no_grad():
+        evaluated = model(**batches()[0]).loss.item()
+    for found, held_out in run_ranks(ranks, by_batch, plan_for("fp64", **parallel)):
+        assert held_out == pytest.approx(evaluated, rel=1e-5)
+        check(found, expected)
+
+
+def half(rank: int, ranks: int, plan: Plan, folder: Path, resumed: bool) -> Trace:
+    """Two steps and a checkpoint, or the third step after it. The rate is set by the loop, once."""
+    run, losses, norms = prepared(plan), [], []
+    if not resumed:
+        run.optimizer.inner.param_groups[0]["lr"] = LR
+    if resumed:
+        for parameter in run.model.parameters():
+            torch.nn.init.zeros_(parameter)
+        run.optimizer.inner.param_groups[0]["lr"] = 0.0
+        run.evaluate([part_of(batches()[0], run.data_rank, run.data_ranks)])  # gathers weights
+        assert run.load(folder / "step-2") == {"seen": 16}
+        assert run.optimizer.inner.param_groups[0]["lr"] == LR
+        assert run.steps == 2
+    for batch in batches()[2:] if resumed else batches()[:2]:
+        losses.append(run.train_batch(part_of(batch, run.data_rank, run.data_ranks)))
+        norms.append(run.clip_grad_norm_(0.5))
+        run.step()
+    if not resumed:
+        run.save(folder / "step-2", extra={"seen": 16})
+        run.finish()
+    run.export(folder / "export")
+    return Trace(losses, norms, gather_weights(run.model))
+
+
+@pytest.mark.parametrize(("first", "second"), [({"zero": 3}, {"tp": 2}), ({"pp": 2}, {"zero": 1})], ids=str)
+def test_a_checkpoint_continues_under_another_plan(first: Any, second: Any, tmp_path: Path) -> None:
+    expected = reference()
+    run_ranks(2, half, plan_for("fp64", **first), tmp_path, False)
+    found = run_ranks(2, half, plan_for("fp64", **second), tmp_path, True)[0]
+    check(found, Trace(expected.losses[2:], expected.norms[2:], expected.weights))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64).state_dict()
+    for name, weight in found.weights.items():
+        assert torch.equal(weight, exported[name]), name
+
+
+def with_techniques(rank: int, ranks: int) -> list[Any]:
+    """fp16 with a dynamic loss scale that overflows at first, states of 8 bits, recompute and offload."""
+    plan = Plan(
+        parallel=Parallel(zero=2),
+        precision=Precision(param_dtype="fp16", loss_scale="dynamic", optimizer_state_dtype="int8"),
+        memory=Memory(recompute=("attention",), offload=("mlp",)),
+    )
+    torch.manual_seed(0)
+    wide = {**MODEL, "hidden_size": 64, "intermediate_size": 256}  # states of few elements are not quantized
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**wide), dtype=torch.float32)
+    run = weft.prepare(model, optimizer=lambda own: torch.optim.AdamW(own, lr=LR), plan=plan)
+    batch, seen = part_of(batches()[0], rank, ranks), []
+    for step in range(4):
+        with run.accumulate():
+            loss = run.backward(run.model(**batch).loss * (1e30 if step == 0 else 1.0))
+        update = run.step()
+        seen.append((update.skipped, math.isfinite(update.grad_norm), float(loss)))
+    states = [
+        type(local_part(value)).__name__
+        for state in run.optimizer.state.values()
+        for value in state.values()
+        if value.ndim
+    ]
+    return [seen, run.optimizer.loss_scale.value, "BlockState" in states]
+
+
+def test_nothing_of_the_plan_is_ignored() -> None:
+    for seen, scale, quantized in run_ranks(2, with_techniques):
+        assert [skipped for skipped, _, _ in seen] == [True, False, False, False]
+        assert [finite for _, finite, _ in seen] == [False, True, True, True]
+        assert seen[3][2] < seen[1][2]
+        assert scale == 2.0**15
+        assert quantized
+
+
+def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
+    def attempt(action: Callable[[], Any]) -> str:
+        with pytest.raises((PlanError, ModelError, CheckpointError)) as error:
+            action()
+        return str(error.value)
+
+    if what == "mesh":
+        mesh = weft.build_mesh(plan_for("fp32", tp=2), "cpu", ranks)
+        make = lambda own: torch.optim.AdamW(own)  # noqa: E731
+        return attempt(lambda: weft.prepare(untouched(), optimizer=make, plan=plan_for("fp32"), mesh=mesh))
+    if what in ("weights", "wide", "foreign", "no optimizer", "routers"):
+        model = untouched()
+        make: Any = {"foreign": lambda _: torch.optim.AdamW(untouched().parameters()), "no optimizer": list}.get(
+            what, torch.optim.AdamW
+        )
+        plan = plan_for("fp32" if what == "wide" else "fp64")
+        weights = "folder" if what == "weights" else None
+        if what == "routers":
+            torch.manual_seed(0)
+            table = {**family("mixtral"), "output_router_logits": True}
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**table), dtype=torch.float64)
+            run = weft.prepare(model, optimizer=make, plan=plan)
+            return attempt(lambda: run.accumulate().__enter__())
+        return attempt(lambda: weft.prepare(model, optimizer=make, plan=plan, weights=weights))
+    if what == "meta":
+        with torch.device("meta"):
+            model = untouched()
+        return attempt(lambda: weft.prepare(model, optimizer=torch.optim.AdamW))
+    run = prepared(plan_for("fp64", pp=2) if what == "pipeline" else plan_for("fp64"))
+    if what == "pipeline":
+        return attempt(lambda: run.accumulate().__enter__())
+    if what == "step":
+        return attempt(run.step)
+    if what == "twice":
+        own = part_of(batches()[0], run.data_rank, run.data_ranks)
+        run.train_batch(own)
+        return attempt(lambda: run.train_batch(own))
+    if what == "clip":
+        return attempt(lambda: run.clip_grad_norm_(1.0))
+    if what == "second":
+        own = part_of(batches()[0], run.data_rank, run.data_ranks)
+        with run.accumulate():
+            run.backward(run.model(**own).loss)
+        return attempt(lambda: run.accumulate().__enter__())
+    if what == "outside":
+        return attempt(lambda: run.backward(torch.zeros(())))
+    if what == "items":
+        with run.accumulate():
+            return attempt(lambda: run.backward(torch.zeros((), requires_grad=True), items=rank + 1))
+    if what == "two losses":
+        with run.accumulate():
+            run.backward(run.model(**part_of(batches()[0], rank, ranks)).loss)
+            return attempt(lambda: run.backward(torch.zeros((), requires_grad=True)))
+    if what == "base model":
+        if rank == 0:
+            untouched().save_pretrained(folder / "base")
+        dist.barrier()
+        return attempt(lambda: run.export(folder / "base"))
+    if what == "export":
+        (folder / "runs" / "step-00000001").mkdir(parents=True, exist_ok=True)
+        return attempt(lambda: run.export(folder / "runs"))
+    if what == "batches":
+        return attempt(lambda: run.evaluate([]))
+    if what == "counts":
+        own = part_of(batches()[0], rank, 4)
+        return attempt(lambda: run.train_batch({key: value[: rank + 1] for key, value in own.items()}))
+    if what == "kind":
+        run.train_batch(part_of(batches()[0], rank, ranks))
+        run.step()
+        run.save(folder / "step-1")
+        run.finish()
+        other = weft.prepare(untouched(), optimizer=lambda own: torch.optim.SGD(own, lr=0.1), plan=plan_for("fp64"))
+        return attempt(lambda: other.load(folder / "step-1"))
+    if what == "name":
+        return attempt(lambda: run.save(folder / "last"))
+    if what == "different extra":
+        return attempt(lambda: run.save(folder / "step-1", extra={"rank": rank}))
+    if what == "one rank":
+        rows = torch.ones(2 - rank, 4, dtype=torch.int64)
+        return attempt(lambda: run.train_batch({"input_ids": rows}, micro_batch_size=2))
+    if what == "extra":
+        return attempt(lambda: run.save(folder / "step-1", extra={"rows": {1, 2}}))
+    batch = {"input_ids": torch.ones(2, 4, dtype=torch.int64)}
+    if what == "left":
+        batch["attention_mask"] = torch.tensor([[0, 1, 1, 1]] * 2)
+    return attempt(lambda: run.train_batch(batch, micro_batch_size=1 if what == "left" else 3))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("mesh", "the plan has 2 ranks along dp_shard"),
+        ("meta", "has no weights"),
+        ("pipeline", r"run\.train_batch"),
+        ("step", "without the gradients of a step"),
+        ("twice", "with the gradients of an earlier batch"),
+        ("clip", "run.clip_grad_norm_ without the gradients of a step"),
+        ("second", "after the last micro-batch of a step"),
+        ("outside", "run.backward outside of run.accumulate"),
+        ("items", "items is between 1 and 2 on the ranks"),
+        ("export", "other files than an export"),
+        ("base model", "other files than an export"),
+        ("two losses", "a second run.backward in run.accumulate"),
+        ("different extra", "extra differs between the ranks"),
+        ("one rank", "1 rows in micro-batches of 2"),
+        ("batches", "at least one"),
+        ("counts", "between 1 and 2 micro-batches on the ranks"),
+        ("kind", "the checkpoint is not of SGD: its optimizer has the settings betas, this one momentum"),
+        ("weights", "that has weights"),
+        ("wide", "float64, and plan.precision.update is torch.float32"),
+        ("foreign", "parameters that are not those that its function was given"),
+        ("no optimizer", "the optimizer function returned list"),
+        ("routers", "output_router_logits"),
+        ("name", "a checkpoint named last"),
+        ("extra", "extra cannot be saved"),
+        ("left", "padding_side"),
+        ("rows", "2 rows in micro-batches of 3"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_on_every_rank(what: str, said: str, tmp_path: Path) -> None:
+    first, second = run_ranks(2, refused, what, tmp_path)
+    assert first == second
+    assert said.replace("\\", "") in first
+
+
+def gathered_twice(rank: int, ranks: int, plan: Plan) -> list[float]:
+    """Losses of two steps with an evaluation between backward and step, and the loss property of each moment."""
+    run, batch, seen = prepared(plan), None, []
+    for batch in batches()[:2]:
+        own = part_of(batch, run.data_rank, run.data_ranks)
+        with run.accumulate():
+            run.backward(run.model(**own).loss)
+        run.clip_grad_norm_(0.5)
+        run.evaluate([own])
+        run.step()
+        seen.append(run.loss)
+    return seen
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_evaluation_between_backward_and_step_changes_nothing(zero: int) -> None:
+    for found in run_ranks(2, gathered_twice, plan_for("fp64", zero=zero)):
+        assert found == pytest.approx(reference().losses[:2], rel=1e-5)
+
+
+def half_precision(rank: int, ranks: int) -> list[str]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), dtype=torch.bfloat16)
+    run = weft.prepare(model, optimizer=torch.optim.AdamW, plan=plan_for("fp32"))
+    return sorted({str(parameter.dtype) for parameter in run.model.parameters()})
+
+
+def test_weights_are_updated_in_the_dtype_of_the_plan() -> None:
+    assert run_ranks(2, half_precision) == [["torch.float32"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("[parallel]\nzerro = 2\n", "did you mean"), ("[precision]\nloss_scale = nan\n", "loss_scale")]
+)
+def test_a_plan_file_is_checked(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(text)
+    with pytest.raises(JobError, match=said):
+        read_plan(tmp_path / "plan.toml")
+    (tmp_path / "plan.toml").write_text('[parallel]\ntp = 2\n[comm]\ncompression = "1-bit"\n')
+    assert read_plan(tmp_path / "plan.toml").parallel.tp == 2
+
+
+def by_name(rank: int, ranks: int, plan: Plan, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after two steps, and after a checkpoint of the first step and a second step in another run."""
+    settings = weft.Optimizer(name="muon", lr=LR, options={"momentum": 0.9})
+    run, again = (weft.prepare(untouched(), optimizer=settings, plan=plan) for _ in range(2))
+    assert type(run.optimizer.inner).__name__ == "Muon"
+    assert {group["momentum"] for group in run.optimizer.inner.param_groups} == {0.9}
+    own = [part_of(batch, run.data_rank, run.data_ranks) for batch in batches()[:2]]
+    for step, batch in enumerate(own):
+        with run.accumulate():
+            run.backward(run.model(**batch).loss)
+        run.step()
+        if step == 0:
+            weft.save(run, folder / "step-1", extra={"seen": 1})
+    run.finish()
+    assert weft.load(again, folder / "step-1") == {"seen": 1}
+    with again.accumulate():
+        again.backward(again.model(**own[1]).loss)
+    again.step()
+    weft.export(run.model, folder / "export")
+    return gather_weights(run.model), gather_weights(again.model)
+
+
+def test_an_optimizer_by_name_with_functions_to_save_load_and_export(tmp_path: Path) -> None:
+    first, second = run_ranks(2, by_name, plan_for("fp64", zero=3), tmp_path)[0]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64).state_dict()
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+        assert torch.equal(weight, exported[name]), name
+
+
+def save_after_load(rank: int, ranks: int, plan: Plan, folder: Path) -> None:
+    """A checkpoint after a load has the new states of the optimizer, not those from before the load."""
+    run = prepared(plan)
+    own = [part_of(batch, run.data_rank, run.data_ranks) for batch in batches()[:2]]
+
+    def step(number: int) -> None:
+        with run.accumulate():
+            run.backward(run.model(**own[number]).loss)
+        run.step()
+
+    step(0)
+    run.save(folder / "step-1")
+    run.load(folder / "step-1")
+    step(1)
+    run.save(folder / "step-2")
+    run.finish()
+    states = [
+        {key: local_part(value).clone() for key, value in state.items()} for state in run.optimizer.state.values()
+    ]
+    run.load(folder / "step-2")
+    for before, state in zip(states, run.optimizer.state.values(), strict=True):
+        for key, value in before.items():
+            assert torch.equal(local_part(state[key]), value), key
+
+
+def test_a_checkpoint_after_a_load_has_the_new_states(tmp_path: Path) -> None:
+    run_ranks(2, save_after_load, plan_for("fp64", zero=3), tmp_path)
+
+
+def groups_of_stages(rank: int, ranks: int, plan: Plan, folder: Path) -> None:
+    """Each stage gets the settings of its own parameters back, whatever the order of the groups on rank 0."""
+    run, again = (weft.prepare(untouched(), optimizer=weft.Optimizer(name="muon", lr=LR), plan=plan) for _ in range(2))
+    own = part_of(batches()[0], run.data_rank, run.data_ranks)
+    run.train_batch(own)
+    run.step()
+    kinds = [
+        [(group["orthogonalize"], group["weight_decay"]) for group in r.optimizer.inner.param_groups]
+        for r in (run, again)
+    ]
+    for group in run.optimizer.inner.param_groups:
+        group["lr"] = 0.5 if group["orthogonalize"] else 0.25
+    run.save(folder / "step-1")
+    run.finish()
+    again.load(folder / "step-1")
+    groups = again.optimizer.inner.param_groups
+    assert [(group["orthogonalize"], group["weight_decay"]) for group in groups] == kinds[0] == kinds[1]
+    assert [group["lr"] for group in groups] == [0.5 if group["orthogonalize"] else 0.25 for group in groups]
+    again.train_batch(own)
+    assert not again.step().skipped
+
+
+def test_settings_of_parameter_groups_follow_their_parameters(tmp_path: Path) -> None:
+    run_ranks(2, groups_of_stages, plan_for("fp64", pp=2), tmp_path)
+
+
+def fractional_items(rank: int, ranks: int) -> None:
+    """Weights below one average two micro-batches as weights above one do."""
+    norms = []
+    for scale in (1, 100):
+        run = prepared(plan_for("fp64", zero=0))
+        for index, weight in enumerate((0.25, 0.75)):
+            with run.accumulate(last=index == 1):
+                run.backward(run.model(**part_of(batches()[0], index, 2)).loss, items=torch.tensor(weight * scale))
+        norms.append((run.loss, run.clip_grad_norm_(1.0)))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-9)
+
+
+def test_items_below_one() -> None:
+    run_ranks(1, fractional_items)
+
+
+def evaluate_in_eval_mode(rank: int, ranks: int) -> None:
+    run = prepared(plan_for("fp64", zero=0))
+    block = run.model.model.layers[0].eval()
+    run.evaluate(batches()[:1])
+    assert not block.training
+    assert run.model.training
+
+
+def test_an_evaluation_keeps_the_mode_of_each_module() -> None:
+    run_ranks(1, evaluate_in_eval_mode)
