@@ -118,9 +118,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 def test_training_is_bit_equal_in_any_layout(layout: str, weights: str, tmp_path: Path) -> None:
     ranks, parallel = LAYOUTS[layout]
     config = family("qwen3_moe" if "ep" in layout else "qwen3")
-    plan = Plan(parallel=Parallel(**parallel))  # type: ignore[arg-type]
+    whole, precision = (Precision(param_dtype="bf16", weights=kind) for kind in ("whole", weights))  # type: ignore[arg-type]
+    plan = Plan(parallel=Parallel(**parallel), precision=whole)  # type: ignore[arg-type]
     memory = Memory(optimizer_device="disk", offload_dir=str(tmp_path), recompute=("norm",))
-    other = plan.model_copy(update={"memory": memory, "precision": Precision(weights=weights)})  # type: ignore[arg-type]
+    other = plan.model_copy(update={"memory": memory, "precision": precision})
     assert_same_bits(config, ranks, 1, plan, other)
 
 

@@ -177,7 +177,7 @@ EXPERT_LAYOUTS = {"ep 2": (2, {"ep": 2, "zero": 3}), "tp 2 x ep 2": (2, {"tp": 2
 def plan_of(weights: str, memory: Memory | None = None, pipeline: Pipeline | None = None, **parallel: int) -> Plan:
     return Plan(
         parallel=Parallel(**parallel),  # type: ignore[arg-type]
-        precision=Precision(weights=weights),  # type: ignore[arg-type]
+        precision=Precision(param_dtype="bf16", weights=weights),  # type: ignore[arg-type]
         memory=memory or Memory(),
         pipeline=pipeline or Pipeline(),
     )

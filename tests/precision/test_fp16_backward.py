@@ -23,7 +23,7 @@ from weft.plan import Memory, Parallel, Pipeline, Plan, Precision
 from weft.precision.fp16_backward import Fp16Grad, begin_fp16_backward, from_message, to_message
 from weft.topology.mesh import build_mesh
 
-HALF = Precision(backward="fp16", loss_scale=2.0**12)
+HALF = Precision(param_dtype="bf16", backward="fp16", loss_scale=2.0**12)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], Memory]] = {
     "zero 0": (2, {"zero": 0}, Memory()),
     "zero 3": (2, {"zero": 3}, Memory()),
@@ -82,7 +82,7 @@ def assert_nearer(config: dict[str, Any], ranks: int, parallel: dict[str, Any], 
     def run(precision: Precision) -> ParityRecord:
         return records_of(config, plan.model_copy(update={"precision": precision}), ranks, 1)[0]
 
-    exact, bf16, fp16 = run(Precision(param_dtype="fp32")), run(Precision()), run(HALF)
+    exact, bf16, fp16 = run(Precision(param_dtype="fp32")), run(Precision(param_dtype="bf16")), run(HALF)
     assert fp16.losses[0] == bf16.losses[0]
     limit = 1.02 if rounding_chooses_other_experts(config) else 0.9
     assert distance(fp16, exact) < limit * distance(bf16, exact)

@@ -570,7 +570,7 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_launched_ranks(tmp_path: Path) -> None:
     """In bf16; one side is a pipeline."""
-    job = job_for(tmp_path, plan={"precision": {}})
+    job = job_for(tmp_path, plan={"precision": {"param_dtype": "bf16"}})
     jobs = with_plan(job, zero=0), with_plan(job, micro_batch=2, pp=2)
     found = compare_module.compare(*jobs, tmp_path / "out", steps=2, log=lambda text: None)
     assert found.agrees
