@@ -158,7 +158,7 @@ def test_private_imports_exist(module: str, name: str) -> None:
 
 
 def test_private_attributes_are_used_in_compat_alone() -> None:
-    """`torch.x._y` stands in compat.py; the shard of a DTensor and the storages of packed tensors in storages.py."""
+    """Attributes such as `torch.x._y`, apart from documented operators."""
     found = []
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -107,7 +107,7 @@ def test_long_files_have_a_reason() -> None:
 
 
 def test_public_names_are_not_shadowed_by_modules() -> None:
-    """Importing weft.x sets the attribute x of weft, which a function of that name could not be reached through then."""
+    """No function has the name of a module: importing weft.x sets the attribute x of weft."""
     modules = {package_of(path) for path in FILES}
     assert set(weft.__all__) & modules == {"errors"}  # a module itself
     weft.train, weft.prepare, weft.export  # noqa: B018 - imports their modules

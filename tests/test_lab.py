@@ -140,7 +140,7 @@ def process_id(rank: int, world_size: int) -> int:
 
 
 def test_ranks_that_have_been_started_run_the_next_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher in this process takes locks after it, which ranks that were forked later would hold too."""
+    """Early fork of the ranks: a launcher of this process takes locks next, which later forks would hold too."""
     monkeypatch.setattr(pool, "_pools", {})
     monkeypatch.setattr(pool, "TASKS_OF_A_POOL", 1)
     found = []

@@ -131,8 +131,13 @@ class Optimizer(Table):
 
 
 def states_of(name: str) -> int:
-    """Elements of optimizer state per element of a matrix; of an optimizer that Weft does not know, those of Adam."""
-    return {"muon": 1, "adafactor": 0, "lion": 1, "onebit-adam": 3}.get(name, 2)
+    """Elements of optimizer state per element of a matrix; of an optimizer that Weft does not know, those of Adam.
+
+    Args:
+        name: `optimizer.name`, or the name of a class.
+    """
+    known = {"muon": 1, "adafactor": 0, "lion": 1, "onebitadam": 3}
+    return known.get(name.rpartition(":")[2].replace("-", "").lower(), 2)
 
 
 class Train(Table):

@@ -20,6 +20,7 @@ from weft.errors import PlanError
 from weft.memory.chunked_step import chunked_step
 from weft.memory.optimizer_state import OffloadedStates, StatePlacement
 from weft.memory.pool import Pool, mapped_files
+from weft.optimizers.one_bit_adam import OneBitAdam
 from weft.plan import Memory, Parallel, Plan, Precision
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -81,6 +82,20 @@ def test_plain_step_is_bit_equal(tmp_path: Path) -> None:
         expected.step()
         found.step()
     assert all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True))
+
+
+def test_a_state_that_is_made_later_is_offloaded_too(tmp_path: Path) -> None:
+    """The momentum that 1-bit Adam carries over at its freeze."""
+    weight = torch.nn.Parameter(torch.randn(64, 8))
+    optimizer = OneBitAdam([{"params": [weight]}], 1e-3, (0.9, 0.95), 1e-8, freeze_steps=2)
+    offload = offload_to_disk(optimizer, tmp_path)
+    for _ in range(4):
+        weight.grad = torch.randn_like(weight)
+        optimizer.begin_step()
+        optimizer.step()
+    offload.finish()
+    assert set(offload.offloaded[weight]) == {"exp_avg", "exp_avg_sq", "carried"}
+    assert all(optimizer.state[weight][name] is held for name, held in offload.offloaded[weight].items())
 
 
 def test_at_most_an_eighth_of_the_states_is_on_the_device(tmp_path: Path) -> None:

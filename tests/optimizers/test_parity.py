@@ -20,6 +20,7 @@ from tests.lab.parity import SETTINGS, MakeOptimizer, assert_parity, plan_for
 from tests.lab.pool import run_ranks
 from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.folders import folder_of
+from weft.checkpoint.manifest import read_manifest
 from weft.errors import JobError
 from weft.job import Job, Model, Optimizer
 from weft.memory.chunked_step import chunked_step
@@ -120,7 +121,7 @@ def test_parity_with_one_process(name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
 def test_states_resume_under_another_plan(name: str, tmp_path: Path) -> None:
-    """One checkpoint after each step, each under another plan, has the tensors of an uninterrupted run."""
+    """Checkpoint after each step, each under another plan, with the tensors of an uninterrupted run."""
     settings, source = OPTIMIZERS[name][0], Model(config=family("phi3"))
     plans: list[tuple[int, Plan]] = [
         (2, plan_for("fp64", zero=3)),
@@ -200,7 +201,7 @@ def test_split_weights_and_states_on_disk_give_the_same_bits(name: str, tmp_path
 
 
 def test_eight_bit_states(tmp_path: Path) -> None:
-    """Near the float32 states; Muon's second use of its momentum is before the rounding."""
+    """Losses with quantized momenta, near those with float32 momenta."""
     losses = {}
     for state_dtype in ("update", "int8"):
         plan = {"parallel": {"zero": 0}, "precision": {"param_dtype": "fp32", "optimizer_state_dtype": state_dtype}}
@@ -276,3 +277,18 @@ def test_a_class_gets_the_settings_that_it_has() -> None:
         "momentum_decay": 0.1,
     }
     assert sorted(group["weight_decay"] for group in found.param_groups) == [0.0, 0.1]
+
+
+def test_an_update_count_in_a_group_resumes(tmp_path: Path) -> None:
+    """Lion of pytorch_optimizer counts its updates in its parameter groups."""
+    tables = {
+        "optimizer": {"name": "lion", "lr": 1e-3},
+        "train": {"steps": 2, "global_batch_size": 4},
+        "checkpoint": {"every": 2},
+        "plan": {"precision": {"param_dtype": "fp32"}},
+    }
+    for steps, resume in ((2, None), (4, "auto")):
+        job = Job.load(write_job(tmp_path, **tables), [f"out={tmp_path / 'run'}", f"train.steps={steps}"])
+        folder, _ = train_in_the_pool(job, 2, resume=resume, accept_changes=bool(resume))
+        groups = read_manifest(folder_of(folder, steps)).position.parameter_groups
+        assert {group["step"] for group in groups} == {steps}

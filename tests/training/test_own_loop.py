@@ -437,7 +437,7 @@ def test_an_optimizer_by_name_with_functions_to_save_load_and_export(tmp_path: P
 
 
 def save_after_load(rank: int, ranks: int, plan: Plan, folder: Path) -> None:
-    """A checkpoint after a load has the new states of the optimizer, not those from before the load."""
+    """Save after a load, and compare with the states of the optimizer at that time."""
     run = prepared(plan)
     own = [part_of(batch, run.data_rank, run.data_ranks) for batch in batches()[:2]]
 
@@ -466,7 +466,7 @@ def test_a_checkpoint_after_a_load_has_the_new_states(tmp_path: Path) -> None:
 
 
 def groups_of_stages(rank: int, ranks: int, plan: Plan, folder: Path) -> None:
-    """Each stage gets the settings of its own parameters back, whatever the order of the groups on rank 0."""
+    """Save and load groups that two stages have in different orders; each stage gets its own settings back."""
     run, again = (weft.prepare(untouched(), optimizer=weft.Optimizer(name="muon", lr=LR), plan=plan) for _ in range(2))
     own = part_of(batches()[0], run.data_rank, run.data_ranks)
     run.train_batch(own)
@@ -492,7 +492,7 @@ def test_settings_of_parameter_groups_follow_their_parameters(tmp_path: Path) ->
 
 
 def fractional_items(rank: int, ranks: int) -> None:
-    """Weights below one average two micro-batches as weights above one do."""
+    """Average two micro-batches with weights below one, and with the same weights above one."""
     norms = []
     for scale in (1, 100):
         run = prepared(plan_for("fp64", zero=0))

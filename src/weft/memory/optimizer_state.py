@@ -22,14 +22,12 @@ from torch import Tensor
 from weft.comm.objects import all_gather_json
 from weft.device.device import Device
 from weft.errors import PlanError
+from weft.job import states_of
 from weft.memory.packed import copy_parts, with_parts
 from weft.memory.pool import Pool, mapped_files, pinned_memory, typed_view
 from weft.memory.quantized_state import quantize_states
 from weft.memory.storages import local_part, plain_parts, put_local
 from weft.plan import Plan, bytes_per_state_element
-
-STATES = {"Adafactor": 0, "Lion": 1, "Muon": 1}
-"""Tensors of the size of a matrix that an optimizer keeps, by class; all others are taken to keep two, as Adam."""
 
 
 class OffloadedStates:
@@ -199,8 +197,7 @@ def _state_sizes(optimizer: torch.optim.Optimizer, plan: Plan) -> list[int]:
     bytes_per_element, sizes = bytes_per_state_element(plan.precision), []
     for group in optimizer.param_groups:
         uses_adamw = not group.get("orthogonalize", True)  # a group of Muon that is not orthogonalized
-        states = 2 if uses_adamw else STATES.get(type(optimizer).__name__, 2)
-        states += plan.comm.compression == "1-bit"  # 1-bit Adam also keeps the momentum of the warm-up
+        states = states_of("adamw" if uses_adamw else type(optimizer).__name__)
         sizes += [int(states * bytes_per_element * local_part(parameter).numel()) for parameter in group["params"]]
     return sizes
 

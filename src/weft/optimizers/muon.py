@@ -78,7 +78,7 @@ class Muon(torch.optim.Optimizer):
         by_groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for parameter in parameters:
             by_groups[tuple(sharding.group for sharding in shardings_of(parameter))].append(parameter)
-        for batch in (batch for same_groups in by_groups.values() for batch in _batches(same_groups)):
+        for batch in (batch for own in by_groups.values() for batch in _batches(own, ranks_of(own[0]))):
             shards = [MatrixShard(self._direction(p, group["momentum"]), shardings_of(p)) for p in batch]
             for parameter, update in zip(batch, orthogonalize(shards), strict=True):
                 size = ADAMW_UPDATE_RMS * math.sqrt(max(parameter.shape[-MATRIX_DIMS:]))
@@ -139,14 +139,13 @@ def ranks_of(parameter: Tensor) -> int:
     return math.prod(len(sharding.sizes) for sharding in shardings_of(parameter))
 
 
-def _batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Batches that bound the temporary memory, the same on every rank.
+def _batches(parameters: Sequence[Tensor], ranks: int) -> Iterator[list[Tensor]]:
+    """Batches that bound the temporary memory, the same on every of the `ranks` that share the parameters.
 
     Matrices of similar size are together, and at least one for each rank that shares them, so that all ranks have work.
     """
     batch: list[Tensor] = []
     for parameter in sorted(parameters, key=torch.Tensor.numel):
-        ranks = ranks_of(parameter)
         if len(batch) >= ranks and parameter.numel() * (len(batch) + 1) > LARGEST_BATCH * ranks:
             yield batch
             batch = []
