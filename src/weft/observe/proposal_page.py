@@ -1,5 +1,6 @@
 """HTML page of `weft plan`: charts of the best layouts, and the reasons against alternatives."""
 
+import re
 from pathlib import Path
 
 from weft.observe import figures, page
@@ -12,6 +13,8 @@ from weft.planner.search.alternatives import EQUAL, TERMS, reason, setting_in_wo
 from weft.planner.search.propose import Proposal, describe
 from weft.planner.search.strategy import cluster_text
 
+NO_BREAK_SPACE = "\u00a0"
+
 
 def write_page(found: Proposal, path: Path) -> None:
     """Write one self-contained page: time and memory of the best layouts by term, and the reasons against alternatives."""
@@ -21,7 +24,7 @@ def write_page(found: Proposal, path: Path) -> None:
         (
             setting_in_words(d.setting, d.value),
             describe(d.choice) if d.choice else "–",
-            reason(d, first, found.space.cluster).partition(": ")[2],
+            re.sub(r"(?<=\d) s\b", f"{NO_BREAK_SPACE}s", reason(d, first, found.space.cluster).partition(": ")[2]),
         )
         for d in found.alternatives
     ]

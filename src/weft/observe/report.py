@@ -131,24 +131,20 @@ def _communication(rows: list[StepMetrics]) -> str:
         operations = [name.removesuffix("_bytes") for name in counts if name.endswith("_bytes")]
         times = ["", "", "", ""]
         if exposed is not None and hidden is not None:
-            speed = f"{counts['bytes'] / (exposed + hidden) / 1e6:.3g} MB/s" if exposed + hidden else ""
+            speed = f"{counts['bytes'] / (exposed + hidden) / 1e9:.3g} GB/s" if exposed + hidden else ""
             times = [f"{exposed:.3g} s", f"{hidden:.3g} s", f"{exposed / step_seconds:.1%}", speed]
         axis, _, link = where.partition(" ")
         link = {"host": "intra-node", "between": "inter-node"}.get(link, "")
         volume = f"{counts['bytes'] / 1e6:.4g} MB"
         lines.append((axis, link, ", ".join(operations), volume, f"{counts['messages']:g}", *times))
-    columns = (
-        "axis",
-        "link",
-        "operations",
-        "sent per step",
-        "messages",
-        "exposed",
-        "overlapped",
-        "exposed share of step",
-        "bandwidth",
-    )
-    return page.table(columns, lines) if lines else page.absent("No communication was recorded.")
+    columns = ["axis", "link", "operations", "sent per step", "messages", "exposed", "overlapped"]
+    columns += ["exposed share of step", "bandwidth"]
+    if not lines:
+        return page.absent("No communication was recorded.")
+    if not any(link for _, link, *_ in lines):  # only traffic between hosts is told apart
+        columns.remove("link")
+        lines = [(axis, *rest) for axis, _, *rest in lines]
+    return page.table(columns, lines)
 
 
 def _overflows(rows: list[StepMetrics]) -> str:
