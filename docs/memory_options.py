@@ -24,7 +24,7 @@ def section(name: str, world_size: int) -> list[str]:
     assert base is not None
     degrees = {key: value for key, value in base.plan.parallel.model_dump().items() if key != "sp" and value != 1}
     kinds = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in base.count.peak_bytes.items() if size)
-    operation, _, role = base.count.peak_maker
+    operation, _, role = base.count.peak_operation
     return [
         f"## {name}: {world_size} ranks, rows of {job.data.seq_len} tokens",
         "",

@@ -1,7 +1,7 @@
 """Errors for users: message, location, broken rule and fix.
 
 An error fits one screen and is printed once, whatever the number of ranks. Its class decides the exit code of the command: 2
-for input that is refused before anything runs, 1 for a failure at run time.
+if a restart would end in the same way, as for input that is refused, and 1 for a failure at run time.
 """
 
 import difflib

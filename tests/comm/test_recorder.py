@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.lab.pool import run_ranks
 from weft.backends import shared_memory
-from weft.comm.recorder import Message, Recorder
+from weft.comm.recorder import Message, Recorder, is_skipped
 from weft.plan import Parallel, Plan
 from weft.topology.mesh import build_mesh
 
@@ -46,3 +46,17 @@ def test_recorded_messages(shared: bool) -> None:
     assert second[3].bytes == 4  # one of three rows leaves the rank
     assert {message.site.split(":")[0] for message in first} == {"test_recorder.py"}
     assert len({message.site for message in first}) == 6
+
+
+@pytest.mark.parametrize(
+    ("file", "skipped"),
+    [
+        ("lib/weft/comm/collectives.py", True),
+        ("lib/weft/planner/dryrun/modes.py", True),
+        ("lib/weft/parallel/tensor.py", False),
+        ("lib/torch/distributed/fsdp/x.py", True),
+        ("scripts/train.py", False),
+    ],
+)
+def test_call_sites_of_an_installed_weft_are_its_own_modules(file: str, skipped: bool) -> None:
+    assert is_skipped(file, weft="lib/weft", packages="lib") == skipped

@@ -70,7 +70,7 @@ def write_run(folder: Path, *, steps: int = 400, facts: dict[str, Any] | None = 
                     skipped=skipped,
                     overflowed=(1,) if skipped else (),
                     peak={"parameters": 2**30, "activations: mlp": 2**31} if step == 2 else None,
-                    peak_maker="aten.mm in mlp" if step == 2 else None,
+                    peak_operation="aten.mm in mlp" if step == 2 else None,
                     comm=COMM,
                     pools={"activations": POOL},
                 )

@@ -114,7 +114,7 @@ def test_limits_above_the_row_length_have_no_effect() -> None:
     phi = {**family("phi3"), "rope_parameters": longrope, "original_max_position_embeddings": 16}
     for config in (
         {**shrunk("moshi"), "sliding_window": 16},
-        {**shrunk("glm_moe_dsa"), "index_topk": 16, "index_n_heads": 2},
+        *({**shrunk(name), "index_topk": 16, "index_n_heads": 2} for name in ("glm_moe_dsa", "deepseek_v32", "axk2")),
         phi,
     ):
         check_model(job_of(config, seq_len=16))

@@ -263,3 +263,40 @@ def test_the_fix_of_a_table_of_other_stages(stages: int, named: list[tuple[str, 
         load_schedule(plan, 1)
     assert suggestions(error.value) == named
     assert "write the table for 2 stages" in (error.value.fix or "")
+
+
+def test_the_fix_of_a_tp_degree_lists_all_degrees() -> None:
+    config = {**family("llama"), "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    model = build_on_meta(read_config(Model(config={**config, "intermediate_size": 96})), torch.float32)
+    with pytest.raises(PlanError) as refusal:
+        check_axes(model, read_anatomy(model), Plan.model_validate({"parallel": {"tp": 4}}).resolve(4))
+    assert refusal.value.fix == "set plan.parallel.tp to one of 1, 3, 6"
+
+
+@pytest.mark.parametrize(
+    ("pp", "blocks", "pipeline"),
+    [
+        (8, 3, {"schedule": "zbv"}),
+        (2, 6, {"schedule": "interleaved", "virtual_stages": 4}),
+        (4, 5, {"schedule": "zbv"}),
+    ],
+)
+def test_the_fix_of_too_many_stages_fits_the_model(pp: int, blocks: int, pipeline: dict[str, Any]) -> None:
+    config = {**family("llama"), "num_hidden_layers": blocks}
+    model = build_on_meta(read_config(Model(config=config)), torch.float32)
+    anatomy = read_anatomy(model)
+
+    def refusal(tables: dict[str, Any]) -> PlanError | None:
+        plan = Plan.model_validate(tables)
+        try:
+            check_axes(model, anatomy, plan.resolve(plan.parallel.pp))
+        except PlanError as error:
+            return error
+        return None
+
+    tables: dict[str, Any] = {"parallel": {"pp": pp}, "pipeline": pipeline}
+    error = refusal(tables)
+    assert error is not None
+    for key, value in suggestions(error):
+        tables = with_value(tables, key.removeprefix("plan."), value)
+    assert refusal(tables) is None, error

@@ -156,3 +156,15 @@ def derives_positions_from_mask(name: str) -> bool:
 @pytest.mark.parametrize("name", sorted({*PROVED["tp"], *PROVED["cp"], "biogpt"}))
 def test_families_that_derive_positions_from_the_mask_are_known(name: str) -> None:
     assert derives_positions_from_mask(name) == (name in POSITIONS_FROM_MASK)
+
+
+def mask_of_pairs(rank: int, ranks: int) -> None:
+    plan = plan_for("fp64", tp=2).resolve(ranks)
+    model = build_plain(Model(config=family("llama")), read_config(Model(config=family("llama"))), torch.float64)
+    split = parallelize(model, plan, build_mesh(plan, "cpu", ranks))
+    split(torch.ones(1, 7, dtype=torch.int64), attention_mask=torch.ones(1, 1, 7, 7, dtype=torch.bool))
+
+
+def test_rows_that_cannot_be_padded_here_are_refused_with_the_multiple() -> None:
+    with pytest.raises(RankError, match=r"pad_to_multiple_of=2 of a collator"):
+        run_ranks(2, mask_of_pairs)

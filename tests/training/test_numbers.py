@@ -13,6 +13,7 @@ from tests.lab.runs import train_in_the_pool
 from weft.checkpoint.folders import list_checkpoints, step_of
 from weft.errors import CheckpointError, NumericError
 from weft.job import Job, Model
+from weft.training.metrics import read_metrics
 from weft.training.session import Session
 
 LAYOUT = "zero3 on 2"
@@ -46,3 +47,23 @@ def test_too_many_skipped_steps_end_with_a_checkpoint(tmp_path: Path) -> None:
         train_in_the_pool(job, 2, fault=spoil_gradients)
     assert NumericError.__name__ in repr(caught.value) or isinstance(caught.value, NumericError)
     assert [step_of(folder) for folder in list_checkpoints(tmp_path / "run")] == [3]
+
+
+def spoil_first_step(session: Session) -> None:
+    forwards: list[int] = []
+
+    def spoil(module: object, arguments: object, logits: torch.Tensor) -> torch.Tensor:
+        forwards.append(len(forwards))
+        return logits * math.nan if len(forwards) == 1 else logits
+
+    session.model.get_output_embeddings().register_forward_hook(spoil)
+
+
+def test_a_skipped_first_step_does_not_count_for_memory_and_messages(tmp_path: Path) -> None:
+    job = job_of(tmp_path, train={"steps": 4}, checkpoint={"every": 0})
+    train_in_the_pool(job, 2, fault=spoil_first_step)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row.skipped for row in rows] == [True, False, False, False]
+    assert [row.peak is not None for row in rows] == [False, False, True, False]  # the first with optimizer state
+    assert rows[2].peak["optimizer"] > 0
+    assert rows[1].comm_bytes == rows[3].comm_bytes

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from tests.lab.families import family
 from tests.lab.parity import compare, plan_for
 from tests.lab.pool import run_ranks
 from weft.checkpoint.huggingface import gather_weights
-from weft.errors import CheckpointError, JobError, ModelError, PlanError
+from weft.errors import CheckpointError, JobError, ModelError, PlanError, WeftError
 from weft.job import read_plan
 from weft.memory.storages import local_part
 from weft.plan import Memory, Parallel, Plan, Precision
@@ -287,7 +288,26 @@ def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
         return attempt(lambda: run.backward(torch.zeros(())))
     if what == "items":
         with run.accumulate():
-            return attempt(lambda: run.backward(torch.zeros((), requires_grad=True), items=rank + 1))
+            loss = run.model(**part_of(batches()[0], rank, ranks)).loss
+            return attempt(lambda: run.backward(loss, items=rank + 1))
+    if what == "no items":
+        with run.accumulate():
+            return attempt(lambda: run.backward(torch.zeros((), requires_grad=True), items=0))
+    if what == "forward before":
+        loss = run.model(**part_of(batches()[0], rank, ranks)).loss
+        with run.accumulate(last=False):
+            return attempt(lambda: run.backward(loss))
+    if what == "some labels":
+        own = part_of(batches()[0], rank, ranks)
+        with run.accumulate(last=False):
+            run.backward(run.model(**own).loss)
+        with run.accumulate():
+            return attempt(lambda: run.backward(run.model(own["input_ids"]).logits.mean()))
+    if what == "no input_ids":
+        return attempt(lambda: run.train_batch({"ids": torch.ones(2, 4)} if rank else batches()[0]))
+    if what == "uneven rows":
+        rows = torch.ones(2 + 2 * rank, 4, dtype=torch.int64)
+        return attempt(lambda: run.train_batch({"input_ids": rows}, micro_batch_size=2 + 2 * rank))
     if what == "two losses":
         with run.accumulate():
             run.backward(run.model(**part_of(batches()[0], rank, ranks)).loss)
@@ -338,7 +358,12 @@ def refused(rank: int, ranks: int, what: str, folder: Path) -> str:
         ("clip", "run.clip_grad_norm_ without the gradients of a step"),
         ("second", "after the last micro-batch of a step"),
         ("outside", "run.backward outside of run.accumulate"),
-        ("items", "items is between 1 and 2 on the ranks"),
+        ("items", "items that differ between ranks, after a forward with labels"),
+        ("no items", "items adds up to 0"),
+        ("forward before", "a loss whose forward ran before run.accumulate"),
+        ("some labels", "some have labels or items and others have neither"),
+        ("no input_ids", "a batch of ids"),
+        ("uneven rows", "between 2 and 4 rows on the ranks"),
         ("export", "other files than an export"),
         ("base model", "other files than an export"),
         ("two losses", "a second run.backward in run.accumulate"),
@@ -489,6 +514,170 @@ def groups_of_stages(rank: int, ranks: int, plan: Plan, folder: Path) -> None:
 
 def test_settings_of_parameter_groups_follow_their_parameters(tmp_path: Path) -> None:
     run_ranks(2, groups_of_stages, plan_for("fp64", pp=2), tmp_path)
+
+
+def uneven_items(rank: int, ranks: int, plan: Plan) -> tuple[float, dict[str, Tensor]]:
+    """A token mean of rows with very unequal numbers of tokens, by `items` of each rank."""
+    run = prepared(plan)
+    for batch in batches()[:2]:
+        own = part_of(batch, run.data_rank, run.data_ranks)
+        for index in range(2):
+            micro = part_of(own, index, 2)
+            with run.accumulate(last=index == 1):
+                logits = run.model(micro["input_ids"], attention_mask=micro["attention_mask"]).logits
+                logits = run.gather_logits(logits, 14)
+                targets = micro["labels"][:, 1:]
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
+                run.backward(loss, items=(targets != -100).sum())
+        norm = run.clip_grad_norm_(0.5)
+        run.step()
+    return norm, gather_weights(run.model)
+
+
+@pytest.mark.parametrize("layout", ["zero 0", "zero 3", "tp2 x cp2"])
+def test_items_of_each_rank_give_the_mean_over_all_elements(layout: str) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    norm, weights = run_ranks(ranks, uneven_items, plan_for("fp64", **parallel))[0]
+    model = untouched()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    for batch in batches()[:2]:
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert norm == pytest.approx(expected.item(), rel=1e-6)  # norms of Llama compute in float32
+    for name, weight in model.state_dict().items():
+        compare(name, weights[name], weight, 1e-4, at_least=LR)
+
+
+def failing_batches(rank: int, ranks: int) -> str:
+    """Error of an evaluation whose loader fails on one rank."""
+
+    def loader() -> Any:
+        yield batches()[0]
+        if rank == 1:
+            raise OSError("the disk is gone")
+
+    with pytest.raises((OSError, WeftError)) as error:
+        prepared(plan_for("fp64")).evaluate(loader())
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    first, second = run_ranks(2, failing_batches)
+    assert second == "OSError: the disk is gone"
+    assert first.startswith("WeftError: OSError: the disk is gone")
+    assert "rank 1" in first
+
+
+def dropout_of_seed(rank: int, ranks: int, seed: int) -> float:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**MODEL, "model_type": "gpt2", "resid_pdrop": 0.5})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    torch.manual_seed(seed)
+    run = weft.prepare(model, optimizer=lambda own: torch.optim.SGD(own, lr=0.1), plan=plan_for("fp64"))
+    return run.train_batch({"input_ids": torch.arange(16).view(2, 8)})
+
+
+def test_dropout_depends_on_the_seed_of_the_program() -> None:
+    same, again, other = (run_ranks(2, dropout_of_seed, seed)[0] for seed in (1, 1, 257))
+    assert same == again != other
+
+
+def other_size(rank: int, ranks: int, folder: Path) -> tuple[str, bool]:
+    """Error of a checkpoint of a model with more blocks, and whether the optimizer keeps its states."""
+    run = prepared(plan_for("fp64"))
+    own = part_of(batches()[0], run.data_rank, run.data_ranks)
+    run.train_batch(own)
+    run.step()
+    run.save(folder / "step-1")
+    run.finish()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**MODEL, "num_hidden_layers": MODEL["num_hidden_layers"] - 1})
+    smaller = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    other = weft.prepare(smaller, optimizer=lambda own: torch.optim.AdamW(own, lr=LR), plan=plan_for("fp64"))
+    other.train_batch(own)
+    other.step()
+    before = [local_part(state["exp_avg"]).clone() for state in other.optimizer.state.values()]
+    with pytest.raises(CheckpointError) as error:
+        other.load(folder / "step-1")
+    after = [local_part(state["exp_avg"]) for state in other.optimizer.state.values()]
+    return str(error.value), len(before) == len(after) and all(map(torch.equal, before, after))
+
+
+def test_a_checkpoint_with_further_weights_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    first, second = run_ranks(2, other_size, tmp_path)
+    assert first == second
+    assert "weights that the model does not have, such as model.layers." in first[0]
+    assert first[1]
+
+
+class Rebinding(torch.optim.Optimizer):
+    """Momentum that binds a new tensor in each update."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, {"lr": LR})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            state["m"] = 0.9 * state.get("m", torch.zeros_like(parameter)) + parameter.grad
+            parameter.sub_(LR * state["m"])
+
+
+def rebinding_states(rank: int, ranks: int, folder: Path) -> None:
+    run = weft.prepare(untouched(), optimizer=Rebinding, plan=plan_for("fp64"))
+    own = part_of(batches()[0], run.data_rank, run.data_ranks)
+    for step in (1, 2):
+        run.train_batch(own)
+        run.step()
+        run.save(folder / f"step-{step}")
+    run.finish()
+    other = weft.prepare(untouched(), optimizer=Rebinding, plan=plan_for("fp64"))
+    other.load(folder / "step-2")
+    for now, then in zip(other.optimizer.state.values(), run.optimizer.state.values(), strict=True):
+        assert torch.equal(local_part(now["m"]), local_part(then["m"]))
+
+
+def test_states_that_are_bound_anew_are_saved(tmp_path: Path) -> None:
+    run_ranks(2, rebinding_states, tmp_path)
+
+
+def slow_second_moment(rank: int, ranks: int) -> str:
+    plan = plan_for("fp32")
+    plan = plan.model_copy(update={"precision": plan.precision.model_copy(update={"optimizer_state_dtype": "bf16"})})
+    with pytest.raises(PlanError) as error:
+        weft.prepare(untouched().float(), optimizer=lambda own: torch.optim.AdamW(own, lr=LR), plan=plan)
+    return str(error.value)
+
+
+def test_bf16_states_with_slow_decay_are_refused() -> None:
+    assert "the second moment would never decrease" in run_ranks(1, slow_second_moment)[0]
+
+
+def other_loss_scale(rank: int, ranks: int, folder: Path) -> tuple[float, float]:
+    """Loss scales after loading a checkpoint of a run without loss scale, and of a run whose scale has moved."""
+    found = []
+    for name, setting in (("none", "none"), ("dynamic", "dynamic")):
+        plan = plan_for("fp64")
+        change = {"precision": plan.precision.model_copy(update={"loss_scale": setting})}
+        run = prepared(plan.model_copy(update=change))
+        run.train_batch(part_of(batches()[0], run.data_rank, run.data_ranks))
+        run.step()
+        run.optimizer.loss_scale = replace(run.optimizer.loss_scale, value=8.0)
+        run.save(folder / name / "step-1")
+        run.finish()
+        change = {"precision": plan.precision.model_copy(update={"loss_scale": "dynamic"})}
+        other = prepared(plan.model_copy(update=change))
+        other.load(folder / name / "step-1")
+        found.append(other.optimizer.loss_scale.value)
+    return found[0], found[1]
+
+
+def test_the_plan_decides_about_the_kind_of_loss_scale(tmp_path: Path) -> None:
+    assert run_ranks(2, other_loss_scale, tmp_path)[0] == (2.0**16, 8.0)
 
 
 def fractional_items(rank: int, ranks: int) -> None:

@@ -58,7 +58,7 @@ def test_metrics_have_every_step(finished: Path) -> None:
     peak = rows[1].peak
     assert peak is not None
     assert {"parameters", "gradients", "optimizer", "activations: attention"} <= peak.keys()
-    assert "aten" in (rows[1].peak_maker or "")
+    assert "aten" in (rows[1].peak_operation or "")
     evaluations = read_evaluations(finished / "evaluations.jsonl")
     assert [evaluation.step for evaluation in evaluations] == [0, 4, 8, 12]
     assert evaluations[-1].held_out_loss < evaluations[0].held_out_loss

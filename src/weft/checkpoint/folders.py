@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.checkpoint.manifest import FOLDER_NAME, sync_folder
+from weft.errors import CheckpointError
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -25,6 +26,23 @@ def list_checkpoints(run: Path) -> list[Path]:
         [path for path in run.iterdir() if FOLDER_NAME.fullmatch(path.name) and path.is_dir()] if run.is_dir() else []
     )
     return sorted(folders, key=step_of, reverse=True)
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """Checkpoint of the last step of a run; not verified.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = list_checkpoints(run)
+    if not found:
+        raise CheckpointError(
+            "there is no complete checkpoint",
+            where=str(run),
+            rule="a checkpoint appears when all of its files are on the disk",
+            fix="resume from an earlier checkpoint",
+        )
+    return found[0]
 
 
 def step_of(folder: Path) -> int:

@@ -23,6 +23,7 @@ from weft.errors import CheckpointError
 from weft.job import Model
 from weft.memory.packed import unpack_tensor
 from weft.parallel.runtime import allocate, packed_parameters, runtime
+from weft.parallel.weights import to_local
 from weft.precision.dtypes import DTYPES
 
 EXPORTED = (
@@ -101,17 +102,45 @@ def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> 
     if problem:
         raise CheckpointError(problem)
     allocate(model, device)
-    full: dict[str, torch.Tensor] = {**dict(plain.named_buffers()), **plain.state_dict()} if plain else {}
-    table = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in full.items()]
+    scatter_weights(model, {**dict(plain.named_buffers()), **plain.state_dict()} if plain else {})
+
+
+def scatter_weights(model: PreTrainedModel, full: dict[str, torch.Tensor]) -> None:
+    """Copy full weights, in host memory of rank 0, into the shards of all ranks: the inverse of `gather_weights`. Collective.
+
+    Args:
+        model: parallelized model with allocated memory.
+        full: weights and buffers by name on rank 0, which are removed from it one by one; ignored on the other ranks.
+    """
+    leads = dist.get_rank() == 0
     own = {**dict(model.named_buffers()), **model.state_dict()}
+    device = to_local(next(model.parameters())).device
     packed = packed_parameters(model)
+    table = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in full.items()]
     for name, shape, dtype_name in broadcast_json(table):
         tensor = torch.empty(shape, dtype=_dtype(dtype_name), device=device)
-        if plain is not None:
+        if leads:
             tensor.copy_(full.pop(name))
         dist.broadcast(tensor, src=0)
         if name in own:
             _copy_shard(own[name], packed[name](tensor, True) if name in packed else tensor)
+
+
+def load_folder(model: Any, folder: Path) -> None:
+    """Load the weights of a Hugging Face folder into the shards of a parallelized model. Collective.
+
+    Raises:
+        CheckpointError: the folder does not have the weights of the model; the same on every rank.
+    """
+    plain, problem = None, ""
+    if dist.get_rank() == 0:
+        try:
+            plain = type(model).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+            problem = f"the weights cannot be read: {error}"
+    if problem := broadcast_json(problem):
+        raise CheckpointError(problem, where=str(folder), fix="name a folder that save_pretrained has written")
+    scatter_weights(model, dict(plain.state_dict()) if plain is not None else {})
 
 
 def _copy_shard(own: torch.Tensor, full: torch.Tensor) -> None:

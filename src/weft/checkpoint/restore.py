@@ -33,7 +33,7 @@ from weft.checkpoint.slices import (
     optimizer_slices,
     set_rng_states,
 )
-from weft.comm.objects import all_gather_json, broadcast_json
+from weft.comm.objects import all_gather_json, broadcast_json, run_together
 from weft.device.device import Device
 from weft.errors import CheckpointError
 from weft.optimizers.adafactor import Adafactor
@@ -143,19 +143,22 @@ def verify_together(folder: Path, key: bytes | None = None) -> Manifest:
     Raises:
         CheckpointError: raised on every rank if verification failed; the message names the first bad file.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    problem, manifest = None, None
-    try:
-        manifest = read_manifest(folder, key)
-        problem = verify_names(folder, manifest)
-        for name, file in list(manifest.files.items())[rank::world_size]:
-            problem = problem or verify_file(folder, name, file)
-    except CheckpointError as error:
-        problem = error.what
-    problems = [text for text in all_gather_json(problem) if text]
-    if problems or manifest is None:
-        raise verification_error(folder, problems[0])
-    return manifest
+
+    def verify() -> Manifest:
+        try:
+            manifest = read_manifest(folder, key)
+            problem = verify_names(folder, manifest)
+            for name, file in list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]:
+                problem = problem or verify_file(folder, name, file)
+        except OSError as error:  # of a file system that one host alone has lost, for example
+            problem = str(error)
+        except CheckpointError as error:
+            problem = error.what
+        if problem:
+            raise verification_error(folder, problem)
+        return manifest
+
+    return run_together(verify)
 
 
 def first_valid_checkpoint(
@@ -240,17 +243,47 @@ def restore(
     Raises:
         CheckpointError: the checkpoint lacks a tensor of the model, or has it in another shape or dtype.
     """
+    check_model(model, reader)
     allocate_state(model, optimizer, reader.manifest)
-    slices = model_slices(model) + optimizer_slices(model, optimizer.inner)
-    problem = None
-    try:
-        for tensor_slice in slices:
-            _check(tensor_slice, reader)
-    except CheckpointError as error:
-        problem = [error.what, error.where, error.rule, error.fix]
-    if found := next(filter(None, all_gather_json(problem)), None):  # a stage may lack what another has
-        what, where, rule, fix = found
-        raise CheckpointError(what, where=where, rule=rule, fix=fix)
+    _read_slices(model_slices(model) + optimizer_slices(model, optimizer.inner), reader, fetch)
+
+
+def check_model(model: nn.Module, reader: Reader) -> None:
+    """Refuse a checkpoint of another model, before anything of a training state is changed. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a weight of the model, has it in another shape or dtype, or has further weights;
+            the same on every rank.
+    """
+    slices = model_slices(model)
+    run_together(lambda: _check_all(slices, reader))
+    own = {item.name for item in slices}
+    saved = [name for name in reader.manifest.tensors if name.startswith("weights/")]
+    missing = [index for index, name in enumerate(saved) if name not in own]
+    further = set(missing).intersection(*all_gather_json(missing))  # a stage has the weights of its blocks only
+    if further:
+        raise CheckpointError(
+            f"the checkpoint has {len(further)} weights that the model does not have, such as "
+            f"{saved[min(further)].removeprefix('weights/')}",
+            where=str(reader.folder),
+            rule="a checkpoint is loaded into the model that wrote it, under any plan",
+            fix="compare model.config with the job in the manifest of the checkpoint",
+        )
+
+
+def restore_weights(model: nn.Module, reader: Reader) -> None:
+    """Load the weights of a checkpoint of any layout into a parallelized model, in place. Collective.
+
+    Raises:
+        CheckpointError: see `check_model`.
+    """
+    check_model(model, reader)
+    _read_slices(model_slices(model), reader, lambda files: None)
+
+
+def _read_slices(slices: list[TensorSlice], reader: Reader, fetch: Callable[[set[str]], None]) -> None:
+    """Read tensor slices of this rank from a checkpoint, in place; if a rank lacks one, all ranks raise the error."""
+    run_together(lambda: _check_all(slices, reader))  # a stage may lack what another has
     fetch(
         {
             name
@@ -327,6 +360,11 @@ def allocate_state(model: nn.Module, optimizer: DistributedOptimizer, manifest: 
                 device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
                 state[kind] = torch.zeros((), dtype=dtype, device=device)
         optimizer.placement.place(parameter)
+
+
+def _check_all(slices: list[TensorSlice], reader: Reader) -> None:
+    for tensor_slice in slices:
+        _check(tensor_slice, reader)
 
 
 def _check(tensor_slice: TensorSlice, reader: Reader) -> None:

@@ -106,7 +106,7 @@ def named_weights(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Parameter]
 
 
 def rng_states(device: Device, rank: int) -> dict[str, Tensor]:
-    """States of all random number generators of this rank, by name in the checkpoint."""
+    """States of the random number generators of torch and of the module random of this rank, by name in the checkpoint."""
     version, values, _ = random.getstate()
     states = {"cpu": torch.get_rng_state(), "python": torch.tensor([version, *values])}
     if device.type != "cpu":

@@ -54,6 +54,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.objects import broadcast_json
 from weft.device.device import Device
 from weft.job import Job
+from weft.memory.storages import local_part
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.runtime import runtime
@@ -61,7 +62,7 @@ from weft.topology.mesh import AXES
 
 POLL_SECONDS = 0.02
 LOWEST_PRIORITY = 19
-CHANGED_BY_BACKWARD = ("buffers/", "feedback/")  # tensors that forward or backward may change, before the next update
+CHANGED_BEFORE_UPDATE = ("buffers/", "feedback/")  # tensors that forward or backward may change, before the next update
 COMMIT_TIMEOUT_SECONDS = 1800  # maximum wait of rank 0 for the slowest writer
 
 
@@ -120,9 +121,11 @@ class Snapshots:
         self.writing: threading.Thread | None = None
         self.slices: list[TensorSlice] = []
         """Slices that this rank writes."""
-        self.num_state_tensors = 0
-        """Number of optimizer state and feedback tensors when `slices` was computed; they are created lazily."""
+        self.state_tensors: list[torch.Tensor] = []
+        """Optimizer state and feedback tensors of `slices`; they are created lazily, and an optimizer may bind new ones."""
         self.shard: ShardBuffer | None = None
+        self.slots: list[SlotSpec] = []
+        """Content of the shard buffer."""
         self.targets: list[Tensor] = []
         """Views of the shard buffer, one for each of `slices`."""
         self.parts = ""
@@ -184,20 +187,29 @@ class Snapshots:
             begin_folder(target.folder, step)
 
     def _agree(self, attempt: Callable[[], None]) -> bool:
-        """Run `attempt` on all ranks; True if it succeeded on all. Rebuilds the file layouts if a rank's tensors changed."""
+        """Run `attempt` on all ranks; True if it succeeded on all. Rebuilds the file layouts if a rank's tensors changed.
+
+        An optimizer may bind new tensors as its states in each update.
+        """
         problem = ""
         try:
             attempt()
         except OSError as error:
             problem = str(error)
-        count = sum(map(len, self.optimizer.state.values())) + len(feedback_slices(self.model, self.rank))
-        changed_here = self.shard is None or count != self.num_state_tensors
+        tensors = [local_part(value) for state in self.optimizer.state.values() for value in state.values()]
+        tensors += [item.tensor for item in feedback_slices(self.model, self.rank)]
+        known = self.state_tensors
+        changed_here = (
+            self.shard is None
+            or len(tensors) != len(known)
+            or any(now is not before for now, before in zip(tensors, known, strict=True))
+        )
         flags = torch.tensor([bool(problem), changed_here], device=self.torch_device, dtype=torch.int32)
         failed, changed = all_reduce(flags, self.mesh, AXES).tolist()
         if failed:
             self.messages.put(f"no checkpoint: {problem or 'it failed on another rank'}; training continues")
         elif changed:
-            self.num_state_tensors = count
+            self.state_tensors = tensors
             self._lay_out()
         return not failed
 
@@ -210,7 +222,8 @@ class Snapshots:
         slots = [SlotSpec(_key(item), tuple(item.tensor.shape), item.tensor.dtype) for item in self.slices]
         states = rng_states(self.device, self.rank)
         slots += [SlotSpec(name, tuple(state.shape), state.dtype) for name, state in states.items()]
-        self.shard = ShardBuffer(slots, pinned=self.device.type != "cpu")
+        if self.shard is None or slots != self.slots:
+            self.shard, self.slots = ShardBuffer(slots, pinned=self.device.type != "cpu"), slots
         self.targets = [self.shard.tensors[_key(tensor_slice)] for tensor_slice in self.slices]
         self.parts = self._describe(self.shard)
 
@@ -225,14 +238,14 @@ class Snapshots:
         self._finish_transfers()
         side = self.device.stream()
         for tensor_slice, target in zip(self.slices, self.targets, strict=True):
-            if tensor_slice.name.startswith(CHANGED_BY_BACKWARD):
+            if tensor_slice.name.startswith(CHANGED_BEFORE_UPDATE):
                 target.copy_(tensor_slice.tensor, non_blocking=True)
         for name, state in rng_states(self.device, self.rank).items():
             self.shard.tensors[name].copy_(state)
         side.wait_stream(self.device.current_stream())
         with side:
             for tensor_slice, target in zip(self.slices, self.targets, strict=True):
-                if not tensor_slice.name.startswith(CHANGED_BY_BACKWARD):
+                if not tensor_slice.name.startswith(CHANGED_BEFORE_UPDATE):
                     target.copy_(tensor_slice.tensor, non_blocking=True)
             self.copied = side.record_event()
         return self.shard

@@ -8,13 +8,17 @@ The text is sent in CPU tensors. On accelerators the group therefore needs gloo 
 """
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft import errors
 from weft.comm.collectives import gather_dim
+
+Result = TypeVar("Result")
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -55,6 +59,38 @@ def broadcast_json(value: Any, src: int = 0, group: dist.ProcessGroup | None = N
         text = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     dist.broadcast(text, group=group, group_src=src)
     return _decode(text)
+
+
+def run_together(attempt: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Run a function without collectives on every rank; if it fails on any rank, raise an error on all ranks. Collective.
+
+    Args:
+        attempt: function of this rank.
+        group: group of ranks; None for all ranks.
+
+    Raises:
+        WeftError: the error of the first rank that failed, with its class and text; an exception of another type is named.
+        Exception: the exception of this rank, if its own attempt failed first.
+    """
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = attempt()
+    except Exception as error:  # of any type: the other ranks must not wait for this rank
+        failure = error
+    problem: list[str | None] | None = None
+    if isinstance(failure, errors.WeftError):
+        problem = [type(failure).__name__, failure.what, failure.where, failure.rule, failure.fix]
+    elif failure is not None:
+        problem = ["WeftError", f"{type(failure).__name__}: {failure}", None, None, None]
+    found = all_gather_json(problem, group)
+    first = next((rank for rank, text in enumerate(found) if text), None)
+    if first is None:
+        return result
+    if failure is not None and first == _group(group).rank():
+        raise failure
+    kind, what, where, rule, fix = found[first]
+    raise getattr(errors, kind)(what, where=where or f"rank {first}", rule=rule, fix=fix)
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

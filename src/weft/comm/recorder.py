@@ -1,4 +1,4 @@
-"""Recorder of collectives: operation, mesh axis, bytes and call site of every message of a rank."""
+"""Recorder of collectives: operation, mesh axis, bytes and call site of each collective of a rank."""
 
 import os
 import sys
@@ -14,14 +14,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from weft.backends.shared_memory import SharedMemoryGroup
 
-# Stack frames that are not the call site of a collective: installed packages, and modules that forward collectives.
-SKIPPED_FRAMES = (
-    os.path.dirname(os.path.dirname(torch.__file__)),
-    os.path.dirname(__file__),
-    *(os.path.join("weft", folder) for folder in ("backends", "device", "launch", "memory", "topology")),
-    os.path.join("dryrun", "modes.py"),
-    "contextlib.py",
+# Stack frames that are not the call site of a collective: modules of Weft that forward collectives, and installed packages,
+# of which Weft may be one.
+WEFT = os.path.dirname(os.path.dirname(__file__))
+FORWARDING = tuple(
+    os.path.join(WEFT, *path)
+    for path in (
+        ["comm"],
+        ["backends"],
+        ["device"],
+        ["launch"],
+        ["memory"],
+        ["topology"],
+        ["planner", "dryrun", "modes.py"],
+    )
 )
+PACKAGES = os.path.dirname(os.path.dirname(torch.__file__))
 
 # Bytes that one of n ranks sends under a ring algorithm (Patarasuk and Yuan, 2009), given the bytes of the full tensor; for
 # all_to_all and send, given the bytes that leave the rank.
@@ -57,14 +65,14 @@ class Message(NamedTuple):
     site: str
     """Call site file.py:line: the nearest caller outside of installed packages and of modules that forward collectives."""
     link: str = ""
-    """"host" and "between" for the steps of a hierarchical collective; else empty."""
+    """"host": step of a hierarchical collective inside a host; "between": step between hosts; "": flat collective."""
 
 
 class Recorder(TorchDispatchMode):
     """Context manager that records the collectives of this rank in `messages`, in the order of issue.
 
-    Collectives of groups with one rank send nothing and are not recorded, nor are the functional collectives with which DTensor
-    changes placements.
+    Recorded are the operators in `NAMES`. Collectives of groups with one rank send nothing and are not recorded, nor are
+    coalesced collectives, and the functional collectives with which DTensor changes placements.
     """
 
     def __init__(self) -> None:
@@ -161,11 +169,18 @@ def find_tensors(args: Any) -> list[torch.Tensor]:
 
 
 def call_site() -> str:
-    """Nearest caller outside of `SKIPPED_FRAMES`, as file.py:line."""
+    """Nearest caller that is neither in a module of `FORWARDING` nor in an installed package, as file.py:line."""
     frame = sys._getframe(1)
-    while frame.f_back and any(part in frame.f_code.co_filename for part in SKIPPED_FRAMES):
+    while frame.f_back and is_skipped(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def is_skipped(file: str, weft: str = WEFT, packages: str = PACKAGES) -> bool:
+    """True if a file is no call site: it forwards collectives, or belongs to another package."""
+    if file.startswith(weft):
+        return file.replace(weft, WEFT, 1).startswith(FORWARDING)
+    return file.startswith(packages) or file.endswith("contextlib.py")
 
 
 def find_group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:

@@ -79,7 +79,7 @@ class WatchedAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SECONDS_TO_END) -> None:
-        """Let the running ranks finish their step; a second signal kills them."""
+        """Let the running ranks finish their step; a second signal kills them. `timeout`, of the base class, is not used."""
         context: Any = self._pcontext
         if context is None:
             return
@@ -103,7 +103,9 @@ class WatchedAgent(LocalElasticAgent):
     def _wait_for_end(self, processes: Mapping[int, Any], second_signals: list[int]) -> None:
         """Wait until the ranks have ended, their time is over, or a second signal arrives."""
         end = time.monotonic() + SECONDS_TO_END
-        while any(process.poll() is None for process in processes.values()):
+        while None in [
+            process.poll() for process in processes.values()
+        ]:  # polls all, so that each return code is known
             now, failed = time.monotonic(), any(process.returncode for process in processes.values())
             if second_signals:
                 return log("stopping now")

@@ -248,7 +248,7 @@ def _resource_plots(run: RunRecord) -> str:
     watched = next((row for row in rows if row.peak), None)
     if watched is not None and watched.peak:
         figure = figures.memory_figure({"measured": watched.peak})
-        words = f"Step {watched.step} on rank 0 at its memory peak, reached by {watched.peak_maker}."
+        words = f"Step {watched.step} on rank 0 at its memory peak, reached by {watched.peak_operation}."
         plots.append(page.plot("plot-peak", figure, "Peak memory of a step", words + _pools(rows[-1]), wide=True))
     return page.group("plots", plots)
 

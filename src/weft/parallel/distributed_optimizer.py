@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.device.device import Device
+from weft.errors import PlanError
+from weft.job import BF16_STEP
 from weft.memory.chunked_step import chunked_step
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.optimizer_state import StatePlacement
@@ -43,6 +45,8 @@ class DistributedOptimizer:
         """
         self.inner, self.model, self.runtime = inner, model, runtime(model)
         plan, mesh = self.runtime.plan, self.runtime.mesh
+        if plan.precision.optimizer_state_dtype == "bf16":
+            _check_bf16_states(inner)
         self.placement = StatePlacement(inner, plan, device, mesh.get_local_rank("pp"), pool)
         self.loss_scale = LossScale.from_plan(plan.precision.loss_scale)
         """Loss scale of the next step."""
@@ -117,3 +121,17 @@ class DistributedOptimizer:
             buckets=[bucket.flat for bucket in reducer.buckets] if reducer else (),
             feedback=feedback.all_tensors() if feedback else (),
         )
+
+
+def _check_bf16_states(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose second moment would never decrease in bfloat16, however it was made."""
+    for group in optimizer.param_groups:
+        slowest = (group.get("betas") or (0.0, 0.0))[-1]
+        if 1 - slowest < BF16_STEP:
+            raise PlanError(
+                f"betas[1] = {slowest} of {type(optimizer).__name__} with plan.precision.optimizer_state_dtype = bf16",
+                where="plan.precision.optimizer_state_dtype",
+                rule="the second moment changes by a fraction 1 - betas[1] per step, and bfloat16 may round away changes "
+                f"below {BF16_STEP:.4f}: the second moment would never decrease",
+                fix='set betas[1] to 0.99 at most, or plan.precision.optimizer_state_dtype to "int8"',
+            )

@@ -22,6 +22,8 @@ from weft.errors import ModelError
 from weft.parallel.context_grid import own_positions
 from weft.topology.mesh import CONTEXT_AXES, ranks_along
 
+STEPS_PER_SEED = 2**24  # more than the steps of a job, so that each pair of seed and step has its own dropout seed
+
 
 @dataclass
 class DropoutContext:
@@ -42,7 +44,8 @@ class DropoutContext:
     def layer_seed(self, layer_id: int) -> int:
         """Seed of one dropout module in this step."""
         seed = self.forwards if self.seed is None else self.seed
-        return int(mix(torch.tensor((seed * 0x9E3779B1 + layer_id) % 2**32)))
+        low, high = seed % 2**32, seed // 2**32
+        return int(mix(torch.tensor((low * 0x9E3779B1 + high * 0x85EBCA6B + layer_id) % 2**32)))
 
     def attention_arguments(self, name: str, heads: int) -> dict[str, Any]:
         """Arguments of `weft.parallel.context.attend` for the dropout of an attention module.

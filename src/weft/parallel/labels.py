@@ -44,7 +44,9 @@ def count_targets(labels: Tensor | Iterable[Tensor], mesh: DeviceMesh) -> Tensor
     return all_reduce(torch.stack([(batch[:, 1:] != IGNORED).sum() for batch in batches]).sum(), mesh, DATA_AXES)
 
 
-def average_loss_over_targets(model: Any, mesh: DeviceMesh, multiple: int | None) -> None:
+def average_loss_over_targets(
+    model: Any, mesh: DeviceMesh, multiple: int | None, library_num_items: bool = False
+) -> None:
     """Replace the loss of `model(..., labels=...)` by the mean over the targets of all data ranks, in place.
 
     The value is the same on every rank, and the gradients averaged over the data ranks are the gradients of this mean. Without
@@ -55,20 +57,21 @@ def average_loss_over_targets(model: Any, mesh: DeviceMesh, multiple: int | None
         mesh: device mesh with the axes of `weft.topology.mesh`.
         multiple: length to whose multiples rows are padded if tp or cp ranks split them; None if each rank has the logits of
             full rows and of the full vocabulary.
+        library_num_items: see `weft.parallelize`.
     """
     has_data_ranks = ranks_along(mesh, *DATA_AXES) > 1
     loss_function_calls: list[bool] = []
-    if multiple is not None:
-        model.loss_function = partial(_mean_loss, mesh, loss_function_calls, partial(_local_sum, model, mesh, multiple))
-    elif has_data_ranks and model.loss_function is ForCausalLMLoss:
-        model.loss_function = partial(_mean_loss, mesh, loss_function_calls, _row_sum)
+    own_sum = _row_sum if multiple is None else partial(_local_sum, model, mesh, multiple)
+    if multiple is not None or (has_data_ranks and model.loss_function is ForCausalLMLoss):
+        model.loss_function = partial(_mean_loss, mesh, loss_function_calls, own_sum, library_num_items)
     if not has_data_ranks:
         return
 
     def check(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         bypassed = not loss_function_calls and getattr(output, "loss", None) is not None
         loss_function_calls.clear()
-        if bypassed and torch.is_grad_enabled():
+        weighted = library_num_items and kwargs.get("num_items_in_batch") is not None
+        if bypassed and torch.is_grad_enabled() and not weighted:
             labels = inspect.signature(model.forward).bind(*args, **kwargs).arguments["labels"]
             _check_even(labels, mesh, type(model).__name__)
 
@@ -79,6 +82,7 @@ def _mean_loss(
     mesh: DeviceMesh,
     loss_function_calls: list[bool],
     sum_and_count: SumAndCount,
+    library_num_items: bool,
     logits: Tensor,
     labels: Tensor,
     *args: Any,
@@ -88,12 +92,13 @@ def _mean_loss(
     """Loss function of a parallelized model: loss sum over ranks / number of targets over ranks (or `num_items_in_batch`)."""
     loss_function_calls.append(True)
     own, count = sum_and_count(logits, labels, *args, **kwargs)
-    axes = (*DATA_AXES, *CONTEXT_AXES) if torch.is_grad_enabled() else CONTEXT_AXES
     given = num_items_in_batch is not None
+    over_data_ranks = torch.is_grad_enabled() and not (given and library_num_items)
+    axes = (*DATA_AXES, *CONTEXT_AXES) if over_data_ranks else CONTEXT_AXES
     items = torch.as_tensor(num_items_in_batch if given else 0, device=own.device).double()
     sums = all_reduce(torch.stack([own.detach().double(), count.double(), items, items.square()]), mesh, axes)
     ranks = ranks_along(mesh, *axes)
-    if given and torch.is_grad_enabled() and ranks_along(mesh, *DATA_AXES) > 1:
+    if given and over_data_ranks and ranks_along(mesh, *DATA_AXES) > 1:
         _check_items(sums.tolist(), ranks)
     total = items if given else sums[1].clamp(min=1)
     # Gradients are averaged over the ranks, so that the local sum is multiplied by the number of ranks.

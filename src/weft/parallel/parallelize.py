@@ -48,7 +48,7 @@ from weft.precision.roles import compute_in_float32
 from weft.topology.mesh import build_expert_mesh, check_mesh, ranks_along
 
 
-def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
+def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: bool = False) -> PreTrainedModel:
     """Parallelize an unmodified Transformers model over the ranks of a mesh according to a plan, in place.
 
     The model keeps its class, its forward and its parameter names. Its parameters are sharded, so create the optimizer from
@@ -60,6 +60,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
         model: causal language model with the same weights on all ranks, or on the meta device (see `weft.materialize`).
         plan: parallelism, precision and memory options.
         mesh: device mesh from `weft.build_mesh(plan, ...)`.
+        library_num_items: True: a loss with `num_items_in_batch` is the loss sum of this data rank alone, divided by it, as in
+            Transformers, whose Trainer multiplies it by the number of data ranks. False: it is the sum over all data ranks.
 
     Returns:
         The same model; `weft.runtime(model)` holds the state of the techniques that were applied.
@@ -92,7 +94,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh) -> PreTrainedModel:
     runtime.takes_full_rows = p.tp > 1 or replaces_attention
     if runtime.takes_full_rows:
         shard_inputs(model, full_anatomy, plan, mesh)
-    average_loss_over_targets(model, mesh, row_multiple(full_anatomy, plan) if runtime.takes_full_rows else None)
+    multiple = row_multiple(full_anatomy, plan) if runtime.takes_full_rows else None
+    average_loss_over_targets(model, mesh, multiple, library_num_items)
     if queue is not None:
         defer_weight_gradients(model, anatomy, queue, runtime.tensor_split.copied | runtime.tensor_split.chunked)
     compute_in_float32(model, full_anatomy, plan.precision.fp32_modules)

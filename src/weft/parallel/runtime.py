@@ -42,7 +42,7 @@ class Runtime:
     """Anatomy of the full model; in a pipeline a rank has the blocks of its stages only."""
     router_stats: RouterStats
     takes_full_rows: bool = False
-    """True if the model computes masks from full rows itself, because tp or cp splits the rows inside of its forward."""
+    """True if callers pass full rows, which hooks of the model shard for tp or cp, and for which they build masks."""
     tensor_split: TensorSplit = field(default_factory=TensorSplit)
     """Changes by tensor parallelism; empty without it."""
     dropout: DropoutContext | None = None

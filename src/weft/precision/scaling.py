@@ -27,6 +27,10 @@ class LossScale:
             return cls(INITIAL_SCALE, dynamic=True)
         return cls() if setting == "none" else cls(float(setting))
 
+    def resumed(self, saved: "LossScale") -> "LossScale":
+        """This initial scale, continued from the scale of a checkpoint: only a dynamic scale has moved since its start."""
+        return saved if self.dynamic and saved.dynamic else self
+
     def after(self, finite: bool) -> "LossScale":
         """Scale of the next step.
 

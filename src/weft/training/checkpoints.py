@@ -35,7 +35,7 @@ SAME_BATCHES = (
     "data.held_out",
 )
 """Keys that determine the rows of each global batch."""
-SAME_UPDATE = ("optimizer", "model.config", "plan.techniques")
+SAME_UPDATE = ("optimizer", "model.config", "train.loss", "plan.techniques")
 """Keys and tables that determine updates, besides train.steps, which matters if past learning rates depend on it."""
 ANY_STEP = 2**62
 MAX_COMPARED_RATES = 10_000

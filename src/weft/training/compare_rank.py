@@ -24,13 +24,13 @@ from weft.data import MicroBatch, Prepared
 from weft.job import Job
 from weft.launch.rank_entry import rank_main
 from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.pipeline.runtime import running_stage
 from weft.parallel.runtime import reorder_packed, runtime, set_dropout_seed
 from weft.parallel.sequence_sharding import shard_sequence
 from weft.parallel.weights import part_bounds
 from weft.topology.mesh import AXES, data_rank, ranks_along
 from weft.training.compare_records import KINDS, RecordedStep, RecordedTensor, Side, TensorKind, tensor_file
-from weft.training.loop import STEPS_PER_SEED
 from weft.training.optimizer import learning_rate, set_learning_rate
 from weft.training.session import Session, open_session, train_batches
 from weft.training.step import StepResult, train_step

@@ -22,9 +22,10 @@ from weft.comm.recorder import Message, Recorder
 from weft.comm.stopwatch import CollectiveClock
 from weft.data import MicroBatch
 from weft.errors import CheckpointError, NumericError
-from weft.job import states_of
+from weft.job import Job, states_of
 from weft.launch.heartbeat import Heartbeat
 from weft.memory.live_bytes import LiveBytes
+from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import count_local_parameters, model_state_bytes
 from weft.parallel.runtime import runtime, set_dropout_seed
 from weft.precision.dtypes import DTYPES
@@ -41,8 +42,6 @@ from weft.training.state_bytes import measure_model_state
 from weft.training.step import StepResult, evaluate, train_step
 
 Observer = MetricsWriter | TerminalProgress | Callback
-
-STEPS_PER_SEED = 2**24  # more than the steps of a job, so that no two pairs of seed and step share a dropout seed
 
 
 def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
@@ -68,6 +67,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
     batches, blocked, stop, has_tracked_memory = train_batches(session, position), 0.0, 0.0, False
     consecutive_skips, interrupted = 0, False
     messages: list[list[Message]] = []
+    sent: list[Message] = []
     with _observers(session, out, console) as observers:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, heartbeat)
@@ -81,21 +81,26 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
             set_dropout_seed(session.model, job.train.seed * STEPS_PER_SEED + step)
             peak: PeakMemory | None = None
             with CollectiveClock() as clock:
-                if messages and not has_tracked_memory:  # second step: the first with allocated optimizer state
+                if (
+                    messages and optimizer.state and not has_tracked_memory
+                ):  # the first step with allocated optimizer state
                     result, peak = _step_with_memory_tracking(session, micro_batches, recovery)
                     has_tracked_memory = True
                 elif messages:
                     result = _step(session, micro_batches, recovery)
-                else:  # check and count messages in the first step only: all steps send the same messages
+                else:  # later steps send the same messages, until 1-bit Adam compresses them
                     with Recorder() as recorder, DesyncCheck("first step"):
                         result = _step(session, micro_batches, recovery)
-                    messages.append(recorder.messages)
+                    sent = recorder.messages
+                    messages = [] if result.problem else [sent]  # a skipped step may run its backward twice
                     check_states(optimizer.inner)  # now, not at the first checkpoint
+                if step == _last_uncompressed_step(job):
+                    messages = []
             load = routers.take_load()
             values = session.device.peak_memory_bytes(), signals.first, load or 0.0
             peak_memory, stop, largest_load = _agree_on_largest(session, *values)
             imbalance = None if load is None else largest_load
-            seconds, comm = time.perf_counter() - start, communication_metrics(messages[0], clock)
+            seconds, comm = time.perf_counter() - start, communication_metrics(sent, clock)
             for observer in observers:
                 observer.step(
                     to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalance, blocked, peak)
@@ -104,8 +109,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
                 log(f"step {step} skipped, weights unchanged: {result.problem}")
             consecutive_skips = consecutive_skips + 1 if result.problem else 0
             if consecutive_skips == job.guard.max_skipped:
-                checkpoints.save_last(_next_position(position, result))
-                raise _too_many_skips(consecutive_skips, step, result)
+                unsaved = checkpoints.save_last(_next_position(position, result))
+                raise _too_many_skips(consecutive_skips, step, result, unsaved)
             last = step == job.train.steps or stop > 0
             interrupted = stop > 0 and step < job.train.steps
             target = checkpoints.due(step, last, interrupted)
@@ -150,6 +155,11 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
             observer.end(out)
 
 
+def _last_uncompressed_step(job: Job) -> int | None:
+    """Last step before 1-bit Adam compresses its messages; None with other optimizers."""
+    return job.optimizer.freeze_steps if job.optimizer.name == "onebit-adam" else None
+
+
 def _report_checkpoints(checkpoints: Checkpoints, observers: list[Observer]) -> None:
     """Tell the callbacks of the job about checkpoints that are complete on the disk."""
     folders = checkpoints.snapshots.take_committed()
@@ -158,13 +168,13 @@ def _report_checkpoints(checkpoints: Checkpoints, observers: list[Observer]) -> 
             callback.checkpoint(folder)
 
 
-def _too_many_skips(count: int, step: int, result: StepResult) -> NumericError:
+def _too_many_skips(count: int, step: int, result: StepResult, unsaved: str) -> NumericError:
     return NumericError(
         f"the updates of {count} consecutive steps were skipped, the last at step {step}: {result.problem}",
         where=f"guard.max_skipped = {count}",
         rule="the update of a step with non-finite loss or gradients, or with a loss spike, is skipped",
         fix="check the data and the named module; a smaller optimizer.lr or plan.precision.param_dtype fp32 may help; "
-        "the state is saved, and --resume auto continues from it",
+        + (unsaved or "the state is saved, and --resume auto continues from it"),
     )
 
 
@@ -303,7 +313,7 @@ def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
             expert_imbalance=imbalance,
             checkpoint_seconds=blocked,
             peak=peak.bytes_by_kind if peak else None,
-            peak_maker=peak.operation if peak else None,
+            peak_operation=peak.operation if peak else None,
             pools={name: pool.counters() for name, pool in session.optimizer.pools().items()} or None,
         )
 

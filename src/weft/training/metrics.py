@@ -69,7 +69,7 @@ class StepMetrics:
     peak: dict[str, int] | None = None
     """Bytes at peak memory on rank 0, by kind; activations by the part of the model that computed them. Only in the second step
     of a process, which tracks memory."""
-    peak_maker: str | None = None
+    peak_operation: str | None = None
     """Operation at peak memory, its results, and its part of the model."""
     pools: dict[str, dict[str, int]] | None = None
     """Counters of the memory pools for offloaded activations and optimizer state on rank 0, in bytes: requested, reused, live,

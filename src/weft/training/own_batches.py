@@ -5,15 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm.collectives import all_reduce
-from weft.comm.objects import all_gather_json
+from weft.comm.objects import all_gather_json, run_together
 from weft.data import IGNORED, MicroBatch
 from weft.errors import ModelError
 from weft.parallel.runtime import Runtime
 from weft.parallel.sequence_sharding import pad_rows, row_multiple
-from weft.topology.mesh import AXES
 
 
 def split_batches(
@@ -31,22 +28,16 @@ def split_batches(
         ModelError: the rows cannot be divided, the mask hides more than padding at the ends of rows, or ranks have different
             numbers of micro-batches, or none; the same on every rank.
     """
-    own: list[MicroBatch] = []
-    problem: list[str | None] | None = None
-    try:
-        for batch in batches:
-            own += _split(batch, size, runtime, method)
-    except ModelError as error:
-        problem = [error.what, error.where, error.rule, error.fix]
-    found = all_gather_json(problem or len(own))
-    if problem := next((value for value in found if isinstance(value, list)), None):
-        what, where, rule, fix = problem
-        raise ModelError(what or "", where=where, rule=rule, fix=fix)
-    if len(set(found)) > 1 or not own:
+    own = run_together(lambda: [part for batch in batches for part in _split(batch, size, runtime, method)])
+    rows = all_gather_json([len(own), sum(len(part.input_ids) for part in own)])
+    counts, what = [count for count, _ in rows], "micro-batches"
+    if len(set(counts)) == 1:
+        counts, what = [count for _, count in rows], "rows"
+    if len(set(counts)) > 1 or not own:
         raise ModelError(
-            f"between {min(found)} and {max(found)} micro-batches on the ranks",
+            f"between {min(counts)} and {max(counts)} {what} on the ranks",
             where=f"weft.Run.{method}",
-            rule="all ranks run the same number of micro-batches, at least one",
+            rule="all ranks run the same number of micro-batches, at least one, of the same number of rows",
             fix="give each data rank the same number of rows; fill up with rows whose labels are -100",
         )
     return own
@@ -66,6 +57,13 @@ class OnDevice(Sequence[MicroBatch]):
 
 
 def _split(batch: Mapping[str, Tensor], size: int, runtime: Runtime, method: str) -> list[MicroBatch]:
+    if "input_ids" not in batch or size < 1:
+        raise ModelError(
+            f"micro-batches of {size} rows" if size < 1 else f"a batch of {', '.join(batch) or 'nothing'}",
+            where=f"weft.Run.{method}",
+            rule="a batch has input_ids [rows, tokens], and a micro-batch has at least one row",
+            fix="pass a dictionary with input_ids, and a positive micro_batch_size",
+        )
     rows = batch["input_ids"]
     labels = batch.get("labels", rows).to(rows.device)
     if len(rows) % size:
@@ -96,21 +94,3 @@ def _split(batch: Mapping[str, Tensor], size: int, runtime: Runtime, method: str
     tensors = [pad_rows(tensor, multiple, value) for tensor, value in padding]
     parts = zip(*(tensor.contiguous().split(size) for tensor in tensors), strict=True)
     return [MicroBatch(*part) for part in parts]
-
-
-def check_items(items: float, mesh: DeviceMesh, device: torch.device) -> None:
-    """Refuse `items` of `weft.Run.backward` that are not positive, or differ between ranks. Collective."""
-    largest = torch.tensor([items, -items], dtype=torch.float64, device=device)
-    high, low = all_reduce(largest, mesh, AXES, "max").tolist()
-    if high != -low or low >= 0:
-        raise ModelError(
-            f"items is between {-low:g} and {high:g} on the ranks",
-            where="weft.Run.backward",
-            rule="items is a positive number, summed over the data ranks, so that it is the same on every rank",
-            fix="add it up over the ranks before, for example with weft.count_targets(labels, run.mesh)",
-        )
-
-
-def divisor(items: Tensor) -> Tensor:
-    """Number of items to divide by: 1 if there are none."""
-    return torch.where(items == 0, 1, items)

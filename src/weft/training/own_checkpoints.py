@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from weft.checkpoint.folders import folder_of
 from weft.checkpoint.huggingface import export_model
+from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Position
 from weft.checkpoint.parameter_groups import check_kind, restore_settings
-from weft.checkpoint.restore import Reader, restore_training, verify_together
+from weft.checkpoint.restore import Reader, check_model, restore_training, restore_weights, verify_together
 from weft.checkpoint.snapshot import Snapshots, Target
 from weft.comm.objects import all_gather_json, broadcast_json
 from weft.device.device import Device
@@ -24,6 +25,7 @@ from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.runtime import runtime
 from weft.precision.dtypes import DTYPES
+from weft.precision.scaling import LossScale
 
 EXPORT_MARK = ".weft-export"
 """Empty file in an export of a custom loop: a later export may replace the folder."""
@@ -91,27 +93,37 @@ class OwnCheckpoints:
         if failed := broadcast_json(failed):
             raise CheckpointError(failed[-1], where="weft.Run.save", fix="mend the cause, and save again")
 
-    def load(self, folder: Path) -> Position:
+    def load(self, folder: Path, key_file: str | Path | None = None) -> Position:
         """Load a checkpoint."""
         self.finish()
         dist.barrier()
         if (step := STEP_FOLDER.fullmatch(folder.name)) and not folder.exists():
             folder = folder.with_name(f"step-{int(step[1]):08d}")
-        manifest = verify_together(folder)
+        manifest = verify_together(folder, read_key(str(key_file)) if key_file else None)
         position = manifest.position
         check_kind(self.optimizer.inner, position.parameter_groups, folder)
         free_gathered_weights(self.model)
         self.optimizer.finish_offload()
-        self.optimizer.state.clear()
         with Reader(folder, manifest) as reader:
+            check_model(self.model, reader)  # before the states are lost
+            self.optimizer.state.clear()
             message = restore_training(self.model, self.optimizer, self.device, reader)
         if message and dist.get_rank() == 0:
             warnings.warn(message, stacklevel=3)
         if self.snapshots is not None:
             self.snapshots.reset()
         restore_settings(self.model, self.optimizer.inner, position.parameter_groups)
-        self.optimizer.loss_scale = position.loss_scale
+        initial = LossScale.from_plan(runtime(self.model).plan.precision.loss_scale)
+        self.optimizer.loss_scale = initial.resumed(position.loss_scale)
         return position
+
+    def load_weights(self, folder: Path) -> None:
+        """Load the weights of a checkpoint, and leave the optimizer as it is."""
+        self.finish()
+        manifest = verify_together(folder)
+        free_gathered_weights(self.model)
+        with Reader(folder, manifest) as reader:
+            restore_weights(self.model, reader)
 
 
 def _json_problem(extra: dict[str, Any] | None) -> str:
@@ -144,7 +156,12 @@ def export(model: PreTrainedModel, folder: str | Path, tokenizer: str | Path | N
             fix="choose another folder",
         )
     if problem := export_model(model, folder, tokenizer, DTYPES[runtime(model).plan.precision.update]):
-        raise CheckpointError(f"the weights cannot be written: {problem}", where=str(folder))
+        raise CheckpointError(
+            f"the weights cannot be written: {problem}",
+            where=str(folder),
+            rule="rank 0 writes the folder beside its final name, and renames it when it is complete",
+            fix="choose a folder on a disk with free space, which rank 0 may write",
+        )
     if dist.get_rank() == 0:
         (folder / EXPORT_MARK).touch()
 

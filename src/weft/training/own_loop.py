@@ -25,16 +25,18 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from weft.comm.collectives import all_reduce
+from weft.comm.objects import broadcast_json
 from weft.device.device import Device
 from weft.errors import ModelError, PlanError
 from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
-from weft.parallel.labels import count_targets
 from weft.parallel.logits import gather_logits
 from weft.parallel.runtime import Runtime, runtime, set_dropout_seed
 from weft.topology.mesh import AXES, data_rank
-from weft.training.own_batches import OnDevice, check_items, divisor, split_batches
+from weft.training.own_batches import OnDevice, split_batches
 from weft.training.own_checkpoints import OwnCheckpoints, export
+from weft.training.own_weights import ForwardRecord, divisor, record_forward, unknown_weight, weigh
 from weft.training.step import compute_gradients, evaluate
 
 
@@ -60,8 +62,8 @@ class Run:
         self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
         self.steps = 0
         """Calls of `step` so far."""
-        self._counted: Tensor | None = None
-        """Number of targets of the last forward over all data ranks; None if not counted."""
+        self._seed = broadcast_json(torch.initial_seed() % 2**31)  # of dropout: that of torch.manual_seed on rank 0
+        self._forward: ForwardRecord | None = None
         self._loss = math.nan
         self._checkpoints = OwnCheckpoints(model, optimizer, device, torch_device)
         self._begin()
@@ -70,17 +72,16 @@ class Run:
     def _begin(self) -> None:
         """Forget the micro-batches of a step."""
         self._items: list[Tensor] = []
-        """Number of targets of each micro-batch of this step over all data ranks."""
         self._losses: list[Tensor] = []
         self._norm: float | None = None
         self._clip = 1.0
-        self._inside = False
-        """True in `accumulate`."""
+        self._inside = False  # True in `accumulate`
+        self._is_counted = False
+        """True if the weight of the last micro-batch is its number of targets or items."""
         self._has_loss = False
         """True after `backward` in this `accumulate`."""
         self._is_last = True
         self._is_complete = False
-        """True after the backward of the last micro-batch of the step."""
 
     # Forward and backward
 
@@ -92,8 +93,8 @@ class Run:
             last: False if another micro-batch of the same step follows. Gradients are reduced and complete after the last one.
 
         Raises:
-            PlanError: the plan has a pipeline, whose schedule runs all micro-batches together, a backward in fp16, or 1-bit
-                compression with several micro-batches.
+            PlanError: the plan has a pipeline, whose schedule runs all micro-batches together, a backward in fp16, or
+                compression and the step has several micro-batches.
             ModelError: the step has its last micro-batch already, or the model has an auxiliary loss of its routers.
             JobError: the plan has 1-bit compression, and the optimizer is not 1-bit Adam.
         """
@@ -126,17 +127,18 @@ class Run:
                 fix="pass last=False for all micro-batches but the last, or call run.step() before",
             )
         feedback = self.runtime.feedback
-        if self._losses and feedback is not None and feedback.takes_momentum:
+        if feedback is not None and (self._losses or not last):
             raise PlanError(
-                "a second micro-batch with plan.comm.compression = 1-bit",
+                f"several micro-batches in a step with plan.comm.compression = {self.plan.comm.compression}",
                 where="weft.Run.accumulate",
-                rule="the momenta of 1-bit Adam are reduced once a step, with all gradients of the step",
+                rule="the compression error of a step is added to the gradients of the next step, and here the weights of "
+                "micro-batches are known only after the last one",
                 fix="call run.train_batch(batch), or run a step as one micro-batch",
             )
         if not self._losses:
-            set_dropout_seed(self.model, self.steps + 1)
+            set_dropout_seed(self.model, self._seed * STEPS_PER_SEED + self.steps + 1)
             self.optimizer.begin_step()
-        self._is_last, self._inside, self._has_loss = last, True, False
+        self._is_last, self._inside, self._has_loss, self._forward = last, True, False, None
         begin_micro_batch(self.model, self.plan, self.runtime.gradient_reducer, last=last)
         try:
             yield
@@ -150,15 +152,16 @@ class Run:
 
         Args:
             loss: scalar, a mean over `items`: the `loss` of the model's output, or a loss of your own.
-            items: number of elements that the loss averages, summed over the data ranks, the same on every rank. None: the
-                targets in the labels of the last forward; without labels, all micro-batches count the same.
+            items: number of elements of this data rank that the loss averages; may differ between the data ranks. None: the
+                targets in the labels of the forward in this `accumulate`; without labels, all micro-batches and ranks count the
+                same.
 
         Returns:
             The loss, detached.
 
         Raises:
-            ModelError: outside of `accumulate`, the second time inside of one, or `items` is not positive or differs between
-                ranks.
+            ModelError: outside of `accumulate`, or the second time inside of one; `items` is negative, or zero on all ranks, or
+                differs between ranks for a loss of the model; the weights of several micro-batches are not known.
         """
         if not self._inside:
             raise ModelError(
@@ -174,17 +177,16 @@ class Run:
                 rule="each micro-batch has one loss, whose backward reduces its gradients",
                 fix="add the losses of the micro-batch, and call run.backward once",
             )
-        self._has_loss = True
-        if items is not None:
-            check_items(float(items), self.mesh, self.torch_device)
-        counted = self._counted if items is None else torch.as_tensor(items)
-        weight = torch.ones(()) if counted is None else counted
-        self._items.append(weight.to(loss.device, torch.float64))
+        found = weigh(self._forward, items, self._has_several, self.mesh, self.torch_device)
+        if self._losses and found.is_counted != self._is_counted:
+            raise unknown_weight("micro-batches of which some have labels or items and others have neither")
+        self._has_loss, self._is_counted = True, found.is_counted
+        self._items.append(found.weight.to(loss.device, torch.float64))
         self._losses.append(loss.detach())
         # Relative to the first micro-batch, so that a step of one micro-batch has exactly its gradients.
         factor = self._items[-1] / divisor(self._items[0]) if len(self._items) > 1 else torch.ones(())
         wide = torch.promote_types(loss.dtype, torch.float32)  # a loss scale of 65536 is infinite in fp16
-        (loss.to(wide) * (factor * self.optimizer.loss_scale.value).to(loss.device, wide)).backward()
+        (loss.to(wide) * (factor * found.share * self.optimizer.loss_scale.value).to(loss.device, wide)).backward()
         self._norm, self._is_complete = None, self._is_last
         return loss.detach()
 
@@ -212,16 +214,20 @@ class Run:
             )
         split = split_batches([batch], micro_batch_size, self.runtime, "train_batch")
         micro_batches = [part.to(self.torch_device) for part in split]
-        set_dropout_seed(self.model, self.steps + 1)
+        set_dropout_seed(self.model, self._seed * STEPS_PER_SEED + self.steps + 1)
         found = compute_gradients(self.model, self.optimizer, micro_batches)
         self._items, self._losses = [torch.ones((), dtype=torch.float64)], [torch.tensor(found.loss)]
         self._norm, self._is_complete = found.grad_norm, True
         return found.loss
 
     @property
+    def _has_several(self) -> bool:
+        return bool(self._losses) or not self._is_last
+
+    @property
     def loss(self) -> float:
-        """Mean of the losses of the micro-batches of this step so far, by their numbers of targets; with a loss of your own, of
-        this rank. Before the first micro-batch, that of the last step."""
+        """Mean loss of the micro-batches of this step so far, weighted by their numbers of targets; a loss of your own is that
+        of this rank. Before the first micro-batch, the loss of the previous step."""
         if not self._losses:
             return self._loss
         items = torch.stack(self._items)
@@ -356,8 +362,12 @@ class Run:
         """
         self._checkpoints.finish()
 
-    def load(self, folder: str | Path) -> dict[str, Any] | None:
+    def load(self, folder: str | Path, key_file: str | Path | None = None) -> dict[str, Any] | None:
         """Load a checkpoint of this model, saved under any plan. Collective.
+
+        Args:
+            folder: checkpoint of `save` or of `weft train`.
+            key_file: file with the key that signed it, where `weft train` has signed it (checkpoint.key_file).
 
         Returns:
             The `extra` of `save`.
@@ -373,7 +383,7 @@ class Run:
                 rule="gradients of earlier micro-batches are not reduced yet",
                 fix="load before the first or after the last micro-batch of a step",
             )
-        position = self._checkpoints.load(Path(folder))
+        position = self._checkpoints.load(Path(folder), key_file)
         self.steps = position.next_batch
         self.zero_grad()
         return position.extra
@@ -385,15 +395,6 @@ class Run:
 
     def _count(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Forward pre-hook: count the targets of a micro-batch, if there are several in the step; move it to the device."""
-        labels, self._counted = kwargs.get("labels"), None
-        several = self._inside and (bool(self._losses) or not self._is_last)
-        if several and kwargs.get("num_items_in_batch") is not None:
-            raise ModelError(
-                "num_items_in_batch in run.accumulate",
-                where="weft.Run.accumulate",
-                rule="run.backward weights the micro-batches of a step by their numbers of targets",
-                fix="leave num_items_in_batch out",
-            )
-        if several and isinstance(labels, Tensor):
-            self._counted = count_targets(labels, self.mesh)
+        if self._inside:
+            self._forward = record_forward(self.model, args, kwargs, self._has_several, self.mesh)
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.torch_device), (args, kwargs))

@@ -85,7 +85,7 @@ def prepare(
         )
     if not on_meta:
         nn.Module.to(model, torch_device)
-        _set_update_dtype(model, DTYPES[plan.precision.update])
+        set_update_dtype(model, DTYPES[plan.precision.update])
     parallelize(model, plan, mesh)
     if on_meta:
         materialize(model, Model(path=str(weights)), torch_device)
@@ -109,7 +109,7 @@ def load(run: Run, folder: str | Path) -> dict[str, Any] | None:
     return run.load(folder)
 
 
-def _set_update_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+def set_update_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights to the dtype of the update, `plan.precision.update`, if that loses nothing.
 
     Raises:
@@ -120,7 +120,7 @@ def _set_update_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             if torch.promote_types(parameter.dtype, dtype) != dtype:
                 raise ModelError(
                     f"{name} is {parameter.dtype}, and plan.precision.update is {dtype}",
-                    where="weft.prepare",
+                    where="plan.precision.update",
                     rule="weights are stored and updated in plan.precision.update",
                     fix="convert the model before, or set plan.precision.update to its dtype",
                 )

@@ -100,6 +100,7 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
         checkpoints.attach(snapshots)
         if found:
             position = checkpoints.load(found)
+            position = position.model_copy(update={"loss_scale": optimizer.loss_scale.resumed(position.loss_scale)})
             check_weights(model, str(found.folder))
     optimizer.loss_scale = position.loss_scale
     data, seed = job.data, job.train.seed

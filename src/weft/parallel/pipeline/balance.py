@@ -54,12 +54,11 @@ def check_pp_degree(num_blocks: int, plan: Plan) -> None:
 
 
 def _too_many_stages(num_blocks: int, num_stages: int, stages_per_rank: int) -> PlanError:
-    most = num_blocks // stages_per_rank
-    fewer = (
-        'set plan.pipeline.schedule to "1f1b", which needs fewer stages'
-        if num_blocks > 1
-        else "set plan.parallel.pp = 1"
-    )
+    most, ranks = num_blocks // stages_per_rank, num_stages // stages_per_rank
+    fewer = "set plan.parallel.pp = 1"
+    if num_blocks > 1:  # with one stage for each rank
+        fewer = 'set plan.pipeline.schedule to "1f1b" and plan.pipeline.virtual_stages to "auto"'
+        fewer += "" if ranks <= num_blocks else f", and plan.parallel.pp to {num_blocks} or less"
     return PlanError(
         f"{num_blocks} blocks cannot fill {num_stages} stages",
         where="plan.parallel.pp, plan.pipeline.virtual_stages",
@@ -94,6 +93,3 @@ def _cheapest_partition(costs: tuple[float, ...], num_stages: int, embedding: fl
     largest, _ = best(max)
     limit = largest * (1 + 1e-9)
     return best(lambda total, cost: total + (cost**2 if cost <= limit else float("inf")))[1]
-
-
-# How a model calls its blocks

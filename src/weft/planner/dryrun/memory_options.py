@@ -115,7 +115,7 @@ def print_options(options: list[Option]) -> None:
     for name, size in {**lines, **roles}.items():
         where.add_row(name, f"{size / GIB:,.3f}", f"{size / peak:.1%}")
     console.print(where)
-    operation, shapes, role = base.count.peak_maker
+    operation, shapes, role = base.count.peak_operation
     console.print(f"The peak of {peak / GIB:,.3f} GiB is reached by {operation} in {role}: {shapes}")
     table = Table("option", *(Column(name, justify="right") for name in FIGURES))
     for option in options:

@@ -42,7 +42,7 @@ class StepCounts:
     """Peak bytes by kind, within each part of the model in forward and in backward."""
     peak_roles: dict[str, int]
     """Activation bytes at the peak of the step, by the part of the model whose forward created them."""
-    peak_maker: tuple[str, list[tuple[int, ...]], str]
+    peak_operation: tuple[str, list[tuple[int, ...]], str]
     """Operation that reached the peak, the shapes of its results, and its part of the model."""
     messages: list[Message]
     """Collectives and point-to-point messages in the order of issue."""
@@ -157,7 +157,7 @@ def extrapolate(first: StepCounts, second: StepCounts, times: int) -> StepCounts
         _extrapolate_bytes(first.state_bytes, second.state_bytes, times),
         moments,
         {},
-        second.peak_maker,
+        second.peak_operation,
         second.messages + more,
         extrapolate_value(first.flops, second.flops, times),
         Counter(),

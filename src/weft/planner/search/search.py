@@ -1,4 +1,4 @@
-"""Exhaustive search for the fastest layout that fits, over all degrees, schedules and memory options, by formula.
+"""Exhaustive search for the fastest layout that fits, over all degrees, memory options and the schedules of `space.py`.
 
 Branch and bound keeps the search fast: a lower bound of the step time is the time of the layers plus the bubble, and the layer
 time is shared by all layouts with the same tp, cp, ep and micro-batch. Candidates are visited in the order of that bound, and
@@ -24,7 +24,7 @@ class SearchResult:
     size: int
     """Number of layouts in the space."""
     timed: int
-    """Number of candidates whose full step time was computed."""
+    """Number of candidates that fit and whose full step time was computed."""
     least_memory: float
     """Minimum bytes of the visited layouts if none fits."""
 
