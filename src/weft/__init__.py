@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from weft import errors
     from weft.checkpoint.huggingface import materialize
     from weft.errors import CheckpointError, JobError, ModelError, PlanError, WeftError
+    from weft.integrations.accelerator import WeftAccelerator
+    from weft.integrations.trainer import turn_on, with_weft
     from weft.job import Job, Optimizer
     from weft.parallel.gradients import clip_grad_norm_
     from weft.parallel.labels import count_targets
@@ -50,7 +52,10 @@ MODULES = {
     "runtime": "weft.parallel.runtime",
     "save": "weft.training.prepare",
     "train": "weft.training.run",
+    "turn_on": "weft.integrations.trainer",
+    "WeftAccelerator": "weft.integrations.accelerator",
     "WeftError": "weft.errors",
+    "with_weft": "weft.integrations.trainer",
 }
 __all__ = [
     "CheckpointError",
@@ -66,6 +71,7 @@ __all__ = [
     "PlanError",
     "Precision",
     "Run",
+    "WeftAccelerator",
     "WeftError",
     "__version__",
     "build_mesh",
@@ -81,6 +87,8 @@ __all__ = [
     "runtime",
     "save",
     "train",
+    "turn_on",
+    "with_weft",
 ]
 
 

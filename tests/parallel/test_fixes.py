@@ -299,4 +299,6 @@ def test_the_fix_of_too_many_stages_fits_the_model(pp: int, blocks: int, pipelin
     assert error is not None
     for key, value in suggestions(error):
         tables = with_value(tables, key.removeprefix("plan."), value)
+    if "remove virtual_stages" in (error.fix or ""):
+        tables = with_value(tables, "pipeline.virtual_stages", "auto")
     assert refusal(tables) is None, error

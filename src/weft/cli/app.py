@@ -18,8 +18,10 @@ from weft.cli.compare import compare
 from weft.cli.dryrun import dryrun
 from weft.cli.export import export
 from weft.cli.memory import memory
+from weft.cli.options import HUB_OFFLINE
 from weft.cli.plan import plan
 from weft.cli.report import report
+from weft.cli.run import PASS_ON, run
 from weft.cli.schema import schema
 from weft.cli.topology import topology
 from weft.cli.train import train
@@ -31,8 +33,9 @@ class Commands(TyperGroup):
     """Command group that exits with code 130 and no traceback on Ctrl-C, and never downloads from a model hub."""
 
     def invoke(self, ctx: Any) -> Any:
-        # Before Transformers is imported: a configuration may name a repository.
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        # Before Transformers is imported: a configuration may name a repository. A script of `weft run` decides itself.
+        ctx.obj = {HUB_OFFLINE: os.environ.get(HUB_OFFLINE, "0")}
+        os.environ.setdefault(HUB_OFFLINE, "1")
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -69,6 +72,7 @@ def weft(
 
 
 PLANNING = (plan, advise, calibrate, compare, dryrun, memory, topology)
+add_command(app, run, context_settings=PASS_ON)
 for command in (train, *PLANNING, export, report, clean, anatomy, schema):
     add_command(app, command)
 app.add_typer(checkpoint, name="checkpoint")

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 
-def add_command(app: typer.Typer, command: Callable[..., Any]) -> None:
+def add_command(app: typer.Typer, command: Callable[..., Any], **settings: Any) -> None:
     """Register a command; its summary in the list of commands is the first paragraph of its docstring."""
     summary, _, _ = (getdoc(command) or "").partition("\n\n")
-    app.command(short_help=summary)(command)
+    app.command(short_help=summary, **settings)(command)

@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+HUB_OFFLINE = "HF_HUB_OFFLINE"
+"""Environment variable of Hugging Face libraries: "1" forbids downloads."""
+
 SetOption = Annotated[list[str], typer.Option("--set", help="Set a dotted key of the job, key=value; repeatable.")]
 Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks on this host; default: one per accelerator, two on CPU.")]
 Hosts = Annotated[int, typer.Option(min=1, help="Number of hosts; each runs this command.")]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,9 @@ def chunked_step(
         parameter.grad = None
     total = sum(map(_local_bytes, with_gradient))
     chunk_bytes = chunk_bytes or min(max(total // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
-    chunks = list(_chunks(with_gradient, chunk_bytes, at_least))
+    chunks = list(
+        _chunks(with_gradient, chunk_bytes, at_least)
+    )  # of one mesh each, which fused and foreach updates need
     settings = [dict(group) for group in optimizer.param_groups]
     for chunk, following in zip(chunks, [*chunks[1:], []], strict=False):  # no chunk if no parameter has a gradient
         if offloaded:
@@ -54,16 +57,24 @@ def chunked_step(
 
 
 def _chunks(parameters: list[Tensor], chunk_bytes: int, at_least: int) -> Iterator[list[Tensor]]:
-    chunk: list[Tensor] = []
-    size = 0
+    by_mesh: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        if len(chunk) >= at_least and size + _local_bytes(parameter) > chunk_bytes:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(parameter)
-        size += _local_bytes(parameter)
-    if chunk:
+        by_mesh.setdefault(mesh_of(parameter), []).append(parameter)
+    for group in by_mesh.values():
+        chunk: list[Tensor] = []
+        size = 0
+        for parameter in group:
+            if len(chunk) >= at_least and size + _local_bytes(parameter) > chunk_bytes:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(parameter)
+            size += _local_bytes(parameter)
         yield chunk
+
+
+def mesh_of(parameter: Tensor) -> Any:
+    """Device mesh of a sharded parameter; None for an ordinary tensor."""
+    return getattr(parameter, "device_mesh", None)
 
 
 def _local_bytes(parameter: Tensor) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.device.device import Device
 from weft.errors import PlanError
 from weft.job import BF16_STEP
-from weft.memory.chunked_step import chunked_step
+from weft.memory.chunked_step import chunked_step, mesh_of
 from weft.memory.live_bytes import LiveBytes
 from weft.memory.optimizer_state import StatePlacement
 from weft.memory.pool import Pool
@@ -26,6 +26,8 @@ from weft.parallel.gradients import scale_gradients, squared_grad_norm_share
 from weft.parallel.runtime import runtime
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import ranks_along
+
+ALL_BYTES = 2**62
 
 
 class DistributedOptimizer:
@@ -54,6 +56,8 @@ class DistributedOptimizer:
             plan.memory.optimizer_device != "device"
         )
         """True if an update needs temporary memory for its parameters, and runs over chunks of them."""
+        self.mixes_meshes = any(len({mesh_of(p) for p in group["params"]}) > 1 for group in inner.param_groups)
+        """True if a parameter group has parameters of several meshes, which a fused update cannot mix."""
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -92,6 +96,8 @@ class DistributedOptimizer:
         if self.in_chunks:
             at_least = max(map(ranks_of, self.parameters), default=1) if isinstance(self.inner, Muon) else 1
             chunked_step(self.inner, self.placement.offloaded, at_least=at_least)
+        elif self.mixes_meshes:
+            chunked_step(self.inner, chunk_bytes=ALL_BYTES)
         else:
             self.inner.step()
         if self.runtime.feedback is not None:

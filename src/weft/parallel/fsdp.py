@@ -79,13 +79,13 @@ def apply_fsdp(
             own_mesh = fsdp_mesh(expert_mesh["edp_replicate"], expert_mesh["edp_shard"])
             placement = partial(_placement, ranks_along(expert_mesh, "edp_shard"))
             own = {**settings, "mesh": own_mesh, "shard_placement_fn": placement}
-            fully_shard(model.get_submodule(name), **own)
-        fully_shard(model.get_submodule(block.name), **settings)
+            _shard_unit(model.get_submodule(name), **own)
+        _shard_unit(model.get_submodule(block.name), **settings)
     # The embedding is used only at the start of forward and at the end of backward, and is freed in between.
     if plan.parallel.zero == 3 and anatomy.embedding and not anatomy.tied:
-        fully_shard(model.get_submodule(anatomy.embedding), **settings)
+        _shard_unit(model.get_submodule(anatomy.embedding), **settings)
     # The root unit has the other parameters. Backward starts at the head, so that it stays gathered after forward.
-    fully_shard(model, **{**settings, "reshard_after_forward": False})
+    _shard_unit(model, **{**settings, "reshard_after_forward": False})
     if feedback is not None:
         return _set_compression(model, feedback, anatomy, plan, mesh, expert_mesh), None
     if (
@@ -96,6 +96,13 @@ def apply_fsdp(
     ):
         return None, overlap_reduce_scatter(model)
     return None, None
+
+
+def _shard_unit(unit: nn.Module, **settings: Any) -> None:
+    """Apply FSDP2 to a unit. Its class keeps its name, by which Transformers and users' code recognise families of models."""
+    fully_shard(unit, **settings)
+    sharded = type(unit)  # a subclass that FSDP2 makes for each class
+    sharded.__name__ = sharded.__name__.removeprefix("FSDP")
 
 
 def _set_compression(

@@ -56,9 +56,8 @@ def check_pp_degree(num_blocks: int, plan: Plan) -> None:
 def _too_many_stages(num_blocks: int, num_stages: int, stages_per_rank: int) -> PlanError:
     most, ranks = num_blocks // stages_per_rank, num_stages // stages_per_rank
     fewer = "set plan.parallel.pp = 1"
-    if num_blocks > 1:  # with one stage for each rank
-        fewer = 'set plan.pipeline.schedule to "1f1b" and plan.pipeline.virtual_stages to "auto"'
-        fewer += "" if ranks <= num_blocks else f", and plan.parallel.pp to {num_blocks} or less"
+    if 1 < ranks <= num_blocks:
+        fewer = 'set plan.pipeline.schedule to "1f1b", which has one stage for each rank, and remove virtual_stages'
     return PlanError(
         f"{num_blocks} blocks cannot fill {num_stages} stages",
         where="plan.parallel.pp, plan.pipeline.virtual_stages",

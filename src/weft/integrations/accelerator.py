@@ -1,0 +1,398 @@
+"""`WeftAccelerator`: `accelerate.Accelerator` whose models run under a plan.
+
+    accelerator = WeftAccelerator(plan="plan.toml")                     # the one line that changes
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step(); optimizer.zero_grad()
+
+`weft run --plan plan.toml script.py` puts it in the place of `accelerate.Accelerator`, so that no line changes.
+"""
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from weft.checkpoint.huggingface import gather_weights
+from weft.comm.collectives import all_reduce
+from weft.comm.objects import all_gather_json, broadcast_json
+from weft.device.detect import detect
+from weft.errors import CheckpointError, JobError, ModelError, PlanError
+from weft.integrations.full_outputs import FullOutputs
+from weft.integrations.loaders import load_by_data_rank
+from weft.integrations.models import core_of, parallelize_for_script, plan_for_script
+from weft.integrations.optimizer import PlacedOptimizer, replace_parameters
+from weft.integrations.script_state import STATE_FOLDER, ScriptState
+from weft.job import read_plan
+from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.dropout import STEPS_PER_SEED
+from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
+from weft.parallel.gradients import clip_grad_norm_
+from weft.parallel.runtime import find_runtime, runtime, set_dropout_seed
+from weft.plan import Plan
+from weft.topology.mesh import DATA_AXES, build_mesh, data_rank
+from weft.training.prepare import init
+
+OTHER_RUNTIMES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
+
+
+class WeftAccelerator(Accelerator):
+    """Drop-in for `accelerate.Accelerator`: the same arguments and methods, and a plan.
+
+    The plan decides about parallelism, dtypes, memory and communication. `prepare` parallelizes models in place, lets their
+    optimizers update the shards, and gives the ranks of tp, cp and pp the same batches.
+    """
+
+    default_plan: Plan | None = None
+    """Plan without the argument `plan`; `weft run` makes a subclass with it."""
+
+    def __init__(self, *args: Any, plan: Plan | str | Path | None = None, **kwargs: Any):
+        """
+        Args:
+            args: arguments of `accelerate.Accelerator`.
+            plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
+            kwargs: arguments of `accelerate.Accelerator`.
+
+        Raises:
+            JobError: an argument asks for another runtime, such as DeepSpeed.
+            PlanError: the plan does not fit the number of ranks.
+        """
+        bound = inspect.signature(Accelerator).bind_partial(*args, **kwargs)
+        asked = [name for name in (*OTHER_RUNTIMES, "parallelism_config") if bound.arguments.get(name) is not None]
+        if asked:
+            raise JobError(
+                f"{asked[0]} in the Accelerator of a script that runs under Weft",
+                where="Accelerator",
+                rule="the plan of Weft decides about parallelism",
+                fix=f"leave {asked[0]} out, and set the parallelism in [parallel] of the plan",
+            )
+        requested = bound.arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        bound.arguments["mixed_precision"] = "no"  # neither autocast nor a scaler on top of the plan
+        init()
+        super().__init__(*bound.args, **bound.kwargs)
+        self._models: list[Any]
+        self._optimizers: list[PlacedOptimizer]
+        self.step: int
+        self._requested_precision = str(requested)
+        if isinstance(plan, str | Path):
+            plan = read_plan(plan)
+        self.plan = (plan or self.default_plan or Plan()).resolve(dist.get_world_size())
+        """Plan, resolved; dtypes that it leaves open are chosen when a model is prepared."""
+        self.weft_device = detect()
+        self.mesh: DeviceMesh = build_mesh(self.plan, self.weft_device.type, dist.get_world_size())
+        self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
+        self._leaders = self._data_leaders()
+        self._seed = broadcast_json(torch.initial_seed() % 2**31)  # of dropout: that of the script on rank 0
+        self._deduplicates = False
+        self._in_no_sync = False
+        self._cores: dict[int, PreTrainedModel] = {}
+        """Parallelized model by id of the prepared model, which may be a wrapper around it."""
+        self._full_outputs: dict[int, FullOutputs] = {}
+        self.training_state = ScriptState(lambda: self._optimizers, self.weft_device, self.device)
+
+    @property
+    def mixed_precision(self) -> str:
+        """Dtype that the script asks for: "no", "bf16" or "fp16"."""
+        return self._requested_precision
+
+    def autocast(self, autocast_handler: Any = None) -> Any:
+        """Context without effect: the plan decides about dtypes."""
+        return contextlib.nullcontext()
+
+    # Preparation
+
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """Parallelize models, and wrap optimizers, data loaders and schedulers. Collective; see `accelerate`.
+
+        Raises:
+            PlanError: the plan does not fit a model.
+            ModelError: a model cannot be read, or an optimizer has other parameters than the models.
+        """
+        before = {
+            parameter: (model, name)
+            for model in args
+            if isinstance(model, nn.Module)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        placements = device_placement or [None] * len(args)
+        for model, placement in zip(args, placements, strict=True):
+            if isinstance(model, nn.Module):
+                self.prepare_model(model, placement)
+        shards = {
+            parameter: dict(m.named_parameters(remove_duplicate=False)).get(name)
+            for parameter, (m, name) in before.items()
+        }
+        for optimizer in args:
+            if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, PlacedOptimizer):
+                known = {p: p for m in self._models for p in m.parameters()} | shards
+                replace_parameters(optimizer, known)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Parallelize a model in place, and return it. Collective.
+
+        Args:
+            model: causal language model of Transformers, or a PEFT model of one.
+            device_placement: False: the model is on its device already.
+            evaluation_mode: True: the model will not be trained, such as the reference model of a preference loss.
+        """
+        core = core_of(model)
+        if find_runtime(core) is None:
+            plan = plan_for_script(self.plan, self._requested_precision, core)
+            parallelize_for_script(core, plan, self.mesh, self.device)
+            core.register_forward_pre_hook(self._begin_forward, prepend=True)
+        if id(core) not in self._full_outputs and runtime(core).takes_full_rows:
+            self._full_outputs[id(core)] = FullOutputs(core)
+        self._cores[id(model)] = core
+        if not any(model is other for other in self._models):
+            self._models.append(model)
+        return model
+
+    def _begin_forward(self, core: Any, _: Any) -> None:
+        """Forward pre-hook: tell the model whether gradients are complete after the backward of this forward."""
+        if not torch.is_grad_enabled():
+            return
+        steps = 0
+        for optimizer in self._optimizers:
+            if optimizer.distributed.model is core:
+                optimizer.begin_forward()
+                steps = optimizer.steps
+        set_dropout_seed(core, self._seed * STEPS_PER_SEED + steps + 1)
+        parallelized = runtime(core)
+        last = self.sync_gradients and not self._in_no_sync
+        begin_micro_batch(core, parallelized.plan, parallelized.gradient_reducer, last=last)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Wrap an optimizer over parameters of a prepared model."""
+        if isinstance(optimizer, PlacedOptimizer):
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        cores = [
+            self._cores[id(model)]
+            for model in self._models
+            if {id(p) for p in model.parameters()}
+            & {id(p) for group in optimizer.param_groups for p in group["params"]}
+        ]
+        if len(cores) != 1:
+            raise ModelError(
+                f"an optimizer with parameters of {len(cores)} prepared models",
+                where="accelerator.prepare",
+                rule="an optimizer updates one model",
+                fix="prepare the model together with its optimizer, one optimizer for each model",
+            )
+        placed = PlacedOptimizer(optimizer, DistributedOptimizer(optimizer, cores[0], self.weft_device), self.device)
+        self._optimizers.append(placed)
+        return placed
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Give each data rank its batches, the same on all ranks of tp, cp and pp.
+
+        Raises:
+            PlanError: batches are dispatched by rank 0, and ranks share rows.
+        """
+        prepared = getattr(data_loader, "_is_accelerate_prepared", False)
+        if prepared or self.data_ranks == self.num_processes:
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        if self.dispatch_batches:
+            raise PlanError(
+                "dispatch_batches = True with ranks that share rows",
+                where="plan.parallel",
+                rule="each rank reads its own batches under tp, cp and pp",
+                fix="set dispatch_batches=False in DataLoaderConfiguration, or accelerator_config of TrainingArguments",
+            )
+        loader = load_by_data_rank(self, data_loader, device_placement)
+        self._dataloaders.append(loader)
+        return loader
+
+    # Forward, backward and update
+
+    @contextlib.contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Context of micro-batches before the last one of a step: gradients are accumulated and not reduced."""
+        before, self._in_no_sync = self._in_no_sync, True
+        try:
+            yield
+        finally:
+            self._in_no_sync = before
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward from a loss, divided by the number of accumulation steps."""
+        scales = {optimizer.distributed.loss_scale.value for optimizer in self._optimizers} or {1.0}
+        if len(scales) > 1:
+            raise PlanError(
+                f"optimizers with the loss scales {sorted(scales)}",
+                where="plan.precision.loss_scale",
+                rule="one backward has one loss scale",
+                fix="set plan.precision.loss_scale to a number",
+            )
+        wide = torch.promote_types(loss.dtype, torch.float32)  # a loss scale of 65536 is infinite in fp16
+        (loss.to(wide) * (scales.pop() / self.gradient_accumulation_steps)).backward(**kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the global gradient norm; the next `optimizer.step` applies it. Collective.
+
+        Returns:
+            Norm before clipping, without loss scale, float64 scalar, the same on every rank.
+        """
+        own = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        for optimizer in self._optimizers:
+            trained = {id(parameter) for parameter in optimizer.distributed.parameters}
+            if trained <= own and norm_type == 2:
+                return torch.tensor(optimizer.clip_grad_norm(max_norm), dtype=torch.float64)
+        if any(optimizer.distributed.loss_scale.value != 1 for optimizer in self._optimizers):
+            raise PlanError(
+                "clipping of some of the parameters, or of another norm than the 2-norm, with a loss scale",
+                where="accelerator.clip_grad_norm_",
+                rule="gradients are unscaled in the update",
+                fix='clip all parameters of the model by the 2-norm, or set plan.precision.loss_scale = "none"',
+            )
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return clip_grad_norm_([p for p in parameters if id(p) in own], max_norm, norm_type)
+
+    @contextlib.contextmanager
+    def logits_of_rank(self, wanted: bool = True) -> Iterator[None]:
+        """Context in which outputs have the logits of this rank alone, because nobody reads them; a loss is not affected."""
+        with contextlib.ExitStack() as stack:
+            for outputs in self._full_outputs.values() if wanted else ():
+                stack.enter_context(outputs.off())
+            yield
+
+    def is_parallelized(self, model: Any) -> bool:
+        """True if a model, or the model inside of a PEFT model, runs under the plan."""
+        return id(model) in self._cores
+
+    def repeated_rows(self, rows: int) -> int:
+        """Number of rows at the end of a batch of this rank that only fill it up, in the last batch of a prepared loader.
+
+        Args:
+            rows: rows of the batch.
+        """
+        remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
+        return 0 if remainder <= 0 else rows - min(max(remainder - self.data_rank * rows, 0), rows)
+
+    def mean_over_data_ranks(self, value: Tensor) -> Tensor:
+        """Mean of a value over the data ranks. Collective."""
+        return all_reduce(value.double(), self.mesh, DATA_AXES).to(value.dtype) / self.data_ranks
+
+    # Checkpoints
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """Save the training state. Collective.
+
+        Weights and optimizer states are written in the background, see `ScriptState`. Schedulers, samplers, random numbers and
+        registered objects are in accelerate's own files. Hooks of `register_save_state_pre_hook` get no models and no weights.
+
+        Returns:
+            Folder of the checkpoint.
+        """
+        with self._without_models():
+            folder = str(super().save_state(output_dir, safe_serialization, **save_model_func_kwargs))
+        step = max((optimizer.steps for optimizer in self._optimizers), default=0)
+        self.training_state.save(folder, step, {"accelerator_step": self.step})
+        return folder
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Load what `save_state` has saved under any plan. Collective.
+
+        Raises:
+            CheckpointError: see `ScriptState.load`; or the folder has the state of an Accelerator without Weft.
+        """
+        self.training_state.finish()
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+            input_dir = str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2]), default=""))
+        if input_dir and not self.training_state.is_in(input_dir):
+            raise CheckpointError(
+                "a checkpoint without the training state of Weft",
+                where=input_dir,
+                rule=f"WeftAccelerator.save_state writes weights and optimizer states to the folder {STATE_FOLDER}",
+                fix="start from weights that were saved by save_pretrained",
+            )
+        with self._without_models():
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        extra = self.training_state.load(str(input_dir))
+        self.step = extra.get("accelerator_step", self.step)
+
+    @contextlib.contextmanager
+    def _without_models(self) -> Iterator[None]:
+        """Context in which accelerate knows no models and optimizers, whose shards it would save as they are."""
+        before = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = before
+
+    def end_training(self) -> None:
+        """Wait until all checkpoints are written, and end the trackers."""
+        self.training_state.finish()
+        super().end_training()
+
+    # Results
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather the results of all rows once, also where ranks of tp, cp and pp have the same rows. Collective."""
+        before, self._deduplicates = self._deduplicates, self.data_ranks < self.num_processes
+        try:
+            if self._deduplicates and (use_gather_object or not _has_tensors_only(input_data)):
+                input_data = input_data if dist.get_rank() in self._leaders else []
+            return super().gather_for_metrics(input_data, use_gather_object)
+        finally:
+            self._deduplicates = before
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather a tensor of every rank, or nested tensors, along the first dim. Collective."""
+        gathered = super().gather(tensor)
+        if not self._deduplicates:
+            return gathered
+        return accelerate.utils.recursively_apply(self._of_leaders, gathered)
+
+    def _of_leaders(self, gathered: Tensor) -> Tensor:
+        parts = gathered.chunk(self.num_processes)
+        return torch.cat([parts[rank] for rank in self._leaders])
+
+    def _data_leaders(self) -> list[int]:
+        """First rank of each data rank."""
+        ranks = all_gather_json(self.data_rank)
+        return [ranks.index(data) for data in range(self.data_ranks)]
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
+        """Full weights of a prepared model by name, in host memory of rank 0; empty on the other ranks. Collective."""
+        core = self._cores.get(id(model))
+        if core is None:
+            return super().get_state_dict(model, unwrap)
+        free_gathered_weights(core)
+        weights = gather_weights(core)
+        if core is model or not weights:
+            return weights
+        prefix = next(name for name, module in model.named_modules() if module is core)
+        return {f"{prefix}.{name}": weight for name, weight in weights.items()}
+
+
+def _has_tensors_only(data: Any) -> bool:
+    """True for a tensor, or nested lists, tuples and dictionaries of tensors."""
+    if isinstance(data, dict):
+        return all(map(_has_tensors_only, data.values()))
+    if isinstance(data, list | tuple):
+        return bool(data) and all(map(_has_tensors_only, data))
+    return isinstance(data, Tensor)

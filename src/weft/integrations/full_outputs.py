@@ -1,0 +1,60 @@
+"""Full outputs of a model that is split over tp or cp, for code that does not know that it is split.
+
+Such a model returns the logits of the tokens, and of the part of the vocabulary, of one rank. A user's script takes them for
+those of full rows, and would be silently wrong. Here forward returns what the unmodified model returns.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from weft.parallel.logits import gather_logits
+
+
+class FullOutputs:
+    """Forward hooks that gather the logits of full rows over the full vocabulary. Differentiable; collective over tp and cp."""
+
+    def __init__(self, model: PreTrainedModel):
+        """
+        Args:
+            model: parallelized model; its forward is called with full rows.
+        """
+        self.model = model
+        self.is_on = True
+        """False: logits stay those of this rank, because nobody reads them; the loss is not affected."""
+        self._calls: list[tuple[int, Any]] = []
+        """Tokens of a row and `logits_to_keep` of the forward that is running."""
+        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._leave)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Context in which logits are not gathered."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+    def _enter(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._calls.clear()  # a failed forward may have left a call
+        rows = args[0] if args else kwargs.get("input_ids")
+        if not isinstance(rows, Tensor):
+            return None  # `shard_inputs` refuses it
+        kept = kwargs.pop("logits_to_keep", 0)  # each rank has the logits of other tokens
+        self._calls.append((rows.shape[1], kept))
+        return args, kwargs
+
+    def _leave(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if not self._calls:
+            return None
+        tokens, kept = self._calls.pop()
+        logits = output.get("logits") if isinstance(output, dict) else None
+        if logits is None or not self.is_on:
+            return None
+        full = gather_logits(self.model, logits, tokens)
+        output["logits"] = full[:, slice(-kept, None) if isinstance(kept, int) else kept]  # -0: all tokens
+        return output

@@ -1,0 +1,30 @@
+"""Data loaders of a script whose plan lets ranks of tp, cp and pp share rows."""
+
+from typing import Any
+
+from accelerate.data_loader import prepare_data_loader
+
+
+def load_by_data_rank(accelerator: Any, loader: Any, device_placement: bool | None) -> Any:
+    """Data loader with the batches of this data rank, which each rank reads itself.
+
+    Args:
+        accelerator: `WeftAccelerator` with the settings of the script.
+        loader: data loader of the script.
+        device_placement: True: move batches to the device; None: as the accelerator does.
+    """
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=accelerator.data_ranks,
+        process_index=accelerator.data_rank,
+        split_batches=accelerator.split_batches,
+        put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+        rng_types=accelerator.rng_types.copy(),
+        dispatch_batches=False,
+        even_batches=accelerator.even_batches,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=accelerator.dataloader_config.data_seed,
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+    )

@@ -1,0 +1,81 @@
+"""Models of a user's script: the plan with the dtype that the script asks for, and the model that it parallelizes."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from weft.errors import ModelError, PlanError
+from weft.parallel.parallelize import parallelize
+from weft.plan import Plan
+from weft.precision.dtypes import DTYPES
+from weft.training.prepare import set_update_dtype
+
+
+def core_of(model: Any) -> PreTrainedModel:
+    """Model of Transformers that a script trains: the model itself, or the base of a PEFT model.
+
+    Raises:
+        ModelError: it is another kind of module.
+    """
+    core = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(core, PreTrainedModel):
+        raise ModelError(
+            f"accelerator.prepare of a {type(core).__name__}",
+            where="accelerator.prepare",
+            rule="a plan parallelizes causal language models of Transformers",
+            fix="leave it out of accelerator.prepare, and move it with .to(accelerator.device)",
+        )
+    return core
+
+
+def parallelize_for_script(core: PreTrainedModel, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
+    """Parallelize a model that has its weights, in place; `num_items_in_batch` keeps the meaning of Transformers.
+
+    Recompute that the script has switched on stays on, unless the plan recomputes.
+    """
+    if core.is_activation_checkpointing and plan.memory.recompute:
+        core.activation_checkpointing_disable()
+    nn.Module.to(core, device)
+    set_update_dtype(core, DTYPES[plan.precision.update])
+    parallelize(core, plan, mesh, library_num_items=True)
+
+
+def plan_for_script(plan: Plan, mixed_precision: str, model: nn.Module) -> Plan:
+    """Plan with the dtypes of a script. A plan that leaves them open takes what the script asks for.
+
+    Args:
+        plan: plan of the user.
+        mixed_precision: "no", "bf16" or "fp16", from `Accelerator(mixed_precision=...)`, or bf16 and fp16 of TrainingArguments.
+        model: model of the script; its dtype counts where the script does not ask for mixed precision.
+
+    Raises:
+        PlanError: the script asks for another dtype than the plan, or for one that Weft does not have.
+    """
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise PlanError(
+            f"the script asks for {mixed_precision}",
+            where="mixed_precision",
+            rule="forward runs in fp32, bf16 or fp16",
+            fix='pass mixed_precision="bf16"',
+        )
+    precision = plan.precision
+    if precision.param_dtype == "auto":
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        own = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+        wide = torch.float32 if len(own) != 1 else own.pop()
+        chosen = names[wide] if mixed_precision == "no" and not precision.needs_bf16 else mixed_precision
+        precision = precision.model_copy(update={"param_dtype": "bf16" if chosen == "no" else chosen})
+        if mixed_precision == "fp16" and precision.loss_scale == "none":
+            precision = precision.model_copy(update={"loss_scale": "dynamic"})  # as the script's GradScaler
+    elif mixed_precision not in ("no", precision.param_dtype):
+        raise PlanError(
+            f"the script asks for {mixed_precision}, and the plan for {precision.param_dtype}",
+            where="plan.precision.param_dtype",
+            rule="forward has one dtype",
+            fix=f'set plan.precision.param_dtype = "auto", which takes {mixed_precision} from the script, or remove the flag '
+            "from the script",
+        )
+    return plan.model_copy(update={"precision": precision})

@@ -1,0 +1,114 @@
+"""Optimizer of a script under a plan: `accelerate`'s wrapper around the optimizer that the script has made."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from weft.comm.collectives import all_reduce
+from weft.errors import ModelError
+from weft.parallel.distributed_optimizer import DistributedOptimizer
+from weft.parallel.fsdp import free_gathered_weights
+from weft.topology.mesh import AXES
+
+
+class PlacedOptimizer(AcceleratedOptimizer):
+    """Updates through `DistributedOptimizer`: clipping, loss scale, placement and dtype of states as the plan says.
+
+    An update whose gradients are not finite on any rank is skipped, and `step_was_skipped` is true.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, distributed: DistributedOptimizer, device: torch.device):
+        """
+        Args:
+            optimizer: optimizer of the script, over parameters of the parallelized model.
+            distributed: its wrapper.
+            device: device of this rank.
+        """
+        super().__init__(optimizer, device_placement=False)
+        self.distributed, self.device = distributed, device
+        self.steps = 0
+        """Updates so far, with those that were skipped."""
+        self.is_fresh = True
+        """True before the first forward of a step."""
+        self._norm: float | None = None
+        self._factor = 1.0
+
+    def grad_norm(self) -> float:
+        """Global norm of the unscaled gradients, of all ranks. Collective."""
+        if self._norm is None:
+            square = self.distributed.squared_grad_norm_share().to(self.device)
+            norm = all_reduce(square, self.distributed.runtime.mesh, AXES).item() ** 0.5
+            self._norm = norm / self.distributed.loss_scale.value
+        return self._norm
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Let the next `step` clip the global norm; returns the norm before. Collective."""
+        norm = self.grad_norm()
+        self._factor = min(1.0, max_norm / (norm + 1e-6))
+        return norm
+
+    def begin_forward(self) -> None:
+        """Prepare for a forward with gradients: the first one of a step begins the step."""
+        if self.is_fresh:
+            self.distributed.begin_step()
+        self.is_fresh, self._norm, self._factor = False, None, 1.0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update the weights if this micro-batch is the last one of a step. Collective.
+
+        Raises:
+            ModelError: a closure is given.
+        """
+        if closure is not None:
+            raise ModelError(
+                "optimizer.step with a closure",
+                where="optimizer.step",
+                rule="gradients are reduced in the backward before the update",
+                fix="run forward and backward, then call optimizer.step()",
+            )
+        if not self.gradient_state.sync_gradients:
+            return
+        self._is_overflow = not math.isfinite(self.grad_norm())
+        if not self._is_overflow:
+            free_gathered_weights(self.distributed.model)  # of a forward between backward and step
+            self.distributed.step(self._factor)
+        self.distributed.loss_scale = self.distributed.loss_scale.after(not self._is_overflow)
+        self.steps, self.is_fresh, self._norm, self._factor = self.steps + 1, True, None, 1.0
+
+    def restart(self, steps: int) -> None:
+        """Continue after `steps` updates, whose state has been loaded."""
+        self.optimizer.zero_grad()
+        self.steps, self.is_fresh, self._norm, self._factor = steps, True, None, 1.0
+
+
+def replace_parameters(optimizer: torch.optim.Optimizer, shards: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
+    """Let an optimizer update the shards of a parallelized model instead of the parameters that it was made with, in place.
+
+    Groups and their settings are kept, so that schedulers that exist already go on with them.
+
+    Args:
+        optimizer: optimizer that has not stepped yet.
+        shards: parameter of this rank for each parameter of the model before; None on a rank of a pipeline without it.
+
+    Raises:
+        ModelError: the optimizer has states, or a parameter that the model does not have.
+    """
+    problem = ""
+    if optimizer.state:
+        problem = "the optimizer has stepped before accelerator.prepare"
+    elif any(parameter not in shards for group in optimizer.param_groups for parameter in group["params"]):
+        problem = "the optimizer has parameters that no prepared model has"
+    if problem:
+        raise ModelError(
+            problem,
+            where="accelerator.prepare",
+            rule="the optimizer is new, and has the parameters of the model that is prepared with it",
+            fix="make the optimizer from model.parameters(), and pass both to accelerator.prepare(model, optimizer)",
+        )
+    for group in optimizer.param_groups:
+        kept = [shards[parameter] for parameter in group["params"]]
+        group["params"] = [parameter for parameter in kept if parameter is not None]

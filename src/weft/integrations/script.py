@@ -1,0 +1,57 @@
+"""`weft run`: a user's script, unchanged, under a plan.
+
+Before the script runs, the names `accelerate.Accelerator` and `transformers.Trainer` are bound to subclasses with the plan. TRL
+and a user's own trainers inherit from them; no method of a library is replaced.
+"""
+
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import accelerate
+import transformers
+
+from weft.integrations.accelerator import WeftAccelerator
+from weft.integrations.trainer import with_weft
+from weft.plan import Plan
+
+
+def run_script(script: Path, arguments: Sequence[str], plan: Plan) -> None:
+    """Run a script as `python script arguments` does, with its trainers and accelerators under a plan.
+
+    Args:
+        script: Python file.
+        arguments: command-line arguments of the script.
+        plan: plan of all models that the script trains.
+    """
+    before = sys.argv, sys.path[:]
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))  # as python does
+    try:
+        with bound_to(plan):
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+@contextmanager
+def bound_to(plan: Plan) -> Iterator[None]:
+    """Context in which `accelerate.Accelerator` and `transformers.Trainer` name the classes of Weft."""
+    accelerator = type("WeftAccelerator", (WeftAccelerator,), {"default_plan": plan})
+    trainer = with_weft(transformers.Trainer, plan)
+    names = [
+        (accelerate, "Accelerator", accelerator),
+        (accelerate.accelerator, "Accelerator", accelerator),
+        (sys.modules["transformers"], "Trainer", trainer),  # it replaces itself there, also after its first import
+        (transformers.trainer, "Trainer", trainer),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in names]
+    for module, name, replacement in names:
+        setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        for module, name, original in before:
+            setattr(module, name, original)

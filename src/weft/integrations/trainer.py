@@ -1,0 +1,222 @@
+"""Weft under `transformers.Trainer` and the trainers that inherit from it, such as TRL's.
+
+    trainer = weft.turn_on(Trainer(...), "plan.toml")        # one line
+    trainer = weft.with_weft(SFTTrainer, "plan.toml")(...)   # or a class
+    weft run --plan plan.toml train.py                       # or no line: `script.py` replaces Trainer
+
+The mixin is a class between `Trainer` and the classes that inherit from it; no method of a library is replaced. It hands the
+model to `WeftAccelerator`, which parallelizes it. A checkpoint of the trainer has the training state of Weft, which resumes
+under any plan.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.state import AcceleratorState
+from transformers import Trainer
+
+from weft.data import IGNORED
+from weft.errors import CheckpointError, JobError
+from weft.integrations.accelerator import WeftAccelerator
+from weft.integrations.versions import check_methods, check_versions
+from weft.job import read_plan
+from weft.plan import Plan
+
+OVERRIDDEN = (
+    *("_build_accelerator_args", "create_accelerator_and_postprocess", "get_tp_size", "_get_num_items_in_batch"),
+    *("training_step", "prediction_step", "compute_loss", "save_model", "_save", "_save_optimizer_and_scheduler"),
+    *("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model", "_finalize_training"),
+)
+"""Methods of Trainer that the mixin overrides or calls."""
+
+if TYPE_CHECKING:
+    Base = Trainer
+else:
+    Base = object
+
+
+class TrainerMixin(Base):
+    """Part of a trainer that runs its model under a plan."""
+
+    weft_plan: Plan
+
+    # Accelerator
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        arguments = super()._build_accelerator_args(**kwargs)
+        self._weft_arguments = dict(arguments)
+        return {**arguments, "mixed_precision": "no"}  # the state of accelerate is shared: no autocast beside the plan
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator of the plan, after the Trainer has checked the arguments of its own."""
+        super().create_accelerator_and_postprocess()
+        own = getattr(self.gather_function, "keywords", {})
+        self.accelerator: Any = WeftAccelerator(plan=self.weft_plan, **self._weft_arguments)
+        gather = self.accelerator.gather_for_metrics
+
+        def gather_function(data: Any) -> Any:
+            return gather(data, **own)
+
+        self.gather_function = gather_function
+
+    def get_tp_size(self) -> int:
+        """Number of ranks that share rows: tp x cp x pp."""
+        return int(self.args.world_size) // int(self.accelerator.data_ranks)
+
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        return False  # the accelerator takes the norm over all meshes
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        if isinstance(items, torch.Tensor) and not self.args.average_tokens_across_devices:
+            return items * self.get_tp_size()  # not gathered, and yet divided by the ranks that share rows
+        return items
+
+    # Forward and backward
+
+    def _reads_logits(self) -> bool:
+        """True if the loss of the trainer may read logits: it is not that of the model."""
+        own = type(self).compute_loss is not Trainer.compute_loss
+        return own or self.compute_loss_func is not None or self.label_smoother is not None
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run forward and backward of a micro-batch."""
+        with self.accelerator.logits_of_rank(not self._reads_logits()):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """Run forward of a batch of an evaluation.
+
+        The loss is the mean over the targets of all data ranks, without the rows that fill up the last batch: that of one
+        process with the same number of rows in a batch.
+        """
+        labels: Any = inputs.get("labels") if hasattr(inputs, "get") else None
+        is_exact = isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point()
+        is_exact = is_exact and self.model_accepts_loss_kwargs and self.args.average_tokens_across_devices
+        if is_exact and (repeated := self.accelerator.repeated_rows(len(labels))):
+            inputs["labels"] = labels.clone()
+            inputs["labels"][len(labels) - repeated :] = IGNORED
+        with self.accelerator.logits_of_rank(prediction_loss_only and not self._reads_logits()):
+            loss, logits, found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if is_exact and loss is not None:
+            loss = self.accelerator.mean_over_data_ranks(loss)
+        return loss, logits, found
+
+    # Saving and loading
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model in the format of the Trainer: full weights that `from_pretrained` loads. Collective."""
+        if not self.accelerator.is_parallelized(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=weights)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
+        self.accelerator.training_state.save(output_dir, self.state.global_step, {"scheduler": scheduler})
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.accelerator.training_state.is_in(resume_from_checkpoint):
+            return  # `_load_optimizer_and_scheduler` loads the weights too, straight into the shards
+        if self.accelerator.is_parallelized(self.model):
+            raise CheckpointError(
+                "a checkpoint without the training state of Weft, for a model that is parallelized already",
+                where=resume_from_checkpoint,
+                rule="plain weights are loaded before the first train() of a trainer",
+                fix="make a new trainer, and pass resume_from_checkpoint to its first train()",
+            )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not self.accelerator.training_state.is_in(checkpoint):
+            if os.path.exists(os.path.join(checkpoint, "optimizer.pt")):
+                raise CheckpointError(
+                    "a checkpoint of a Trainer without Weft",
+                    where=checkpoint,
+                    rule="the optimizer state of a checkpoint is in its folder weft, in the layout of any plan",
+                    fix="continue it without Weft, or start from its weights: from_pretrained of the folder",
+                )
+            return
+        extra = self.accelerator.training_state.load(checkpoint)
+        if extra.get("scheduler") and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(extra["scheduler"])
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is None or not self.accelerator.is_parallelized(self.model):
+            super()._load_best_model()
+        else:
+            self.accelerator.training_state.load_weights(best)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.training_state.finish()  # the best checkpoint is loaded now, and the process may end soon
+        return super()._finalize_training(*args, **kwargs)
+
+
+def with_weft(trainer_class: type[Any], plan: Plan | str | Path | None = None) -> type[Any]:
+    """Class of a trainer that runs its model under a plan.
+
+    Args:
+        trainer_class: `transformers.Trainer`, or a class that inherits from it.
+        plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
+
+    Raises:
+        JobError: the class does not inherit from `transformers.Trainer`, or the plan cannot be read.
+    """
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise JobError(
+            f"{getattr(trainer_class, '__name__', trainer_class)} is no transformers.Trainer",
+            where="weft.with_weft",
+            rule="Weft runs the trainers of Transformers, and trainers that inherit from them, as in TRL",
+            fix="pass the class of the trainer, or use weft.prepare in a loop of your own",
+        )
+    if issubclass(trainer_class, TrainerMixin):
+        return trainer_class
+    check_versions()
+    check_methods("transformers", Trainer, OVERRIDDEN)
+    chosen = read_plan(plan) if isinstance(plan, str | Path) else (plan or Plan())
+    base = type("WeftTrainer", (TrainerMixin, Trainer), {"weft_plan": chosen})
+    if trainer_class is Trainer:
+        return base
+    # The mixin comes after the methods of the class, which call those of Trainer by super().
+    return type(f"Weft{trainer_class.__name__}", (trainer_class, base), {"__module__": trainer_class.__module__})
+
+
+def turn_on(trainer: Any, plan: Plan | str | Path | None = None) -> Any:
+    """Let a trainer run its model under a plan. Call it on every rank, after the trainer was made and before `train()`.
+
+    Args:
+        trainer: object of `transformers.Trainer`, or of a class that inherits from it.
+        plan: as in `with_weft`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        JobError: see `with_weft`; or the trainer has trained already.
+    """
+    changed = with_weft(type(trainer), plan)
+    if changed is type(trainer):
+        return trainer
+    if trainer.state.global_step or trainer.model_wrapped is not trainer.model:
+        raise JobError(
+            "a trainer that has trained already",
+            where="weft.turn_on",
+            rule="the model is parallelized when training begins",
+            fix="call weft.turn_on(trainer, plan) before trainer.train()",
+        )
+    trainer.__class__ = changed
+    AcceleratorState._reset_state()  # it has the accelerator that the trainer made, with its precision
+    trainer.create_accelerator_and_postprocess()
+    if getattr(trainer, "ref_model", None) is not None:  # TRL has prepared it with that accelerator
+        trainer.ref_model = trainer.accelerator.prepare_model(trainer.ref_model, evaluation_mode=True)
+    return trainer

@@ -1,0 +1,47 @@
+"""Runs of users' scripts on the ranks of the pool: plain in one process, and under a plan as `weft run` does."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+
+from tests.lab.pool import run_ranks
+from weft.integrations.script import run_script
+from weft.plan import Plan
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def _script(rank: int, ranks: int, name: str, arguments: list[str], plan: Plan | None) -> None:
+    variables = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if ranks > 1:
+        variables |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+        variables |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    try:
+        with (
+            mock.patch.dict(os.environ, variables),
+            mock.patch.object(sys, "argv", [name, *arguments]),
+            mock.patch.object(dist, "destroy_process_group"),  # by accelerate; the pool goes on with its group
+        ):
+            if plan is None:
+                runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+            else:
+                run_script(SCRIPTS / name, arguments, plan)
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def plain(name: str, *arguments: Any, timeout: float = 120) -> None:
+    """Run a script as `python script` does, in one process."""
+    run_ranks(1, _script, name, list(map(str, arguments)), None, timeout=timeout)
+
+
+def under(plan: Plan | None, ranks: int, name: str, *arguments: Any, timeout: float = 120) -> None:
+    """Run a script under a plan, on ranks of the pool; None: as it is."""
+    run_ranks(ranks, _script, name, list(map(str, arguments)), plan, timeout=timeout)
