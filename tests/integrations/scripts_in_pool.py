@@ -22,6 +22,8 @@ def _script(rank: int, ranks: int, name: str, arguments: list[str], plan: Plan |
     if ranks > 1:
         variables |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
         variables |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    for imported in [module for module in sys.modules if module.partition(".")[0] == "trl"]:
+        del sys.modules[imported]  # its trainers inherit from the Trainer of an earlier plan
     try:
         with (
             mock.patch.dict(os.environ, variables),

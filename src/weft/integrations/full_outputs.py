@@ -6,12 +6,26 @@ those of full rows, and would be silently wrong. Here forward returns what the u
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from weft.integrations.fused_head import fused_output
 from weft.parallel.logits import gather_logits
+
+FUSED_HEAD = ("labels", "shift_labels", "num_items_in_batch")
+"""Arguments of a forward with TRL's fused head that its loss needs."""
+
+
+class _Call(NamedTuple):
+    """Arguments of the forward that is running."""
+
+    tokens: int
+    kept: Any
+    """`logits_to_keep`: each rank has the logits of other tokens."""
+    fused: dict[str, Any] | None
+    """Arguments of TRL's fused head; None without it."""
 
 
 class FullOutputs:
@@ -25,8 +39,7 @@ class FullOutputs:
         self.model = model
         self.is_on = True
         """False: logits stay those of this rank, because nobody reads them; the loss is not affected."""
-        self._calls: list[tuple[int, Any]] = []
-        """Tokens of a row and `logits_to_keep` of the forward that is running."""
+        self._calls: list[_Call] = []
         model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave)
 
@@ -44,17 +57,21 @@ class FullOutputs:
         rows = args[0] if args else kwargs.get("input_ids")
         if not isinstance(rows, Tensor):
             return None  # `shard_inputs` refuses it
-        kept = kwargs.pop("logits_to_keep", 0)  # each rank has the logits of other tokens
-        self._calls.append((rows.shape[1], kept))
+        fused = None
+        if kwargs.pop("fused_lm_head", False):
+            fused = {name: kwargs.pop(name) for name in FUSED_HEAD if name in kwargs}
+        self._calls.append(_Call(rows.shape[1], kwargs.pop("logits_to_keep", 0), fused))
         return args, kwargs
 
     def _leave(self, _: nn.Module, args: Any, output: Any) -> Any:
         if not self._calls:
             return None
-        tokens, kept = self._calls.pop()
+        tokens, kept, fused = self._calls.pop()
         logits = output.get("logits") if isinstance(output, dict) else None
-        if logits is None or not self.is_on:
+        if logits is None or not (self.is_on or fused):
             return None
         full = gather_logits(self.model, logits, tokens)
+        if fused:
+            return fused_output(self.model, full, fused)
         output["logits"] = full[:, slice(-kept, None) if isinstance(kept, int) else kept]  # -0: all tokens
         return output

@@ -9,6 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import Anatomy, standard_name
 from weft.errors import PlanError
+from weft.parallel.adapters import linear_parts
 from weft.parallel.tp_rules import (
     ATTENTION_MATRICES,
     CROSS_ATTENTION,
@@ -189,20 +190,13 @@ def _check_kv_heads(name: str, attention: Any, heads: int, kv_heads: int) -> Non
 
 def _check_matrices(name: str, part: nn.Module, config: Any, known: tuple[re.Pattern[str], ...], tp: int) -> None:
     """Refuse unknown weights in a part of a block, and hidden units that tp does not divide."""
-    for child, module in part.named_modules():
+    for child, module, last, matrix, _ in linear_parts(part, config, name):
         full = f"{name}.{child}" if child else name
-        last = standard_name(config, full)
-        if isinstance(module, nn.Linear | Conv1D) and not any(pattern.fullmatch(last) for pattern in known):
+        if not any(pattern.fullmatch(last) for pattern in known):
             raise _unknown_role(
                 full, f"a linear layer is split by rows or columns according to its name; {last} is not a known name"
             )
-        # A scalar, such as the parameter of a learned activation, is the same for every hidden unit.
-        wide = any(parameter.numel() > 1 for parameter in module.parameters(recurse=False))
-        if wide and known is MLP_MATRICES and not isinstance(module, nn.Linear | Conv1D):
-            raise _unknown_role(
-                full, "weights inside an MLP are split by hidden unit, and only those of linear layers are known"
-            )
-        if isinstance(module, nn.Linear | Conv1D) and known is MLP_MATRICES:
+        if matrix == "weight" and known is MLP_MATRICES:
             units = inner_features(module, last)
             if units % tp:
                 raise PlanError(
@@ -210,6 +204,14 @@ def _check_matrices(name: str, part: nn.Module, config: Any, known: tuple[re.Pat
                     where="plan.parallel.tp",
                     rule="every tp rank has the same number of hidden units of an MLP",
                 )
+    for child, module in part.named_modules():
+        full = f"{name}.{child}" if child else name
+        # A scalar, such as the parameter of a learned activation, is the same for every hidden unit.
+        wide = any(parameter.numel() > 1 for parameter in module.parameters(recurse=False))
+        if wide and known is MLP_MATRICES and not isinstance(module, nn.Linear | Conv1D):
+            raise _unknown_role(
+                full, "weights inside an MLP are split by hidden unit, and only those of linear layers are known"
+            )
 
 
 def _refusal(anatomy: Anatomy, what: str) -> PlanError:

@@ -8,6 +8,7 @@ AttentionInterface and only data parallelism splits the batch, the attention kee
 """
 
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,9 +61,9 @@ class DropoutContext:
 class LayoutInvariantDropout(nn.Module):
     """Replacement of `nn.Dropout` for tensors [B, S, H] that drops the same elements in every layout."""
 
-    def __init__(self, p: float, layer_id: int, context: DropoutContext):
+    def __init__(self, p: float, layer_id: int, context: DropoutContext, split_features: bool = False):
         super().__init__()
-        self.p, self.layer_id, self.context = p, layer_id, context
+        self.p, self.layer_id, self.context, self.split_features = p, layer_id, context, split_features
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -79,6 +80,8 @@ class LayoutInvariantDropout(nn.Module):
                 fix="set this dropout to 0 in the configuration of the model",
             )
         features = torch.arange(x.shape[-1], device=x.device)
+        if self.split_features:
+            features += context.tp_rank * x.shape[-1]
         keep = dropout_mask(context.layer_seed(self.layer_id), context.rows, positions, features, rate=self.p)
         return x * keep.to(x.dtype)
 
@@ -89,13 +92,16 @@ def has_attention_dropout(model: PreTrainedModel) -> bool:
     return any(float(getattr(config, name, 0) or 0) > 0 for name in ("attention_dropout", "attn_pdrop"))
 
 
-def replace_dropout(model: Any, mesh: DeviceMesh, multiple: int = 1) -> DropoutContext | None:
+def replace_dropout(
+    model: Any, mesh: DeviceMesh, multiple: int = 1, split_inputs: Collection[nn.Module] = ()
+) -> DropoutContext | None:
     """Replace every `nn.Dropout` of a model by layout-invariant dropout, in place.
 
     Args:
         model: model after tensor parallelism.
         mesh: device mesh with the axes of `weft.topology.mesh`.
         multiple: length to whose multiples rows are padded (`weft.parallel.sequence_sharding.row_multiple`).
+        split_inputs: dropout modules whose input features are split over tp.
 
     Returns:
         Context of all its dropouts, also of attention; None for a model without dropout.
@@ -110,7 +116,9 @@ def replace_dropout(model: Any, mesh: DeviceMesh, multiple: int = 1) -> DropoutC
     )
     for name, module in dropouts.items():
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, LayoutInvariantDropout(module.p, _layer_id(name), context))
+        is_split = module in split_inputs
+        own = LayoutInvariantDropout(module.p, _layer_id(name), context, is_split)
+        setattr(model.get_submodule(parent), last, own)
 
     def update(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         context.forwards += 1

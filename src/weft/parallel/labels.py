@@ -64,14 +64,13 @@ def average_loss_over_targets(
     own_sum = _row_sum if multiple is None else partial(_local_sum, model, mesh, multiple)
     if multiple is not None or (has_data_ranks and model.loss_function is ForCausalLMLoss):
         model.loss_function = partial(_mean_loss, mesh, loss_function_calls, own_sum, library_num_items)
-    if not has_data_ranks:
+    if not has_data_ranks or library_num_items:
         return
 
     def check(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         bypassed = not loss_function_calls and getattr(output, "loss", None) is not None
         loss_function_calls.clear()
-        weighted = library_num_items and kwargs.get("num_items_in_batch") is not None
-        if bypassed and torch.is_grad_enabled() and not weighted:
+        if bypassed and torch.is_grad_enabled():
             labels = inspect.signature(model.forward).bind(*args, **kwargs).arguments["labels"]
             _check_even(labels, mesh, type(model).__name__)
 

@@ -88,7 +88,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)
     if p.ep > 1:
         overlap_shared_experts(model, anatomy)
-    runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan))
+    split_inputs = runtime.tensor_split.split_inputs
+    runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan), split_inputs)
     if replaces_attention:
         apply_cp(model, anatomy, mesh, plan.comm.ulysses_chunks, runtime.dropout)
     runtime.takes_full_rows = p.tp > 1 or replaces_attention

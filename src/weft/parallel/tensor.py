@@ -30,6 +30,7 @@ from weft.comm import collectives
 from weft.comm.overlap import Overlap, can_overlap
 from weft.comm.symmetric import find_fused_matmuls
 from weft.errors import PlanError
+from weft.parallel.adapters import BASE, adapter_dropouts, has_adapters, linear_parts
 from weft.parallel.async_tp import RegionBoundary, fuse_reduction, is_plain, share_gather
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.parallel.tp_rules import (
@@ -115,9 +116,10 @@ def _split_block(
 
     for name, module in relative(block.attention):
         layouts |= _split_attention(name, module, config, tp, split)
-        hook = _input_hook(module, config, group, sp, SEQUENCE, FIRST_OF_ATTENTION, boundary(SEQUENCE))
+        edge = None if has_adapters(module) else boundary(SEQUENCE)
+        hook = _input_hook(module, config, group, sp, SEQUENCE, FIRST_OF_ATTENTION, edge)
         module.register_forward_pre_hook(hook, with_kwargs=True)
-        _reduce_output(module, config, group, sp, SEQUENCE, boundary(SEQUENCE))
+        _reduce_output(module, config, group, sp, SEQUENCE, edge)
     for name, module in relative(block.mlp):
         if block.is_moe:  # experts need complete tokens: each rank routes its own part of the sequence
             if not sp:
@@ -125,13 +127,15 @@ def _split_block(
                 module.register_forward_hook(_unsplit_hook(group))
             continue
         layouts |= _split_mlp(name, module, config, tp, split)
+        edge = None if has_adapters(module) else boundary(0)
         # An MLP is computed per token, so that the parts may be concatenated along the batch dim, which needs no copy.
-        is_first = not isinstance(module, nn.Linear | Conv1D) or UP.fullmatch(standard_name(config, name))
+        alone = isinstance(module, nn.Linear | Conv1D) or hasattr(module, BASE)
+        is_first = not alone or UP.fullmatch(standard_name(config, name))
         entry = module if is_first else None
         if entry is not None:
-            hook = _input_hook(module, config, group, sp, 0, FIRST_OF_MLP, boundary(0), name)
+            hook = _input_hook(module, config, group, sp, 0, FIRST_OF_MLP, edge, name)
             entry.register_forward_pre_hook(hook, with_kwargs=True)
-        _reduce_output(module, config, group, sp, 0, boundary(0), name)
+        _reduce_output(module, config, group, sp, 0, edge, name)
     experts = tuple(f"{name}." for name, _ in relative(block.experts))
     for name, _ in unit.named_parameters():
         in_region = any(name.startswith(f"{part}.") for part, _ in relative(block.attention + block.mlp))
@@ -156,12 +160,16 @@ def _split_attention(
     """Split the linear layers of one attention; returns layouts by parameter name relative to the block."""
     ranks, heads, kv_heads = tp.size(), count_heads(config), count_kv_heads(config)
     layouts: dict[str, TensorLayout] = {}
-    for name, module in attention.named_modules():
-        last, full = standard_name(config, name), f"{prefix}.{name}"
-        if not isinstance(module, nn.Linear | Conv1D):
-            continue
-        if KEY_VALUE.fullmatch(last) and kv_heads % ranks:
-            width = (module.weight.shape[0]) // kv_heads
+    for name, module, last, matrix, layer in linear_parts(attention, config, prefix):
+        full: str = f"{prefix}.{name}"
+        weights: Any = module
+        if DOWN.fullmatch(last):
+            layouts |= _split_row(full, module, matrix, tp)
+            split.split_inputs.update(adapter_dropouts(attention, layer))
+        elif matrix == "A":
+            continue  # a copy
+        elif KEY_VALUE.fullmatch(last) and kv_heads % ranks:
+            width = weights.weight.shape[0] // kv_heads
             start = tp.get_local_rank() * kv_heads // ranks * width
             layouts |= {f"{full}.{p}": TensorLayout("narrow", 0, start, width) for p, _ in module.named_parameters()}
         elif QUERY.fullmatch(last) or KEY_VALUE.fullmatch(last) or LATENT_KEY_VALUE.fullmatch(last):
@@ -170,8 +178,6 @@ def _split_attention(
             width = out_features(module) // (heads + 2 * kv_heads)
             sizes = (heads * width, kv_heads * width, kv_heads * width)
             layouts |= _split_column(full, module, tp, split, sizes)
-        elif DOWN.fullmatch(last):
-            layouts |= _split_row(full, module, tp)
     for name in [name for name, _ in attention.named_parameters(recurse=False) if PER_HEAD.fullmatch(name)]:
         shard_parameter(attention, name, 0, tp)
         layouts[f"{prefix}.{name}"] = TensorLayout("shard")
@@ -182,18 +188,18 @@ def _split_attention(
 
 def _split_mlp(prefix: str, mlp: nn.Module, config: Any, tp: DeviceMesh, split: TensorSplit) -> dict[str, TensorLayout]:
     layouts: dict[str, TensorLayout] = {}
-    for name, module in mlp.named_modules():
+    for name, module, last, matrix, layer in linear_parts(mlp, config, prefix):
         full = f"{prefix}.{name}" if name else prefix
-        last = standard_name(config, full)
-        if not isinstance(module, nn.Linear | Conv1D):
-            continue
-        if PACKED_UP.fullmatch(last):
+        if DOWN.fullmatch(last):
+            layouts |= _split_row(full, module, matrix, tp)
+            split.split_inputs.update(adapter_dropouts(mlp, layer))
+        elif matrix == "A":
+            continue  # a copy
+        elif PACKED_UP.fullmatch(last):
             half = out_features(module) // 2
             layouts |= _split_column(full, module, tp, split, (half, half))
         elif UP.fullmatch(last):
             layouts |= _split_column(full, module, tp, split)
-        elif DOWN.fullmatch(last):
-            layouts |= _split_row(full, module, tp)
     return layouts
 
 
@@ -213,8 +219,10 @@ def _split_column(
     return {f"{name}.{parameter}": TensorLayout("shard") for parameter, _ in module.named_parameters()}
 
 
-def _split_row(name: str, module: Any, tp: DeviceMesh) -> dict[str, TensorLayout]:
+def _split_row(name: str, module: Any, matrix: str, tp: DeviceMesh) -> dict[str, TensorLayout]:
     """Split a row-parallel linear layer: each rank uses a part of the inputs, and outputs are summed over ranks."""
+    if matrix == "B":  # a copy: the sum over ranks comes after it
+        return {}
     shard_parameter(module, "weight", 0 if isinstance(module, Conv1D) else 1, tp)
     layouts = {f"{name}.weight": TensorLayout("shard")}
     return layouts | ({f"{name}.bias": TensorLayout("once")} if module.bias is not None else {})
@@ -293,13 +301,12 @@ def _reduce_output(
     def reduce(_: nn.Module, args: Any, out: Tensor) -> Tensor:
         return collectives.reduce_scatter(out, group, dim) if sp else collectives.reduce(out, group)
 
-    for name, module in region.named_modules():
-        last = standard_name(config, name or own_name)
-        if isinstance(module, nn.Linear | Conv1D) and DOWN.fullmatch(last):
+    for _, module, last, matrix, layer in linear_parts(region, config, own_name):
+        if matrix == "weight" and DOWN.fullmatch(last):
             if boundary is not None and is_plain(module):
                 fuse_reduction(module, boundary)
             else:
-                module.register_forward_hook(reduce)
+                layer.register_forward_hook(reduce)
 
 
 def _split_hook(group: dist.ProcessGroup) -> Callable[..., Any]:

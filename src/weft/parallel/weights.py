@@ -67,6 +67,8 @@ class TensorSplit:
     """Row orders of the linear layers that pack several projections."""
     copied: set[nn.Module] = field(default_factory=set)
     """Modules with a parameter that several ranks hold, and whose gradients are summed over these ranks in backward."""
+    split_inputs: set[nn.Module] = field(default_factory=set)
+    """Dropout modules whose input features are split."""
     chunked: set[nn.Module] = field(default_factory=set)
     """Linear layers whose matmul overlaps with its collective in chunks (`async_tp.py`)."""
 

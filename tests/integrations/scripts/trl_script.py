@@ -1,0 +1,87 @@
+"""A user's script for TRL, as it is today: knows nothing of Weft. python trl_script.py KIND OUT BATCH [lora] [JSON settings]"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+kind, out, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
+lora, settings = "lora" in sys.argv, json.loads(sys.argv[-1]) if sys.argv[-1].startswith("{") else {}
+words = "weft warp loom shuttle thread yarn cloth weave reed heddle".split()
+special = ["<pad>", "<s>", "</s>", "<unk>", "Say", ":"]
+vocabulary = {word: index for index, word in enumerate(special + words + [str(number) for number in range(32)])}
+tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+)
+set_seed(0)
+config = LlamaConfig(
+    vocab_size=len(tokenizer),
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+start = Path(out).with_name("start")  # DPO loads its reference model from the path of the model
+if not start.exists():
+    LlamaForCausalLM(config).save_pretrained(start)
+model = LlamaForCausalLM.from_pretrained(start)
+common = {
+    **{"output_dir": out, "max_steps": 3, "per_device_train_batch_size": batch, "logging_steps": 1, "seed": 1},
+    **{"report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "learning_rate": 3e-3},
+    **{"disable_tqdm": True, **settings},
+}
+more = {}
+if lora:
+    from peft import LoraConfig
+
+    more = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}
+
+
+def line(index):
+    return " ".join(words[(index * 3 + offset) % 10] for offset in range(3 + index % 5))
+
+
+pairs = [{"prompt": f"Say {i} :", "chosen": " " + line(i), "rejected": " " + line(i + 1)} for i in range(32)]
+if kind == "sft":
+    rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
+    arguments = SFTConfig(max_length=64, **common)
+    trainer = SFTTrainer(model, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **more)
+elif kind == "dpo":
+    arguments = DPOConfig(max_length=64, **common)
+    trainer = DPOTrainer(model, args=arguments, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer, **more)
+elif kind == "reward":
+    config.num_labels = 1
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(config)
+    arguments = RewardConfig(max_length=64, **common)
+    trainer = RewardTrainer(model, args=arguments, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
+else:
+
+    def reward(completions, **_):
+        return [float(len(set(completion)) % 7) for completion in completions]
+
+    prompts = Dataset.from_list([{"prompt": pair["prompt"]} for pair in pairs])
+    arguments = GRPOConfig(num_generations=4, max_completion_length=8, **common)
+    trainer = GRPOTrainer(model, reward, args=arguments, train_dataset=prompts, processing_class=tokenizer, **more)
+trainer.train()
+trainer.save_model(out + "/final")
+if trainer.is_world_process_zero():
+    Path(out, "result.json").write_text(json.dumps(trainer.state.log_history))
