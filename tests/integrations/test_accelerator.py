@@ -5,11 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.integrations.scripts_in_pool import plain, under
 from tests.integrations.test_trainer import BATCH, LAYOUTS, assert_same_weights, plan_of
+from tests.lab.families import family
 from tests.lab.pool import RankError, run_ranks
 from weft.errors import JobError, ModelError, WeftError
+from weft.integrations.accelerator import WeftAccelerator
 from weft.plan import Plan
 
 
@@ -52,11 +57,6 @@ def test_a_state_of_a_plain_accelerator_is_refused(reference: Path, tmp_path: Pa
 
 
 def refused(rank: int, ranks: int, what: str) -> str:
-    import torch
-    from accelerate.state import AcceleratorState, GradientState
-
-    from weft.integrations.accelerator import WeftAccelerator
-
     try:
         if what == "other runtime":
             WeftAccelerator(cpu=True, fsdp_plugin=object())
@@ -86,3 +86,26 @@ def test_what_cannot_be_prepared_is_refused(what: str, kind: type, said: str) ->
     (found,) = run_ranks(1, refused, what)
     assert found.startswith(kind.__name__)
     assert said in found
+
+
+def generated(rank: int, ranks: int, plan: Plan | None, seed: int = 0) -> tuple[str, list[int]]:
+    """Class name and tokens of a model that generates five more tokens on rank 1, or with seed 1, than on rank 0."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("llama")), dtype=torch.float32)
+    longer = max(rank, seed)
+    try:
+        if plan is not None:
+            model = WeftAccelerator(cpu=True, plan=plan).prepare_model(model, evaluation_mode=True)
+        rows = torch.arange(5, 9)[None] + longer
+        tokens = model.generate(rows, max_new_tokens=3 + 5 * longer, do_sample=False, pad_token_id=0)
+        return type(model).__name__, tokens[0].tolist()
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+@pytest.mark.parametrize("layout", ["zero 0", "zero 2", "zero 3"])
+def test_generate_of_unequal_lengths_under_zero(layout: str) -> None:
+    alone = [run_ranks(1, generated, None, seed)[0] for seed in range(2)]
+    assert run_ranks(2, generated, plan_of(layout)[1]) == alone
+    assert alone[0][0] == "LlamaForCausalLM"

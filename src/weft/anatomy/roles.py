@@ -83,6 +83,7 @@ class Anatomy:
     blocks: tuple[Block, ...]
     final_norm: str | None
     head: str
+    """Output embeddings; "" for a model without a vocabulary at its end, such as a classifier or a reward model."""
     tied: bool
     """The head shares the embedding's weight."""
     parameters: int
@@ -105,6 +106,7 @@ class Anatomy:
                     pattern = f"{block.name.rsplit('.', 1)[0]}.*{name.removeprefix(block.name)}"
                     rows[role, pattern] = rows.get((role, pattern), 0) + 1
         first, last = [("embedding", self.embedding, 1)], [("head", self.head + (" (tied)" if self.tied else ""), 1)]
+        last = last if self.head else []
         if self.final_norm:
             last.insert(0, ("final norm", self.final_norm, 1))
         return first + [(role, pattern, count) for (role, pattern), count in rows.items()] + last

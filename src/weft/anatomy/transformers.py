@@ -34,11 +34,8 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
     """
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is None or head is None:
-        missing = "embedding" if embedding is None else "head"
-        raise _unreadable(
-            model, missing, f"get_{'in' if missing == 'embedding' else 'out'}put_embeddings() to name a module"
-        )
+    if embedding is None:
+        raise _unreadable(model, "embedding", "get_input_embeddings() to name a module")
     stack_name, stack = _find_blocks(model)
     config = model.config.get_text_config()
     blocks = tuple(_read_block(f"{stack_name}.{index}", block, config) for index, block in enumerate(stack.children()))
@@ -48,8 +45,8 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         embedding=names[id(embedding)],
         blocks=blocks,
         final_norm=_find_final_norm(model, stack_name),
-        head=names[id(head)],
-        tied=head.weight is embedding.weight,
+        head=names[id(head)] if head is not None else "",
+        tied=head is not None and head.weight is embedding.weight,
         parameters=parameters,
         active_parameters=parameters - _inactive_parameters(model, blocks),
         vocab_size=config.vocab_size,

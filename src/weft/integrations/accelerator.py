@@ -100,7 +100,7 @@ class WeftAccelerator(Accelerator):
         self._in_no_sync = False
         self._cores: dict[int, PreTrainedModel] = {}
         """Parallelized model by id of the prepared model, which may be a wrapper around it."""
-        self._full_outputs: dict[int, FullOutputs] = {}
+        self._full_outputs: dict[int, FullOutputs] = {}  # by id of the parallelized model
         self.training_state = ScriptState(lambda: self._optimizers, self.weft_device, self.device)
 
     @property
@@ -154,7 +154,8 @@ class WeftAccelerator(Accelerator):
             plan = plan_for_script(self.plan, self._requested_precision, core)
             parallelize_for_script(core, plan, self.mesh, self.device)
             core.register_forward_pre_hook(self._begin_forward, prepend=True)
-        if id(core) not in self._full_outputs and runtime(core).takes_full_rows:
+        split = runtime(core).takes_full_rows and bool(runtime(core).anatomy.head)
+        if id(core) not in self._full_outputs and split:
             self._full_outputs[id(core)] = FullOutputs(core)
         self._cores[id(model)] = core
         if not any(model is other for other in self._models):
@@ -378,11 +379,12 @@ class WeftAccelerator(Accelerator):
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
         """Full weights of a prepared model by name, in host memory of rank 0; empty on the other ranks. Collective."""
-        core = self._cores.get(id(model))
-        if core is None:
+        if (core := self._cores.get(id(model))) is None:
             return super().get_state_dict(model, unwrap)
         free_gathered_weights(core)
-        weights = gather_weights(core)
+        weights, anatomy = gather_weights(core), runtime(core).anatomy
+        if anatomy.tied and weights:  # one tensor, which save_pretrained writes once
+            weights[f"{anatomy.head}.weight"] = weights[f"{anatomy.embedding}.weight"]
         if core is model or not weights:
             return weights
         prefix = next(name for name, module in model.named_modules() if module is core)

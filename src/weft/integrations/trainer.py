@@ -18,12 +18,22 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer
 
 from weft.data import IGNORED
-from weft.errors import CheckpointError, JobError
+from weft.errors import CheckpointError, JobError, PlanError
 from weft.integrations.accelerator import WeftAccelerator
 from weft.integrations.versions import check_methods, check_versions
 from weft.job import read_plan
 from weft.plan import Plan
 
+GENERATING = (
+    "GRPOTrainer",
+    "RLOOTrainer",
+    "OnlineDPOTrainer",
+    "NashMDTrainer",
+    "XPOTrainer",
+    "PPOTrainer",
+    "GKDTrainer",
+)
+"""Trainers of TRL that generate rows during training."""
 OVERRIDDEN = (
     *("_build_accelerator_args", "create_accelerator_and_postprocess", "get_tp_size", "_get_num_items_in_batch"),
     *("training_step", "prediction_step", "compute_loss", "save_model", "_save", "_save_optimizer_and_scheduler"),
@@ -52,6 +62,7 @@ class TrainerMixin(Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator of the plan, after the Trainer has checked the arguments of its own."""
         super().create_accelerator_and_postprocess()
+        check_trainer(type(self), self.weft_plan.resolve(max(int(self.args.world_size), 1)))
         own = getattr(self.gather_function, "keywords", {})
         self.accelerator: Any = WeftAccelerator(plan=self.weft_plan, **self._weft_arguments)
         gather = self.accelerator.gather_for_metrics
@@ -160,6 +171,25 @@ class TrainerMixin(Base):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.accelerator.training_state.finish()  # the best checkpoint is loaded now, and the process may end soon
         return super()._finalize_training(*args, **kwargs)
+
+
+def check_trainer(trainer_class: type, plan: Plan) -> None:
+    """Refuse a plan under which a trainer would be silently wrong.
+
+    Raises:
+        PlanError: the trainer generates rows in training, and the plan lets ranks share rows.
+    """
+    generates = next((kind.__name__ for kind in trainer_class.__mro__ if kind.__name__ in GENERATING), None)
+    p = plan.parallel
+    shared = {axis: degree for axis, degree in (("tp", p.tp), ("cp", p.cp), ("pp", p.pp)) if degree > 1}
+    if generates and shared:
+        axis, degree = next(iter(shared.items()))
+        raise PlanError(
+            f"{generates} with plan.parallel.{axis} = {degree}",
+            where=f"plan.parallel.{axis}",
+            rule="each rank samples its own completions, and ranks that share rows would train on different ones",
+            fix=f"set plan.parallel.{axis} = 1: ZeRO works, for example [parallel] zero = 3",
+        )
 
 
 def with_weft(trainer_class: type[Any], plan: Plan | str | Path | None = None) -> type[Any]:

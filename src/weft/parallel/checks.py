@@ -25,6 +25,7 @@ from weft.parallel.tp_rules import (
     out_features,
     wide_norms,
 )
+from weft.plan import Plan
 
 
 def check_tp(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
@@ -89,6 +90,28 @@ def _check_degree(model: PreTrainedModel, anatomy: Anatomy, tp: int) -> None:
             _check_matrices(name, model.get_submodule(name), config, MLP_MATRICES, tp)
 
 
+def check_head(anatomy: Anatomy, plan: Plan) -> None:
+    """Refuse settings that need a vocabulary at the end of a model, for a model that has none.
+
+    Raises:
+        PlanError: the model is a classifier or a reward model, and the plan has cp, pp or a backward in fp16.
+    """
+    p = plan.parallel
+    settings = {
+        "parallel.cp": p.cp > 1,
+        "parallel.pp": p.pp > 1,
+        "precision.backward": plan.precision.backward == "fp16",
+    }
+    if not anatomy.head and any(settings.values()):
+        key = next(key for key, is_set in settings.items() if is_set)
+        raise PlanError(
+            f"plan.{key} for a {anatomy.family} model without output embeddings",
+            where=f"plan.{key}",
+            rule="classifiers and reward models run under ZeRO and tensor parallelism",
+            fix=f"set plan.{key} to {'1' if key.startswith('parallel') else repr('forward')}",
+        )
+
+
 def check_decoder(model: PreTrainedModel, anatomy: Anatomy, axis: str) -> None:
     """Refuse to split a model that is not one stack of decoder blocks with one self-attention each.
 
@@ -130,7 +153,11 @@ def _check_outer_weights(model: PreTrainedModel, anatomy: Anatomy) -> None:
     """
     known = {anatomy.embedding, anatomy.head, anatomy.final_norm}
     blocks = tuple(f"{block.name}." for block in anatomy.blocks)
+    # What follows the body of a model without output embeddings computes the same on all ranks.
+    body = f"{model.base_model_prefix}." if not anatomy.head else ""
     for name, module in model.named_modules():
+        if not name.startswith(body):
+            continue
         has_weights = any(True for _ in module.parameters(recurse=False)) and not isinstance(module, nn.Embedding)
         makes_positions = name.endswith("embed_positions") and not isinstance(module, nn.Embedding)
         if (has_weights or makes_positions) and name not in known and not f"{name}.".startswith(blocks):

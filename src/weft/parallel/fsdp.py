@@ -103,6 +103,8 @@ def _shard_unit(unit: nn.Module, **settings: Any) -> None:
     fully_shard(unit, **settings)
     sharded = type(unit)  # a subclass that FSDP2 makes for each class
     sharded.__name__ = sharded.__name__.removeprefix("FSDP")
+    # For `generate` of Transformers: ranks that have finished their rows go on until all have, as forward is collective.
+    sharded._is_fsdp_managed_module = True  # type: ignore[attr-defined]
 
 
 def _set_compression(

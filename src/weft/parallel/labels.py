@@ -59,6 +59,8 @@ def average_loss_over_targets(
             full rows and of the full vocabulary.
         library_num_items: see `weft.parallelize`.
     """
+    if model.get_output_embeddings() is None:
+        return  # the loss of a classifier: a mean over the rows of a rank
     has_data_ranks = ranks_along(mesh, *DATA_AXES) > 1
     loss_function_calls: list[bool] = []
     own_sum = _row_sum if multiple is None else partial(_local_sum, model, mesh, multiple)

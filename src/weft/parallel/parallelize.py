@@ -17,7 +17,7 @@ from weft.memory.offload import build_offload
 from weft.memory.recompute import apply_recompute, patch_library_recompute
 from weft.memory.weights import split_weights
 from weft.own_code import load_function
-from weft.parallel.checks import check_tp
+from weft.parallel.checks import check_head, check_tp
 from weft.parallel.ddp import apply_ddp
 from weft.parallel.documents import check_masks
 from weft.parallel.dropout import replace_dropout
@@ -170,6 +170,7 @@ def check_axes(
         PlanError: an axis does not fit the model.
     """
     p = plan.parallel
+    check_head(anatomy, plan)
     check_experts(model, anatomy, p.ep)
     if p.tp > 1:
         check_tp(model, anatomy, p.tp)

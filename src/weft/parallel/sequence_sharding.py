@@ -120,9 +120,11 @@ def shard_inputs(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> 
             positions = _positions(anatomy.family, rows, mask if by_token else None)
         lengths.append(rows.shape[1])
         if rows.shape[1] % multiple:
-            _check_padding(mask, rows.shape[1], multiple)
+            # A classifier reads its result at the last token that is not padding.
+            padding = 0 if anatomy.head else config.pad_token_id
+            _check_padding(mask, rows.shape[1], multiple, padding)
             # Position 0 is valid in every model, and makes each padding token a separate document.
-            rows, positions = pad_rows(rows, multiple, 0), pad_rows(positions, multiple, 0)
+            rows, positions = pad_rows(rows, multiple, padding), pad_rows(positions, multiple, 0)
             mask = mask if mask is None else pad_rows(mask, multiple, 0)
         if context_attention_used:
             mask = encode_documents(positions, mask, config)
@@ -154,12 +156,14 @@ def pad_rows(rows: Tensor, multiple: int, value: int) -> Tensor:
     return F.pad(rows, (0, -rows.shape[1] % multiple), value=value)
 
 
-def _check_padding(mask: Any, length: int, multiple: int) -> None:
-    """Refuse to pad rows if their mask is not [rows, tokens]."""
-    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+def _check_padding(mask: Any, length: int, multiple: int, padding: int | None) -> None:
+    """Refuse to pad rows if their mask is not [rows, tokens], or if a model that needs a padding token has none."""
+    by_token = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
+    if by_token and padding is not None:
         return
+    why = "an attention mask that is not [rows, tokens]" if padding is not None else "a model without pad_token_id"
     raise ModelError(
-        f"rows of {length} tokens with an attention mask that is not [rows, tokens]",
+        f"rows of {length} tokens with {why}",
         where="attention_mask",
         rule=f"rows are padded to a multiple of {multiple} tokens for tp and cp, and their mask is padded in the same way",
         fix=f"pad rows and mask before the call (pad_to_multiple_of={multiple} of a collator), or pass a mask [rows, tokens]",

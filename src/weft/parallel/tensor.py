@@ -362,7 +362,10 @@ def _split_embedding_and_head(
         return collectives.gather(hidden, group, SEQUENCE) if sp else collectives.copy(group, hidden)[0]
 
     # The hook is before the head, not after the final norm: NanoChat uses its norm for the embedding too, and GPT-J reshapes.
-    if anatomy.family in RESHAPES_AFTER_NORM and last is not None:
+    if model.get_output_embeddings() is None:
+        if last is not None and sp:  # what follows computes the same on all ranks
+            last.register_forward_hook(lambda _, args, out: collectives.unsplit(out, group, SEQUENCE))
+    elif anatomy.family in RESHAPES_AFTER_NORM and last is not None:
         last.register_forward_hook(lambda _, args, out: gather_sequence(out))
     elif head is not None:
         head.register_forward_pre_hook(lambda _, args: (gather_sequence(args[0]),))

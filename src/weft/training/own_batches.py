@@ -57,6 +57,13 @@ class OnDevice(Sequence[MicroBatch]):
 
 
 def _split(batch: Mapping[str, Tensor], size: int, runtime: Runtime, method: str) -> list[MicroBatch]:
+    if not runtime.anatomy.head:
+        raise ModelError(
+            f"run.{method} of a {runtime.anatomy.family} model without output embeddings",
+            where=f"weft.Run.{method}",
+            rule="it computes the cross entropy over a vocabulary",
+            fix="call the model in run.accumulate(), and pass its loss to run.backward",
+        )
     if "input_ids" not in batch or size < 1:
         raise ModelError(
             f"micro-batches of {size} rows" if size < 1 else f"a batch of {', '.join(batch) or 'nothing'}",

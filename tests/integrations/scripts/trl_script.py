@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, Re
 
 kind, out, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
 lora, settings = "lora" in sys.argv, json.loads(sys.argv[-1]) if sys.argv[-1].startswith("{") else {}
-words = "weft warp loom shuttle thread yarn cloth weave reed heddle".split()
+words = ["weft", "warp", "loom", "shuttle", "thread", "yarn", "cloth", "weave", "reed", "heddle"]
 special = ["<pad>", "<s>", "</s>", "<unk>", "Say", ":"]
 vocabulary = {word: index for index, word in enumerate(special + words + [str(number) for number in range(32)])}
 tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -44,9 +44,18 @@ if not start.exists():
     LlamaForCausalLM(config).save_pretrained(start)
 model = LlamaForCausalLM.from_pretrained(start)
 common = {
-    **{"output_dir": out, "max_steps": 3, "per_device_train_batch_size": batch, "logging_steps": 1, "seed": 1},
-    **{"report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "learning_rate": 3e-3},
-    **{"disable_tqdm": True, **settings},
+    "output_dir": out,
+    "max_steps": 3,
+    "per_device_train_batch_size": batch,
+    "logging_steps": 1,
+    "seed": 1,
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "save_strategy": "no",
+    "learning_rate": 3e-3,
+    "disable_tqdm": True,
+    **settings,
 }
 more = {}
 if lora:
@@ -62,11 +71,13 @@ def line(index):
 pairs = [{"prompt": f"Say {i} :", "chosen": " " + line(i), "rejected": " " + line(i + 1)} for i in range(32)]
 if kind == "sft":
     rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
-    arguments = SFTConfig(max_length=64, **common)
+    arguments = SFTConfig(**{"max_length": 64, **common})
     trainer = SFTTrainer(model, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **more)
 elif kind == "dpo":
     arguments = DPOConfig(max_length=64, **common)
-    trainer = DPOTrainer(model, args=arguments, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer, **more)
+    trainer = DPOTrainer(
+        model, args=arguments, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer, **more
+    )
 elif kind == "reward":
     config.num_labels = 1
     torch.manual_seed(0)

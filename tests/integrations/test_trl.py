@@ -1,0 +1,126 @@
+"""TRL's trainers under a plan: unmodified scripts have the losses, norms, metrics and weights of one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.integrations.scripts_in_pool import plain, under
+from tests.integrations.test_trainer import BATCH, LAYOUTS, assert_same_logs, assert_same_weights, log_of, plan_of
+from tests.lab.pool import RankError
+from weft.integrations.trainer import check_trainer
+from weft.plan import Parallel, Plan
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "sft": ("sft",),
+    "sft packed": ("sft", '{"packing": true, "max_length": 16}'),
+    "sft lora": ("sft", "lora"),
+    "dpo": ("dpo",),
+    "dpo lora": ("dpo", "lora"),
+    "reward": ("reward",),
+}
+COUNTED = (
+    *("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"),
+    *("rewards/margins", "rewards/accuracies", "rewards/chosen", "logps/chosen", "logps/rejected"),
+)
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    rows = json.loads((folder / "result.json").read_text())
+    return [{key: row[key] for key in COUNTED if key in row} for row in rows if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of plain runs by kind, made on first use."""
+    return {"": tmp_path_factory.mktemp("trl")}
+
+
+def reference(kind: str, references: dict[str, Path]) -> Path:
+    if kind not in references:
+        name, *options = KINDS[kind]
+        references[kind] = references[""] / kind.replace(" ", "-")
+        plain("trl_script.py", name, references[kind], BATCH, *options)
+    return references[kind]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: value for file in (folder / "final").glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("layout", ["zero 3", "zero 0", "tp2", "tp2 without sp", "cp2", "tp2 x zero 2", "zero 2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unmodified_script_equals_one_process(kind: str, layout: str, references: dict[str, Path]) -> None:
+    if kind == "reward" and "cp" in LAYOUTS[layout][1]:
+        pytest.skip("refused, see below")
+    expected = reference(kind, references)
+    ranks, plan, batch = plan_of(layout)
+    found = references[""] / f"{kind}-{layout}".replace(" ", "-")
+    name, *options = KINDS[kind]
+    under(plan, ranks, "trl_script.py", name, found, batch, *options)
+    rows, others = rows_of(found), rows_of(expected)
+    assert len(rows) == len(others) == 3
+    for now, then in zip(rows, others, strict=True):
+        assert now.keys() == then.keys()
+        for key, value in then.items():
+            assert now[key] == pytest.approx(value, rel=1e-4 if key == "grad_norm" else 1e-5, abs=1e-5), (
+                key,
+                now,
+                then,
+            )
+    weights, saved = weights_of(found), weights_of(expected)
+    assert weights.keys() == saved.keys()
+    assert any("lora_A" in key for key in weights) == ("lora" in options)
+    for key, value in saved.items():
+        assert torch.allclose(weights[key], value, atol=2e-4), key
+
+
+def test_a_saved_adapter_loads_in_peft(references: dict[str, Path]) -> None:
+    from peft import PeftModel
+
+    expected = reference("sft lora", references)
+    ranks, plan, batch = plan_of("tp2")
+    found = references[""] / "adapter"
+    under(plan, ranks, "trl_script.py", "sft", found, batch, "lora")
+    start = references[""] / "start"
+    rows = torch.arange(5, 15)[None]
+    logits = []
+    for folder in (found, expected):
+        model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), folder / "final")
+        logits.append(model.merge_and_unload()(rows).logits)
+    assert torch.allclose(*logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
+def test_ranks_that_would_train_on_different_completions_are_refused(axis: str) -> None:
+    from trl import GRPOTrainer
+
+    with pytest.raises(Exception, match=f"GRPOTrainer with plan.parallel.{axis} = 2"):
+        check_trainer(GRPOTrainer, Plan(parallel=Parallel(**{axis: 2})).resolve(2))
+
+
+def test_grpo_runs_under_zero(references: dict[str, Path]) -> None:
+    found = reference("sft", references).with_name("grpo")
+    under(plan_of("zero 3")[1], 2, "trl_script.py", "grpo", found, 4)
+    assert len(rows_of(found)) == 3
+
+
+def test_a_reward_model_under_cp_is_refused(references: dict[str, Path]) -> None:
+    found = reference("sft", references).with_name("refused")
+    with pytest.raises(RankError, match=r"plan\.parallel\.cp for a llama model without output embeddings"):
+        under(plan_of("cp2")[1], 2, "trl_script.py", "reward", found, 4)
+
+
+@pytest.mark.parametrize(("layout", "ep"), [("zero 3", 2), ("zero 0", 2), ("zero 2", 1), ("tp2", 2), ("cp2", 2)])
+def test_experts_equal_one_process(layout: str, ep: int, tmp_path: Path) -> None:
+    plain("trainer_moe.py", tmp_path / "plain", BATCH)
+    ranks, plan, batch = plan_of(layout)
+    parallel = plan.parallel.model_copy(update={"ep": ep})
+    under(plan.model_copy(update={"parallel": parallel}), ranks, "trainer_moe.py", tmp_path / "weft", batch)
+    assert_same_logs(log_of(tmp_path / "weft"), log_of(tmp_path / "plain"))
+    assert_same_weights(tmp_path / "weft" / "final", tmp_path / "plain" / "final")
