@@ -67,6 +67,44 @@ def test_an_unmodified_script_equals_one_process(layout: str, reference: Path, t
     assert_same_weights(tmp_path / "final", reference / "final")
 
 
+PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {"pp": 2}),
+    "pp2 x zero 2": (4, {"pp": 2, "zero": 2}),
+    "pp2 x tp2": (4, {"pp": 2, "tp": 2}),
+    "pp2 x cp2": (4, {"pp": 2, "cp": 2, "zero": 0}),
+}
+
+
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_a_pipeline_equals_one_process_and_resumes(layout: str, tmp_path: Path) -> None:
+    plain("trainer_lm.py", tmp_path / "plain", "--batch", BATCH, "--loss-only")
+    ranks, parallel = PIPELINES[layout]
+    plan = Plan(parallel=Parallel(**parallel))
+    batch = BATCH // plan.resolve(ranks).parallel.data_ranks
+    under(plan, ranks, "trainer_lm.py", tmp_path / "weft", "--batch", batch, "--loss-only")
+    assert_same_logs(log_of(tmp_path / "weft"), log_of(tmp_path / "plain"))
+    assert_same_weights(tmp_path / "weft" / "final", tmp_path / "plain" / "final")
+    again = tmp_path / "again", "--batch", 2, "--loss-only", "--resume", tmp_path / "weft" / "checkpoint-2"
+    under(plan_of("zero 3")[1], 2, "trainer_lm.py", *again)
+    assert_same_logs(log_of(tmp_path / "again"), log_of(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        ("trainer_lm.py", (), "compute_metrics under plan.parallel.pp > 1"),
+        ("trainer_lm.py", ("--loss-only", '{"label_smoothing_factor": 0.1}'), "label_smoothing_factor under"),
+        ("trainer_own_loss.py", ("4",), "compute_loss of Own under"),
+        ("accelerate_loop.py", ("4",), r"accelerator\.prepare of a model under plan\.parallel\.pp = 2"),
+    ],
+)
+def test_what_a_pipeline_cannot_run_is_refused(
+    script: str, arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RankError, match=said):
+        under(Plan(parallel=Parallel(pp=2)), 2, script, tmp_path, *arguments)
+
+
 @pytest.mark.parametrize(("before", "after"), [("zero 3", "zero 3"), ("zero 3", "tp2"), ("cp2", "zero 0")])
 def test_a_resumed_script_equals_one_that_was_not_interrupted(
     before: str, after: str, reference: Path, tmp_path: Path

@@ -33,7 +33,7 @@ from weft.device.detect import detect
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.full_outputs import FullOutputs
 from weft.integrations.loaders import load_by_data_rank
-from weft.integrations.models import core_of, parallelize_for_script, plan_for_script
+from weft.integrations.models import core_of, parallelize_for_script, plan_for_script, refuse_pipeline
 from weft.integrations.optimizer import PlacedOptimizer, replace_parameters
 from weft.integrations.script_state import STATE_FOLDER, ScriptState
 from weft.job import read_plan
@@ -58,6 +58,8 @@ class WeftAccelerator(Accelerator):
 
     default_plan: Plan | None = None
     """Plan without the argument `plan`; `weft run` makes a subclass with it."""
+    runs_pipelines = False
+    """True if the owner of the accelerator runs the micro-batches of a step together, as the Trainer of Weft does."""
 
     def __init__(self, *args: Any, plan: Plan | str | Path | None = None, **kwargs: Any):
         """
@@ -95,7 +97,7 @@ class WeftAccelerator(Accelerator):
         self.mesh: DeviceMesh = build_mesh(self.plan, self.weft_device.type, dist.get_world_size())
         self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
         self._leaders = self._data_leaders()
-        self._seed = broadcast_json(torch.initial_seed() % 2**31)  # of dropout: that of the script on rank 0
+        self.seed = broadcast_json(torch.initial_seed() % 2**31)  # of dropout: that of the script on rank 0
         self._deduplicates = False
         self._in_no_sync = False
         self._cores: dict[int, PreTrainedModel] = {}
@@ -150,11 +152,14 @@ class WeftAccelerator(Accelerator):
             evaluation_mode: True: the model will not be trained, such as the reference model of a preference loss.
         """
         core = core_of(model)
+        if not self.runs_pipelines:
+            refuse_pipeline(self.plan)
         if find_runtime(core) is None:
             plan = plan_for_script(self.plan, self._requested_precision, core)
             parallelize_for_script(core, plan, self.mesh, self.device)
             core.register_forward_pre_hook(self._begin_forward, prepend=True)
-        split = runtime(core).takes_full_rows and bool(runtime(core).anatomy.head)
+        parallelized = runtime(core)  # the outputs of a pipeline are read by its last stage alone
+        split = parallelized.takes_full_rows and parallelized.anatomy.head and parallelized.pipeline is None
         if id(core) not in self._full_outputs and split:
             self._full_outputs[id(core)] = FullOutputs(core)
         self._cores[id(model)] = core
@@ -164,15 +169,15 @@ class WeftAccelerator(Accelerator):
 
     def _begin_forward(self, core: Any, _: Any) -> None:
         """Forward pre-hook: tell the model whether gradients are complete after the backward of this forward."""
-        if not torch.is_grad_enabled():
+        parallelized = runtime(core)
+        if not torch.is_grad_enabled() or parallelized.pipeline is not None:
             return
         steps = 0
         for optimizer in self._optimizers:
             if optimizer.distributed.model is core:
                 optimizer.begin_forward()
                 steps = optimizer.steps
-        set_dropout_seed(core, self._seed * STEPS_PER_SEED + steps + 1)
-        parallelized = runtime(core)
+        set_dropout_seed(core, self.seed * STEPS_PER_SEED + steps + 1)
         last = self.sync_gradients and not self._in_no_sync
         begin_micro_batch(core, parallelized.plan, parallelized.gradient_reducer, last=last)
 
@@ -210,13 +215,6 @@ class WeftAccelerator(Accelerator):
         prepared = getattr(data_loader, "_is_accelerate_prepared", False)
         if prepared or self.data_ranks == self.num_processes:
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        if self.dispatch_batches:
-            raise PlanError(
-                "dispatch_batches = True with ranks that share rows",
-                where="plan.parallel",
-                rule="each rank reads its own batches under tp, cp and pp",
-                fix="set dispatch_batches=False in DataLoaderConfiguration, or accelerator_config of TrainingArguments",
-            )
         loader = load_by_data_rank(self, data_loader, device_placement)
         self._dataloaders.append(loader)
         return loader

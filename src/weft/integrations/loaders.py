@@ -4,6 +4,8 @@ from typing import Any
 
 from accelerate.data_loader import prepare_data_loader
 
+from weft.errors import PlanError
+
 
 def load_by_data_rank(accelerator: Any, loader: Any, device_placement: bool | None) -> Any:
     """Data loader with the batches of this data rank, which each rank reads itself.
@@ -12,7 +14,17 @@ def load_by_data_rank(accelerator: Any, loader: Any, device_placement: bool | No
         accelerator: `WeftAccelerator` with the settings of the script.
         loader: data loader of the script.
         device_placement: True: move batches to the device; None: as the accelerator does.
+
+    Raises:
+        PlanError: rank 0 would read the batches of all ranks.
     """
+    if accelerator.dispatch_batches:
+        raise PlanError(
+            "dispatch_batches = True with ranks that share rows",
+            where="plan.parallel",
+            rule="each rank reads its own batches under tp, cp and pp",
+            fix="set dispatch_batches=False in DataLoaderConfiguration, or accelerator_config of TrainingArguments",
+        )
     return prepare_data_loader(
         loader,
         accelerator.device,

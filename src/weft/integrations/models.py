@@ -31,6 +31,21 @@ def core_of(model: Any) -> PreTrainedModel:
     return core
 
 
+def refuse_pipeline(plan: Plan) -> None:
+    """Refuse a pipeline under a loop that calls the model for each micro-batch.
+
+    Raises:
+        PlanError: the plan has a pipeline.
+    """
+    if plan.parallel.pp > 1:
+        raise PlanError(
+            f"accelerator.prepare of a model under plan.parallel.pp = {plan.parallel.pp}",
+            where="plan.parallel.pp",
+            rule="the schedule of a pipeline runs all micro-batches of a step together, and a loop calls it for each one",
+            fix="set plan.parallel.pp = 1; or use transformers.Trainer, or weft.prepare with run.train_batch",
+        )
+
+
 def parallelize_for_script(core: PreTrainedModel, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
     """Parallelize a model that has its weights, in place; `num_items_in_batch` keeps the meaning of Transformers.
 

@@ -57,6 +57,10 @@ class PlacedOptimizer(AcceleratedOptimizer):
             self.distributed.begin_step()
         self.is_fresh, self._norm, self._factor = False, None, 1.0
 
+    def begin_pipelined(self) -> None:
+        """Prepare for the schedule of a pipeline, which begins the step of the optimizer itself."""
+        self.is_fresh, self._norm, self._factor = False, None, 1.0
+
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update the weights if this micro-batch is the last one of a step. Collective.
 

@@ -20,6 +20,8 @@ from transformers import Trainer
 from weft.data import IGNORED
 from weft.errors import CheckpointError, JobError, PlanError
 from weft.integrations.accelerator import WeftAccelerator
+from weft.integrations.models import core_of
+from weft.integrations.trainer_pipeline import PipelinedSteps, check_pipeline
 from weft.integrations.versions import check_methods, check_versions
 from weft.job import read_plan
 from weft.plan import Plan
@@ -37,7 +39,14 @@ GENERATING = (
 OVERRIDDEN = (
     *("_build_accelerator_args", "create_accelerator_and_postprocess", "get_tp_size", "_get_num_items_in_batch"),
     *("training_step", "prediction_step", "compute_loss", "save_model", "_save", "_save_optimizer_and_scheduler"),
-    *("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model", "_finalize_training"),
+    *(
+        "_prepare_for_training",
+        "_prepare_inputs",
+        "_load_from_checkpoint",
+        "_load_optimizer_and_scheduler",
+        "_load_best_model",
+        "_finalize_training",
+    ),
 )
 """Methods of Trainer that the mixin overrides or calls."""
 
@@ -51,6 +60,7 @@ class TrainerMixin(Base):
     """Part of a trainer that runs its model under a plan."""
 
     weft_plan: Plan
+    _pipelined_steps: PipelinedSteps | None = None
 
     # Accelerator
 
@@ -65,6 +75,7 @@ class TrainerMixin(Base):
         check_trainer(type(self), self.weft_plan.resolve(max(int(self.args.world_size), 1)))
         own = getattr(self.gather_function, "keywords", {})
         self.accelerator: Any = WeftAccelerator(plan=self.weft_plan, **self._weft_arguments)
+        self.accelerator.runs_pipelines = True
         gather = self.accelerator.gather_for_metrics
 
         def gather_function(data: Any) -> Any:
@@ -93,7 +104,12 @@ class TrainerMixin(Base):
         return own or self.compute_loss_func is not None or self.label_smoother is not None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of a micro-batch."""
+        """Run forward and backward of a micro-batch; in a pipeline, of all micro-batches with the last one."""
+        if steps := self._pipelined():
+            model.train()
+            loss = steps.add(self._prepare_inputs(inputs))
+            optimizer: Any = self.optimizer
+            return steps.run(optimizer) if self.accelerator.sync_gradients else loss
         with self.accelerator.logits_of_rank(not self._reads_logits()):
             return super().training_step(model, inputs, num_items_in_batch)
 
@@ -109,11 +125,26 @@ class TrainerMixin(Base):
         if is_exact and (repeated := self.accelerator.repeated_rows(len(labels))):
             inputs["labels"] = labels.clone()
             inputs["labels"][len(labels) - repeated :] = IGNORED
+        if steps := self._pipelined():
+            return steps.evaluate(self._prepare_inputs(inputs)), None, None
         with self.accelerator.logits_of_rank(prediction_loss_only and not self._reads_logits()):
             loss, logits, found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if is_exact and loss is not None:
             loss = self.accelerator.mean_over_data_ranks(loss)
         return loss, logits, found
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.accelerator.plan.parallel.pp > 1:
+            check_pipeline(self)
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def _pipelined(self) -> PipelinedSteps | None:
+        """Steps of the pipeline; None for a model without one."""
+        if self.accelerator.plan.parallel.pp == 1 or not self.accelerator.is_parallelized(self.model):
+            return None
+        if self._pipelined_steps is None:
+            self._pipelined_steps = PipelinedSteps(core_of(self.model), self.accelerator.seed)
+        return self._pipelined_steps
 
     # Saving and loading
 

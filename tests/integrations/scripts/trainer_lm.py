@@ -13,6 +13,7 @@ parser.add_argument("--resume")
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=2)
 parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--loss-only", action="store_true")
 options, rest = parser.parse_known_args()
 
 torch.manual_seed(0)
@@ -63,7 +64,13 @@ def accuracy(prediction):
     return {"accuracy": float((found == labels)[kept].mean()), "rows": len(labels)}
 
 
-trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:11], compute_metrics=accuracy)
+trainer = Trainer(
+    model=model,
+    args=arguments,
+    train_dataset=rows,
+    eval_dataset=rows[:11],
+    compute_metrics=None if options.loss_only else accuracy,
+)
 trainer.train(resume_from_checkpoint=options.resume)
 trainer.save_model(options.out + "/final")
 if trainer.is_world_process_zero():

@@ -1,0 +1,98 @@
+"""Steps of a Trainer under pipeline parallelism, whose schedule runs the micro-batches of a step together.
+
+The Trainer calls `training_step` for each micro-batch. Here the micro-batches wait until the last one of the step has arrived.
+Each row is then a micro-batch of the schedule.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Trainer
+
+from weft.data import IGNORED
+from weft.errors import PlanError
+from weft.integrations.optimizer import PlacedOptimizer
+from weft.parallel.dropout import STEPS_PER_SEED
+from weft.parallel.runtime import runtime, set_dropout_seed
+from weft.training.own_batches import OnDevice, split_batches
+from weft.training.step import compute_gradients, evaluate
+
+KEPT = ("input_ids", "labels", "attention_mask", "position_ids")
+
+
+def check_pipeline(trainer: Any) -> None:
+    """Refuse a trainer whose loss is not that of the model, which the last stage computes.
+
+    Raises:
+        PlanError: names what the trainer computes itself.
+    """
+    settings = {
+        f"compute_loss of {type(trainer).__name__}": type(trainer).compute_loss is not Trainer.compute_loss,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "label_smoothing_factor": trainer.label_smoother is not None,
+        "compute_metrics": trainer.compute_metrics is not None,
+    }
+    own = [name for name, is_set in settings.items() if is_set]
+    if own:
+        raise PlanError(
+            f"{own[0]} under plan.parallel.pp > 1",
+            where="plan.parallel.pp",
+            rule="the last stage of a pipeline computes the loss of the model, and no rank has the outputs of a full model",
+            fix="set plan.parallel.pp = 1; tp, cp and ZeRO work with a loss of your own",
+        )
+
+
+class PipelinedSteps:
+    """Micro-batches of the step that a Trainer is collecting."""
+
+    def __init__(self, model: Any, seed: int):
+        """
+        Args:
+            model: parallelized model of Transformers.
+            seed: seed of dropout.
+        """
+        self.model, self.seed = model, seed
+        self.waiting: list[Mapping[str, Tensor]] = []
+
+    def add(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Keep a micro-batch; returns the loss that the Trainer adds up, which is zero until the last micro-batch."""
+        self.waiting.append(inputs)
+        return torch.zeros((), device=inputs["input_ids"].device)
+
+    def run(self, optimizer: PlacedOptimizer) -> Tensor:
+        """Run forward and backward of the micro-batches of the step. Collective.
+
+        Returns:
+            Mean loss over the targets of all micro-batches of all data ranks, without loss scale.
+        """
+        batches, self.waiting = self.waiting, []
+        device = batches[0]["input_ids"].device
+        split = split_batches(_equally_long(batches), 1, runtime(self.model), "train_batch")
+        set_dropout_seed(self.model, self.seed * STEPS_PER_SEED + optimizer.steps + 1)
+        optimizer.begin_pipelined()
+        found = compute_gradients(self.model, optimizer.distributed, [batch.to(device) for batch in split])
+        return torch.tensor(found.loss, device=device)
+
+    def evaluate(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Mean loss over the targets of a batch of all data ranks. Collective."""
+        device = inputs["input_ids"].device
+        split = split_batches(_equally_long([inputs]), 1, runtime(self.model), "evaluate")
+        loss = evaluate(self.model, OnDevice(split, device))
+        self.model.eval()
+        return torch.tensor(loss, device=device)
+
+
+def _equally_long(batches: list[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Batches whose rows are padded at the end to the longest row."""
+    longest = max(batch["input_ids"].shape[1] for batch in batches)
+    found = []
+    for batch in batches:
+        padding = longest - batch["input_ids"].shape[1]
+        kept = {name: batch[name] for name in KEPT if batch.get(name) is not None}
+        values = dict.fromkeys(KEPT, 0) | {"labels": IGNORED}
+        padded = {name: F.pad(tensor, (0, padding), value=values[name]) for name, tensor in kept.items()}
+        found.append(padded)
+    return found
