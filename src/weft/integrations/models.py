@@ -51,8 +51,9 @@ def parallelize_for_script(core: PreTrainedModel, plan: Plan, mesh: DeviceMesh, 
 
     Recompute that the script has switched on stays on, unless the plan recomputes.
     """
-    if core.is_activation_checkpointing and plan.memory.recompute:
-        core.activation_checkpointing_disable()
+    if plan.memory.recompute and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
+        any_version: Any = core  # the name of the method before Transformers 5.20 is deprecated since
+        getattr(any_version, "activation_checkpointing_disable", any_version.gradient_checkpointing_disable)()
     nn.Module.to(core, device)
     set_update_dtype(core, DTYPES[plan.precision.update])
     parallelize(core, plan, mesh, library_num_items=True)

@@ -61,6 +61,7 @@ class TrainerMixin(Base):
 
     weft_plan: Plan
     _pipelined_steps: PipelinedSteps | None = None
+    _shares_rows = True
 
     # Accelerator
 
@@ -85,16 +86,18 @@ class TrainerMixin(Base):
 
     def get_tp_size(self) -> int:
         """Number of ranks that share rows: tp x cp x pp."""
-        return int(self.args.world_size) // int(self.accelerator.data_ranks)
+        return int(self.args.world_size) // int(self.accelerator.data_ranks) if self._shares_rows else 1
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False  # the accelerator takes the norm over all meshes
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        items = super()._get_num_items_in_batch(batch_samples, device)
-        if isinstance(items, torch.Tensor) and not self.args.average_tokens_across_devices:
-            return items * self.get_tp_size()  # not gathered, and yet divided by the ranks that share rows
-        return items
+        # Without a sum over ranks, there is nothing to divide by the ranks that share rows; some versions do.
+        self._shares_rows = self.args.average_tokens_across_devices
+        try:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        finally:
+            self._shares_rows = True
 
     # Forward and backward
 

@@ -15,6 +15,7 @@ input from which a block is recomputed.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -102,6 +103,8 @@ def _recompute_layer(
     forward: Callable[..., Any],
     *args: Any,
 ) -> Any:
+    if isinstance(getattr(forward, "func", None), MethodType):
+        return _recompute_call(recompute, layer, capture_context, forward, *args)
     context, runs = capture_context(layer), [nullcontext()]
 
     def run(*inputs: Any) -> Any:
@@ -109,6 +112,37 @@ def _recompute_layer(
             return forward(*inputs)
 
     return recompute(run, *args)
+
+
+def _recompute_call(
+    recompute: Callable[..., Any],
+    layer: nn.Module,
+    capture_context: CaptureContext,
+    call: Callable[..., Any],
+    *args: Any,
+) -> Any:
+    """Recompute the forward of a layer where the library recomputes its call, with hooks (Transformers before 5.20).
+
+    Hooks gather weights, so that they must run before the context is captured, and only once.
+    """
+    before = vars(layer).get("forward")
+    forward = layer.forward
+
+    def recomputed(*inputs: Any, **kwargs: Any) -> Any:
+        return _recompute_layer(recompute, layer, capture_context, partial(_call, forward, kwargs), *inputs)
+
+    layer.forward = recomputed
+    try:
+        return call(*args)
+    finally:
+        if before is None:
+            del layer.forward
+        else:
+            layer.forward = before
+
+
+def _call(forward: Callable[..., Any], kwargs: dict[str, Any], *inputs: Any) -> Any:
+    return forward(*inputs, **kwargs)
 
 
 def modules_of(block: Block, roles: tuple[str, ...]) -> tuple[str, ...]:

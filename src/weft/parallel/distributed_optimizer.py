@@ -56,8 +56,11 @@ class DistributedOptimizer:
             plan.memory.optimizer_device != "device"
         )
         """True if an update needs temporary memory for its parameters, and runs over chunks of them."""
-        self.mixes_meshes = any(len({mesh_of(p) for p in group["params"]}) > 1 for group in inner.param_groups)
-        """True if a parameter group has parameters of several meshes, which a fused update cannot mix."""
+        self.mixes_meshes = any(
+            len({mesh_of(p) for p in group["params"]}) > 1 and _is_fused(group, device.type)
+            for group in inner.param_groups
+        )
+        """True if a fused update of a parameter group would mix parameters of several meshes, which torch cannot do."""
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -127,6 +130,12 @@ class DistributedOptimizer:
             buckets=[bucket.flat for bucket in reducer.buckets] if reducer else (),
             feedback=feedback.all_tensors() if feedback else (),
         )
+
+
+def _is_fused(group: dict[str, Any], device_type: str) -> bool:
+    """True if a parameter group is updated by fused or foreach operations, which torch may choose itself on accelerators."""
+    chosen_by_torch = device_type != "cpu" and "foreach" in group and group["foreach"] is None
+    return bool(group.get("fused") or group.get("foreach") or chosen_by_torch)
 
 
 def _check_bf16_states(optimizer: torch.optim.Optimizer) -> None:

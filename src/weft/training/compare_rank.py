@@ -83,7 +83,7 @@ def _record_gradients(
                 gradients.append(_write_full(session, folder, "gradient", name, parameter.grad))
 
     observer = DistributedOptimizer(
-        GradientObserver(session.optimizer.parameters, write_gradients), session.model, session.device
+        GradientObserver(session.optimizer.inner.param_groups, write_gradients), session.model, session.device
     )
     observer.loss_scale, previous = session.optimizer.loss_scale, None
     with _record_calls(session.model) as calls, _record_outputs(session, folder, micro_batches) as outputs:
@@ -113,8 +113,8 @@ def _leads(session: Session) -> bool:
 class GradientObserver(torch.optim.Optimizer):
     """Optimizer whose step calls a function, which reads the gradients, instead of updating the weights."""
 
-    def __init__(self, parameters: list[Tensor], on_step: Callable[[], None]):
-        super().__init__([{"params": parameters}], {})  # without parameters if all stages of this rank are frozen
+    def __init__(self, groups: list[dict[str, Any]], on_step: Callable[[], None]):
+        super().__init__([{"params": group["params"]} for group in groups], {})
         self.on_step = on_step
 
     def step(self, closure: Any = None) -> Any:
