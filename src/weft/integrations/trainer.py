@@ -36,8 +36,12 @@ GENERATING = (
     "GKDTrainer",
 )
 """Trainers of TRL that generate rows during training."""
+DIVIDES_ITEMS = "get_tp_size" in Trainer._get_num_items_in_batch.__code__.co_names
+"""True if this version divides the targets of all ranks by the ranks that share rows, and multiplies losses by the data ranks.
+False if it counts these targets repeatedly, and multiplies losses by all ranks."""
 OVERRIDDEN = (
     *("_build_accelerator_args", "create_accelerator_and_postprocess", "get_tp_size", "_get_num_items_in_batch"),
+    "get_total_train_batch_size",
     *("training_step", "prediction_step", "compute_loss", "save_model", "_save", "_save_optimizer_and_scheduler"),
     *(
         "_prepare_for_training",
@@ -85,8 +89,13 @@ class TrainerMixin(Base):
         self.gather_function = gather_function
 
     def get_tp_size(self) -> int:
-        """Number of ranks that share rows: tp x cp x pp."""
-        return int(self.args.world_size) // int(self.accelerator.data_ranks) if self._shares_rows else 1
+        """Number of ranks that share rows, tp x cp x pp, where the Trainer divides by it."""
+        divides = self._shares_rows and DIVIDES_ITEMS
+        return int(self.args.world_size) // int(self.accelerator.data_ranks) if divides else 1
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of a step over all data ranks."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.data_ranks)
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False  # the accelerator takes the norm over all meshes
