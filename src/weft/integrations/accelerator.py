@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,18 @@ from transformers import PreTrainedModel
 
 from weft.checkpoint.huggingface import gather_weights
 from weft.comm.collectives import all_reduce
-from weft.comm.objects import all_gather_json, broadcast_json
+from weft.comm.objects import broadcast_json
 from weft.device.detect import detect
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.full_outputs import FullOutputs
-from weft.integrations.loaders import load_by_data_rank
-from weft.integrations.models import core_of, parallelize_for_script, plan_for_script, refuse_pipeline
+from weft.integrations.loaders import first_ranks, has_tensors_only, load_by_data_rank
+from weft.integrations.models import (
+    core_of,
+    parallelize_for_script,
+    plan_for_script,
+    refuse_pipeline,
+    save_full_weights,
+)
 from weft.integrations.optimizer import PlacedOptimizer, replace_parameters
 from weft.integrations.script_state import STATE_FOLDER, ScriptState
 from weft.job import read_plan
@@ -96,7 +103,7 @@ class WeftAccelerator(Accelerator):
         self.weft_device = detect()
         self.mesh: DeviceMesh = build_mesh(self.plan, self.weft_device.type, dist.get_world_size())
         self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
-        self._leaders = self._data_leaders()
+        self._leaders = first_ranks(self.data_rank, self.data_ranks)
         self.seed = broadcast_json(torch.initial_seed() % 2**31)  # of dropout: that of the script on rank 0
         self._deduplicates = False
         self._in_no_sync = False
@@ -162,7 +169,9 @@ class WeftAccelerator(Accelerator):
         split = parallelized.takes_full_rows and parallelized.anatomy.head and parallelized.pipeline is None
         if id(core) not in self._full_outputs and split:
             self._full_outputs[id(core)] = FullOutputs(core)
-        self._cores[id(model)] = core
+        if id(model) not in self._cores:
+            self._cores[id(model)] = core
+            save_full_weights(model, partial(self.get_state_dict, model))
         if not any(model is other for other in self._models):
             self._models.append(model)
         return model
@@ -353,7 +362,7 @@ class WeftAccelerator(Accelerator):
         """Gather the results of all rows once, also where ranks of tp, cp and pp have the same rows. Collective."""
         before, self._deduplicates = self._deduplicates, self.data_ranks < self.num_processes
         try:
-            if self._deduplicates and (use_gather_object or not _has_tensors_only(input_data)):
+            if self._deduplicates and (use_gather_object or not has_tensors_only(input_data)):
                 input_data = input_data if dist.get_rank() in self._leaders else []
             return super().gather_for_metrics(input_data, use_gather_object)
         finally:
@@ -370,11 +379,6 @@ class WeftAccelerator(Accelerator):
         parts = gathered.chunk(self.num_processes)
         return torch.cat([parts[rank] for rank in self._leaders])
 
-    def _data_leaders(self) -> list[int]:
-        """First rank of each data rank."""
-        ranks = all_gather_json(self.data_rank)
-        return [ranks.index(data) for data in range(self.data_ranks)]
-
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
         """Full weights of a prepared model by name, in host memory of rank 0; empty on the other ranks. Collective."""
         if (core := self._cores.get(id(model))) is None:
@@ -387,12 +391,3 @@ class WeftAccelerator(Accelerator):
             return weights
         prefix = next(name for name, module in model.named_modules() if module is core)
         return {f"{prefix}.{name}": weight for name, weight in weights.items()}
-
-
-def _has_tensors_only(data: Any) -> bool:
-    """True for a tensor, or nested lists, tuples and dictionaries of tensors."""
-    if isinstance(data, dict):
-        return all(map(_has_tensors_only, data.values()))
-    if isinstance(data, list | tuple):
-        return bool(data) and all(map(_has_tensors_only, data))
-    return isinstance(data, Tensor)

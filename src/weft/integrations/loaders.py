@@ -1,9 +1,11 @@
-"""Data loaders of a script whose plan lets ranks of tp, cp and pp share rows."""
+"""Batches of a script whose plan lets ranks of tp, cp and pp share rows, and results that are gathered from them."""
 
 from typing import Any
 
 from accelerate.data_loader import prepare_data_loader
+from torch import Tensor
 
+from weft.comm.objects import all_gather_json
 from weft.errors import PlanError
 
 
@@ -40,3 +42,23 @@ def load_by_data_rank(accelerator: Any, loader: Any, device_placement: bool | No
         non_blocking=accelerator.non_blocking,
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
+
+
+def first_ranks(data_rank: int, data_ranks: int) -> list[int]:
+    """First of the ranks that share rows, for each data rank. Collective.
+
+    Args:
+        data_rank: data rank of this rank.
+        data_ranks: number of data ranks.
+    """
+    ranks = all_gather_json(data_rank)
+    return [ranks.index(data) for data in range(data_ranks)]
+
+
+def has_tensors_only(data: Any) -> bool:
+    """True for a tensor, or nested lists, tuples and dictionaries of tensors."""
+    if isinstance(data, dict):
+        return all(map(has_tensors_only, data.values()))
+    if isinstance(data, list | tuple):
+        return bool(data) and all(map(has_tensors_only, data))
+    return isinstance(data, Tensor)

@@ -1,9 +1,10 @@
 """Models of a user's script: the plan with the dtype that the script asks for, and the model that it parallelizes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -44,6 +45,22 @@ def refuse_pipeline(plan: Plan) -> None:
             rule="the schedule of a pipeline runs all micro-batches of a step together, and a loop calls it for each one",
             fix="set plan.parallel.pp = 1; or use transformers.Trainer, or weft.prepare with run.train_batch",
         )
+
+
+def save_full_weights(model: Any, gather: Callable[[], dict[str, Tensor]]) -> None:
+    """Let `model.save_pretrained(...)` of a script write the full weights, if all ranks call it, as they do with DDP.
+
+    Args:
+        model: prepared model; its method is replaced on this object.
+        gather: returns the full weights on rank 0. Collective.
+    """
+    save = model.save_pretrained
+
+    def save_pretrained(*args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
+        weights = gather() if state_dict is None else state_dict
+        return save(*args, state_dict=weights, **kwargs) if weights else None  # the other ranks have none
+
+    model.save_pretrained = save_pretrained
 
 
 def parallelize_for_script(core: PreTrainedModel, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:

@@ -66,7 +66,6 @@ accelerator.unwrap_model(model).save_pretrained(
     out / "final",
     is_main_process=accelerator.is_main_process,
     save_function=accelerator.save,
-    state_dict=accelerator.get_state_dict(model),
 )
 accelerator.end_training()
 if accelerator.is_main_process:
