@@ -189,3 +189,22 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(RankError, match=r"does not verify|differs|damaged"):
         under(Plan(), 2, "trainer_lm.py", tmp_path / "again", "--batch", 2, "--resume", tmp_path / "first/checkpoint-2")
+
+
+WAYS = ("stream", "two epochs", "early stopping", "loss in fp32 accumulation", "model_init", "own optimizer")
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("layout", ["zero 3", "zero 0", "tp2"])
+@pytest.mark.parametrize("way", [*WAYS, "evaluate first", "train again"])
+def test_ways_to_use_a_trainer_equal_one_process(way: str, layout: str, tmp_path: Path) -> None:
+    plain("trainer_ways.py", way, tmp_path / "plain", BATCH)
+    ranks, plan, batch = plan_of(layout)
+    under(plan, ranks, "trainer_ways.py", way, tmp_path / "weft", batch)
+    assert_same_logs(log_of(tmp_path / "weft"), log_of(tmp_path / "plain"))
+    assert_same_weights(tmp_path / "weft" / "final", tmp_path / "plain" / "final")
+
+
+def test_an_optimizer_that_needs_full_matrices_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="Adafactor over shards of matrices"):
+        under(Plan(), 2, "trainer_ways.py", "adafactor", tmp_path, 2)

@@ -96,6 +96,25 @@ def test_a_saved_adapter_loads_in_peft(references: dict[str, Path]) -> None:
     assert torch.allclose(*logits, atol=1e-4)
 
 
+@pytest.mark.parametrize(("before", "after"), [("zero 3", "tp2"), ("tp2", "zero 0")])
+def test_a_resumed_adapter_equals_one_that_was_not_interrupted(
+    before: str, after: str, references: dict[str, Path]
+) -> None:
+    expected = reference("sft lora", references)
+    first, again = (references[""] / f"{name}-{before}-{after}".replace(" ", "-") for name in ("first", "again"))
+    ranks, plan, batch = plan_of(before)
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    under(plan, ranks, "trl_script.py", "sft", first, batch, "lora", json.dumps(saving))
+    ranks, plan, batch = plan_of(after)
+    resume = json.dumps({"resume": str(first / "checkpoint-2")})
+    under(plan, ranks, "trl_script.py", "sft", again, batch, "lora", resume)
+    now, then = rows_of(again)[-1], rows_of(expected)[-1]
+    assert now["loss"] == pytest.approx(then["loss"], rel=1e-5)
+    assert now["grad_norm"] == pytest.approx(then["grad_norm"], rel=1e-4)
+    for key, value in weights_of(expected).items():
+        assert torch.allclose(weights_of(again)[key], value, atol=2e-4), key
+
+
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
 def test_ranks_that_would_train_on_different_completions_are_refused(axis: str) -> None:
     from trl import GRPOTrainer

@@ -140,6 +140,7 @@ class WeftAccelerator(Accelerator):
         for model, placement in zip(args, placements, strict=True):
             if isinstance(model, nn.Module):
                 self.prepare_model(model, placement)
+                free_gathered_weights(self._cores[id(model)])  # an evaluation may have left them
         shards = {
             parameter: dict(m.named_parameters(remove_duplicate=False)).get(name)
             for parameter, (m, name) in before.items()

@@ -7,12 +7,26 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_reduce
 from weft.errors import ModelError
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import free_gathered_weights
 from weft.topology.mesh import AXES
+
+NOT_ELEMENTWISE = (
+    "Adafactor",
+    "GaLoreAdamW",
+    "GaLoreAdafactor",
+    "APOLLOAdamW",
+    "Lomo",
+    "AdaLomo",
+    "Shampoo",
+    "SOAP",
+    "LBFGS",
+)
+"""Optimizers of other libraries whose update of an element depends on the full matrix."""
 
 
 class PlacedOptimizer(AcceleratedOptimizer):
@@ -99,7 +113,7 @@ def replace_parameters(optimizer: torch.optim.Optimizer, shards: Mapping[nn.Para
         shards: parameter of this rank for each parameter of the model before; None on a rank of a pipeline without it.
 
     Raises:
-        ModelError: the optimizer has states, or a parameter that the model does not have.
+        ModelError: the optimizer has states, or a parameter that the model does not have, or it is not elementwise.
     """
     problem = ""
     if optimizer.state:
@@ -112,6 +126,14 @@ def replace_parameters(optimizer: torch.optim.Optimizer, shards: Mapping[nn.Para
             where="accelerator.prepare",
             rule="the optimizer is new, and has the parameters of the model that is prepared with it",
             fix="make the optimizer from model.parameters(), and pass both to accelerator.prepare(model, optimizer)",
+        )
+    whole = type(optimizer).__name__
+    if whole in NOT_ELEMENTWISE and any(isinstance(shard, DTensor) for shard in shards.values()):
+        raise ModelError(
+            f"{whole} over shards of matrices",
+            where="accelerator.prepare",
+            rule="an optimizer updates each element by its own gradient and state, because ranks hold parts of matrices",
+            fix='use another optimizer, such as optim="adamw_torch"; or plan.parallel.zero = 0 without tp',
         )
     for group in optimizer.param_groups:
         kept = [shards[parameter] for parameter in group["params"]]

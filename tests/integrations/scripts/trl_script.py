@@ -18,6 +18,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, Re
 
 kind, out, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
 lora, settings = "lora" in sys.argv, json.loads(sys.argv[-1]) if sys.argv[-1].startswith("{") else {}
+resume = settings.pop("resume", None)
 words = ["weft", "warp", "loom", "shuttle", "thread", "yarn", "cloth", "weave", "reed", "heddle"]
 special = ["<pad>", "<s>", "</s>", "<unk>", "Say", ":"]
 vocabulary = {word: index for index, word in enumerate(special + words + [str(number) for number in range(32)])}
@@ -92,7 +93,7 @@ else:
     prompts = Dataset.from_list([{"prompt": pair["prompt"]} for pair in pairs])
     arguments = GRPOConfig(num_generations=4, max_completion_length=8, **common)
     trainer = GRPOTrainer(model, reward, args=arguments, train_dataset=prompts, processing_class=tokenizer, **more)
-trainer.train()
+trainer.train(resume_from_checkpoint=resume)
 trainer.save_model(out + "/final")
 if trainer.is_world_process_zero():
     Path(out, "result.json").write_text(json.dumps(trainer.state.log_history))
