@@ -22,6 +22,7 @@ from weft.compat import (
     finished_work,
     fsdp_param_groups,
     has_amx,
+    has_cpu_backend,
     is_in_backward,
     is_registered,
     onednn_accepts,
@@ -170,3 +171,12 @@ def test_private_attributes_are_used_in_compat_alone() -> None:
                 if isinstance(root, ast.Name) and root.id in ("torch", "dist") and not is_documented:
                     found.append(f"{path.relative_to(SOURCE)}: {ast.unparse(node)}")
     assert [use for use in found if not use.startswith("compat.py")] == []
+
+
+def cpu_backend(rank: int, ranks: int) -> bool:
+    return has_cpu_backend(dist.group.WORLD)
+
+
+def test_process_groups_say_whether_they_send_tensors_in_host_memory() -> None:
+    assert run_ranks(1, cpu_backend) == [True], "weft.init refuses a group that cannot send small messages"
+    assert hasattr(dist.ProcessGroup, "_get_backend"), "torch has no backend of a process group by device"

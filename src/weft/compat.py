@@ -78,6 +78,14 @@ def is_registered(backend: str) -> bool:
     return backend.upper() in dist.Backend._plugins
 
 
+def has_cpu_backend(group: Any) -> bool:
+    """True if a process group sends tensors in host memory, as Weft's small messages are."""
+    try:
+        return group._get_backend(torch.device("cpu")) is not None
+    except RuntimeError:
+        return False
+
+
 def finished_work(result: Any) -> dist.Work:
     """Handle of a collective that is complete."""
     future: Any = torch.futures.Future()

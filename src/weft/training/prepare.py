@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.checkpoint.huggingface import materialize
+from weft.compat import has_cpu_backend
 from weft.device.detect import detect
-from weft.errors import ModelError
+from weft.errors import JobError, ModelError
 from weft.job import Model, Optimizer, read_plan
 from weft.launch.rank_entry import connect
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -31,10 +32,19 @@ def init() -> None:
 
     Raises:
         DeviceError: this host has fewer accelerators than ranks.
-        JobError: the environment does not say where the ranks meet.
+        JobError: the environment does not say where the ranks meet; or the ranks have joined without a backend for host memory.
     """
     if not dist.is_initialized():
         connect(detect())
+    elif not has_cpu_backend(dist.group.WORLD):
+        device = detect()
+        raise JobError(
+            f"the process group has the backend {dist.get_backend()} alone",
+            where="weft.init",
+            rule="Weft sends small messages in host memory besides those of the accelerator",
+            fix="call weft.init() before any other library joins the ranks (TrainingArguments and Accelerator do), or join "
+            f'them with torch.distributed.init_process_group("{device.backend}")',
+        )
 
 
 def prepare(
