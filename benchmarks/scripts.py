@@ -1,0 +1,83 @@
+"""Speed of an unmodified TRL script on two CPU ranks: plain under torchrun (DDP), and under `weft run`.
+
+    python benchmarks/scripts.py            # about ten minutes on two free cores
+    python benchmarks/scripts.py --quick
+
+accelerate has no FSDP on CPU: with ACCELERATE_USE_FSDP it trains with DDP there. Systems take turns; each turn is a whole
+command, whose first steps do not count. Peak memory is the largest resident size of rank 0, libraries included.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.device.cpu import Cpu
+
+SCRIPT = Path(__file__).parent / "peers" / "sft_script.py"
+BIN = Path(sys.executable).parent
+TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2", str(SCRIPT)]
+SYSTEMS = {
+    "DDP": "",
+    "weft zero 0": "zero = 0",
+    "weft zero 2": "zero = 2",
+    "weft zero 3": "zero = 3",
+}
+"""Plan by system; "": plain under torchrun."""
+
+
+def run(name: str, kind: str, steps: int, folder: Path) -> dict[str, float | list[float]] | None:
+    """Run the script once; None if the system cannot run it."""
+    plan = SYSTEMS[name]
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    (folder / "plan.toml").write_text(f"[parallel]\n{plan}\n")
+    command = TORCHRUN
+    if plan:
+        command = [str(BIN / "weft"), "run", "--plan", str(folder / "plan.toml"), "--nproc-per-node", "2", str(SCRIPT)]
+    own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*command, str(result), str(steps), kind], env={**os.environ, **own}, cwd=folder, capture_output=True, text=True
+    )
+    if done.returncode or not result.exists():
+        print(f"{name}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return None
+    return json.loads(result.read_text())
+
+
+def main(quick: Annotated[bool, typer.Option(help="One repeat of few steps.")] = False) -> None:
+    """Run all systems in turns, and print tokens per second, ratios and peak memory."""
+    repeats, steps = (1, 4) if quick else (3, 12)
+    table = Table(
+        "script", "system", "tokens/s", "beside DDP", "peak MiB", "loss", title=f"{Cpu().name}, two ranks, fp32"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("sft", "lora"):
+            found: dict[str, list] = {name: [] for name in SYSTEMS}
+            for _ in range(repeats):
+                for name in SYSTEMS:
+                    found[name].append(run(name, kind, steps, Path(folder)))
+            for name, results in found.items():
+                results = [result for result in results if result]
+                if not results:
+                    table.add_row(kind, name, "does not run")
+                    continue
+                speed = statistics.median(result["tokens_per_second"] for result in results)
+                plain = statistics.median(result["tokens_per_second"] for result in found["DDP"] if result)
+                peak = statistics.median(result["peak_mib"] for result in results)
+                ratio = "" if name == "DDP" else f"{speed / plain:.2f}"
+                row = (f"{speed:.0f}", ratio, f"{peak:.0f}", f"{results[0]['losses'][-1]:.5f}")
+                table.add_row(kind, name, *row)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
