@@ -1,7 +1,7 @@
 """weft plan"""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 
@@ -39,6 +39,10 @@ def plan(
     timeline: Annotated[
         Path | None, typer.Option(help="JSON file for a trace of one step, for Perfetto or Chrome.")
     ] = None,
+    emit: Annotated[
+        Literal["accelerate", "torchtitan", "megatron"] | None,
+        typer.Option(help="Print the settings of another library for the plan."),
+    ] = None,
 ) -> None:
     """Find the fastest plan for a model on a cluster.
 
@@ -56,7 +60,8 @@ def plan(
     from weft.observe.proposal_page import write_page
     from weft.planner.costmodel.cluster_file import choose_cluster
     from weft.planner.costmodel.timeline import timeline_of, write_trace
-    from weft.planner.search.propose import propose
+    from weft.planner.emit import emit as emit_settings
+    from weft.planner.search.propose import planned, propose
 
     transformers.logging.set_verbosity_error()
     machine = choose_cluster(cluster, device, nnodes, per_host)
@@ -77,3 +82,8 @@ def plan(
     if timeline:
         first = found.best[0]
         write_trace(timeline_of(found.space, first.layout), first.time, timeline)
+    if emit:
+        cluster_used = found.space.cluster
+        one = planned(found.job, found.space, found.best[0].layout)
+        devices, blocks = cluster_used.num_devices, found.space.shape.layers
+        print(emit_settings(one, emit, devices, cluster_used.hosts, blocks), end="")
