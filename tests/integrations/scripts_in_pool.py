@@ -17,11 +17,17 @@ from weft.plan import Plan
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def _script(rank: int, ranks: int, name: str, arguments: list[str], plan: Plan | None) -> None:
+def variables_of(rank: int, ranks: int) -> dict[str, str]:
+    """Environment of a rank that a launcher has started."""
     variables = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if ranks > 1:
         variables |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
         variables |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    return variables
+
+
+def _script(rank: int, ranks: int, name: str, arguments: list[str], plan: Plan | None) -> None:
+    variables = variables_of(rank, ranks)
     for imported in [module for module in sys.modules if module.partition(".")[0] == "trl"]:
         del sys.modules[imported]  # its trainers inherit from the Trainer of an earlier plan
     try:

@@ -1,18 +1,23 @@
 """`accelerate.Accelerator` under a plan: an unmodified loop has the losses, norms, metrics and weights of one process."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.integrations.scripts_in_pool import plain, under
+from tests.integrations.scripts_in_pool import plain, under, variables_of
+from tests.integrations.test_command import weft_run
 from tests.integrations.test_trainer import BATCH, LAYOUTS, assert_same_weights, plan_of
 from tests.lab.families import family
 from tests.lab.pool import RankError, run_ranks
+from weft.checkpoint.folders import list_checkpoints
 from weft.errors import JobError, ModelError, WeftError
 from weft.integrations.accelerator import WeftAccelerator
 from weft.plan import Plan
@@ -54,6 +59,131 @@ def test_a_loop_resumes_under_another_plan(before: str, after: str, reference: P
 def test_a_state_of_a_plain_accelerator_is_refused(reference: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="a checkpoint without the training state of Weft"):
         under(Plan(), 2, "accelerate_loop.py", tmp_path, 2, reference / "state")
+
+
+SAVED_AT_THE_END = """
+import sys, torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+accelerator = Accelerator(cpu=True)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=8000, hidden_size=256, intermediate_size=512, num_hidden_layers=2))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+rows = torch.arange(8)[None]
+accelerator.backward(model(input_ids=rows, labels=rows).loss)
+optimizer.step()
+accelerator.save_state(sys.argv[1])
+sys.exit()
+"""
+
+
+def test_a_state_that_is_saved_last_is_complete(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("[parallel]\nzero = 2\n")
+    (tmp_path / "script.py").write_text(SAVED_AT_THE_END)
+    done = weft_run(tmp_path, "--plan", "plan.toml", "--nproc-per-node", "2", "script.py", "state")
+    assert done.returncode == 0, done.stderr
+    assert list_checkpoints(tmp_path / "state" / "weft")
+
+
+def counted(rank: int, ranks: int, plan: Plan) -> dict[str, Any]:
+    """What an accelerator answers about ranks; ranks of one data rank have the same values."""
+    try:
+        with mock.patch.dict(os.environ, variables_of(rank, ranks)):
+            accelerator = WeftAccelerator(cpu=True, plan=plan)
+        own = torch.tensor([accelerator.data_rank + 1])
+        total = accelerator.reduce({"rows": own})["rows"].tolist()
+        mean = accelerator.reduce(own.float(), "mean").tolist()
+        gathered = accelerator.gather(own).tolist()
+        return {"ranks": accelerator.num_processes, "sum": total, "mean": mean, "all": gathered}
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def test_ranks_that_share_rows_count_once() -> None:
+    plan = Plan.model_validate({"parallel": {"tp": 2, "zero": 2}})
+    expected = {"ranks": 2, "sum": [3], "mean": [1.5], "all": [1, 2]}
+    assert run_ranks(4, counted, plan) == [expected] * 4
+
+
+def two_optimizers(rank: int, ranks: int, plan: Plan | None) -> tuple[float, list[float]]:
+    """Gradient norm, and the sum of each weight after an SGD update of matrices and vectors by two optimizers."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**family("llama"))
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        accelerator = WeftAccelerator(cpu=True, plan=plan) if plan is not None else Accelerator(cpu=True)
+        matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=1.0)
+        vectors = torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=1.0)
+        model, matrices, vectors = accelerator.prepare(model, matrices, vectors)
+        rows = torch.arange(16)[None]
+        accelerator.backward(model(input_ids=rows, labels=rows).loss)
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+        matrices.step()
+        vectors.step()
+        weights = accelerator.get_state_dict(model)
+        return norm, [weight.double().sum().item() for _, weight in sorted(weights.items())]
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+@pytest.mark.parametrize("layout", ["zero 3", "tp2"])
+def test_two_optimizers_clip_one_norm(layout: str) -> None:
+    ((norm, weights),) = run_ranks(1, two_optimizers, None)
+    found = run_ranks(2, two_optimizers, plan_of(layout)[1])[0]
+    assert found[0] == pytest.approx(norm, rel=1e-5)
+    assert found[1] == pytest.approx(weights, rel=1e-5, abs=1e-5)
+
+
+def rows_of_a_rank(rank: int, ranks: int, what: str) -> str:
+    """Error of a forward whose rows break a rule under tp or cp."""
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("llama")))
+    plan = Plan.model_validate({"parallel": {"cp" if what == "padding" else "tp": 2}})
+    try:
+        model = WeftAccelerator(cpu=True, plan=plan).prepare_model(model)
+        rows = torch.arange(8)[None] + (rank if what == "rows" else 0)
+        options: dict[str, Any] = {"output_attentions": True} if what == "attentions" else {}
+        options |= {"return_dict": False} if what == "tuple" else {}
+        options |= {"attention_mask": (rows < 6).long()} if what == "padding" else {}
+        model(input_ids=rows, labels=rows, **options)
+    except WeftError as error:
+        return str(error)
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("rows", "the ranks of data rank 0 have different rows"),
+        ("padding", "2 targets at padding"),
+        ("attentions", "output_attentions=True under tp or cp"),
+        ("tuple", "return_dict=False under tp or cp"),
+    ],
+)
+def test_what_would_be_silently_wrong_is_refused(what: str, said: str) -> None:
+    found = run_ranks(2, rows_of_a_rank, what)
+    assert all(said in text for text in found), found
+
+
+def saved_shards(rank: int, ranks: int, folder: str) -> str:
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**family("llama")))
+    try:
+        accelerator = WeftAccelerator(cpu=True, plan=Plan())
+        model = accelerator.prepare_model(model)
+        accelerator.save(model.state_dict(), f"{folder}/weights.pt")
+    except WeftError as error:
+        return str(error)
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    return "nothing"
+
+
+def test_shards_are_not_saved_as_weights(tmp_path: Path) -> None:
+    assert all("is a shard of this rank" in text for text in run_ranks(2, saved_shards, str(tmp_path)))
 
 
 def refused(rank: int, ranks: int, what: str) -> str:

@@ -1,15 +1,20 @@
 """`transformers.Trainer` under a plan: an unmodified script has the losses, norms and weights of one process."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 from tests.integrations.scripts_in_pool import plain, under
 from tests.lab.pool import RankError
+from weft.errors import JobError, ModelError, PlanError
+from weft.integrations.models import refuse_trained_parts
+from weft.integrations.script_state import from_text_keys, with_text_keys
+from weft.integrations.trainer import check_trainer, with_weft
 from weft.plan import Parallel, Plan, Precision
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -105,6 +110,14 @@ def test_what_a_pipeline_cannot_run_is_refused(
         under(Plan(parallel=Parallel(pp=2)), 2, script, tmp_path, *arguments)
 
 
+@pytest.mark.parametrize("way", ["model_init again without predict", "train again without predict"])
+def test_a_pipeline_trains_the_model_of_each_train(way: str, tmp_path: Path) -> None:
+    plain("trainer_ways.py", way, tmp_path / "plain", BATCH)
+    under(Plan(parallel=Parallel(pp=2)), 2, "trainer_ways.py", way, tmp_path / "weft", BATCH)
+    assert_same_logs(log_of(tmp_path / "weft"), log_of(tmp_path / "plain"))
+    assert_same_weights(tmp_path / "weft" / "final", tmp_path / "plain" / "final")
+
+
 @pytest.mark.parametrize(("before", "after"), [("zero 3", "zero 3"), ("zero 3", "tp2"), ("cp2", "zero 0")])
 def test_a_resumed_script_equals_one_that_was_not_interrupted(
     before: str, after: str, reference: Path, tmp_path: Path
@@ -196,7 +209,7 @@ WAYS = ("stream", "two epochs", "early stopping", "loss in fp32 accumulation", "
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", ["zero 3", "zero 0", "tp2"])
-@pytest.mark.parametrize("way", [*WAYS, "evaluate first", "train again"])
+@pytest.mark.parametrize("way", [*WAYS, "evaluate first", "train again", "model_init again"])
 def test_ways_to_use_a_trainer_equal_one_process(way: str, layout: str, tmp_path: Path) -> None:
     plain("trainer_ways.py", way, tmp_path / "plain", BATCH)
     ranks, plan, batch = plan_of(layout)
@@ -208,3 +221,43 @@ def test_ways_to_use_a_trainer_equal_one_process(way: str, layout: str, tmp_path
 def test_an_optimizer_that_needs_full_matrices_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="Adafactor over shards of matrices"):
         under(Plan(), 2, "trainer_ways.py", "adafactor", tmp_path, 2)
+
+
+def test_the_newest_complete_checkpoint_is_resumed(reference: Path, tmp_path: Path) -> None:
+    """As after a kill while the last checkpoint was being written."""
+    under(Plan(), 2, "trainer_lm.py", tmp_path, "--batch", 2)
+    shutil.rmtree(next((tmp_path / "checkpoint-4" / "weft").glob("step-*")))
+    (tmp_path / "result.json").unlink()
+    under(Plan(), 2, "trainer_lm.py", tmp_path, "--batch", 2, "--resume", "last")
+    assert_same_logs(log_of(tmp_path), log_of(reference))
+    assert_same_weights(tmp_path / "final", reference / "final")
+
+
+def test_a_scheduler_whose_state_has_other_keys_than_text_is_saved() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(parameters, lr=1.0), [2, 2, 5])
+    state = scheduler.state_dict()
+    saved = json.loads(json.dumps(with_text_keys(state)))
+    assert saved == with_text_keys(state)
+    assert from_text_keys(saved) == state
+
+
+def test_a_second_plan_and_rows_that_are_balanced_over_ranks_are_refused() -> None:
+    with pytest.raises(JobError, match="a second plan"):
+        with_weft(with_weft(Trainer, Plan()), Plan())
+    with pytest.raises(PlanError, match="batch_rebalance"):
+        check_trainer(Trainer, Plan(parallel=Parallel(tp=2)).resolve(2), "batch_rebalance")
+
+
+def test_prompts_outside_of_the_model_are_refused() -> None:
+    core = torch.nn.Linear(2, 2)
+    wrapper = torch.nn.ModuleDict({"base": core, "prompt": torch.nn.Linear(2, 2)})
+    with pytest.raises(ModelError, match=r"the trained parameter prompt\.weight"):
+        refuse_trained_parts(wrapper, core)
+    wrapper["prompt"].requires_grad_(False)
+    refuse_trained_parts(wrapper, core)
+
+
+def test_predict_of_a_pipeline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"trainer\.predict under plan\.parallel\.pp = 2"):
+        under(Plan(parallel=Parallel(pp=2)), 2, "trainer_ways.py", "two epochs", tmp_path, BATCH)

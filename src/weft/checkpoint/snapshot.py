@@ -84,6 +84,17 @@ class Target:
     """True to report finished checkpoints in `take_messages`."""
 
 
+WRITER = "weft-checkpoint"
+"""Name of the threads that write checkpoints."""
+
+
+def wait_for_writers() -> None:
+    """Wait until all checkpoints of this process are written. Not collective; errors are left to `finish`."""
+    for thread in threading.enumerate():
+        if thread.name == WRITER:
+            thread.join()
+
+
 class Snapshots:
     """Asynchronous checkpoint writer of a run. All ranks create one instance, and call its methods together.
 
@@ -155,7 +166,7 @@ class Snapshots:
         if self._agree(lambda: self._prepare(target, position.step)):
             self.index += 1
             arguments = (position, target, self._copy())
-            self.writing = threading.Thread(target=self._write, args=arguments, name="weft-checkpoint", daemon=True)
+            self.writing = threading.Thread(target=self._write, args=arguments, name=WRITER, daemon=True)
             self.writing.start()
         return time.perf_counter() - begin
 

@@ -8,7 +8,7 @@
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step(); optimizer.zero_grad()
 
-`weft run --plan plan.toml script.py` puts it in the place of `accelerate.Accelerator`, so that no line changes.
+`weft run --plan plan.toml script.py` replaces `accelerate.Accelerator` by it, so that no line changes.
 """
 
 import contextlib
@@ -33,15 +33,18 @@ from weft.comm.objects import broadcast_json
 from weft.device.detect import detect
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.full_outputs import FullOutputs
-from weft.integrations.loaders import first_ranks, has_tensors_only, load_by_data_rank
+from weft.integrations.loaders import check_rows, first_ranks, has_tensors_only, load_by_data_rank
 from weft.integrations.models import (
     core_of,
     parallelize_for_script,
     plan_for_script,
     refuse_pipeline,
+    refuse_shards,
+    refuse_trained_parts,
     save_full_weights,
 )
 from weft.integrations.optimizer import PlacedOptimizer, replace_parameters
+from weft.integrations.scheduler import PlacedScheduler
 from weft.integrations.script_state import STATE_FOLDER, ScriptState
 from weft.job import read_plan
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -54,6 +57,10 @@ from weft.topology.mesh import DATA_AXES, build_mesh, data_rank
 from weft.training.prepare import init
 
 OTHER_RUNTIMES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
+
+
+ROWS_CHECKED = 4
+"""Number of forwards at the start that compare the rows of the ranks that share them."""
 
 
 class WeftAccelerator(Accelerator):
@@ -105,12 +112,18 @@ class WeftAccelerator(Accelerator):
         self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
         self._leaders = first_ranks(self.data_rank, self.data_ranks)
         self.seed = broadcast_json(torch.initial_seed() % 2**31)  # of dropout: that of the script on rank 0
-        self._deduplicates = False
         self._in_no_sync = False
-        self._cores: dict[int, PreTrainedModel] = {}
-        """Parallelized model by id of the prepared model, which may be a wrapper around it."""
-        self._full_outputs: dict[int, FullOutputs] = {}  # by id of the parallelized model
+        self._cores: dict[nn.Module, PreTrainedModel] = {}
+        """Parallelized model of each prepared model, which may be a wrapper around it."""
+        self._full_outputs: dict[nn.Module, FullOutputs] = {}
+        """Hooks of each parallelized model that is split."""
+        self._rows_to_check = ROWS_CHECKED
         self.training_state = ScriptState(lambda: self._optimizers, self.weft_device, self.device)
+
+    @property
+    def num_processes(self) -> int:
+        """Number of data ranks: what a script multiplies its batch and its steps by. Ranks of tp, cp and pp share rows."""
+        return self.data_ranks if hasattr(self, "data_ranks") else int(super().num_processes)
 
     @property
     def mixed_precision(self) -> str:
@@ -140,7 +153,7 @@ class WeftAccelerator(Accelerator):
         for model, placement in zip(args, placements, strict=True):
             if isinstance(model, nn.Module):
                 self.prepare_model(model, placement)
-                free_gathered_weights(self._cores[id(model)])  # an evaluation may have left them
+                free_gathered_weights(self._cores[model])  # an evaluation may have left them
         shards = {
             parameter: dict(m.named_parameters(remove_duplicate=False)).get(name)
             for parameter, (m, name) in before.items()
@@ -156,32 +169,36 @@ class WeftAccelerator(Accelerator):
 
         Args:
             model: causal language model of Transformers, or a PEFT model of one.
-            device_placement: False: the model is on its device already.
+            device_placement: ignored; the shards are always on the device.
             evaluation_mode: True: the model will not be trained, such as the reference model of a preference loss.
         """
         core = core_of(model)
+        refuse_trained_parts(model, core)
         if not self.runs_pipelines:
             refuse_pipeline(self.plan)
         if find_runtime(core) is None:
             plan = plan_for_script(self.plan, self._requested_precision, core)
             parallelize_for_script(core, plan, self.mesh, self.device)
-            core.register_forward_pre_hook(self._begin_forward, prepend=True)
+            core.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True)
+            if evaluation_mode:  # nothing else frees what its last forward has gathered
+                core.register_forward_hook(lambda core, *_: free_gathered_weights(core))
         parallelized = runtime(core)  # the outputs of a pipeline are read by its last stage alone
         split = parallelized.takes_full_rows and parallelized.anatomy.head and parallelized.pipeline is None
-        if id(core) not in self._full_outputs and split:
-            self._full_outputs[id(core)] = FullOutputs(core)
-        if id(model) not in self._cores:
-            self._cores[id(model)] = core
+        if core not in self._full_outputs and split:
+            self._full_outputs[core] = FullOutputs(core)
+        if model not in self._cores:
+            self._cores[model] = core
             save_full_weights(model, partial(self.get_state_dict, model))
         if not any(model is other for other in self._models):
             self._models.append(model)
         return model
 
-    def _begin_forward(self, core: Any, _: Any) -> None:
+    def _begin_forward(self, core: Any, _: Any, inputs: dict[str, Any]) -> None:
         """Forward pre-hook: tell the model whether gradients are complete after the backward of this forward."""
         parallelized = runtime(core)
         if not torch.is_grad_enabled() or parallelized.pipeline is not None:
             return
+        self.check_rows(inputs)
         steps = 0
         for optimizer in self._optimizers:
             if optimizer.distributed.model is core:
@@ -198,7 +215,7 @@ class WeftAccelerator(Accelerator):
                 self._optimizers.append(optimizer)
             return optimizer
         cores = [
-            self._cores[id(model)]
+            self._cores[model]
             for model in self._models
             if {id(p) for p in model.parameters()}
             & {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -223,11 +240,46 @@ class WeftAccelerator(Accelerator):
             PlanError: batches are dispatched by rank 0, and ranks share rows.
         """
         prepared = getattr(data_loader, "_is_accelerate_prepared", False)
-        if prepared or self.data_ranks == self.num_processes:
+        if prepared or self.data_ranks == dist.get_world_size():
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         loader = load_by_data_rank(self, data_loader, device_placement)
         self._dataloaders.append(loader)
         return loader
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler, which then steps once for each data rank in an update, as with plain data parallelism."""
+        known = list(self._schedulers)
+        prepared = super().prepare_scheduler(scheduler)
+        if any(prepared is other for other in known):
+            return prepared
+        placed = PlacedScheduler(prepared, self.data_ranks)
+        self._schedulers[self._schedulers.index(prepared)] = placed
+        return placed
+
+    def check_rows(self, inputs: Any) -> None:
+        """Compare rows of the first forwards with those of the ranks that share them. Collective.
+
+        Raises:
+            ModelError: see `loaders.check_rows`.
+        """
+        if self._rows_to_check and self.data_ranks < dist.get_world_size():
+            self._rows_to_check -= 1
+            check_rows(inputs, self.data_rank, self.plan)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
+        """Split inputs over the ranks, where no ranks share rows.
+
+        Raises:
+            PlanError: ranks share rows.
+        """
+        if self.data_ranks < dist.get_world_size():
+            raise PlanError(
+                "accelerator.split_between_processes with ranks that share rows",
+                where="plan.parallel",
+                rule="ranks of tp, cp and pp run the same rows",
+                fix="pass a prepared data loader, or set tp, cp and pp of the plan to 1",
+            )
+        return super().split_between_processes(inputs, apply_padding)
 
     # Forward, backward and update
 
@@ -259,11 +311,18 @@ class WeftAccelerator(Accelerator):
         Returns:
             Norm before clipping, without loss scale, float64 scalar, the same on every rank.
         """
-        own = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        for optimizer in self._optimizers:
-            trained = {id(parameter) for parameter in optimizer.distributed.parameters}
-            if trained <= own and norm_type == 2:
-                return torch.tensor(optimizer.clip_grad_norm(max_norm), dtype=torch.float64)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        own = {id(parameter) for parameter in parameters}
+        trained = [{id(p) for p in optimizer.distributed.parameters} for optimizer in self._optimizers]
+        clipped = [one for one, known in zip(self._optimizers, trained, strict=True) if known <= own]
+        is_split = any(known & own and not known <= own for known in trained)
+        outside = own.difference(*trained)
+        other = any(parameter.grad is not None for parameter in parameters if id(parameter) in outside)
+        if clipped and norm_type == 2 and not is_split and not other:
+            norm = sum(optimizer.grad_norm() ** 2 for optimizer in clipped) ** 0.5
+            for optimizer in clipped:
+                optimizer.scale_gradients(max_norm, norm)
+            return torch.tensor(norm, dtype=torch.float64)
         if any(optimizer.distributed.loss_scale.value != 1 for optimizer in self._optimizers):
             raise PlanError(
                 "clipping of some of the parameters, or of another norm than the 2-norm, with a loss scale",
@@ -271,8 +330,33 @@ class WeftAccelerator(Accelerator):
                 rule="gradients are unscaled in the update",
                 fix='clip all parameters of the model by the 2-norm, or set plan.precision.loss_scale = "none"',
             )
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        return clip_grad_norm_([p for p in parameters if id(p) in own], max_norm, norm_type)
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each gradient.
+
+        Raises:
+            PlanError: the gradients have a loss scale.
+        """
+        self._refuse_scaled("accelerator.clip_grad_value_")
+        super().clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing, because gradients have no loss scale.
+
+        Raises:
+            PlanError: they have one.
+        """
+        self._refuse_scaled("accelerator.unscale_gradients")
+
+    def _refuse_scaled(self, where: str) -> None:
+        if any(optimizer.distributed.loss_scale.value != 1 for optimizer in self._optimizers):
+            raise PlanError(
+                f"{where.rpartition('.')[2]} of gradients with a loss scale",
+                where=where,
+                rule="gradients are unscaled in the update",
+                fix='use accelerator.clip_grad_norm_ of all parameters, or set plan.precision.loss_scale = "none"',
+            )
 
     @contextlib.contextmanager
     def logits_of_rank(self, wanted: bool = True) -> Iterator[None]:
@@ -284,7 +368,7 @@ class WeftAccelerator(Accelerator):
 
     def is_parallelized(self, model: Any) -> bool:
         """True if a model, or the model inside of a PEFT model, runs under the plan."""
-        return id(model) in self._cores
+        return model in self._cores
 
     def repeated_rows(self, rows: int) -> int:
         """Number of rows at the end of a batch of this rank that only fill it up, in the last batch of a prepared loader.
@@ -312,6 +396,7 @@ class WeftAccelerator(Accelerator):
         Returns:
             Folder of the checkpoint.
         """
+        self.training_state.finish()  # before old checkpoints are removed
         with self._without_models():
             folder = str(super().save_state(output_dir, safe_serialization, **save_model_func_kwargs))
         step = max((optimizer.steps for optimizer in self._optimizers), default=0)
@@ -352,6 +437,22 @@ class WeftAccelerator(Accelerator):
         finally:
             self._models, self._optimizers = before
 
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Save an object on one rank of each host.
+
+        Raises:
+            CheckpointError: it has shards of tensors.
+        """
+        refuse_shards(obj, str(f))
+        super().save(obj, f, safe_serialization)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget all prepared objects, after their checkpoints are written."""
+        self.training_state.forget()
+        self._cores.clear()
+        self._full_outputs.clear()
+        return super().free_memory(*objects)
+
     def end_training(self) -> None:
         """Wait until all checkpoints are written, and end the trackers."""
         self.training_state.finish()
@@ -361,33 +462,37 @@ class WeftAccelerator(Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of all rows once, also where ranks of tp, cp and pp have the same rows. Collective."""
-        before, self._deduplicates = self._deduplicates, self.data_ranks < self.num_processes
-        try:
-            if self._deduplicates and (use_gather_object or not has_tensors_only(input_data)):
-                input_data = input_data if dist.get_rank() in self._leaders else []
-            return super().gather_for_metrics(input_data, use_gather_object)
-        finally:
-            self._deduplicates = before
+        if use_gather_object or not has_tensors_only(input_data):
+            input_data = input_data if dist.get_rank() in self._leaders else []
+        return super().gather_for_metrics(input_data, use_gather_object)
 
     def gather(self, tensor: Any) -> Any:
-        """Gather a tensor of every rank, or nested tensors, along the first dim. Collective."""
-        gathered = super().gather(tensor)
-        if not self._deduplicates:
-            return gathered
-        return accelerate.utils.recursively_apply(self._of_leaders, gathered)
+        """Gather a tensor of every data rank, or nested tensors, along the first dim. Collective."""
+        return accelerate.utils.recursively_apply(self._of_leaders, super().gather(tensor))
 
     def _of_leaders(self, gathered: Tensor) -> Tensor:
-        parts = gathered.chunk(self.num_processes)
+        parts = gathered.chunk(dist.get_world_size())
         return torch.cat([parts[rank] for rank in self._leaders])
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean of a tensor of every data rank, or of nested tensors. Collective."""
+
+        def reduced(own: Tensor) -> Tensor:
+            rows = self._of_leaders(super(WeftAccelerator, self).gather(own[None]))
+            total = rows.sum(0).to(own.dtype)
+            return (total / len(rows) if reduction == "mean" else total) * scale
+
+        return accelerate.utils.recursively_apply(reduced, tensor)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
         """Full weights of a prepared model by name, in host memory of rank 0; empty on the other ranks. Collective."""
-        if (core := self._cores.get(id(model))) is None:
+        if (core := self._cores.get(model)) is None:
             return super().get_state_dict(model, unwrap)
         free_gathered_weights(core)
         weights, anatomy = gather_weights(core), runtime(core).anatomy
         if anatomy.tied and weights:  # one tensor, which save_pretrained writes once
-            weights[f"{anatomy.head}.weight"] = weights[f"{anatomy.embedding}.weight"]
+            inner = "weight" if f"{anatomy.embedding}.weight" in weights else "base_layer.weight"  # of an adapter
+            weights[f"{anatomy.head}.weight"] = weights[f"{anatomy.embedding}.{inner}"]
         if core is model or not weights:
             return weights
         prefix = next(name for name, module in model.named_modules() if module is core)

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from weft.errors import ModelError
 from weft.integrations.fused_head import fused_output
 from weft.parallel.logits import gather_logits
+from weft.parallel.runtime import runtime
 
 FUSED_HEAD = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments of a forward with TRL's fused head that its loss needs."""
@@ -67,7 +69,8 @@ class FullOutputs:
         if not self._calls:
             return None
         tokens, kept, fused = self._calls.pop()
-        logits = output.get("logits") if isinstance(output, dict) else None
+        _refuse_local(self.model, output)
+        logits = output.get("logits")
         if logits is None or not (self.is_on or fused):
             return None
         full = gather_logits(self.model, logits, tokens)
@@ -75,3 +78,27 @@ class FullOutputs:
             return fused_output(self.model, full, fused)
         output["logits"] = full[:, slice(-kept, None) if isinstance(kept, int) else kept]  # -0: all tokens
         return output
+
+
+def _refuse_local(model: PreTrainedModel, output: Any) -> None:
+    """Refuse outputs that would be those of this rank alone.
+
+    Raises:
+        ModelError: names the output; the same on every rank.
+    """
+    parallel = runtime(model).plan.parallel
+    splits_tokens = parallel.cp > 1 or (parallel.tp > 1 and parallel.sp)
+    problem = ""
+    if not isinstance(output, dict):
+        problem = "return_dict=False"
+    elif output.get("attentions") is not None:
+        problem = "output_attentions=True"
+    elif output.get("hidden_states") is not None and splits_tokens:
+        problem = "output_hidden_states=True"
+    if problem:
+        raise ModelError(
+            f"{problem} under tp or cp",
+            where="forward",
+            rule="logits are gathered; other outputs would be those of the tokens and heads of one rank",
+            fix=f"call the model without {problem}, or set tp and cp of the plan to 1",
+        )

@@ -1,12 +1,15 @@
 """Batches of a script whose plan lets ranks of tp, cp and pp share rows, and results that are gathered from them."""
 
+import hashlib
 from typing import Any
 
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
 
 from weft.comm.objects import all_gather_json
-from weft.errors import PlanError
+from weft.data import IGNORED
+from weft.errors import ModelError, PlanError
+from weft.plan import Plan
 
 
 def load_by_data_rank(accelerator: Any, loader: Any, device_placement: bool | None) -> Any:
@@ -42,6 +45,44 @@ def load_by_data_rank(accelerator: Any, loader: Any, device_placement: bool | No
         non_blocking=accelerator.non_blocking,
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
+
+
+def check_rows(inputs: Any, data_rank: int, plan: Plan) -> None:
+    """Compare the rows of a forward with those of the ranks that share them, and refuse targets at padding. Collective.
+
+    Args:
+        inputs: batch of the model.
+        data_rank: data rank of this rank.
+        plan: plan of the model.
+
+    Raises:
+        ModelError: ranks of one data rank have different rows; or a pad token is a target under cp or pp. The same on every
+            rank.
+    """
+    rows, labels, mask = (inputs.get(name) for name in ("input_ids", "labels", "attention_mask"))
+    found = {"data_rank": data_rank, "rows": "", "at_padding": 0}
+    if isinstance(rows, Tensor):
+        found["rows"] = hashlib.sha256(rows.cpu().numpy().tobytes()).hexdigest()
+    if isinstance(labels, Tensor) and isinstance(mask, Tensor) and mask.shape == labels.shape:
+        found["at_padding"] = int(((labels != IGNORED) & (mask == 0)).sum())
+    everywhere = all_gather_json(found)
+    for other in everywhere:
+        first = next(one for one in everywhere if one["data_rank"] == other["data_rank"])
+        if other["rows"] != first["rows"]:
+            raise ModelError(
+                f"the ranks of data rank {first['data_rank']} have different rows",
+                where="forward",
+                rule="ranks of tp, cp and pp run the same rows",
+                fix="read rows by a data loader that accelerator.prepare returns, not by a sampler of your own over all ranks",
+            )
+    at_padding = max(one["at_padding"] for one in everywhere)
+    if at_padding and plan.parallel.cp * plan.parallel.pp > 1:
+        raise ModelError(
+            f"{at_padding} targets at padding",
+            where="labels",
+            rule="under cp and pp, tokens that attention_mask excludes are no targets",
+            fix=f"set labels to {IGNORED} where attention_mask is 0, as DataCollatorForLanguageModeling does",
+        )
 
 
 def first_ranks(data_rank: int, data_ranks: int) -> list[int]:

@@ -1,14 +1,15 @@
 """Models of a user's script: the plan with the dtype that the script asks for, and the model that it parallelizes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from weft.errors import ModelError, PlanError
+from weft.errors import CheckpointError, ModelError, PlanError
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
@@ -27,9 +28,43 @@ def core_of(model: Any) -> PreTrainedModel:
             f"accelerator.prepare of a {type(core).__name__}",
             where="accelerator.prepare",
             rule="a plan parallelizes causal language models of Transformers",
-            fix="leave it out of accelerator.prepare, and move it with .to(accelerator.device)",
+            fix="move a module that is not trained with .to(accelerator.device); a trained one must be inside of a model of "
+            "Transformers",
         )
     return core
+
+
+def refuse_trained_parts(model: nn.Module, core: nn.Module) -> None:
+    """Refuse trained parameters of a wrapper outside of the model that is parallelized, such as the prompts of PEFT.
+
+    Raises:
+        ModelError: names the first one.
+    """
+    inside = {id(parameter) for parameter in core.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            raise ModelError(
+                f"the trained parameter {name} outside of the {type(core).__name__}",
+                where="accelerator.prepare",
+                rule="a plan reduces gradients of the parameters inside of a model of Transformers",
+                fix="use an adapter inside of the model, such as LoRA, instead of trained prompts or prefixes",
+            )
+
+
+def refuse_shards(values: Any, where: str) -> None:
+    """Refuse to save a dictionary with shards, as `state_dict()` of a parallelized model has them.
+
+    Raises:
+        CheckpointError: names the first one.
+    """
+    for name, value in values.items() if isinstance(values, Mapping) else ():
+        if isinstance(value, DTensor):
+            raise CheckpointError(
+                f"{name} is a shard of this rank",
+                where=where,
+                rule="a file of weights has full weights",
+                fix="save accelerator.get_state_dict(model), which all ranks call; or trainer.save_model()",
+            )
 
 
 def refuse_pipeline(plan: Plan) -> None:
@@ -58,6 +93,7 @@ def save_full_weights(model: Any, gather: Callable[[], dict[str, Tensor]]) -> No
 
     def save_pretrained(*args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
         weights = gather() if state_dict is None else state_dict
+        refuse_shards(weights, "save_pretrained")
         return save(*args, state_dict=weights, **kwargs) if weights else None  # the other ranks have none
 
     model.save_pretrained = save_pretrained

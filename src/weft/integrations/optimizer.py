@@ -59,11 +59,9 @@ class PlacedOptimizer(AcceleratedOptimizer):
             self._norm = norm / self.distributed.loss_scale.value
         return self._norm
 
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Let the next `step` clip the global norm; returns the norm before. Collective."""
-        norm = self.grad_norm()
+    def scale_gradients(self, max_norm: float, norm: float) -> None:
+        """Let the next `step` scale the gradients so that a global norm of `norm` becomes `max_norm`, if it is larger."""
         self._factor = min(1.0, max_norm / (norm + 1e-6))
-        return norm
 
     def begin_forward(self) -> None:
         """Prepare for a forward with gradients: the first one of a step begins the step."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from weft.checkpoint.snapshot import wait_for_writers
 from weft.integrations.script import run_script
 from weft.launch.heartbeat import Heartbeat
 from weft.launch.rank_entry import rank_main
@@ -18,7 +19,13 @@ def main() -> None:
     heartbeat = Heartbeat.open()
     heartbeat.phase("script")
     init()
-    run_script(Path(sys.argv[2]), sys.argv[3:], plan)
+    try:
+        run_script(Path(sys.argv[2]), sys.argv[3:], plan)
+    except SystemExit as end:
+        if not end.code:
+            wait_for_writers()
+        raise
+    wait_for_writers()
     if dist.is_initialized():
         dist.destroy_process_group()
 

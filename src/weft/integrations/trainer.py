@@ -4,7 +4,7 @@
     trainer = weft.with_weft(SFTTrainer, "plan.toml")(...)   # or a class
     weft run --plan plan.toml train.py                       # or no line: `script.py` replaces Trainer
 
-The mixin is a class between `Trainer` and the classes that inherit from it; no method of a library is replaced. It hands the
+The mixin is a class between `Trainer` and the classes that inherit from it; no class of a library is changed. It hands the
 model to `WeftAccelerator`, which parallelizes it. A checkpoint of the trainer has the training state of Weft, which resumes
 under any plan.
 """
@@ -17,10 +17,12 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import Trainer
 
+from weft.comm.objects import broadcast_json
 from weft.data import IGNORED
 from weft.errors import CheckpointError, JobError, PlanError
 from weft.integrations.accelerator import WeftAccelerator
-from weft.integrations.models import core_of
+from weft.integrations.models import core_of, refuse_shards
+from weft.integrations.script_state import from_text_keys, with_text_keys
 from weft.integrations.trainer_pipeline import PipelinedSteps, check_pipeline
 from weft.integrations.versions import check_methods, check_versions
 from weft.job import read_plan
@@ -34,14 +36,20 @@ GENERATING = (
     "XPOTrainer",
     "PPOTrainer",
     "GKDTrainer",
+    "GOLDTrainer",
+    "DistillationTrainer",
+    "SDFTTrainer",
+    "SDPOTrainer",
 )
 """Trainers of TRL that generate rows during training."""
-DIVIDES_ITEMS = "get_tp_size" in Trainer._get_num_items_in_batch.__code__.co_names
-"""True if this version divides the targets of all ranks by the ranks that share rows, and multiplies losses by the data ranks.
-False if it counts these targets repeatedly, and multiplies losses by all ranks."""
 OVERRIDDEN = (
-    *("_build_accelerator_args", "create_accelerator_and_postprocess", "get_tp_size", "_get_num_items_in_batch"),
-    "get_total_train_batch_size",
+    *(
+        "_build_accelerator_args",
+        "create_accelerator_and_postprocess",
+        "get_total_train_batch_size",
+        "train",
+        "predict",
+    ),
     *("training_step", "prediction_step", "compute_loss", "save_model", "_save", "_save_optimizer_and_scheduler"),
     *(
         "_prepare_for_training",
@@ -65,7 +73,6 @@ class TrainerMixin(Base):
 
     weft_plan: Plan
     _pipelined_steps: PipelinedSteps | None = None
-    _shares_rows = True
 
     # Accelerator
 
@@ -77,7 +84,8 @@ class TrainerMixin(Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator of the plan, after the Trainer has checked the arguments of its own."""
         super().create_accelerator_and_postprocess()
-        check_trainer(type(self), self.weft_plan.resolve(max(int(self.args.world_size), 1)))
+        plan = self.weft_plan.resolve(max(int(self.args.world_size), 1))
+        check_trainer(type(self), plan, getattr(self.args, "train_sampling_strategy", ""))
         own = getattr(self.gather_function, "keywords", {})
         self.accelerator: Any = WeftAccelerator(plan=self.weft_plan, **self._weft_arguments)
         self.accelerator.runs_pipelines = True
@@ -88,25 +96,12 @@ class TrainerMixin(Base):
 
         self.gather_function = gather_function
 
-    def get_tp_size(self) -> int:
-        """Number of ranks that share rows, tp x cp x pp, where the Trainer divides by it."""
-        divides = self._shares_rows and DIVIDES_ITEMS
-        return int(self.args.world_size) // int(self.accelerator.data_ranks) if divides else 1
-
     def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of a step over all data ranks."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.data_ranks)
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False  # the accelerator takes the norm over all meshes
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        # Without a sum over ranks, there is nothing to divide by the ranks that share rows; some versions do.
-        self._shares_rows = self.args.average_tokens_across_devices
-        try:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        finally:
-            self._shares_rows = True
 
     # Forward and backward
 
@@ -119,6 +114,7 @@ class TrainerMixin(Base):
         """Run forward and backward of a micro-batch; in a pipeline, of all micro-batches with the last one."""
         if steps := self._pipelined():
             model.train()
+            self.accelerator.check_rows(inputs)
             loss = steps.add(self._prepare_inputs(inputs))
             optimizer: Any = self.optimizer
             return steps.run(optimizer) if self.accelerator.sync_gradients else loss
@@ -145,6 +141,21 @@ class TrainerMixin(Base):
             loss = self.accelerator.mean_over_data_ranks(loss)
         return loss, logits, found
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict.
+
+        Raises:
+            PlanError: no rank of a pipeline has the outputs of a full model.
+        """
+        if self.accelerator.plan.parallel.pp > 1:
+            raise PlanError(
+                f"trainer.predict under plan.parallel.pp = {self.accelerator.plan.parallel.pp}",
+                where="plan.parallel.pp",
+                rule="no rank of a pipeline has the outputs of a full model",
+                fix="predict in one process from the saved model, or set plan.parallel.pp = 1",
+            )
+        return super().predict(*args, **kwargs)
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.accelerator.plan.parallel.pp > 1:
             check_pipeline(self)
@@ -154,8 +165,9 @@ class TrainerMixin(Base):
         """Steps of the pipeline; None for a model without one."""
         if self.accelerator.plan.parallel.pp == 1 or not self.accelerator.is_parallelized(self.model):
             return None
-        if self._pipelined_steps is None:
-            self._pipelined_steps = PipelinedSteps(core_of(self.model), self.accelerator.seed)
+        core = core_of(self.model)  # a new one in each train() with model_init
+        if self._pipelined_steps is None or self._pipelined_steps.model is not core:
+            self._pipelined_steps = PipelinedSteps(core, self.accelerator.seed)
         return self._pipelined_steps
 
     # Saving and loading
@@ -172,9 +184,31 @@ class TrainerMixin(Base):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        refuse_shards(state_dict, output_dir or str(self.args.output_dir))
+        super()._save(output_dir, state_dict)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
-        self.accelerator.training_state.save(output_dir, self.state.global_step, {"scheduler": scheduler})
+        extra = {"scheduler": with_text_keys(scheduler)}
+        self.accelerator.training_state.save(output_dir, self.state.global_step, extra)
+        if self.args.save_total_limit or self.args.push_to_hub:
+            self.accelerator.training_state.finish()  # the Trainer removes older checkpoints now, or uploads this one
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; with `resume_from_checkpoint=True`, from the newest checkpoint that is complete."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._newest_complete() or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _newest_complete(self) -> str:
+        """Newest checkpoint whose training state is complete; "" without one. Collective."""
+        found = broadcast_json([str(path) for path in Path(self.args.output_dir or ".").glob("checkpoint-*")])
+        by_step = sorted(
+            (path for path in found if path.rpartition("-")[2].isdigit()), key=lambda path: int(path.rpartition("-")[2])
+        )
+        state = self.accelerator.training_state
+        return next((path for path in reversed(by_step) if state.is_complete(path)), "")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.accelerator.training_state.is_in(resume_from_checkpoint):
@@ -202,7 +236,7 @@ class TrainerMixin(Base):
             return
         extra = self.accelerator.training_state.load(checkpoint)
         if extra.get("scheduler") and self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(extra["scheduler"])
+            self.lr_scheduler.load_state_dict(from_text_keys(extra["scheduler"]))
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -216,11 +250,16 @@ class TrainerMixin(Base):
         return super()._finalize_training(*args, **kwargs)
 
 
-def check_trainer(trainer_class: type, plan: Plan) -> None:
+def check_trainer(trainer_class: type, plan: Plan, sampling: str = "") -> None:
     """Refuse a plan under which a trainer would be silently wrong.
 
+    Args:
+        trainer_class: class of the trainer.
+        plan: resolved plan.
+        sampling: `train_sampling_strategy` of its arguments.
+
     Raises:
-        PlanError: the trainer generates rows in training, and the plan lets ranks share rows.
+        PlanError: the plan lets ranks share rows, and the trainer generates rows in training or balances rows over all ranks.
     """
     generates = next((kind.__name__ for kind in trainer_class.__mro__ if kind.__name__ in GENERATING), None)
     p = plan.parallel
@@ -232,6 +271,13 @@ def check_trainer(trainer_class: type, plan: Plan) -> None:
             where=f"plan.parallel.{axis}",
             rule="each rank samples its own completions, and ranks that share rows would train on different ones",
             fix=f"set plan.parallel.{axis} = 1: ZeRO works, for example [parallel] zero = 3",
+        )
+    if sampling == "batch_rebalance" and shared:
+        raise PlanError(
+            f'train_sampling_strategy = "{sampling}" with ranks that share rows',
+            where="train_sampling_strategy",
+            rule="this sampler gives each rank its own rows, and ranks of tp, cp and pp share rows",
+            fix='set train_sampling_strategy="random"',
         )
 
 
@@ -253,6 +299,13 @@ def with_weft(trainer_class: type[Any], plan: Plan | str | Path | None = None) -
             fix="pass the class of the trainer, or use weft.prepare in a loop of your own",
         )
     if issubclass(trainer_class, TrainerMixin):
+        if plan is not None:
+            raise JobError(
+                f"a second plan for {trainer_class.__name__}",
+                where="weft.with_weft",
+                rule="a trainer has one plan, and this one has the plan of weft run or of an earlier call",
+                fix="leave the plan out here, or run the script without weft run",
+            )
         return trainer_class
     check_versions()
     check_methods("transformers", Trainer, OVERRIDDEN)

@@ -91,8 +91,24 @@ def _equally_long(batches: list[Mapping[str, Tensor]]) -> list[dict[str, Tensor]
     found = []
     for batch in batches:
         padding = longest - batch["input_ids"].shape[1]
+        _refuse_unknown(batch)
         kept = {name: batch[name] for name in KEPT if batch.get(name) is not None}
         values = dict.fromkeys(KEPT, 0) | {"labels": IGNORED}
         padded = {name: F.pad(tensor, (0, padding), value=values[name]) for name, tensor in kept.items()}
         found.append(padded)
     return found
+
+
+def _refuse_unknown(batch: Mapping[str, Any]) -> None:
+    """Refuse a batch with further tensors, which a pipeline would not pass to the model.
+
+    Raises:
+        PlanError: names them.
+    """
+    if unknown := sorted(name for name, value in batch.items() if isinstance(value, Tensor) and name not in KEPT):
+        raise PlanError(
+            f"the key {unknown[0]} of a batch under plan.parallel.pp > 1",
+            where="plan.parallel.pp",
+            rule=f"a pipeline passes {', '.join(KEPT)} to the model",
+            fix=f"leave {unknown[0]} out of the batches, or set plan.parallel.pp = 1",
+        )

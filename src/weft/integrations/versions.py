@@ -1,7 +1,7 @@
 """Versions of the libraries whose scripts run under Weft, and a clear text where one is not known.
 
-`TrainerMixin` and `WeftAccelerator` override methods of Transformers and accelerate, some of which are private. A version in
-which one is missing is refused; a version that is not tested runs with a warning.
+`TrainerMixin` and `WeftAccelerator` override methods of Transformers and accelerate, some of which are private. A version of
+Transformers in which one is missing is refused; a version that is not tested runs with a warning.
 """
 
 import warnings

@@ -32,7 +32,7 @@ optimizer = torch.optim.AdamW(
     ],
     lr=1e-2,
 )
-scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=8 * accelerator.num_processes)
+scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=len(loader) // 2)
 model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
 losses, norms, start = [], [], 0
 if resume:

@@ -71,7 +71,7 @@ trainer = Trainer(
     eval_dataset=rows[:11],
     compute_metrics=None if options.loss_only else accuracy,
 )
-trainer.train(resume_from_checkpoint=options.resume)
+trainer.train(resume_from_checkpoint=True if options.resume == "last" else options.resume)
 trainer.save_model(options.out + "/final")
 if trainer.is_world_process_zero():
     Path(options.out, "result.json").write_text(json.dumps(trainer.state.log_history))

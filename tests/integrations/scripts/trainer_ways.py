@@ -64,7 +64,7 @@ arguments = TrainingArguments(
 )
 more = {}
 model = make_model()
-if way == "model_init":
+if "model_init" in way:
     model, more = None, {"model_init": make_model}
 if way == "own optimizer":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -76,12 +76,15 @@ trainer = Trainer(
 )
 before = trainer.evaluate() if way == "evaluate first" else {}
 trainer.train()
-if way == "train again":
+if "again" in way:
     trainer.args.max_steps = 5
     trainer.train()
-found = trainer.predict(rows[:7])
+held_out = trainer.evaluate() if "again" in way else {}
+found = None if "without predict" in way else trainer.predict(rows[:7])
 trainer.save_model(out + "/final")
 if trainer.is_world_process_zero():
     log = [*trainer.state.log_history, {"step": 0, "loss": before.get("eval_loss", 0.0)}]
-    log.append({"step": 0, "loss": float(abs(found.predictions).mean()), "eval_rows": len(found.predictions)})
+    log.append({"step": 0, "eval_loss": held_out.get("eval_loss", 0.0)})
+    if found is not None:
+        log.append({"step": 0, "loss": float(abs(found.predictions).mean()), "eval_rows": len(found.predictions)})
     Path(out, "result.json").write_text(json.dumps(log))
