@@ -19,21 +19,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from weft.checkpoint.huggingface import gather_weights
-from weft.comm.collectives import all_reduce
 from weft.comm.objects import broadcast_json
 from weft.device.detect import detect
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
+from weft.integrations.data_ranks import DataRankAccelerator
 from weft.integrations.full_outputs import FullOutputs
-from weft.integrations.loaders import check_rows, first_ranks, has_tensors_only, load_by_data_rank
 from weft.integrations.models import (
     core_of,
     parallelize_for_script,
@@ -44,7 +40,6 @@ from weft.integrations.models import (
     save_full_weights,
 )
 from weft.integrations.optimizer import PlacedOptimizer, replace_parameters
-from weft.integrations.scheduler import PlacedScheduler
 from weft.integrations.script_state import STATE_FOLDER, ScriptState
 from weft.job import read_plan
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -53,17 +48,12 @@ from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
 from weft.parallel.gradients import clip_grad_norm_
 from weft.parallel.runtime import find_runtime, runtime, set_dropout_seed
 from weft.plan import Plan
-from weft.topology.mesh import DATA_AXES, build_mesh, data_rank
 from weft.training.prepare import init
 
 OTHER_RUNTIMES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
 
 
-ROWS_CHECKED = 4
-"""Number of forwards at the start that compare the rows of the ranks that share them."""
-
-
-class WeftAccelerator(Accelerator):
+class WeftAccelerator(DataRankAccelerator):
     """Drop-in for `accelerate.Accelerator`: the same arguments and methods, and a plan.
 
     The plan decides about parallelism, dtypes, memory and communication. `prepare` parallelizes models in place, lets their
@@ -98,32 +88,20 @@ class WeftAccelerator(Accelerator):
         requested = bound.arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         bound.arguments["mixed_precision"] = "no"  # neither autocast nor a scaler on top of the plan
         init()
-        super().__init__(*bound.args, **bound.kwargs)
+        plan = read_plan(plan) if isinstance(plan, str | Path) else plan
+        self.weft_device = detect()
+        super().__init__(plan or self.default_plan or Plan(), self.weft_device.type, *bound.args, **bound.kwargs)
         self._models: list[Any]
         self._optimizers: list[PlacedOptimizer]
         self.step: int
         self._requested_precision = str(requested)
-        if isinstance(plan, str | Path):
-            plan = read_plan(plan)
-        self.plan = (plan or self.default_plan or Plan()).resolve(dist.get_world_size())
-        """Plan, resolved; dtypes that it leaves open are chosen when a model is prepared."""
-        self.weft_device = detect()
-        self.mesh: DeviceMesh = build_mesh(self.plan, self.weft_device.type, dist.get_world_size())
-        self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
-        self._leaders = first_ranks(self.data_rank, self.data_ranks)
         self.seed = broadcast_json(torch.initial_seed() % 2**31)  # of dropout: that of the script on rank 0
         self._in_no_sync = False
         self._cores: dict[nn.Module, PreTrainedModel] = {}
         """Parallelized model of each prepared model, which may be a wrapper around it."""
         self._full_outputs: dict[nn.Module, FullOutputs] = {}
         """Hooks of each parallelized model that is split."""
-        self._rows_to_check = ROWS_CHECKED
         self.training_state = ScriptState(lambda: self._optimizers, self.weft_device, self.device)
-
-    @property
-    def num_processes(self) -> int:
-        """Number of data ranks: what a script multiplies its batch and its steps by. Ranks of tp, cp and pp share rows."""
-        return self.data_ranks if hasattr(self, "data_ranks") else int(super().num_processes)
 
     @property
     def mixed_precision(self) -> str:
@@ -231,56 +209,6 @@ class WeftAccelerator(Accelerator):
         self._optimizers.append(placed)
         return placed
 
-    def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> Any:
-        """Give each data rank its batches, the same on all ranks of tp, cp and pp.
-
-        Raises:
-            PlanError: batches are dispatched by rank 0, and ranks share rows.
-        """
-        prepared = getattr(data_loader, "_is_accelerate_prepared", False)
-        if prepared or self.data_ranks == dist.get_world_size():
-            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        loader = load_by_data_rank(self, data_loader, device_placement)
-        self._dataloaders.append(loader)
-        return loader
-
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap a scheduler, which then steps once for each data rank in an update, as with plain data parallelism."""
-        known = list(self._schedulers)
-        prepared = super().prepare_scheduler(scheduler)
-        if any(prepared is other for other in known):
-            return prepared
-        placed = PlacedScheduler(prepared, self.data_ranks)
-        self._schedulers[self._schedulers.index(prepared)] = placed
-        return placed
-
-    def check_rows(self, inputs: Any) -> None:
-        """Compare rows of the first forwards with those of the ranks that share them. Collective.
-
-        Raises:
-            ModelError: see `loaders.check_rows`.
-        """
-        if self._rows_to_check and self.data_ranks < dist.get_world_size():
-            self._rows_to_check -= 1
-            check_rows(inputs, self.data_rank, self.plan)
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """Split inputs over the ranks, where no ranks share rows.
-
-        Raises:
-            PlanError: ranks share rows.
-        """
-        if self.data_ranks < dist.get_world_size():
-            raise PlanError(
-                "accelerator.split_between_processes with ranks that share rows",
-                where="plan.parallel",
-                rule="ranks of tp, cp and pp run the same rows",
-                fix="pass a prepared data loader, or set tp, cp and pp of the plan to 1",
-            )
-        return super().split_between_processes(inputs, apply_padding)
-
     # Forward, backward and update
 
     @contextlib.contextmanager
@@ -323,13 +251,7 @@ class WeftAccelerator(Accelerator):
             for optimizer in clipped:
                 optimizer.scale_gradients(max_norm, norm)
             return torch.tensor(norm, dtype=torch.float64)
-        if any(optimizer.distributed.loss_scale.value != 1 for optimizer in self._optimizers):
-            raise PlanError(
-                "clipping of some of the parameters, or of another norm than the 2-norm, with a loss scale",
-                where="accelerator.clip_grad_norm_",
-                rule="gradients are unscaled in the update",
-                fix='clip all parameters of the model by the 2-norm, or set plan.precision.loss_scale = "none"',
-            )
+        self._refuse_scaled("accelerator.clip_grad_norm_")
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -355,7 +277,7 @@ class WeftAccelerator(Accelerator):
                 f"{where.rpartition('.')[2]} of gradients with a loss scale",
                 where=where,
                 rule="gradients are unscaled in the update",
-                fix='use accelerator.clip_grad_norm_ of all parameters, or set plan.precision.loss_scale = "none"',
+                fix='clip the 2-norm of all parameters by clip_grad_norm_, or set plan.precision.loss_scale = "none"',
             )
 
     @contextlib.contextmanager
@@ -369,19 +291,6 @@ class WeftAccelerator(Accelerator):
     def is_parallelized(self, model: Any) -> bool:
         """True if a model, or the model inside of a PEFT model, runs under the plan."""
         return model in self._cores
-
-    def repeated_rows(self, rows: int) -> int:
-        """Number of rows at the end of a batch of this rank that only fill it up, in the last batch of a prepared loader.
-
-        Args:
-            rows: rows of the batch.
-        """
-        remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
-        return 0 if remainder <= 0 else rows - min(max(remainder - self.data_rank * rows, 0), rows)
-
-    def mean_over_data_ranks(self, value: Tensor) -> Tensor:
-        """Mean of a value over the data ranks. Collective."""
-        return all_reduce(value.double(), self.mesh, DATA_AXES).to(value.dtype) / self.data_ranks
 
     # Checkpoints
 
@@ -459,30 +368,6 @@ class WeftAccelerator(Accelerator):
         super().end_training()
 
     # Results
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather the results of all rows once, also where ranks of tp, cp and pp have the same rows. Collective."""
-        if use_gather_object or not has_tensors_only(input_data):
-            input_data = input_data if dist.get_rank() in self._leaders else []
-        return super().gather_for_metrics(input_data, use_gather_object)
-
-    def gather(self, tensor: Any) -> Any:
-        """Gather a tensor of every data rank, or nested tensors, along the first dim. Collective."""
-        return accelerate.utils.recursively_apply(self._of_leaders, super().gather(tensor))
-
-    def _of_leaders(self, gathered: Tensor) -> Tensor:
-        parts = gathered.chunk(dist.get_world_size())
-        return torch.cat([parts[rank] for rank in self._leaders])
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean of a tensor of every data rank, or of nested tensors. Collective."""
-
-        def reduced(own: Tensor) -> Tensor:
-            rows = self._of_leaders(super(WeftAccelerator, self).gather(own[None]))
-            total = rows.sum(0).to(own.dtype)
-            return (total / len(rows) if reduction == "mean" else total) * scale
-
-        return accelerate.utils.recursively_apply(reduced, tensor)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
         """Full weights of a prepared model by name, in host memory of rank 0; empty on the other ranks. Collective."""

@@ -1,0 +1,135 @@
+"""`accelerate.Accelerator` that counts data ranks: ranks of tp, cp and pp share rows, and are one to a script."""
+
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.comm.collectives import all_reduce
+from weft.errors import PlanError
+from weft.integrations.loaders import check_rows, first_ranks, has_tensors_only, load_by_data_rank
+from weft.integrations.scheduler import PlacedScheduler
+from weft.plan import Plan
+from weft.topology.mesh import DATA_AXES, build_mesh, data_rank
+
+ROWS_CHECKED = 4
+"""Number of forwards at the start that compare the rows of the ranks that share them."""
+
+
+class DataRankAccelerator(Accelerator):
+    """Batches, schedulers, metrics and sums of a script, by data rank."""
+
+    def __init__(self, plan: Plan, device_type: str, *args: Any, **kwargs: Any):
+        """
+        Args:
+            plan: plan, not resolved.
+            device_type: type of the devices.
+            args: arguments of `accelerate.Accelerator`.
+            kwargs: arguments of `accelerate.Accelerator`.
+
+        Raises:
+            PlanError: the plan does not fit the number of ranks.
+        """
+        super().__init__(*args, **kwargs)
+        self.plan = plan.resolve(dist.get_world_size())
+        """Plan, resolved; dtypes that it leaves open are chosen when a model is prepared."""
+        self.mesh: DeviceMesh = build_mesh(self.plan, device_type, dist.get_world_size())
+        self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
+        self._leaders = first_ranks(self.data_rank, self.data_ranks)
+        self._rows_to_check = ROWS_CHECKED
+
+    @property
+    def num_processes(self) -> int:
+        """Number of data ranks: what a script multiplies its batch and its steps by. Ranks of tp, cp and pp share rows."""
+        return self.data_ranks if hasattr(self, "data_ranks") else int(super().num_processes)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Give each data rank its batches, the same on all ranks of tp, cp and pp.
+
+        Raises:
+            PlanError: batches are dispatched by rank 0, and ranks share rows.
+        """
+        prepared = getattr(data_loader, "_is_accelerate_prepared", False)
+        if prepared or self.data_ranks == dist.get_world_size():
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        loader = load_by_data_rank(self, data_loader, device_placement)
+        self._dataloaders.append(loader)
+        return loader
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler, which then steps once for each data rank in an update, as with plain data parallelism."""
+        known = list(self._schedulers)
+        prepared = super().prepare_scheduler(scheduler)
+        if any(prepared is other for other in known):
+            return prepared
+        placed = PlacedScheduler(prepared, self.data_ranks)
+        self._schedulers[self._schedulers.index(prepared)] = placed
+        return placed
+
+    def check_rows(self, inputs: Any) -> None:
+        """Compare rows of the first forwards with those of the ranks that share them. Collective.
+
+        Raises:
+            ModelError: see `loaders.check_rows`.
+        """
+        if self._rows_to_check and self.data_ranks < dist.get_world_size():
+            self._rows_to_check -= 1
+            check_rows(inputs, self.data_rank, self.plan)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
+        """Split inputs over the ranks, where no ranks share rows.
+
+        Raises:
+            PlanError: ranks share rows.
+        """
+        if self.data_ranks < dist.get_world_size():
+            raise PlanError(
+                "accelerator.split_between_processes with ranks that share rows",
+                where="plan.parallel",
+                rule="ranks of tp, cp and pp run the same rows",
+                fix="pass a prepared data loader, or set tp, cp and pp of the plan to 1",
+            )
+        return super().split_between_processes(inputs, apply_padding)
+
+    def repeated_rows(self, rows: int) -> int:
+        """Number of rows at the end of a batch of this rank that only fill it up, in the last batch of a prepared loader.
+
+        Args:
+            rows: rows of the batch.
+        """
+        remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else -1
+        return 0 if remainder <= 0 else rows - min(max(remainder - self.data_rank * rows, 0), rows)
+
+    def mean_over_data_ranks(self, value: Tensor) -> Tensor:
+        """Mean of a value over the data ranks. Collective."""
+        return all_reduce(value.double(), self.mesh, DATA_AXES).to(value.dtype) / self.data_ranks
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather the results of all rows once, also where ranks of tp, cp and pp have the same rows. Collective."""
+        if use_gather_object or not has_tensors_only(input_data):
+            input_data = input_data if dist.get_rank() in self._leaders else []
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather a tensor of every data rank, or nested tensors, along the first dim. Collective."""
+        return accelerate.utils.recursively_apply(self._of_leaders, super().gather(tensor))
+
+    def _of_leaders(self, gathered: Tensor) -> Tensor:
+        parts = gathered.chunk(dist.get_world_size())
+        return torch.cat([parts[rank] for rank in self._leaders])
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean of a tensor of every data rank, or of nested tensors. Collective."""
+
+        def reduced(own: Tensor) -> Tensor:
+            rows = self._of_leaders(super(DataRankAccelerator, self).gather(own[None]))
+            total = rows.sum(0).to(own.dtype)
+            return (total / len(rows) if reduction == "mean" else total) * scale
+
+        return accelerate.utils.recursively_apply(reduced, tensor)
