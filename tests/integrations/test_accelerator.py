@@ -192,6 +192,10 @@ def refused(rank: int, ranks: int, what: str) -> str:
             WeftAccelerator(cpu=True, fsdp_plugin=object())
         accelerator = WeftAccelerator(cpu=True, plan=Plan())
         model = torch.nn.Linear(2, 2)
+        if what == "sync":
+            accelerator.trigger_sync_in_backward(model)
+        if what == "join":
+            accelerator.join_uneven_inputs([model])
         if what == "module":
             accelerator.prepare(model)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -208,6 +212,8 @@ def refused(rank: int, ranks: int, what: str) -> str:
     ("what", "kind", "said"),
     [
         ("other runtime", JobError, "fsdp_plugin in the Accelerator"),
+        ("sync", ModelError, "accelerator.trigger_sync_in_backward"),
+        ("join", ModelError, "accelerator.join_uneven_inputs"),
         ("module", ModelError, "accelerator.prepare of a Linear"),
         ("optimizer", ModelError, "the optimizer has parameters that no prepared model has"),
     ],

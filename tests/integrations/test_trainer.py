@@ -249,6 +249,12 @@ def test_a_second_plan_and_rows_that_are_balanced_over_ranks_are_refused() -> No
         check_trainer(Trainer, Plan(parallel=Parallel(tp=2)).resolve(2), "batch_rebalance")
 
 
+def test_noise_in_embeddings_is_refused_where_tokens_are_split() -> None:
+    with pytest.raises(PlanError, match="neftune_noise_alpha with"):
+        check_trainer(Trainer, Plan(parallel=Parallel(cp=2)).resolve(2), noise=True)
+    check_trainer(Trainer, Plan(parallel=Parallel(tp=2, sp=False)).resolve(2), noise=True)
+
+
 def test_prompts_outside_of_the_model_are_refused() -> None:
     core = torch.nn.Linear(2, 2)
     wrapper = torch.nn.ModuleDict({"base": core, "prompt": torch.nn.Linear(2, 2)})

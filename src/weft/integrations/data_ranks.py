@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.collectives import all_reduce
-from weft.errors import PlanError
+from weft.errors import ModelError, PlanError
 from weft.integrations.loaders import check_rows, first_ranks, has_tensors_only, load_by_data_rank
 from weft.integrations.scheduler import PlacedScheduler
 from weft.plan import Plan
@@ -96,6 +96,19 @@ class DataRankAccelerator(Accelerator):
                 fix="pass a prepared data loader, or set tp, cp and pp of the plan to 1",
             )
         return super().split_between_processes(inputs, apply_padding)
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Not supported.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "accelerator.join_uneven_inputs",
+            where="accelerator.join_uneven_inputs",
+            rule="all ranks run the same number of batches, which the loaders of accelerator.prepare have",
+            fix="leave it out, and keep even_batches=True",
+        )
 
     def repeated_rows(self, rows: int) -> int:
         """Number of rows at the end of a batch of this rank that only fill it up, in the last batch of a prepared loader.

@@ -85,7 +85,8 @@ class TrainerMixin(Base):
         """Create the accelerator of the plan, after the Trainer has checked the arguments of its own."""
         super().create_accelerator_and_postprocess()
         plan = self.weft_plan.resolve(max(int(self.args.world_size), 1))
-        check_trainer(type(self), plan, getattr(self.args, "train_sampling_strategy", ""))
+        noise = getattr(self.args, "neftune_noise_alpha", None)
+        check_trainer(type(self), plan, getattr(self.args, "train_sampling_strategy", ""), bool(noise))
         own = getattr(self.gather_function, "keywords", {})
         self.accelerator: Any = WeftAccelerator(plan=self.weft_plan, **self._weft_arguments)
         self.accelerator.runs_pipelines = True
@@ -250,16 +251,18 @@ class TrainerMixin(Base):
         return super()._finalize_training(*args, **kwargs)
 
 
-def check_trainer(trainer_class: type, plan: Plan, sampling: str = "") -> None:
+def check_trainer(trainer_class: type, plan: Plan, sampling: str = "", noise: bool = False) -> None:
     """Refuse a plan under which a trainer would be silently wrong.
 
     Args:
         trainer_class: class of the trainer.
         plan: resolved plan.
         sampling: `train_sampling_strategy` of its arguments.
+        noise: True if it adds noise to embeddings (NEFTune).
 
     Raises:
-        PlanError: the plan lets ranks share rows, and the trainer generates rows in training or balances rows over all ranks.
+        PlanError: the plan lets ranks share rows, and the trainer generates rows in training, balances rows over all ranks, or
+            adds noise that depends on the length of rows.
     """
     generates = next((kind.__name__ for kind in trainer_class.__mro__ if kind.__name__ in GENERATING), None)
     p = plan.parallel
@@ -271,6 +274,13 @@ def check_trainer(trainer_class: type, plan: Plan, sampling: str = "") -> None:
             where=f"plan.parallel.{axis}",
             rule="each rank samples its own completions, and ranks that share rows would train on different ones",
             fix=f"set plan.parallel.{axis} = 1: ZeRO works, for example [parallel] zero = 3",
+        )
+    if noise and (p.cp > 1 or (p.tp > 1 and p.sp)):
+        raise PlanError(
+            "neftune_noise_alpha with plan.parallel.cp or sp",
+            where="neftune_noise_alpha",
+            rule="the noise depends on the length of rows, and each rank embeds a part of their tokens",
+            fix="set plan.parallel.cp = 1 and plan.parallel.sp = false, or leave neftune_noise_alpha out",
         )
     if sampling == "batch_rebalance" and shared:
         raise PlanError(
