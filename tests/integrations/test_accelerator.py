@@ -85,7 +85,7 @@ def test_a_state_that_is_saved_last_is_complete(tmp_path: Path) -> None:
 
 
 def counted(rank: int, ranks: int, plan: Plan) -> dict[str, Any]:
-    """What an accelerator answers about ranks; ranks of one data rank have the same values."""
+    """Number of ranks, sum, mean and gathered values of an accelerator; ranks of one data rank have the same values."""
     try:
         with mock.patch.dict(os.environ, variables_of(rank, ranks)):
             accelerator = WeftAccelerator(cpu=True, plan=plan)

@@ -70,6 +70,8 @@ def test_torchtitan_and_megatron() -> None:
     [
         ("accelerate", {"parallel": {"pp": 2}}, "parallel.pp"),
         ("accelerate", {"parallel": {"zero": 1}}, "parallel.zero"),
+        ("accelerate", {"parallel": {"zero": 0}, "memory": {"recompute": ["block"]}}, "memory.recompute"),
+        ("accelerate", {"parallel": {"zero": 0}, "memory": {"optimizer_device": "host"}}, "memory.optimizer_device"),
         ("torchtitan", {"parallel": {"zero": 1}}, "parallel.zero"),
         ("torchtitan", {"parallel": {"zero": 3}, "memory": {"recompute": ["block"]}}, "memory.recompute"),
         ("megatron", {"parallel": {"pp": 2}, "pipeline": {"schedule": "zb-h1"}}, "pipeline.schedule"),

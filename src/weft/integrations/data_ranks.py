@@ -141,8 +141,7 @@ class DataRankAccelerator(Accelerator):
         """Sum or mean of a tensor of every data rank, or of nested tensors. Collective."""
 
         def reduced(own: Tensor) -> Tensor:
-            rows = self._of_leaders(super(DataRankAccelerator, self).gather(own[None]))
-            total = rows.sum(0).to(own.dtype)
-            return (total / len(rows) if reduction == "mean" else total) * scale
+            total = all_reduce(own.to(self.device, copy=True), self.mesh, DATA_AXES)
+            return (total / self.data_ranks if reduction == "mean" else total) * scale
 
         return accelerate.utils.recursively_apply(reduced, tensor)

@@ -82,7 +82,7 @@ class TrainerMixin(Base):
         return {**arguments, "mixed_precision": "no"}  # the state of accelerate is shared: no autocast beside the plan
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator of the plan, after the Trainer has checked the arguments of its own."""
+        """Replace the accelerator, for which the Trainer has checked its arguments, by that of the plan."""
         super().create_accelerator_and_postprocess()
         plan = self.weft_plan.resolve(max(int(self.args.world_size), 1))
         noise = getattr(self.args, "neftune_noise_alpha", None)
@@ -299,7 +299,7 @@ def with_weft(trainer_class: type[Any], plan: Plan | str | Path | None = None) -
         plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
 
     Raises:
-        JobError: the class does not inherit from `transformers.Trainer`, or the plan cannot be read.
+        JobError: the class does not inherit from `transformers.Trainer`, has another plan already, or the plan cannot be read.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise JobError(

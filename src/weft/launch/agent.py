@@ -103,9 +103,8 @@ class WatchedAgent(LocalElasticAgent):
     def _wait_for_end(self, processes: Mapping[int, Any], second_signals: list[int]) -> None:
         """Wait until the ranks have ended, their time is over, or a second signal arrives."""
         end = time.monotonic() + SECONDS_TO_END
-        while None in [
-            process.poll() for process in processes.values()
-        ]:  # polls all, so that each return code is known
+        # A list, not any(): it polls all ranks, so that each return code is known.
+        while None in [process.poll() for process in processes.values()]:
             now, failed = time.monotonic(), any(process.returncode for process in processes.values())
             if second_signals:
                 return log("stopping now")

@@ -39,9 +39,8 @@ def chunked_step(
         parameter.grad = None
     total = sum(map(_local_bytes, with_gradient))
     chunk_bytes = chunk_bytes or min(max(total // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
-    chunks = list(
-        _chunks(with_gradient, chunk_bytes, at_least)
-    )  # of one mesh each, which fused and foreach updates need
+    # Parameters of one mesh each, which fused and foreach updates need.
+    chunks = list(_chunks(with_gradient, chunk_bytes, at_least))
     settings = [dict(group) for group in optimizer.param_groups]
     for chunk, following in zip(chunks, [*chunks[1:], []], strict=False):  # no chunk if no parameter has a gradient
         if offloaded:

@@ -44,6 +44,9 @@ def emit(job: Job, target: str, world_size: int, nnodes: int, num_blocks: int) -
 def _refuse(plan: Plan, target: str) -> None:
     """Refuse what a library cannot express; names the first key of the plan."""
     p, m, precision = plan.parallel, plan.memory, plan.precision
+    saves_no_memory = target == "torchtitan" or (
+        target == "accelerate" and not p.zero
+    )  # accelerate's are those of FSDP
     dtypes = ("fp32", "bf16")
     missing = {
         "parallel.cp_ulysses": p.cp_ulysses > 1,
@@ -52,11 +55,10 @@ def _refuse(plan: Plan, target: str) -> None:
         "parallel.pp": target == "accelerate" and p.pp > 1,
         "pipeline.schedule": p.pp > 1
         and plan.pipeline.schedule not in (TITAN_SCHEDULES if target == "torchtitan" else ("1f1b", "interleaved")),
-        "memory.recompute": m.recompute not in ((), ("block",)) or (target == "torchtitan" and bool(m.recompute)),
+        "memory.recompute": m.recompute not in ((), ("block",)) or (saves_no_memory and bool(m.recompute)),
         "memory.recompute_interval": m.recompute_interval > 1,
         "memory.offload": bool(m.offload),
-        "memory.optimizer_device": m.optimizer_device == "disk"
-        or (m.optimizer_device != "device" and target == "torchtitan"),
+        "memory.optimizer_device": m.optimizer_device == "disk" or (m.optimizer_device != "device" and saves_no_memory),
         "precision.param_dtype": precision.param_dtype not in dtypes,
         "precision.backward": precision.backward != "forward",
         "precision.weights": precision.weights != "whole",
@@ -96,7 +98,8 @@ def _accelerate(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
         }
         text += "fsdp_config:\n" + "".join(f"  {key}: {value}\n" for key, value in fsdp.items())
     if p.tp * p.cp * p.dp_replicate > 1:
-        sizes = {"dp_replicate": p.dp_replicate, "dp_shard": p.dp_shard, "tp": p.tp, "cp": p.cp}
+        replicas, shards = (p.dp_replicate, p.dp_shard) if p.zero else (p.data_ranks, 1)
+        sizes = {"dp_replicate": replicas, "dp_shard": shards, "tp": p.tp, "cp": p.cp}
         text += "parallelism_config:\n" + "".join(
             f"  parallelism_config_{axis}_size: {size}\n" for axis, size in sizes.items()
         )

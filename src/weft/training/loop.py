@@ -81,9 +81,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
             set_dropout_seed(session.model, job.train.seed * STEPS_PER_SEED + step)
             peak: PeakMemory | None = None
             with CollectiveClock() as clock:
-                if (
-                    messages and optimizer.state and not has_tracked_memory
-                ):  # the first step with allocated optimizer state
+                # Memory is tracked in the first step with allocated optimizer state.
+                if messages and optimizer.state and not has_tracked_memory:
                     result, peak = _step_with_memory_tracking(session, micro_batches, recovery)
                     has_tracked_memory = True
                 elif messages:

@@ -16,9 +16,8 @@ from weft.planner.costmodel.step_time import LayerTime, StepTime, fillers, head_
 MARGIN = 0.92  # share of a device's memory that a plan may fill; the rest is for fragmentation and model error
 LARGEST_MICRO_BATCH = 64
 SHARD_GROUP_HOSTS = (1, 16, 128)  # HSDP shard group sizes in hosts, in addition to sharding over all data ranks
-FEW_LAYERS = (
-    4  # most layers in flight for which the buffers of one or two offloaded or recomputed layers change the peak
-)
+FEW_LAYERS = 4
+"""Most layers in flight for which the buffers of one or two offloaded or recomputed layers change the peak."""
 INTERLEAVED = (2, 3, 4, 5, 6, 8)  # stages per rank
 
 
