@@ -94,6 +94,20 @@ def test_strided_tensors() -> None:
     run_ranks(2, compare, 5000, torch.float32, 3)
 
 
+def gradients_reduced(rank: int, ranks: int, count: int) -> None:
+    x = torch.full((count,), rank + 1.0, requires_grad=True)
+    total = x.clone()
+    dist.all_reduce(total, group=dist.new_group(backend=register_backend()))
+    torch.testing.assert_close(total, torch.full((count,), ranks * (ranks + 1) / 2))
+    total.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(count))
+
+
+@pytest.mark.parametrize("count", [8, LARGE])
+def test_tensors_that_require_gradients(count: int) -> None:
+    run_ranks(3, gradients_reduced, count)
+
+
 def short_sum(rank: int, ranks: int, count: int) -> Tensor:
     group = dist.new_group(backend=register_backend())
     x = torch.full((count,), 1.0 if rank == 0 else 2.0**-8, dtype=torch.bfloat16)

@@ -143,7 +143,8 @@ def _observed(collective: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     @wraps(collective)
     def observed(self: "SharedMemoryGroup", *args: Any) -> dist.Work:
         issued = time.perf_counter()
-        work = collective(self, *tree_map_only(Tensor, _stored, args))
+        with torch.no_grad():  # a tensor that requires gradients is reduced in place, as other backends do
+            work = collective(self, *tree_map_only(Tensor, _stored, args))
         for leaver in self.leavers:
             leaver()
         if self.timers:
