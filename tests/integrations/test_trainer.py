@@ -209,7 +209,7 @@ WAYS = ("stream", "two epochs", "early stopping", "loss in fp32 accumulation", "
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", ["zero 3", "zero 0", "tp2"])
-@pytest.mark.parametrize("way", [*WAYS, "evaluate first", "train again", "model_init again"])
+@pytest.mark.parametrize("way", [*WAYS, "evaluate first", "train again", "model_init again", "second trainer"])
 def test_ways_to_use_a_trainer_equal_one_process(way: str, layout: str, tmp_path: Path) -> None:
     plain("trainer_ways.py", way, tmp_path / "plain", BATCH)
     ranks, plan, batch = plan_of(layout)

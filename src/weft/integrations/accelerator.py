@@ -26,11 +26,13 @@ from transformers import PreTrainedModel
 
 from weft.checkpoint.huggingface import gather_weights
 from weft.comm.objects import broadcast_json
+from weft.compat import find_hook
 from weft.device.detect import detect
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.data_ranks import DataRankAccelerator
 from weft.integrations.full_outputs import FullOutputs
 from weft.integrations.models import (
+    ForwardOwner,
     core_of,
     parallelize_for_script,
     plan_for_script,
@@ -99,8 +101,6 @@ class WeftAccelerator(DataRankAccelerator):
         self._in_no_sync = False
         self._cores: dict[nn.Module, PreTrainedModel] = {}
         """Parallelized model of each prepared model, which may be a wrapper around it."""
-        self._full_outputs: dict[nn.Module, FullOutputs] = {}
-        """Hooks of each parallelized model that is split."""
         self.training_state = ScriptState(lambda: self._optimizers, self.weft_device, self.device)
 
     @property
@@ -157,13 +157,12 @@ class WeftAccelerator(DataRankAccelerator):
         if find_runtime(core) is None:
             plan = plan_for_script(self.plan, self._requested_precision, core)
             parallelize_for_script(core, plan, self.mesh, self.device)
-            core.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True)
-            if evaluation_mode:  # nothing else frees what its last forward has gathered
-                core.register_forward_hook(lambda core, *_: free_gathered_weights(core))
         parallelized = runtime(core)  # the outputs of a pipeline are read by its last stage alone
         split = parallelized.takes_full_rows and parallelized.anatomy.head and parallelized.pipeline is None
-        if core not in self._full_outputs and split:
-            self._full_outputs[core] = FullOutputs(core)
+        owner = find_hook(core, ForwardOwner) or ForwardOwner(core)
+        owner.begin, owner.only_evaluates = self._begin_forward, evaluation_mode
+        if split and find_hook(core, FullOutputs) is None:
+            FullOutputs(core)
         if model not in self._cores:
             self._cores[model] = core
             save_full_weights(model, partial(self.get_state_dict, model))
@@ -171,8 +170,8 @@ class WeftAccelerator(DataRankAccelerator):
             self._models.append(model)
         return model
 
-    def _begin_forward(self, core: Any, _: Any, inputs: dict[str, Any]) -> None:
-        """Forward pre-hook: tell the model whether gradients are complete after the backward of this forward."""
+    def _begin_forward(self, core: Any, inputs: dict[str, Any]) -> None:
+        """Tell a model, before its forward, whether gradients are complete after the backward of this forward."""
         parallelized = runtime(core)
         if not torch.is_grad_enabled() or parallelized.pipeline is not None:
             return
@@ -297,8 +296,9 @@ class WeftAccelerator(DataRankAccelerator):
     def logits_of_rank(self, wanted: bool = True) -> Iterator[None]:
         """Context in which outputs have the logits of this rank alone, because nobody reads them; a loss is not affected."""
         with contextlib.ExitStack() as stack:
-            for outputs in self._full_outputs.values() if wanted else ():
-                stack.enter_context(outputs.off())
+            for core in self._cores.values() if wanted else ():
+                if outputs := find_hook(core, FullOutputs):
+                    stack.enter_context(outputs.off())
             yield
 
     def is_parallelized(self, model: Any) -> bool:
@@ -372,7 +372,6 @@ class WeftAccelerator(DataRankAccelerator):
         """Forget all prepared objects, after their checkpoints are written."""
         self.training_state.forget()
         self._cores.clear()
-        self._full_outputs.clear()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:

@@ -42,7 +42,7 @@ class FullOutputs:
         self.is_on = True
         """False: logits stay those of this rank, because nobody reads them; the loss is not affected."""
         self._calls: list[_Call] = []
-        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave)
 
     @contextmanager
@@ -54,7 +54,7 @@ class FullOutputs:
         finally:
             self.is_on = before
 
-    def _enter(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def __call__(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self._calls.clear()  # a failed forward may have left a call
         rows = args[0] if args else kwargs.get("input_ids")
         if not isinstance(rows, Tensor):

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from weft.errors import CheckpointError, ModelError, PlanError
+from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
@@ -97,6 +98,29 @@ def save_full_weights(model: Any, gather: Callable[[], dict[str, Tensor]]) -> No
         return save(*args, state_dict=weights, **kwargs) if weights else None  # the other ranks have none
 
     model.save_pretrained = save_pretrained
+
+
+class ForwardOwner:
+    """Forward hooks of a parallelized model, which hand each forward to the accelerator that has prepared it last."""
+
+    def __init__(self, model: nn.Module):
+        """
+        Args:
+            model: parallelized model.
+        """
+        self.begin: Callable[[nn.Module, dict[str, Any]], None]
+        """Function of the accelerator, called before each forward with the model and its keyword arguments."""
+        self.only_evaluates = False
+        """True: no optimizer updates the model, and nothing else frees the weights that its last forward has gathered."""
+        model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
+        model.register_forward_hook(self._end)
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.begin(model, kwargs)
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self.only_evaluates:
+            free_gathered_weights(model)
 
 
 def parallelize_for_script(core: PreTrainedModel, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:

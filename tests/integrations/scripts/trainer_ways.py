@@ -79,6 +79,9 @@ trainer.train()
 if "again" in way:
     trainer.args.max_steps = 5
     trainer.train()
+if way == "second trainer":
+    trainer = Trainer(model=trainer.model, args=arguments, train_dataset=rows, eval_dataset=rows[:7])
+    trainer.train()
 held_out = trainer.evaluate() if "again" in way else {}
 found = None if "without predict" in way else trainer.predict(rows[:7])
 trainer.save_model(out + "/final")
