@@ -65,7 +65,7 @@ def test_plan_in_a_separate_file(tmp_path: Path) -> None:
         ("qqq.zzz=3", "weft schema"),
         ("optimizer.lr=-1", "optimizer.lr = -1"),
         ("plan.parallel.zero=4", "plan.parallel.zero = 4"),
-        ("data.source=csv", 'data.source is "python", "text", "jsonl", "parquet" or "tokens"'),
+        ("data.source=csv", 'data.source is "python", "text", "jsonl", "parquet", "datasets" or "tokens"'),
         ("optimizer.lr", "written key=value"),
         ("train.steps.x=1", "train.steps"),
         ("out.x=1", "out"),

@@ -75,6 +75,9 @@ def to_chat(record: Any, where: str) -> Chat:
     if not isinstance(record, dict):
         raise _malformed(record, "record without fields", where, SHAPES)
     record = {key: value for key, value in record.items() if value is not None}
+    if "rejected" in record or isinstance(record.get("label"), bool):
+        rule = "in supervised fine-tuning, every answer of the assistant is one to learn"
+        raise _malformed(list(record), "record of preferences, with answers to avoid", where, rule)
     first = 0
     if "messages" in record:
         messages = _messages(record["messages"], "messages", where)
@@ -107,7 +110,9 @@ def _alpaca(record: dict[str, Any], where: str) -> list[Message]:
     for pair in record.get("history", []):
         if not isinstance(pair, list) or len(pair) != 2:
             raise _malformed(pair, "history that is no list of pairs", where, "history has [question, answer] pairs")
-        messages += [_message(role, text, "history", where) for role, text in zip(("user", "assistant"), pair, strict=True)]
+        messages += [
+            _message(role, text, "history", where) for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
     parts = [record["instruction"], record.get("input") or ""]
     if not all(isinstance(part, str) for part in parts):
         raise _malformed(parts, "instruction or input that is no string", where, "alpaca fields are strings")
@@ -178,7 +183,9 @@ def _tools(tools: Any, where: str) -> list[Any] | None:
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
     except (ValueError, RecursionError):
-        raise _malformed(tools, "tools that are no JSON", where, "tools is a list of JSON schemas, or its JSON text") from None
+        raise _malformed(
+            tools, "tools that are no JSON", where, "tools is a list of JSON schemas, or its JSON text"
+        ) from None
     if tools is not None and not isinstance(tools, list):
         raise _malformed(tools, "tools that are no list", where, "tools is a list of JSON schemas, or its JSON text")
     return tools or None

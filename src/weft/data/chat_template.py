@@ -3,12 +3,12 @@
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weft.data.chat import Chat, Message
+from weft.data.store import ChatCounts
 from weft.errors import DataError
 
 if TYPE_CHECKING:
@@ -16,20 +16,6 @@ if TYPE_CHECKING:
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SHOWN = 200  # characters of an error message of the library, or of a template's output, that are shown
-
-
-@dataclass
-class ChatCounts:
-    """Counts of a prepared set of chats."""
-
-    chats: int = 0
-    """Chats that are kept."""
-    targets: int = 0
-    """Tokens with a loss."""
-    truncated: int = 0
-    """Chats that lost their last tokens."""
-    dropped: int = 0
-    """Chats that were left out, because they were too long."""
 
 
 class ChatTemplate:
@@ -74,6 +60,8 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the chat, or renders a turn differently when others follow it.
         """
+        text = self._apply(chat, chat.messages, tokenize=False)
+        _check_tools(chat, text)
         if self._marks(chat):
             encoded = self._apply(
                 chat,
@@ -84,10 +72,8 @@ class ChatTemplate:
             )
             mask = np.asarray(encoded["assistant_masks"], bool)
             if any(message["role"] == "assistant" for message in chat.messages[: chat.first]):
-                text = self._apply(chat, chat.messages, tokenize=False)
                 mask &= _overlap(encoded, self._prompt(chat, chat.first, text), len(text))
         else:
-            text = self._apply(chat, chat.messages, tokenize=False)
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             mask = np.zeros(len(encoded["input_ids"]), bool)
             for number in range(chat.first, len(chat.messages)):
@@ -117,9 +103,7 @@ class ChatTemplate:
 
     def _prefix(self, chat: Chat, number: int, text: str, *, add_generation_prompt: bool) -> int:
         """Characters of the first messages, if the text begins with them."""
-        prefix = self._apply(
-            chat, chat.messages[:number], tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        prefix = self._apply(chat, chat.messages[:number], tokenize=False, add_generation_prompt=add_generation_prompt)
         if not text.startswith(prefix):
             same = next((i for i, pair in enumerate(zip(prefix, text, strict=False)) if pair[0] != pair[1]), len(text))
             raise DataError(
@@ -152,10 +136,8 @@ class ChatTemplate:
             messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
             try:
                 texts.append(self._apply(Chat(messages, None, 0, where), messages, tokenize=False))
-            except DataError:
-                if not texts:
-                    raise
-                return  # the template refuses a conversation that begins with the assistant: it knows the roles
+            except DataError:  # the template demands another order of roles, or more: it knows the roles
+                return
         if texts[0] == texts[1] or not all(text in texts[0] for text in said):
             raise DataError(
                 f"the chat template ignores {'roles' if texts[0] == texts[1] else 'messages'}: it renders two messages "
@@ -218,6 +200,22 @@ def encode_chats(
         counts.targets += int(mask[1:].sum())
         stored = np.where(mask, ids, ~ids)
         yield stored, int.from_bytes(hashlib.blake2b(stored.tobytes(), digest_size=8).digest())
+
+
+def _check_tools(chat: Chat, text: str) -> None:
+    """Refuse a template that leaves out the tools of a chat, or their calls."""
+    described = [tool.get("function", tool) for tool in chat.tools or () if isinstance(tool, dict)]
+    calls = [call for message in chat.messages for call in message.get("tool_calls") or ()]
+    called = [call.get("function", call) for call in calls if isinstance(call, dict)]
+    for function in [*described, *called]:
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in text:
+            raise DataError(
+                f"the tool {name!r} is not in the text of the chat",
+                where=chat.where,
+                rule="tools and their calls have a name, and the chat template renders it",
+                fix="use a chat template with tools, or remove tools and their calls from the record",
+            )
 
 
 def _overlap(encoded: Any, begin: int, end: int) -> np.ndarray:

@@ -27,7 +27,8 @@ class Rows:
 
     Packed rows are cut from the stream of documents with a stride of seq_len, so that every token except the first is a
     target exactly once; the remainder at the end of a shard (less than a row) is dropped. Without packing, each row is a part
-    of a single document. Chats are never cut: a packed row has as many consecutive chats as fit. A file of ready rows (source "tokens") is used unchanged.
+    of a single document. Chats are never cut: a packed row has as many consecutive chats as fit. A file of ready rows
+    (source "tokens") is used unchanged.
 
     Args:
         spans: token ranges of the split, `Prepared.train` or `Prepared.held_out`.
