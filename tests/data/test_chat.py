@@ -34,16 +34,14 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(tmp_path_factory.mktemp("marked") / "tokenizer", MARKED)
 
 
-def prepared(
-    tmp_path: Path, tokenizer: Path, records: list[Any] | None = None, **keys: Any
-) -> tuple[Prepared, list[str]]:
+def prepared(tmp_path: Path, folder: Path, records: list[Any] | None = None, **keys: Any) -> tuple[Prepared, list[str]]:
     """Prepare records; return the tokens and the lines that are printed."""
     lines: list[str] = []
     path = keys.pop("path", None) or (
         None if "sets" in keys else str(write_jsonl(tmp_path / "chats.jsonl", records or []))
     )
     defaults = {"source": "jsonl", "seq_len": 255, "held_out": 0.0, "shuffle": False, "cache": str(tmp_path / "cache")}
-    data = Data(**{**defaults, "format": "chat", "path": path, "tokenizer": str(tokenizer), **keys})
+    data = Data(**{**defaults, "format": "chat", "path": path, "tokenizer": str(folder), **keys})
     return prepare(data, model_folder=None, log=lines.append), lines
 
 
@@ -126,7 +124,7 @@ def test_masks_equal_those_of_transformers(tmp_path: Path, marked: Path) -> None
 
 @pytest.mark.parametrize("source", ["jsonl", "parquet", "datasets"])
 def test_each_source_gives_the_same_tokens(source: str, tmp_path: Path, plain: Path) -> None:
-    records = [*chats(5), {"messages": ASKED, "tools": json.dumps([TOOL])}]
+    records = [{**chat, "tools": None} for chat in chats(5)] + [{"messages": ASKED, "tools": json.dumps([TOOL])}]
     expected = [row.tolist() for row in rows(prepared(tmp_path, plain, records)[0])]
     folder = tmp_path / source
     folder.mkdir()
@@ -170,10 +168,7 @@ def test_best_fit_fills_rows_and_prefers_no_length_at_the_end() -> None:
 
 def test_chats_stay_whole_in_shards_and_splits(tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [row.tolist() for row in rows(prepared(tmp_path, plain, chats(20))[0])]
-    monkeypatch.setattr("weft.data.store.SHARD_TOKENS", 500)
-    monkeypatch.setattr(
-        "weft.data.store.write_store.__kwdefaults__", {"shard_tokens": 500, "chats": None, "capacity": 0}
-    )
+    monkeypatch.setattr("weft.data.store.SHARD_TOKENS", 300)
     found, _ = prepared(tmp_path, plain, chats(20), held_out=0.3)
     assert len(found.train) > 2
     spans = [*found.train, *found.held_out]
@@ -194,7 +189,7 @@ def test_long_chats_are_truncated_dropped_or_refused(tmp_path: Path, plain: Path
     found, lines = prepared(tmp_path, plain, records, seq_len=63, too_long="drop")
     assert len(rows(found)) == 1
     assert "0 truncated to seq_len + 1 = 64 tokens, 1 dropped" in lines[-1]
-    with pytest.raises(DataError, match="chat of .* tokens") as caught:
+    with pytest.raises(DataError, match="chat of ") as caught:
         prepared(tmp_path, plain, records, seq_len=63, too_long="refuse")
     assert "line 2" in str(caught.value)
 
@@ -230,9 +225,7 @@ def test_a_held_out_split_counts_only_targets(tmp_path: Path, plain: Path) -> No
 
 
 def test_the_template_is_part_of_the_cached_content(tmp_path: Path, plain: Path) -> None:
-    other = save_tokenizer(
-        tmp_path / "other", PLAIN.replace("user", "person").replace("'<|im_start|>' +", "'<|im_start|>:' +")
-    )
+    other = save_tokenizer(tmp_path / "other", PLAIN.replace("'<|im_start|>", "'<|im_start|> "))
     same = save_tokenizer(tmp_path / "same")
     records = chats(3)
     digests = {prepared(tmp_path, folder, records)[0].digest for folder in (plain, same, other)}
@@ -293,10 +286,10 @@ BAD_TEMPLATES = {
     "error": ("{{ raise_exception('no') }}", "the chat template refuses the chat: no"),
     "unstable prefix": (
         PLAIN.replace(
-            "{{ message['content'] }}", "{{ message['content'] if loop.last else message['content'] | upper }}"
+            "{{ message['content'] }}", "{{ message['content'] if loop.last else message['content'] + '.' }}"
         ),
         "differently when others follow",
-    ),  # noqa: E501
+    ),
     "empty generation": (PLAIN + "{% generation %}{% endgeneration %}", "no token of the assistant has a loss"),
     "no tools": (PLAIN.replace("(tools | tojson)", "''"), "the tool 'add' is not in the text"),
 }

@@ -5,13 +5,14 @@ from bisect import bisect_left, insort
 import numpy as np
 
 WINDOW = 2**14  # documents that are packed together
+MULTIPLIER = 2654435761  # multiplicative hash (Knuth, 1973)
 
 
 def best_fit_order(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Order of documents in which consecutive documents fill rows: best-fit decreasing (Johnson, 1973) within windows.
 
     Rows that take the next documents while they fit (`Rows`) are never more than the rows that best-fit decreasing makes. Rows
-    are ordered by their longest document's index, so that no part of the order prefers long or short documents.
+    are in random order within a window, so that no part of it prefers long or short documents.
 
     Args:
         lengths: tokens of each document, int64 [documents]; none above `capacity`.
@@ -33,6 +34,6 @@ def best_fit_order(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 rows.append([])
             rows[row].append(document)
             insort(space, (free - length, row))
-        rows.sort(key=lambda documents: documents[0])
+        rows.sort(key=lambda documents: documents[0] * MULTIPLIER % 2**32)
         order += [begin + document for documents in rows for document in documents]
     return np.asarray(order, np.int64)

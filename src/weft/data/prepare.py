@@ -254,6 +254,7 @@ def _tokenize_chats(
                 shuffle=data.shuffle,
                 vocab_size=max(tokenizer.get_vocab().values()) + 1,
                 end_of_text=tokenizer.eos_token_id,
+                shard_tokens=store.SHARD_TOKENS,
                 chats=counts,
                 capacity=capacity,
             )
