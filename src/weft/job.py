@@ -21,6 +21,10 @@ Count = Annotated[int, Field(ge=1, lt=2**63)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Package = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*)?$"), 'the name of a Python module, such as "my_models"']
+ChatSets = Annotated[
+    dict[str, Annotated[float, Field(gt=0, le=1000)]],
+    "a table of paths, each with a number above 0 and of at most 1000",
+]
 Role = Literal[
     "attention",
     "recurrence",
@@ -82,7 +86,7 @@ class Data(Table):
     rendered by the tokenizer's chat template, and a loss on what the assistant says."""
     path: str | None = None
     """File, folder or glob of the source; unused with source = "python", and for a function of yours to interpret."""
-    sets: dict[str, Annotated[float, Field(gt=0, le=1000)]] = {}  # noqa: RUF012  (pydantic copies it)
+    sets: ChatSets = {}  # noqa: RUF012  (pydantic copies it)
     """Several sets of chats instead of data.path: path -> times that an epoch has each chat, such as {"a.jsonl" = 2.5}; below
     1, a part of the chats. Each set gives its own share of held-out chats."""
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"

@@ -224,6 +224,17 @@ def test_a_held_out_split_counts_only_targets(tmp_path: Path, plain: Path) -> No
     assert 0 < scored < found.held_out_tokens / 2
 
 
+def test_rows_of_tokens_may_mark_tokens_without_a_loss(tmp_path: Path) -> None:
+    array = np.array([[5, ~6, 7, ~400], [1, 2, 3, 4]])
+    np.save(tmp_path / "rows.npy", array)
+    data = Data(source="tokens", path=str(tmp_path / "rows.npy"), seq_len=3, held_out=0, cache=str(tmp_path / "cache"))
+    found = prepare(data, model_folder=None, log=lambda line: None)
+    assert found.vocab_size == 401
+    batch = collate(Rows(found.train, seq_len=3, packing=True, shuffle=False, seed=0), range(2), 2)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [1, 2, 3]]
+    assert batch.targets.tolist() == [[IGNORED, 7, IGNORED], [2, 3, 4]]
+
+
 def test_the_template_is_part_of_the_cached_content(tmp_path: Path, plain: Path) -> None:
     other = save_tokenizer(tmp_path / "other", PLAIN.replace("'<|im_start|>", "'<|im_start|> "))
     same = save_tokenizer(tmp_path / "same")
