@@ -1,5 +1,6 @@
 """Chat data: every shape, the tokens with a loss, rows of whole chats, sets by weight, and refusals with their record."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.data.chats import MARKED, PLAIN, chats, decoded, message, save_tokeni
 from weft.data import IGNORED, Prepared, Rows, evaluation_batches, prepare
 from weft.data.batches import collate
 from weft.data.chat import to_chat
+from weft.data.chat_template import ChatTemplate
 from weft.data.packing import best_fit_order
 from weft.errors import DataError
 from weft.job import Data
@@ -120,6 +122,23 @@ def test_masks_equal_those_of_transformers(tmp_path: Path, marked: Path) -> None
         )
         assert np.where(row < 0, ~row, row).tolist() == expected["input_ids"]
         assert (row >= 0).astype(int).tolist() == expected["assistant_masks"]
+
+
+TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"  # type: ignore[union-attr,index]
+
+
+@pytest.mark.parametrize("name", ["cohere2", "gemma", "gemma3", "lfm2", "llama3", "qwen2_5_vl", "qwen3_instruct_2507"])
+def test_turns_of_published_templates_are_those_that_trl_marks(name: str, plain: Path) -> None:
+    chat = to_chat({"messages": [*ASKED, message("user", "Bye"), message("assistant", "So long")]}, "here")
+    found = []
+    for file in (f"{name}.jinja", f"{name}_training.jinja"):
+        tokenizer = AutoTokenizer.from_pretrained(plain, bos_token="<|endoftext|>")
+        tokenizer.chat_template = (TEMPLATES / file).read_text()
+        ids, mask = ChatTemplate(tokenizer, file).encode(chat)
+        found.append(decoded(tokenizer, np.where(mask, ids, ~ids)))
+    assert found[0] == found[1]
+    assert found[0].count("{") == found[0].count("}") == 2
+    assert "Hi" not in "".join(part.partition("}")[0] for part in found[0].split("{")[1:])
 
 
 @pytest.mark.parametrize("source", ["jsonl", "parquet", "datasets"])

@@ -107,7 +107,7 @@ class ChatTemplate:
         if not text.startswith(prefix):
             same = next((i for i, pair in enumerate(zip(prefix, text, strict=False)) if pair[0] != pair[1]), len(text))
             raise DataError(
-                f"the template renders the first {number} messages differently when others follow: "
+                f"the template renders the first {number} message{'s' * (number > 1)} differently when others follow: "
                 f"{prefix[same : same + SHOWN // 4]!r} becomes {text[same : same + SHOWN // 4]!r}",
                 where=f"{chat.where}; template of {self.where}",
                 rule="without {% generation %} in the template, the assistant's turn is what the text grows by",
