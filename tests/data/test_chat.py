@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
 from tests.data.chats import MARKED, PLAIN, chats, decoded, message, save_tokenizer, write_jsonl
@@ -82,6 +82,7 @@ def test_other_fields_of_the_shapes() -> None:
         message("user", "Add\n1 2"),
         message("assistant", "3"),
     ]
+    assert to_chat({"prompt": "Hi", "completion": "Ho", "system": "Count."}, "").first == 2
     called = {"from": "function_call", "value": json.dumps(CALL["function"])}
     turns = [
         {"from": "human", "value": "1+2"},
@@ -155,6 +156,15 @@ def test_each_source_gives_the_same_tokens(source: str, tmp_path: Path, plain: P
         Dataset.from_list(records).save_to_disk(folder)
     found, _ = prepared(tmp_path, plain, source=source, path=str(folder))
     assert [row.tolist() for row in rows(found)] == expected
+
+
+def test_the_splits_of_a_dataset_are_not_mixed(tmp_path: Path, plain: Path) -> None:
+    DatasetDict({name: Dataset.from_list(chats(3)) for name in ("train", "test")}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "splits" / "train" / "cache-1.arrow").write_bytes(b"left by Dataset.map")
+    with pytest.raises(DataError, match="has several splits"):
+        prepared(tmp_path, plain, source="datasets", path=str(tmp_path / "splits"))
+    found, _ = prepared(tmp_path, plain, source="datasets", path=str(tmp_path / "splits" / "train"))
+    assert len(rows(found)) == 3
 
 
 def test_a_packed_row_has_whole_chats(tmp_path: Path, plain: Path) -> None:
@@ -276,6 +286,12 @@ BAD_RECORDS = {
     "preferences": ({"prompt": "Hi", "chosen": "Ho", "rejected": "No"}, "record of preferences"),
     "unwanted answer": ({"prompt": "Hi", "completion": "Ho", "label": False}, "record of preferences"),
     "history": ({"instruction": "Hi", "output": "Ho", "history": ["Hi"]}, "history that is no list of pairs"),
+    "no history": ({"instruction": "Hi", "output": "Ho", "history": 5}, "history that is no list of pairs"),
+    "no calls": ({"messages": [ASKED[0], {**ASKED[1], "tool_calls": 5}]}, "messages[1] has no calls of tools"),
+    "calls of a user": (
+        {"messages": [{**ASKED[0], "tool_calls": [CALL]}, ASKED[1]]},
+        "messages[0] has no calls of tools",
+    ),
     "half a character": ({"messages": [message("user", "\ud800"), ASKED[1]]}, "half a surrogate pair"),
     "tools": ({"messages": ASKED, "tools": "{"}, "tools that are no JSON"),
     "tool call": ({"conversations": [{"from": "function_call", "value": "add"}]}, "is no tool call"),

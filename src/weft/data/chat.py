@@ -106,10 +106,10 @@ def to_chat(record: Any, where: str) -> Chat:
 
 
 def _alpaca(record: dict[str, Any], where: str) -> list[Message]:
-    messages = []
-    for pair in record.get("history", []):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise _malformed(pair, "history that is no list of pairs", where, "history has [question, answer] pairs")
+    messages, history = [], record.get("history", [])
+    if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
+        raise _malformed(history, "history that is no list of pairs", where, "history has [question, answer] pairs")
+    for pair in history:
         messages += [
             _message(role, text, "history", where) for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
@@ -136,12 +136,19 @@ def _messages(value: Any, field: str, where: str) -> list[Message]:
             messages.append(_sharegpt(item, name, where))
         elif isinstance(item, dict) and "role" in item:
             role = _known(item["role"], ROLES, f"{name}.role", where)
-            calls = role == "assistant" and item.get("tool_calls")
+            calls = item.get("tool_calls")
+            if calls is not None and (role != "assistant" or not _is_list_of_tables(calls)):
+                rule = "tool_calls is a list of calls in a message of the assistant"
+                raise _malformed(calls, f"{name} has no calls of tools", where, rule)
             content = {} if calls and "content" not in item else _message(role, item.get("content"), name, where)
             messages.append({**item, **content})
         else:
             raise _malformed(item, f"{name} is no message", where, "a message has role and content, or from and value")
     return messages
+
+
+def _is_list_of_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _sharegpt(item: dict[str, Any], name: str, where: str) -> Message:
@@ -186,8 +193,10 @@ def _tools(tools: Any, where: str) -> list[Any] | None:
         raise _malformed(
             tools, "tools that are no JSON", where, "tools is a list of JSON schemas, or its JSON text"
         ) from None
-    if tools is not None and not isinstance(tools, list):
-        raise _malformed(tools, "tools that are no list", where, "tools is a list of JSON schemas, or its JSON text")
+    if tools is not None and not _is_list_of_tables(tools):
+        raise _malformed(
+            tools, "tools that are no list of schemas", where, "tools is a list of JSON schemas, or its JSON text"
+        )
     return tools or None
 
 

@@ -204,10 +204,8 @@ def encode_chats(
 
 def _check_tools(chat: Chat, text: str) -> None:
     """Refuse a template that leaves out the tools of a chat, or their calls."""
-    described = [tool.get("function", tool) for tool in chat.tools or () if isinstance(tool, dict)]
     calls = [call for message in chat.messages for call in message.get("tool_calls") or ()]
-    called = [call.get("function", call) for call in calls if isinstance(call, dict)]
-    for function in [*described, *called]:
+    for function in [tool.get("function", tool) for tool in [*(chat.tools or ()), *calls]]:
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or name not in text:
             raise DataError(

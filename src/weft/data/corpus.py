@@ -42,7 +42,7 @@ FIXES = {
     **{name: f"the file is compressed with {name}: decompress it" for name in ("gzip", "zstd", "bzip2", "xz", "zip")},
 }
 """Fixes by file type, for files that do not match data.source."""
-FOLDER_PATTERNS = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet", "datasets": "*.arrow"}
+FOLDER_PATTERNS = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet", "datasets": "data-*.arrow"}
 BATCH_RECORDS = 1024
 
 
@@ -68,6 +68,13 @@ def find_files(data: Data) -> list[Path]:
     path = Path(data.path).expanduser()
     if path.is_dir():
         pattern = FOLDER_PATTERNS[data.source]
+        if data.source == "datasets" and (path / "dataset_dict.json").exists():
+            raise DataError(
+                f"{path} has several splits",
+                where="data.path",
+                rule="a run trains on one split, and the others are often there to test it",
+                fix=f"name the folder of a split, such as {path / 'train'}",
+            )
         below = [p for p in path.rglob(pattern) if not any(part[0] == "." for part in p.relative_to(path).parts)]
     else:
         pattern = str(path)

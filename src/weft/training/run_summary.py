@@ -62,7 +62,8 @@ def sample(folder: Path, prepared: Prepared, *, prompt_tokens: int = 24, new_tok
     spans = prepared.held_out or prepared.train
     if spans[0].whole:
         chat = Rows(spans, seq_len=spans[0].last, packing=False, shuffle=False, seed=0)[0].tokens
-        row = ~chat[: max(1, int((chat < 0).cumprod(0).sum()))]
+        row = chat[: max(1, int((chat < 0).cumprod(0).sum()))]
+        row = torch.where(row < 0, ~row, row)
     else:
         row = Rows(spans, seq_len=prompt_tokens, packing=True, shuffle=False, seed=0)[0].tokens[:prompt_tokens]
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
