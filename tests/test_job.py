@@ -65,7 +65,7 @@ def test_plan_in_a_separate_file(tmp_path: Path) -> None:
         ("qqq.zzz=3", "weft schema"),
         ("optimizer.lr=-1", "optimizer.lr = -1"),
         ("plan.parallel.zero=4", "plan.parallel.zero = 4"),
-        ("data.source=csv", 'data.source is "python", "text", "jsonl", "parquet" or "tokens"'),
+        ("data.source=csv", 'data.source is "python", "text", "jsonl", "parquet", "datasets" or "tokens"'),
         ("optimizer.lr", "written key=value"),
         ("train.steps.x=1", "train.steps"),
         ("out.x=1", "out"),
@@ -75,7 +75,7 @@ def test_plan_in_a_separate_file(tmp_path: Path) -> None:
         ("parallel.tp=2", "did you mean [plan.parallel]?"),
         ("plan.paralel.tp=2", "did you mean [plan.parallel]?"),
         ("course={lr=1.0,betas=[0.9,0.95]}", "did you mean [optimizer]?"),
-        ("data.nope=1", "[data] has source, path"),
+        ("data.nope=1", "[data] has source, format"),
         ("train=3", "write [train], and its keys below: steps"),
         ("train=[{steps=3}]", "write [train], and its keys below: steps"),
         ("optimizer.name=sgd", 'optimizer.name is "adamw", "muon", "adafactor", "lion" or "onebit-adam"'),
@@ -91,6 +91,8 @@ def test_plan_in_a_separate_file(tmp_path: Path) -> None:
         ("train.steps=2.5", "train.steps is a whole number of at least 1"),
         ("data.packing=maybe", "data.packing is true or false"),
         ("data.held_out=2%", "data.held_out is a number of at least 0 and below 1"),
+        ("data.format=chats", 'did you mean data.format = "chat"?'),
+        ('data.sets={"a.jsonl"=-1}', "data.sets is a table of paths, each with a number above 0"),
         ("data.path=5", 'write it in quotes: data.path = "5"'),
         ("model.config=[1,2]", "model.config is a string or a table"),
         ("plan.memory.recompute=block", 'write plan.memory.recompute = ["block"]'),
@@ -169,12 +171,15 @@ def test_plan_given_as_a_job_is_recognized() -> None:
     assert "--set plan=plan.toml" in caught.value.fix
 
 
+TABLES = ("model.config", "plan.prediction", "optimizer.options", "data.sets")
+
+
 @pytest.mark.parametrize("key", keys())
 def test_every_key_states_its_rule(key: str) -> None:
     with pytest.raises(JobError) as caught:
         Job.parse(
             LLAMA,
-            [f"{key}=1" if key in ("model.config", "plan.prediction", "optimizer.options") else f"{key}={{wrong=1}}"],
+            [f"{key}=1" if key in TABLES else f"{key}={{wrong=1}}"],
         )
     text = str(caught.value)
     assert f"{key} is " in text

@@ -21,6 +21,10 @@ Count = Annotated[int, Field(ge=1, lt=2**63)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Package = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*)?$"), 'the name of a Python module, such as "my_models"']
+ChatSets = Annotated[
+    dict[str, Annotated[float, Field(gt=0, le=1000)]],
+    "a table of paths, each with a number above 0 and of at most 1000",
+]
 Role = Literal[
     "attention",
     "recurrence",
@@ -72,12 +76,21 @@ class Model(Table):
 class Data(Table):
     """Training data: source, tokenizer, and packing of tokens into rows."""
 
-    source: Literal["python", "text", "jsonl", "parquet", "tokens"] | Function = "python"
+    source: Literal["python", "text", "jsonl", "parquet", "datasets", "tokens"] | Function = "python"
     """Type of source. python: the standard library of this interpreter without its tests; text: files by glob; jsonl or
-    parquet: records with a "text" field, by glob or a Hugging Face dataset folder; tokens: an .npy file of integers
-    [rows, seq_len + 1]. A function of yours, "package.module:function", yields the documents as strings from (this table)."""
+    parquet: records with a "text" field, by glob or a Hugging Face dataset folder; datasets: a folder of
+    Dataset.save_to_disk; tokens: an .npy file of integers [rows, seq_len + 1]. A function of yours,
+    "package.module:function", yields the documents as strings from (this table)."""
+    format: Literal["text", "chat"] = "text"
+    """Format of the records. text: documents, and a loss on every token; chat: conversations for supervised fine-tuning,
+    rendered by the tokenizer's chat template, and a loss on what the assistant says."""
     path: str | None = None
     """File, folder or glob of the source; unused with source = "python", and for a function of yours to interpret."""
+    sets: ChatSets = {}  # noqa: RUF012  (pydantic copies it)
+    """Several sets of chats instead of data.path: path -> times that an epoch has each chat, such as {"a.jsonl" = 2.5}; below
+    1, a part of the chats. Each set gives its own share of held-out chats."""
+    too_long: Literal["truncate", "drop", "refuse"] = "truncate"
+    """Chats of more than seq_len + 1 tokens. truncate: keep the first tokens; drop: leave them out; refuse: raise an error."""
     tokenizer: str = "train"
     """Folder with a tokenizer; "train": the tokenizer in model.path if present, else a byte-level BPE trained on the text."""
     vocab_size: Annotated[int, Field(ge=257)] = 4096

@@ -182,7 +182,7 @@ def _choices(annotation: Any) -> list[str]:
 def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """Type and bounds of a value in words, from the annotation of its field."""
     origin, inner = get_origin(annotation), get_args(annotation)
-    if words := [info for info in inner[1:] if origin is Annotated and isinstance(info, str)]:
+    if words := [info for info in (*metadata, *(inner[1:] if origin is Annotated else ())) if isinstance(info, str)]:
         return words[0]
     if origin is Annotated:
         return _in_words(inner[0], [m for info in inner[1:] for m in getattr(info, "metadata", [info])])

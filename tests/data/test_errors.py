@@ -93,6 +93,9 @@ def test_an_empty_corpus_is_refused_before_tokenizing(tmp_path, source, name, co
         ("parquet", b'{"text": "a"}\n', 'set data.source = "jsonl"'),
         ("parquet", b"It was a dark night.\n", 'looks like text: set data.source = "text"'),
         ("parquet", b"PAR1 cut off", "copy or download the file again"),
+        ("datasets", b"\xff\xff\xff\xff cut off", "copy or download the file again"),
+        ("datasets", b"PAR1\0\1", 'looks like Parquet: set data.source = "parquet"'),
+        ("parquet", b"\xff\xff\xff\xff\0\1", 'looks like Arrow: set data.source = "datasets"'),
     ],
 )
 def test_the_fix_names_the_detected_file_type(tmp_path, refused, source, content, fix):

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
+from datasets import Dataset
 
 from tests.data.synthetic import documents_of, rows_of, saved_rows, stored
 from weft.data import Prepared, corpus, digests, prepare
@@ -74,6 +75,8 @@ def write_source(source: str, folder: Path) -> str:
         elif source == "parquet":
             table = arrow.table({"id": range(len(texts)), "text": texts})
             parquet.write_table(table, folder / f"{name}.parquet", row_group_size=7)
+        elif source == "datasets":
+            Dataset.from_dict({"id": range(len(texts)), "text": texts}).save_to_disk(folder / name)
         else:
             for i, text in enumerate(texts):
                 (folder / f"{name}{i:02d}.txt").write_text(text, encoding="utf-8")
@@ -81,7 +84,7 @@ def write_source(source: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "datasets"])
 def test_each_source_gives_every_document_in_order(tmp_path, job, source):
     path = write_source(source, tmp_path / "corpus")
     prepared = prepare(job(source=source, path=path, shuffle=False), model_folder=None, log=quiet)

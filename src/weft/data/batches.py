@@ -23,7 +23,7 @@ class MicroBatch:
     position_ids: torch.Tensor
     """Position in the document, or in the part of a document that is in the row; restarts at 0 with each document."""
     targets: torch.Tensor
-    """Next token of the same document; -100 if there is none."""
+    """Next token of the same document; -100 if there is none, or if it has no loss, as what a user says in a chat."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The micro-batch on a device; from pinned memory without waiting."""
@@ -46,6 +46,8 @@ def collate(rows: Rows, positions: Sequence[int], num_rows: int) -> MicroBatch:
         length = len(row.tokens) - 1
         input_ids[line, :length] = row.tokens[:-1]
         targets[line, :length] = row.tokens[1:]
+    targets[targets < 0] = IGNORED  # the complement of an id is no target
+    input_ids = torch.where(input_ids < 0, ~input_ids, input_ids)
     lines = np.repeat(np.arange(len(picked)), [len(row.starts) for row in picked])
     starts = np.concatenate([np.empty(0, np.int64), *(row.starts for row in picked)])
     targets[lines, starts - 1] = IGNORED

@@ -6,17 +6,23 @@ import json
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 from weft.errors import DataError
 from weft.job import Data
 
+if TYPE_CHECKING:
+    import pyarrow
+
 HEAD_BYTES = 4096
 SHOWN = 120  # characters of an invalid record that an error shows
 MAGIC = {
     b"PAR1": "parquet",
+    b"\xff\xff\xff\xff": "datasets",
     b"\x93NUMPY": "tokens",
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -30,12 +36,14 @@ FIXES = {
     "jsonl": 'the file looks like JSON: write one record per line, and set data.source = "jsonl"',
     "array": "the file looks like a JSON array: write one object per line",
     "parquet": 'the file looks like Parquet: set data.source = "parquet"',
+    "datasets": 'the file looks like Arrow: set data.source = "datasets"',
     "tokens": 'the file looks like an array of tokens: set data.source = "tokens"',
     "binary": "the file looks binary: select only text files with a glob, such as data.path = 'corpus/**/*.txt'",
     **{name: f"the file is compressed with {name}: decompress it" for name in ("gzip", "zstd", "bzip2", "xz", "zip")},
 }
 """Fixes by file type, for files that do not match data.source."""
-FOLDER_PATTERNS = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet"}
+FOLDER_PATTERNS = {"text": "*", "jsonl": "*.jsonl", "parquet": "*.parquet", "datasets": "data-*.arrow"}
+BATCH_RECORDS = 1024
 
 
 def find_files(data: Data) -> list[Path]:
@@ -60,6 +68,13 @@ def find_files(data: Data) -> list[Path]:
     path = Path(data.path).expanduser()
     if path.is_dir():
         pattern = FOLDER_PATTERNS[data.source]
+        if data.source == "datasets" and (path / "dataset_dict.json").exists():
+            raise DataError(
+                f"{path} has several splits",
+                where="data.path",
+                rule="a run trains on one split, and the others are often there to test it",
+                fix=f"name the folder of a split, such as {path / 'train'}",
+            )
         below = [p for p in path.rglob(pattern) if not any(part[0] == "." for part in p.relative_to(path).parts)]
     else:
         pattern = str(path)
@@ -98,7 +113,7 @@ def documents(source: str, files: Sequence[Path]) -> Iterator[str]:
     """Iterate over the non-empty documents of the files, in order.
 
     Args:
-        source: python, text, jsonl or parquet.
+        source: python, text, jsonl, parquet or datasets.
         files: files from `find_files`.
 
     Raises:
@@ -193,6 +208,27 @@ def _read_text(path: Path) -> Iterator[str]:
 
 
 def _read_jsonl(path: Path) -> Iterator[str]:
+    for number, (record, where) in enumerate(json_records(path)):
+        if not isinstance(record, dict):
+            fix = 'write {"text": "..."} on the line'
+            raise _no_text(record, where, fix if number else _fix(path, "jsonl", fix))
+        if "text" not in record:
+            raise _no_text(record, where, f'rename the field that holds the text to "text"; {_fields(record)}')
+        yield _checked(record["text"], where)
+
+
+def json_records(path: Path) -> Iterator[tuple[Any, str]]:
+    """Iterate over the lines of a file of JSON lines, without empty lines.
+
+    Args:
+        path: file of the corpus.
+
+    Yields:
+        (value, location) of each line.
+
+    Raises:
+        DataError: a line is not JSON.
+    """
     offset, records = 0, 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -202,43 +238,70 @@ def _read_jsonl(path: Path) -> Iterator[str]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # also text that is not UTF-8
+            except (ValueError, RecursionError) as error:  # also text that is not UTF-8
                 rule, fix = "each line is one JSON object", "repair the line"
                 # If the first record is broken, the file probably has another type; otherwise it is damaged.
                 fix = fix if records else _fix(path, "jsonl", f"{fix}; write each object on a single line")
                 raise DataError(f"broken JSON record: {error}", where=where, rule=rule, fix=fix) from None
-            if not isinstance(record, dict):
-                fix = 'write {"text": "..."} on the line'
-                raise _no_text(record, where, fix if records else _fix(path, "jsonl", fix))
-            if "text" not in record:
-                raise _no_text(record, where, f'rename the field that holds the text to "text"; {_fields(record)}')
-            yield _checked(record["text"], where)
+            yield record, where
             records += 1
 
 
-def _read_parquet(path: Path) -> Iterator[str]:
+def _read_table(source: str, path: Path) -> Iterator[str]:
+    """Read the column "text" of a Parquet or Arrow file."""
+    number = 0
+    for batch in arrow_batches(source, path, "text"):
+        for text in batch.column("text").to_pylist():
+            yield _checked(text, f"{path}, record {number}")
+            number += 1
+
+
+def arrow_batches(source: str, path: Path, column: str | None = None) -> Iterator["pyarrow.RecordBatch"]:
+    """Iterate over a Parquet file, or an Arrow file of `datasets.Dataset.save_to_disk`, in batches of bounded size.
+
+    Args:
+        source: parquet or datasets.
+        path: file of the corpus.
+        column: column to read; None: all columns.
+
+    Raises:
+        DataError: the file is damaged or has no such column.
+    """
     # Imported here so that training ranks never load Arrow.
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if "text" not in names:
-                where = f"{path}, with columns {', '.join(names)}"
-                raise _no_text(None, where, 'rename the column that holds the text to "text"')
-            for batch in file.iter_batches(batch_size=1024, columns=["text"]):
-                for text in batch.column(0).to_pylist():
-                    yield _checked(text, f"{path}, record {number}")
-                    number += 1
+        if source == "parquet":
+            with parquet.ParquetFile(path) as file:
+                _check_column(column, file.schema_arrow.names, path)
+                for batch in file.iter_batches(batch_size=BATCH_RECORDS, columns=[column] if column else None):
+                    yield batch
+                    number += batch.num_rows
+            return
+        with arrow.memory_map(str(path)) as mapped, arrow.ipc.open_stream(mapped) as stream:
+            _check_column(column, stream.schema.names, path)
+            for batch in stream:
+                yield batch
+                number += batch.num_rows
     except (arrow.ArrowException, OSError) as error:
+        rules = {
+            "parquet": "a Parquet file ends with its index, which a truncated file lacks",
+            "datasets": "Dataset.save_to_disk writes Arrow streams",
+        }
         raise DataError(
             f"{path} is damaged or truncated: {error}",
             where=f"{path}, record {number}, file of {path.stat().st_size} bytes",
-            rule="a Parquet file ends with its index, which a truncated file lacks",
-            fix=_fix(path, "parquet", "copy or download the file again"),
+            rule=rules[source],
+            fix=_fix(path, source, "copy or download the file again"),
         ) from None
+
+
+def _check_column(column: str | None, names: list[str], path: Path) -> None:
+    if column is not None and column not in names:
+        where = f"{path}, with columns {', '.join(names)}"
+        raise _no_text(None, where, f'rename the column that holds the text to "{column}"')
 
 
 def _checked(text: object, where: str) -> str:
@@ -293,4 +356,10 @@ def _detect_type(path: Path) -> str:
     return "text" if head.strip() else ""
 
 
-READERS = {"python": _read_python, "text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
+READERS: dict[str, Callable[[Path], Iterator[str]]] = {
+    "python": _read_python,
+    "text": _read_text,
+    "jsonl": _read_jsonl,
+    "parquet": partial(_read_table, "parquet"),
+    "datasets": partial(_read_table, "datasets"),
+}

@@ -13,6 +13,8 @@ from blake3 import blake3
 
 from weft.data import corpus, store
 from weft.data import tokenizer as tok
+from weft.data.chat import read_chats
+from weft.data.chat_template import ChatTemplate, encode_chats
 from weft.data.digests import digest_files
 from weft.data.rows import Rows
 from weft.data.shards import ROW_TYPES, TokenSpan, open_array
@@ -20,6 +22,7 @@ from weft.errors import DataError
 from weft.job import Data
 from weft.own_code import load_function
 
+CHAT_SOURCES = ("jsonl", "parquet", "datasets")
 BYTES_PER_TOKEN = 4  # average bytes of text per token, only for the estimate of disk space
 
 
@@ -85,7 +88,11 @@ def prepare(data: Data, *, model_folder: Path | None, log: Callable[[str], None]
     """
     for folder in store.remove_stale_scratch(Path(data.cache).expanduser()):
         log(f"removed a scratch folder of a killed run: {folder}")
-    prepared = _prepare_rows(data) if data.source == "tokens" else _prepare_text(data, model_folder, log)
+    check_format(data)
+    if data.format == "chat":
+        prepared = _prepare_chats(data, model_folder, log)
+    else:
+        prepared = _prepare_rows(data) if data.source == "tokens" else _prepare_text(data, model_folder, log)
     for name, spans, num_tokens in (
         ("train", prepared.train, prepared.train_tokens),
         ("held-out", prepared.held_out, prepared.held_out_tokens),
@@ -94,9 +101,13 @@ def prepare(data: Data, *, model_folder: Path | None, log: Callable[[str], None]
         if not len(rows) and (name == "train" or data.held_out):
             raise DataError(
                 f"the {name} split has {num_tokens} tokens, too few for one row",
-                where=f"data.path = {data.path}",
-                rule=f"a row has seq_len + 1 = {data.seq_len + 1} tokens, and each split has at least one row",
-                fix="use more text, a smaller data.seq_len, or another data.held_out (0: no held-out split)",
+                where=f"data.sets = {', '.join(data.sets)}" if data.sets else f"data.path = {data.path}",
+                rule="each split has at least one chat"
+                if data.format == "chat"
+                else f"a row has seq_len + 1 = {data.seq_len + 1} tokens, and each split has at least one row",
+                fix="use more chats, or another data.held_out (0: no held-out split)"
+                if data.format == "chat"
+                else "use more text, a smaller data.seq_len, or another data.held_out (0: no held-out split)",
             )
     return prepared
 
@@ -130,7 +141,8 @@ def _prepare_rows(data: Data) -> Prepared:
 
 def _vocab_size(path: Path) -> int:
     """Vocabulary size that the ids in a file of rows require."""
-    return int(np.max(open_array(path, ndim=2, dtypes=ROW_TYPES))) + 1
+    ids = open_array(path, ndim=2, dtypes=ROW_TYPES)
+    return max(int(np.max(ids)), ~int(np.min(ids))) + 1  # a token without loss is the complement of its id
 
 
 class _CorpusFiles(NamedTuple):
@@ -158,6 +170,108 @@ def _prepare_text(data: Data, model_folder: Path | None, log: Callable[[str], No
         content = corpus.write_documents(load_function(data.source, "data.source"), data, file)
         corpus.check_not_empty(data, [file])
         return _tokenize(data, _CorpusFiles("jsonl", [file], content), model_folder, cache, log)
+
+
+def check_format(data: Data) -> None:
+    """Check that the keys of the data table fit its format.
+
+    Raises:
+        DataError: chats in a source without records, or keys of chats with text.
+    """
+    if data.format == "chat":
+        if data.source not in CHAT_SOURCES:
+            raise DataError(
+                f'data.format = "chat" with data.source = "{data.source}"',
+                where="data.source",
+                rule=f"chats are records of {', '.join(CHAT_SOURCES)}",
+                fix='set data.source = "jsonl", and data.path to a file with one chat per line',
+            )
+        if data.path and data.sets:
+            raise DataError(
+                f"data.path = {data.path} and data.sets = {', '.join(data.sets)}",
+                where="data.sets",
+                rule="data.sets replaces data.path",
+                fix="remove data.path, or add it to data.sets",
+            )
+    elif data.sets or data.too_long != "truncate":
+        key = "sets" if data.sets else "too_long"
+        raise DataError(
+            f'data.{key} with data.format = "text"',
+            where=f"data.{key}",
+            rule="text is one stream of documents, which rows cut",
+            fix=f'set data.format = "chat", or remove data.{key}',
+        )
+
+
+def _prepare_chats(data: Data, model_folder: Path | None, log: Callable[[str], None]) -> Prepared:
+    """Tokenize sets of chats, or find their tokens in the cache."""
+    cache = Path(data.cache).expanduser().resolve()
+    folder = model_folder if data.tokenizer == "train" else Path(data.tokenizer)
+    if folder is None or (data.tokenizer == "train" and not tok.has_tokenizer(folder)):
+        raise DataError(
+            f"no tokenizer for chats{f' in {folder}' if folder else ''}",
+            where="data.tokenizer",
+            rule="chats are rendered by the template of a tokenizer, and a tokenizer trained on text has none",
+            fix="set data.tokenizer to the folder of an instruct model's tokenizer",
+        )
+    folder = folder.expanduser().resolve()
+    template = ChatTemplate(tok.load_tokenizer(folder), str(folder))
+    train: list[TokenSpan] = []
+    held_out: list[TokenSpan] = []
+    digests = []
+    for path, weight in (data.sets or {data.path or "": 1.0}).items():
+        store_folder, manifest = _tokenize_chats(data.model_copy(update={"path": path}), template, folder, cache, log)
+        splits = store.split_store(store_folder, manifest, data.held_out)
+        train += store.repeat_spans(splits[0], weight)
+        held_out += splits[1]
+        digests.append([store_folder.name, weight])
+    digest = _key("tokens", digests)
+    return Prepared(
+        tuple(train), tuple(held_out), str(folder), manifest.vocab_size, manifest.end_of_text, digest=digest
+    )
+
+
+def _tokenize_chats(
+    data: Data, template: ChatTemplate, tokenizer_folder: Path, cache: Path, log: Callable[[str], None]
+) -> tuple[Path, store.StoreManifest]:
+    """Store of one set of chats, in the cache."""
+    files = corpus.find_files(data)
+    digests = [contents.digest for contents in digest_files(files, cache)]
+    content = "".join(sorted(digests) if data.shuffle else digests)
+    of_template = tok.digest_tokenizer(tokenizer_folder), template.digest()
+    settings = data.source, data.seq_len, data.too_long, data.shuffle, store.SHARD_TOKENS
+    folder = cache / _key("tokens", "chat", content, *of_template, *settings)
+    capacity, tokenizer = data.seq_len + 1, template.tokenizer
+    if not folder.is_dir():
+        source_bytes = sum(path.stat().st_size for path in files)
+        log(f"tokenizing the chats of {data.path}: {len(files)} files, {source_bytes / 1e6:.1f} MB")
+        with store.build_folder(folder, estimate=2 * 4 * source_bytes // BYTES_PER_TOKEN) as scratch:
+            counts = store.ChatCounts()
+            chats = read_chats(data.source, files)
+            store.write_store(
+                scratch,
+                encode_chats(template, chats, capacity=capacity, too_long=data.too_long, counts=counts),
+                shuffle=data.shuffle,
+                vocab_size=max(tokenizer.get_vocab().values()) + 1,
+                end_of_text=tokenizer.eos_token_id,
+                shard_tokens=store.SHARD_TOKENS,
+                chats=counts,
+                capacity=capacity,
+            )
+            if not counts.chats:
+                raise DataError(
+                    f"no chat in {len(files)} file{'s' * (len(files) > 1)}, after {counts.dropped} were dropped",
+                    where=f"data.path = {data.path}",
+                    rule=f"a set has at least one chat of at most seq_len + 1 = {capacity} tokens",
+                    fix="use another file, or a larger data.seq_len",
+                )
+    manifest = store.read_store(folder)
+    known = store.ChatCounts(**(manifest.chats or {}))
+    log(
+        f"{data.path}: {known.chats} chats with {manifest.tokens} tokens, {known.targets} of them with a loss; "
+        f"{known.truncated} truncated to seq_len + 1 = {capacity} tokens, {known.dropped} dropped"
+    )
+    return folder, manifest
 
 
 def _tokenize(

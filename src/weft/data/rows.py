@@ -16,7 +16,8 @@ class Row(NamedTuple):
     """One row, a view of the memory map."""
 
     tokens: torch.Tensor
-    """[seq_len + 1], shorter at the end of a document without packing; int32, or the dtype of the .npy file of a job."""
+    """[seq_len + 1], shorter at the end of a document without packing, and in rows of chats; int32, or the dtype of the .npy
+    file of a job. A token of a chat that is no target is stored as the bitwise complement of its id."""
     starts: np.ndarray
     """int64 [n]: indices in the row, 1 ... seq_len, at which a new document starts."""
 
@@ -26,7 +27,8 @@ class Rows:
 
     Packed rows are cut from the stream of documents with a stride of seq_len, so that every token except the first is a
     target exactly once; the remainder at the end of a shard (less than a row) is dropped. Without packing, each row is a part
-    of a single document. A file of ready rows (source "tokens") is used unchanged.
+    of a single document. Chats are never cut: a packed row has as many consecutive chats as fit. A file of ready rows
+    (source "tokens") is used unchanged.
 
     Args:
         spans: token ranges of the split, `Prepared.train` or `Prepared.held_out`.
@@ -42,15 +44,16 @@ class Rows:
     def __init__(self, spans: Sequence[TokenSpan], *, seq_len: int, packing: bool, shuffle: bool, seed: int):
         self.seq_len, self.shuffle, self.seed = seq_len, shuffle, seed
         self.maps = [_open(span) for span in spans]
-        # A segment is a range of consecutive tokens that is cut into rows: a full span, or one document without packing.
-        segments = [_segments(i, span, self.maps[i][1], packing) for i, span in enumerate(spans)]
+        # A segment is a range of consecutive tokens that is cut into rows: a full span, or one document without packing. Of
+        # chats, it is one row.
+        segments = [_segments(i, span, self.maps[i][1], packing, seq_len + 1) for i, span in enumerate(spans)]
         self._segments = np.concatenate([np.empty((0, 3), np.int64), *segments])
         lengths = self._segments[:, 2] - self._segments[:, 1]
-        has_documents = all(span.starts for span in spans)
+        has_documents, whole = all(span.starts for span in spans), any(span.whole for span in spans)
         self._stride = seq_len if has_documents else seq_len + 1
         unpacked_rows = -(-(lengths - 1) // seq_len)
         full_rows = np.maximum(lengths - (seq_len + 1), -self._stride) // self._stride + 1
-        self._row_ends = np.cumsum(full_rows if packing or not has_documents else unpacked_rows)
+        self._row_ends = np.cumsum(full_rows if (packing and not whole) or not has_documents else unpacked_rows)
 
     def __len__(self) -> int:
         """Number of rows per epoch."""
@@ -112,8 +115,19 @@ def _open(span: TokenSpan) -> tuple[torch.Tensor, np.ndarray]:
     return torch.from_numpy(tokens), np.asarray(starts)
 
 
-def _segments(map_index: int, span: TokenSpan, starts: np.ndarray, packing: bool) -> np.ndarray:
+def _segments(map_index: int, span: TokenSpan, starts: np.ndarray, packing: bool, capacity: int) -> np.ndarray:
     """Segments of a span that are cut into rows: map index, begin and end, int64 [segments, 3]."""
-    low, high = (0, 0) if packing else np.searchsorted(starts, (span.first + 1, span.last))
+    low, high = (0, 0) if packing and not span.whole else np.searchsorted(starts, (span.first + 1, span.last))
     edges = np.concatenate([[span.first], starts[low:high], [span.last]]).astype(np.int64)
+    if packing and span.whole:
+        edges = edges[_fill(edges, capacity)]
     return np.stack([np.full(len(edges) - 1, map_index), edges[:-1], edges[1:]], axis=1)
+
+
+def _fill(edges: np.ndarray, capacity: int) -> list[int]:
+    """Indices of the edges at which rows begin, if each row takes the next documents that fit (next fit), and of the end."""
+    begins = [0]
+    while begins[-1] < len(edges) - 1:
+        fit = int(np.searchsorted(edges, edges[begins[-1]] + capacity, side="right")) - 1
+        begins.append(max(fit, begins[-1] + 1))
+    return begins

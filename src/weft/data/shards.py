@@ -19,11 +19,14 @@ class TokenSpan:
     """Token range [first, last) of one file, as indices of the flattened array."""
 
     tokens: str
-    """Path of an .npy file: int32 [tokens], a stream of documents; or integers [rows, seq_len + 1] if `starts` is None."""
+    """Path of an .npy file: int32 [tokens], a stream of documents; or integers [rows, seq_len + 1] if `starts` is None. In
+    chats, a token without loss is stored as the bitwise complement of its id, a negative number."""
     starts: str | None
     """Path of an .npy file with the index of the first token of each document, int64 [documents]; None: ready rows."""
     first: int
     last: int
+    whole: bool = False
+    """Documents are not cut: each is whole in a row, as chats are."""
 
 
 def open_array(path: str | Path, *, ndim: int, dtypes: Sequence[str]) -> np.ndarray:

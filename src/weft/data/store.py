@@ -7,14 +7,17 @@ import re
 import secrets
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, StringConstraints, ValidationError
 
+from weft.data.packing import best_fit_order
 from weft.data.sealed import read_sealed, write_sealed
 from weft.data.shards import TokenSpan, open_array
 from weft.errors import DataError
@@ -40,6 +43,20 @@ class StoredFile(Table):
     """BLAKE2b digest."""
 
 
+@dataclass
+class ChatCounts:
+    """Counts of a set of chats."""
+
+    chats: int = 0
+    """Chats in the store."""
+    targets: int = 0
+    """Tokens with a loss."""
+    truncated: int = 0
+    """Chats that lost their last tokens."""
+    dropped: int = 0
+    """Chats that were left out because they are too long."""
+
+
 class StoreManifest(Table):
     """Manifest of a token store."""
 
@@ -52,6 +69,8 @@ class StoreManifest(Table):
     documents: Size
     files: dict[Annotated[str, StringConstraints(pattern=r"^(tokens|starts)-\d{5,}\.npy$")], StoredFile]
     """Files by name."""
+    chats: dict[str, Size] | None = None
+    """`ChatCounts` of chats, whose documents are not cut; None: text."""
 
 
 @contextmanager
@@ -146,12 +165,14 @@ def _lock_scratch(path: Path) -> Lock | None:
 
 def write_store(
     folder: Path,
-    parts: Iterable[tuple[list[int], int | None]],
+    parts: Iterable[tuple[Sequence[int] | np.ndarray, int | None]],
     *,
     shuffle: bool,
     vocab_size: int,
     end_of_text: int,
     shard_tokens: int = SHARD_TOKENS,
+    chats: ChatCounts | None = None,
+    capacity: int = 0,
 ) -> None:
     """Write documents as one stream of tokens, cut into shards, each with an index of document starts.
 
@@ -162,6 +183,9 @@ def write_store(
         vocab_size: entries of the tokenizer.
         end_of_text: id that ends each document.
         shard_tokens: maximum tokens per shard.
+        chats: counts of chats, complete after the last part; chats stay whole, and shuffled chats are ordered so that rows are
+            well filled. None: text.
+        capacity: maximum tokens of a row of chats.
     """
     staged = folder / "staged"
     lengths, digests, length = array("q"), array("Q"), 0
@@ -178,9 +202,11 @@ def write_store(
         source = np.memmap(staged, np.int32, mode="r")
         ends = np.cumsum(lengths)
         order = np.argsort(np.asarray(digests), kind="stable") if shuffle else np.arange(len(lengths))
+        if shuffle and chats:
+            order = order[best_fit_order(np.asarray(lengths)[order], capacity)]
         begins, lengths_ordered = (ends - lengths)[order], np.asarray(lengths)[order]
-        for shard, low in enumerate(range(0, num_tokens, shard_tokens)):
-            high = min(low + shard_tokens, num_tokens)
+        edges = _shard_edges(lengths_ordered, shard_tokens, whole=chats is not None)
+        for shard, (low, high) in enumerate(pairwise(edges)):
             chunks, starts = _cut(source, begins, lengths_ordered, low, high)
             for name, dtype, count, data in (
                 (f"tokens-{shard:05d}.npy", "<i4", high - low, chunks),
@@ -189,7 +215,12 @@ def write_store(
                 files[name] = _write_array(folder / name, dtype, count, data)
     staged.unlink()
     manifest = StoreManifest(
-        vocab_size=vocab_size, end_of_text=end_of_text, tokens=num_tokens, documents=len(lengths), files=files
+        vocab_size=vocab_size,
+        end_of_text=end_of_text,
+        tokens=num_tokens,
+        documents=len(lengths),
+        files=files,
+        chats=asdict(chats) if chats else None,
     )
     write_sealed(folder / MANIFEST, manifest.model_dump())
 
@@ -229,12 +260,12 @@ def split_store(
     """Split the stream into a train split and a held-out split, which is the last fraction `held_out` of the tokens.
 
     The cut is moved to the nearest document boundary if that changes neither split by more than a quarter; otherwise the cut
-    is inside a document.
+    is inside a document. A chat is never cut.
 
     Returns:
         Token ranges of the train split and of the held-out split.
     """
-    shards, num_tokens, heads = [], 0, []
+    shards, num_tokens, heads, whole = [], 0, [], manifest.chats is not None
     for name in sorted(name for name in manifest.files if name.startswith("tokens-")):
         starts = open_array(folder / name.replace("tokens", "starts"), ndim=1, dtypes=["int64"])
         heads.append(starts + num_tokens)
@@ -245,17 +276,48 @@ def split_store(
     if held_out and manifest.documents > 1:
         boundaries = np.concatenate(heads)[1:]
         nearest = int(boundaries[np.argmin(np.abs(boundaries - cut))])
-        if abs(nearest - cut) <= MAX_CUT_SHIFT * min(cut, num_tokens - cut):
+        if manifest.chats or abs(nearest - cut) <= MAX_CUT_SHIFT * min(cut, num_tokens - cut):
             cut = nearest
 
     def spans(low: int, high: int) -> tuple[TokenSpan, ...]:
         return tuple(
-            TokenSpan(str(path), str(path.with_name(path.name.replace("tokens", "starts"))), first, last)
+            TokenSpan(str(path), str(path.with_name(path.name.replace("tokens", "starts"))), first, last, whole)
             for path, begin, size in shards
             if (first := max(low - begin, 0)) < (last := min(high - begin, size))
         )
 
     return spans(0, cut), spans(cut, num_tokens)
+
+
+def repeat_spans(spans: Sequence[TokenSpan], times: float) -> list[TokenSpan]:
+    """Spans of an epoch that has each document several times; of a fraction, the first documents.
+
+    Args:
+        spans: token ranges of a split.
+        times: number of times.
+    """
+    repeated = list(spans) * int(times)
+    rest = round((times - int(times)) * sum(span.last - span.first for span in spans))
+    for span in spans:
+        last = min(span.first + rest, span.last)
+        if last < span.last and span.starts:  # end at the last document that fits
+            starts = open_array(span.starts, ndim=1, dtypes=["int64"])
+            last = max(span.first, int(starts[np.searchsorted(starts, last, side="right") - 1]))
+        if last > span.first:
+            repeated.append(replace(span, last=last))
+        rest = max(rest - (span.last - span.first), 0)
+    return repeated
+
+
+def _shard_edges(lengths: np.ndarray, shard_tokens: int, *, whole: bool) -> list[int]:
+    """Token indices at which shards begin, and of the end; between documents if they stay whole."""
+    ends = np.cumsum(lengths)
+    edges, num_tokens = [0], int(ends[-1])
+    while edges[-1] < num_tokens:
+        edge = min(edges[-1] + shard_tokens, num_tokens)
+        last = int(np.searchsorted(ends, edge, side="right")) - 1  # last document that ends in the shard
+        edges.append(int(ends[last]) if whole and last >= 0 and ends[last] > edges[-1] else edge)
+    return edges
 
 
 def _cut(

@@ -55,9 +55,17 @@ def _baselines(job: Job, prepared: Prepared) -> dict[str, float] | None:
 
 
 def sample(folder: Path, prepared: Prepared, *, prompt_tokens: int = 24, new_tokens: int = 96) -> str:
-    """Text that the exported model generates from the start of a held-out row, using plain Transformers."""
+    """Text that the exported model generates from the start of a held-out row, using plain Transformers.
+
+    In chats it answers the prompt of the first held-out chat.
+    """
     spans = prepared.held_out or prepared.train
-    row = Rows(spans, seq_len=prompt_tokens, packing=True, shuffle=False, seed=0)[0].tokens[:prompt_tokens]
+    if spans[0].whole:
+        chat = Rows(spans, seq_len=spans[0].last, packing=False, shuffle=False, seed=0)[0].tokens
+        row = chat[: max(1, int((chat < 0).cumprod(0).sum()))]
+        row = torch.where(row < 0, ~row, row)
+    else:
+        row = Rows(spans, seq_len=prompt_tokens, packing=True, shuffle=False, seed=0)[0].tokens[:prompt_tokens]
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)

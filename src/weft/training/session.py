@@ -115,7 +115,10 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
         model=model,
         optimizer=optimizer,
         train_rows=Rows(prepared.train, seq_len=data.seq_len, packing=data.packing, shuffle=data.shuffle, seed=seed),
-        held_out_rows=Rows(prepared.held_out, seq_len=data.seq_len, packing=data.packing, shuffle=False, seed=seed),
+        # The first rows of an evaluation are from all sets.
+        held_out_rows=Rows(
+            prepared.held_out, seq_len=data.seq_len, packing=data.packing, shuffle=len(data.sets) > 1, seed=0
+        ),
         checkpoints=checkpoints,
         position=position,
     )

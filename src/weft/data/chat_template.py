@@ -1,0 +1,222 @@
+"""Tokens of conversations by a tokenizer's chat template, and the tokens that have a loss: what the assistant says."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weft.data.chat import Chat, Message
+from weft.data.store import ChatCounts
+from weft.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SHOWN = 200  # characters of an error message of the library, or of a template's output, that are shown
+
+
+class ChatTemplate:
+    """Chat template of a tokenizer.
+
+    The tokens with a loss are those that the template marks with `{% generation %}`. In a template without this mark, what the
+    assistant says is the text by which a conversation grows when its turn is added; the text before must not change.
+
+    Args:
+        tokenizer: fast tokenizer with a chat template.
+        where: folder of the tokenizer, for errors.
+
+    Raises:
+        DataError: the tokenizer has no template or no offsets, or the template does not tell a user from an assistant.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", where: str):
+        self.tokenizer, self.where = tokenizer, where
+        if not tokenizer.chat_template:
+            raise DataError(
+                "the tokenizer has no chat template",
+                where=where,
+                rule="chats are rendered by the tokenizer's own template",
+                fix="use the tokenizer of an instruct model, or save a template as chat_template.jinja in its folder",
+            )
+        if not tokenizer.is_fast:
+            raise DataError(
+                "the tokenizer does not tell the characters of its tokens",
+                where=where,
+                rule="what the assistant says is found in the text and marked in the tokens",
+                fix="use a tokenizer with a tokenizer.json",
+            )
+        self._check_roles()
+
+    def digest(self) -> str:
+        """Digest of the templates."""
+        return hashlib.blake2b(repr(self.tokenizer.chat_template).encode()).hexdigest()
+
+    def encode(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of a chat, and those among them that have a loss: ids int32 [tokens], mask bool [tokens].
+
+        Raises:
+            DataError: the template refuses the chat, or renders a turn differently when others follow it.
+        """
+        text = self._apply(chat, chat.messages, tokenize=False)
+        _check_tools(chat, text)
+        if self._marks(chat):
+            encoded = self._apply(
+                chat,
+                chat.messages,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"return_offsets_mapping": True},
+            )
+            mask = np.asarray(encoded["assistant_masks"], bool)
+            if any(message["role"] == "assistant" for message in chat.messages[: chat.first]):
+                mask &= _overlap(encoded, self._prompt(chat, chat.first, text), len(text))
+        else:
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            mask = np.zeros(len(encoded["input_ids"]), bool)
+            for number in range(chat.first, len(chat.messages)):
+                if chat.messages[number]["role"] == "assistant":
+                    mask |= _overlap(encoded, self._prompt(chat, number, text), self._end(chat, number, text))
+        return np.asarray(encoded["input_ids"], np.int32), mask
+
+    def _marks(self, chat: Chat) -> bool:
+        """True if the template for this chat marks what the assistant says."""
+        return bool(GENERATION.search(self.tokenizer.get_chat_template(tools=chat.tools)))
+
+    def _prompt(self, chat: Chat, number: int, text: str) -> int:
+        """Characters before a turn of the assistant, with the header of the turn."""
+        if not number:
+            raise DataError(
+                "the chat begins with the assistant",
+                where=chat.where,
+                rule="without {% generation %} in the template, an assistant's turn is what follows another message",
+                fix="remove the first message, or mark the assistant's turns in the template with {% generation %}",
+            )
+        return self._prefix(chat, number, text, add_generation_prompt=True)
+
+    def _end(self, chat: Chat, number: int, text: str) -> int:
+        """Characters up to the end of a turn of the assistant."""
+        last = number + 1 == len(chat.messages)
+        return len(text) if last else self._prefix(chat, number + 1, text, add_generation_prompt=False)
+
+    def _prefix(self, chat: Chat, number: int, text: str, *, add_generation_prompt: bool) -> int:
+        """Characters of the first messages, if the text begins with them."""
+        prefix = self._apply(chat, chat.messages[:number], tokenize=False, add_generation_prompt=add_generation_prompt)
+        if not text.startswith(prefix):
+            same = next((i for i, pair in enumerate(zip(prefix, text, strict=False)) if pair[0] != pair[1]), len(text))
+            raise DataError(
+                f"the template renders the first {number} message{'s' * (number > 1)} differently when others follow: "
+                f"{prefix[same : same + SHOWN // 4]!r} becomes {text[same : same + SHOWN // 4]!r}",
+                where=f"{chat.where}; template of {self.where}",
+                rule="without {% generation %} in the template, the assistant's turn is what the text grows by",
+                fix="mark the assistant's turns in the template with {% generation %}, or give each turn a record of its "
+                "own with prompt and completion",
+            )
+        return len(prefix)
+
+    def _apply(self, chat: Chat, messages: list[Message], **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
+        except Exception as error:  # templates raise errors of Jinja and of their own code
+            raise DataError(
+                f"the chat template refuses the chat: {' '.join(str(error).split())[:SHOWN]}",
+                where=chat.where,
+                rule=f"the template of {self.where} renders every chat",
+                fix="repair the record, or remove it",
+            ) from None
+
+    def _check_roles(self) -> None:
+        """Refuse a template that leaves out a message, or renders it alike for user and assistant."""
+        said = ("what the user says", "what the assistant says")
+        where = "a conversation of two messages, tried at start"
+        texts = []
+        for roles in (("user", "assistant"), ("assistant", "user")):
+            messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+            try:
+                texts.append(self._apply(Chat(messages, None, 0, where), messages, tokenize=False))
+            except DataError:  # the template demands another order of roles, or more: it knows the roles
+                return
+        if texts[0] == texts[1] or not all(text in texts[0] for text in said):
+            raise DataError(
+                f"the chat template ignores {'roles' if texts[0] == texts[1] else 'messages'}: it renders two messages "
+                f"as {texts[0][:SHOWN]!r}",
+                where=self.where,
+                rule="the text shows who says what",
+                fix="use the template of an instruct model",
+            )
+
+
+def encode_chats(
+    template: ChatTemplate, chats: Iterable[Chat], *, capacity: int, too_long: str, counts: ChatCounts
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Tokens of each chat; a token without loss is stored as the bitwise complement of its id.
+
+    Args:
+        template: chat template.
+        chats: conversations.
+        capacity: maximum tokens of a chat.
+        too_long: truncate, drop or refuse; see `data.too_long`.
+        counts: counts to add to.
+
+    Yields:
+        (int32 [tokens], 64-bit digest) of each chat.
+
+    Raises:
+        DataError: a chat is too long, or has no target left.
+    """
+    for chat in chats:
+        ids, mask = template.encode(chat)
+        length = len(ids)
+        if length > capacity and too_long == "refuse":
+            raise DataError(
+                f"chat of {length} tokens",
+                where=chat.where,
+                rule=f"a row has seq_len + 1 = {capacity} tokens, and data.too_long = refuse",
+                fix=f"set data.seq_len = {length - 1} or more, or data.too_long to truncate or drop",
+            )
+        if length > capacity and too_long == "drop":
+            counts.dropped += 1
+            continue
+        targets = np.flatnonzero(mask[1:]) + 1
+        if not len(targets):
+            raise DataError(
+                "no token of the assistant has a loss",
+                where=chat.where,
+                rule=f"the template of {template.where} marks what the assistant says",
+                fix="remove the record, or repair {% generation %} in the template",
+            )
+        if targets[0] >= capacity:
+            raise DataError(
+                f"the first token of the assistant is token {targets[0] + 1} of {length}, and is cut off",
+                where=chat.where,
+                rule=f"a row has seq_len + 1 = {capacity} tokens, and a chat keeps a token with a loss",
+                fix=f'set data.seq_len = {targets[0]} or more, or data.too_long = "drop"',
+            )
+        counts.chats += 1
+        counts.truncated += length > capacity
+        ids, mask = ids[:capacity], mask[:capacity]
+        counts.targets += int(mask[1:].sum())
+        stored = np.where(mask, ids, ~ids)
+        yield stored, int.from_bytes(hashlib.blake2b(stored.tobytes(), digest_size=8).digest())
+
+
+def _check_tools(chat: Chat, text: str) -> None:
+    """Refuse a template that leaves out the tools of a chat, or their calls."""
+    calls = [call for message in chat.messages for call in message.get("tool_calls") or ()]
+    for function in [tool.get("function", tool) for tool in [*(chat.tools or ()), *calls]]:
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in text:
+            raise DataError(
+                f"the tool {name!r} is not in the text of the chat",
+                where=chat.where,
+                rule="tools and their calls have a name, and the chat template renders it",
+                fix="use a chat template with tools, or remove tools and their calls from the record",
+            )
+
+
+def _overlap(encoded: Any, begin: int, end: int) -> np.ndarray:
+    """Tokens with a character in [begin, end) of the text: bool [tokens]."""
+    offsets = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+    return (offsets[:, 0] < end) & (offsets[:, 1] > begin)

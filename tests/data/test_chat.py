@@ -1,0 +1,366 @@
+"""Chat data: every shape, the tokens with a loss, rows of whole chats, sets by weight, and refusals with their record."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+from datasets import Dataset, DatasetDict
+from transformers import AutoTokenizer
+
+from tests.data.chats import MARKED, PLAIN, chats, decoded, message, save_tokenizer, write_jsonl
+from weft.data import IGNORED, Prepared, Rows, evaluation_batches, prepare
+from weft.data.batches import collate
+from weft.data.chat import to_chat
+from weft.data.chat_template import ChatTemplate
+from weft.data.packing import best_fit_order
+from weft.errors import DataError
+from weft.job import Data
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+ASKED = [message("user", "Hi"), message("assistant", "Ho")]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("plain") / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("marked") / "tokenizer", MARKED)
+
+
+def prepared(tmp_path: Path, folder: Path, records: list[Any] | None = None, **keys: Any) -> tuple[Prepared, list[str]]:
+    """Prepare records; return the tokens and the lines that are printed."""
+    lines: list[str] = []
+    path = keys.pop("path", None) or (
+        None if "sets" in keys else str(write_jsonl(tmp_path / "chats.jsonl", records or []))
+    )
+    defaults = {"source": "jsonl", "seq_len": 255, "held_out": 0.0, "shuffle": False, "cache": str(tmp_path / "cache")}
+    data = Data(**{**defaults, "format": "chat", "path": path, "tokenizer": str(folder), **keys})
+    return prepare(data, model_folder=None, log=lines.append), lines
+
+
+def rows(found: Prepared, seq_len: int = 255, packing: bool = False) -> list[np.ndarray]:
+    opened = Rows(found.train, seq_len=seq_len, packing=packing, shuffle=False, seed=0)
+    return [opened[number].tokens.numpy() for number in range(len(opened))]
+
+
+def texts(found: Prepared, tokenizer: Path) -> list[str]:
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    return [decoded(loaded, row) for row in rows(found)]
+
+
+SHAPES = {
+    "messages": {"messages": ASKED},
+    "messages of from and value": {"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+    "prompt and completion": {"prompt": ASKED[:1], "completion": ASKED[1:]},
+    "strings": {"prompt": "Hi", "completion": "Ho"},
+    "alpaca": {"instruction": "Hi", "input": "", "output": "Ho"},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_shape_gives_the_same_chat(shape: str) -> None:
+    chat = to_chat(SHAPES[shape], "here")
+    assert chat.messages == ASKED
+    assert chat.first == ("completion" in SHAPES[shape])
+
+
+def test_other_fields_of_the_shapes() -> None:
+    alpaca = {"instruction": "Add", "input": "1 2", "output": "3", "system": "Count.", "history": [["Hi", "Ho"]]}
+    assert to_chat(alpaca, "").messages == [
+        message("system", "Count."),
+        *ASKED,
+        message("user", "Add\n1 2"),
+        message("assistant", "3"),
+    ]
+    assert to_chat({"prompt": "Hi", "completion": "Ho", "system": "Count."}, "").first == 2
+    called = {"from": "function_call", "value": json.dumps(CALL["function"])}
+    turns = [
+        {"from": "human", "value": "1+2"},
+        called,
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "3"},
+    ]
+    chat = to_chat({"conversations": turns, "tools": json.dumps([TOOL])}, "")
+    assert [m["role"] for m in chat.messages] == ["user", "assistant", "tool", "assistant"]
+    assert chat.messages[1]["tool_calls"] == [CALL]
+    assert chat.tools == [TOOL]
+
+
+@pytest.mark.parametrize("kind", ["plain", "marked"])
+def test_what_the_assistant_says_has_a_loss(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    tokenizer = request.getfixturevalue(kind)
+    earlier = [*ASKED, message("user", "Bye"), message("assistant", "Later")]
+    records = [{"messages": earlier}, {"prompt": earlier[:3], "completion": earlier[3:]}]
+    records.append(
+        {"messages": [ASKED[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}], "tools": [TOOL]}
+    )
+    found = texts(prepared(tmp_path, tokenizer, records)[0], tokenizer)
+    head, user = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>user\nBye<|im_end|>\n"
+    last = "<|im_start|>assistant\n{Later<|im_end|>\n}"
+    assert found[0] == head + "{Ho<|im_end|>\n}" + user + last
+    assert found[1] == head + "Ho<|im_end|>\n" + user + last
+    assert '{{"name": "add", "arguments": {"a": 1}}<|im_end|>\n}' in found[2]
+    assert '"parameters"' in found[2]
+
+
+def test_masks_equal_those_of_transformers(tmp_path: Path, marked: Path) -> None:
+    records = chats(12)
+    tokenizer = AutoTokenizer.from_pretrained(marked)
+    stored = rows(prepared(tmp_path, marked, records)[0])
+    for record, row in zip(records, stored, strict=True):
+        expected = tokenizer.apply_chat_template(
+            record["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert np.where(row < 0, ~row, row).tolist() == expected["input_ids"]
+        assert (row >= 0).astype(int).tolist() == expected["assistant_masks"]
+
+
+TEMPLATES = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "chat_templates"  # type: ignore[union-attr,index]
+
+
+@pytest.mark.parametrize("name", ["cohere2", "gemma", "gemma3", "lfm2", "llama3", "qwen2_5_vl", "qwen3_instruct_2507"])
+def test_turns_of_published_templates_are_those_that_trl_marks(name: str, plain: Path) -> None:
+    chat = to_chat({"messages": [*ASKED, message("user", "Bye"), message("assistant", "So long")]}, "here")
+    found = []
+    for file in (f"{name}.jinja", f"{name}_training.jinja"):
+        tokenizer = AutoTokenizer.from_pretrained(plain, bos_token="<|endoftext|>")
+        tokenizer.chat_template = (TEMPLATES / file).read_text()
+        ids, mask = ChatTemplate(tokenizer, file).encode(chat)
+        found.append(decoded(tokenizer, np.where(mask, ids, ~ids)))
+    assert found[0] == found[1]
+    assert found[0].count("{") == found[0].count("}") == 2
+    assert "Hi" not in "".join(part.partition("}")[0] for part in found[0].split("{")[1:])
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet", "datasets"])
+def test_each_source_gives_the_same_tokens(source: str, tmp_path: Path, plain: Path) -> None:
+    records = [{**chat, "tools": None} for chat in chats(5)] + [{"messages": ASKED, "tools": json.dumps([TOOL])}]
+    expected = [row.tolist() for row in rows(prepared(tmp_path, plain, records)[0])]
+    folder = tmp_path / source
+    folder.mkdir()
+    if source == "jsonl":
+        write_jsonl(folder / "a.jsonl", records)
+    elif source == "parquet":
+        parquet.write_table(arrow.Table.from_pylist(records), folder / "a.parquet")
+    else:
+        Dataset.from_list(records).save_to_disk(folder)
+    found, _ = prepared(tmp_path, plain, source=source, path=str(folder))
+    assert [row.tolist() for row in rows(found)] == expected
+
+
+def test_the_splits_of_a_dataset_are_not_mixed(tmp_path: Path, plain: Path) -> None:
+    DatasetDict({name: Dataset.from_list(chats(3)) for name in ("train", "test")}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "splits" / "train" / "cache-1.arrow").write_bytes(b"left by Dataset.map")
+    with pytest.raises(DataError, match="has several splits"):
+        prepared(tmp_path, plain, source="datasets", path=str(tmp_path / "splits"))
+    found, _ = prepared(tmp_path, plain, source="datasets", path=str(tmp_path / "splits" / "train"))
+    assert len(rows(found)) == 3
+
+
+def test_a_packed_row_has_whole_chats(tmp_path: Path, plain: Path) -> None:
+    for shuffle in (False, True):
+        found, _ = prepared(tmp_path, plain, chats(40), shuffle=shuffle)
+        alone, packed = rows(found), Rows(found.train, seq_len=255, packing=True, shuffle=False, seed=0)
+        assert len(packed) <= len(alone) / 2
+        pieces = []
+        for number in range(len(packed)):
+            row = packed[number]
+            assert len(row.tokens) <= 256
+            pieces += np.split(row.tokens.numpy(), row.starts)
+        assert [piece.tolist() for piece in pieces] == [row.tolist() for row in alone]
+    batch = collate(packed, range(len(packed)), len(packed))
+    targets = sum((row[1:] >= 0).sum() for row in alone)
+    assert (batch.targets != IGNORED).sum() == targets
+    assert batch.input_ids.min() >= 0
+
+
+def test_best_fit_fills_rows_and_prefers_no_length_at_the_end() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 5000)
+    order = best_fit_order(lengths, 128)
+    assert sorted(order.tolist()) == list(range(5000))
+    filled, used = 1, 0
+    for length in lengths[order].tolist():
+        filled, used = (filled, used + length) if used + length <= 128 else (filled + 1, length)
+    assert filled <= 1.03 * lengths.sum() / 128
+    assert abs(lengths[order[-1000:]].mean() - lengths.mean()) < 5
+
+
+def test_chats_stay_whole_in_shards_and_splits(tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [row.tolist() for row in rows(prepared(tmp_path, plain, chats(20))[0])]
+    monkeypatch.setattr("weft.data.store.SHARD_TOKENS", 300)
+    found, _ = prepared(tmp_path, plain, chats(20), held_out=0.3)
+    assert len(found.train) > 2
+    spans = [*found.train, *found.held_out]
+    again = Rows(spans, seq_len=255, packing=False, shuffle=False, seed=0)
+    assert [again[number].tokens.tolist() for number in range(len(again))] == expected
+
+
+def test_long_chats_are_truncated_dropped_or_refused(tmp_path: Path, plain: Path) -> None:
+    long = {"messages": [*ASKED, message("user", "more"), message("assistant", "word " * 200)]}
+    records = [{"messages": ASKED}, long]
+    found, lines = prepared(tmp_path, plain, records, seq_len=63)
+    assert [len(row) for row in rows(found)][1] == 64
+    assert "2 chats" in lines[-1]
+    assert "1 truncated to seq_len + 1 = 64 tokens, 0 dropped" in lines[-1]
+    again, lines = prepared(tmp_path, plain, records, seq_len=63)
+    assert again == found
+    assert "1 truncated" in lines[-1]
+    found, lines = prepared(tmp_path, plain, records, seq_len=63, too_long="drop")
+    assert len(rows(found)) == 1
+    assert "0 truncated to seq_len + 1 = 64 tokens, 1 dropped" in lines[-1]
+    with pytest.raises(DataError, match="chat of ") as caught:
+        prepared(tmp_path, plain, records, seq_len=63, too_long="refuse")
+    assert "line 2" in str(caught.value)
+
+
+def test_sets_are_repeated_by_weight_and_each_gives_held_out_chats(tmp_path: Path, plain: Path) -> None:
+    files = [write_jsonl(tmp_path / "a.jsonl", chats(10)), write_jsonl(tmp_path / "b.jsonl", chats(34)[10:])]
+    parts = [prepared(tmp_path, plain, path=str(file), held_out=0.25)[0] for file in files]
+    found, _ = prepared(tmp_path, plain, sets={str(files[0]): 2.5, str(files[1]): 0.5}, held_out=0.25)
+    assert found.held_out == parts[0].held_out + parts[1].held_out
+    first, second = ([row.tolist() for row in rows(part)] for part in parts)
+    both = [row.tolist() for row in rows(found)]
+    assert both[: 2 * len(first)] == first * 2
+    rest = both[2 * len(first) :]
+    of_first = next(index for index, row in enumerate(rest) if row == second[0])
+    assert rest == first[:of_first] + second[: len(rest) - of_first]
+    assert sum(map(len, rest[:of_first])) == pytest.approx(sum(map(len, first)) / 2, rel=0.4)
+    assert sum(map(len, rest[of_first:])) == pytest.approx(sum(map(len, second)) / 2, rel=0.2)
+    assert (
+        found.identity != prepared(tmp_path, plain, sets={str(file): 1.0 for file in files}, held_out=0.25)[0].identity
+    )
+
+
+def test_a_held_out_split_counts_only_targets(tmp_path: Path, plain: Path) -> None:
+    found, _ = prepared(tmp_path, plain, chats(20), held_out=0.3)
+    held_out = Rows(found.held_out, seq_len=255, packing=True, shuffle=False, seed=0)
+    scored = sum(
+        int((batch.targets != IGNORED).sum())
+        for batch in evaluation_batches(held_out, micro_batch=2, data_rank=0, data_ranks=1)
+    )
+    alone = Rows(found.held_out, seq_len=255, packing=False, shuffle=False, seed=0)
+    assert scored == sum(int((alone[number].tokens[1:] >= 0).sum()) for number in range(len(alone)))
+    assert 0 < scored < found.held_out_tokens / 2
+
+
+def test_rows_of_tokens_may_mark_tokens_without_a_loss(tmp_path: Path) -> None:
+    array = np.array([[5, ~6, 7, ~400], [1, 2, 3, 4]])
+    np.save(tmp_path / "rows.npy", array)
+    data = Data(source="tokens", path=str(tmp_path / "rows.npy"), seq_len=3, held_out=0, cache=str(tmp_path / "cache"))
+    found = prepare(data, model_folder=None, log=lambda line: None)
+    assert found.vocab_size == 401
+    batch = collate(Rows(found.train, seq_len=3, packing=True, shuffle=False, seed=0), range(2), 2)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [1, 2, 3]]
+    assert batch.targets.tolist() == [[IGNORED, 7, IGNORED], [2, 3, 4]]
+
+
+def test_the_template_is_part_of_the_cached_content(tmp_path: Path, plain: Path) -> None:
+    other = save_tokenizer(tmp_path / "other", PLAIN.replace("'<|im_start|>", "'<|im_start|> "))
+    same = save_tokenizer(tmp_path / "same")
+    records = chats(3)
+    digests = {prepared(tmp_path, folder, records)[0].digest for folder in (plain, same, other)}
+    assert len(digests) == 2
+
+
+BAD_RECORDS = {
+    "no fields": ([1], "record without fields"),
+    "another shape": ({"text": "Hi"}, "record with the fields text"),
+    "no messages": ({"messages": []}, "messages without messages"),
+    "no message": ({"messages": ["Hi"]}, "messages[0] is no message"),
+    "no content": ({"messages": [{"role": "user"}, ASKED[1]]}, "messages[0] has no text"),
+    "images": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ASKED[1]]}, "messages[0] has no text"),
+    "unknown role": ({"messages": [message("usr", "Hi"), ASKED[1]]}, "unknown role 'usr'"),
+    "unknown speaker": ({"conversations": [{"from": "humans", "value": "Hi"}]}, "unknown role 'humans'"),
+    "no assistant": ({"messages": ASKED[:1]}, "chat without an assistant turn"),
+    "no assistant in the completion": ({"prompt": ASKED, "completion": ASKED[:1]}, "chat without an assistant turn"),
+    "preferences": ({"prompt": "Hi", "chosen": "Ho", "rejected": "No"}, "record of preferences"),
+    "unwanted answer": ({"prompt": "Hi", "completion": "Ho", "label": False}, "record of preferences"),
+    "history": ({"instruction": "Hi", "output": "Ho", "history": ["Hi"]}, "history that is no list of pairs"),
+    "no history": ({"instruction": "Hi", "output": "Ho", "history": 5}, "history that is no list of pairs"),
+    "no calls": ({"messages": [ASKED[0], {**ASKED[1], "tool_calls": 5}]}, "messages[1] has no calls of tools"),
+    "calls of a user": (
+        {"messages": [{**ASKED[0], "tool_calls": [CALL]}, ASKED[1]]},
+        "messages[0] has no calls of tools",
+    ),
+    "half a character": ({"messages": [message("user", "\ud800"), ASKED[1]]}, "half a surrogate pair"),
+    "tools": ({"messages": ASKED, "tools": "{"}, "tools that are no JSON"),
+    "tool call": ({"conversations": [{"from": "function_call", "value": "add"}]}, "is no tool call"),
+    "assistant first": ({"messages": ASKED[1:]}, "the chat begins with the assistant"),
+    "cut off": ({"messages": [message("user", "why? " * 300), ASKED[1]]}, "is cut off"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RECORDS)
+def test_a_bad_record_is_refused_with_its_line(case: str, tmp_path: Path, plain: Path) -> None:
+    record, expected = BAD_RECORDS[case]
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, plain, [{"messages": ASKED}, record])
+    assert expected in str(caught.value)
+    assert "chats.jsonl, line 2, byte" in str(caught.value)
+    assert caught.value.rule
+    assert caught.value.fix
+    assert not list((tmp_path / "cache").glob(".*"))
+
+
+def test_the_suggested_length_keeps_a_target(tmp_path: Path, plain: Path) -> None:
+    records = [{"messages": [message("user", "why? " * 300), ASKED[1]]}]
+    with pytest.raises(DataError, match="is cut off") as caught:
+        prepared(tmp_path, plain, records)
+    assert caught.value.fix is not None
+    seq_len = int(caught.value.fix.split("data.seq_len = ")[1].split()[0])
+    found, _ = prepared(tmp_path, plain, records, seq_len=seq_len)
+    assert (rows(found, seq_len)[0][1:] >= 0).sum() == 1
+    with pytest.raises(DataError, match="is cut off"):
+        prepared(tmp_path, plain, records, seq_len=seq_len - 1)
+
+
+BAD_TEMPLATES = {
+    "none": (None, "the tokenizer has no chat template"),
+    "without roles": ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "ignores roles"),
+    "without messages": ("Hello", "ignores roles"),
+    "last message only": ("{{ messages[-1]['role'] + messages[-1]['content'] }}", "ignores messages"),
+    "error": ("{{ raise_exception('no') }}", "the chat template refuses the chat: no"),
+    "unstable prefix": (
+        PLAIN.replace(
+            "{{ message['content'] }}", "{{ message['content'] if loop.last else message['content'] + '.' }}"
+        ),
+        "differently when others follow",
+    ),
+    "empty generation": (PLAIN + "{% generation %}{% endgeneration %}", "no token of the assistant has a loss"),
+    "no tools": (PLAIN.replace("(tools | tojson)", "''"), "the tool 'add' is not in the text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TEMPLATES)
+def test_a_bad_template_is_refused(case: str, tmp_path: Path) -> None:
+    template, expected = BAD_TEMPLATES[case]
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, save_tokenizer(tmp_path / "bad", template), [{"messages": ASKED * 2, "tools": [TOOL]}])
+    assert expected in str(caught.value)
+    assert caught.value.rule
+    assert caught.value.fix
+
+
+def test_keys_that_do_not_fit_are_refused(tmp_path: Path, plain: Path) -> None:
+    file = str(write_jsonl(tmp_path / "a.jsonl", chats(3)))
+    for keys, expected in (
+        ({"source": "text", "path": file}, 'data.format = "chat" with data.source = "text"'),
+        ({"path": file, "sets": {file: 1.0}}, "data.sets replaces data.path"),
+        ({"format": "text", "sets": {file: 1.0}}, 'data.sets with data.format = "text"'),
+        ({"format": "text", "path": file, "too_long": "drop"}, 'data.too_long with data.format = "text"'),
+        ({"path": file, "tokenizer": "train"}, "no tokenizer for chats"),
+        ({"path": file, "seq_len": 15, "too_long": "drop"}, "no chat in 1 file, after 3 were dropped"),
+    ):
+        with pytest.raises(DataError) as caught:
+            prepared(tmp_path, plain, **keys)
+        assert expected in str(caught.value)
