@@ -264,7 +264,7 @@ def test_export_of_a_step(runs: Path, tmp_path: Path, weft: Weft) -> None:
         (["convert", "{run}", "{to}", "--to", "hf"], "is a run with 2 checkpoints"),
         (["convert", "{file}", "{to}", "--to", "weft"], "is a file"),
         (["convert", "{a}", "{hf}", "--to", "hf"], "exists"),
-        (["convert", "{hf}", "{to}", "--to", "weft", "--dtype", "bf16"], "belong to --to hf"),
+        (["convert", "{hf}", "{to}", "--to", "weft", "--dtype", "bf16"], "belongs to --to hf"),
         (["convert", "{a}", "{to}"], "--to"),
     ],
 )

@@ -103,6 +103,8 @@ def fused_weights(config: PretrainedConfig, meta: PreTrainedModel) -> list[Fused
     Raises:
         CheckpointError: the family, or a weight of the model, has no counterpart in GPTModel.
     """
+    if config.model_type not in FAMILIES:
+        raise _no_counterpart(f"the model is a {config.model_type}")
     state = meta.state_dict()
     rest = {name: tuple(state[key].shape) for key, name in state_names(meta).items() if name.startswith("weights/")}
     found = []
@@ -121,14 +123,17 @@ def fused_weights(config: PretrainedConfig, meta: PreTrainedModel) -> list[Fused
             own = NORMS[name] if has_experts and name.startswith("mlp.") and name in NORMS else name
             groups = config.num_key_value_heads if name.startswith(QKV) and len(parts) > 1 else 1
             take(own, layer, tuple(prefix + part for part in parts), groups)
-    if rest or config.model_type not in FAMILIES:
-        problem = f"the model is a {config.model_type}" if not rest else f"the model has the weight {min(rest)}"
-        raise CheckpointError(
-            f"{problem}, which has no counterpart in Megatron-Core that Weft knows",
-            rule=f"Megatron-Core's checkpoints are converted for {', '.join(FAMILIES)}",
-            fix="convert the model with Megatron-Bridge, over a Hugging Face folder",
-        )
+    if rest:
+        raise _no_counterpart(f"the model has the weight {min(rest)}")
     return found
+
+
+def _no_counterpart(problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{problem}, which has no counterpart in Megatron-Core that Weft knows",
+        rule=f"Megatron-Core's checkpoints are converted for {', '.join(FAMILIES)}",
+        fix="convert a Hugging Face folder with Megatron-Bridge",
+    )
 
 
 def from_megatron(path: Path, weights: list[FusedWeight]) -> TensorSource:
