@@ -136,6 +136,19 @@ def test_a_dcp_folder_is_converted_with_the_job(tmp_path: Path) -> None:
     assert same_weights(load(to_huggingface(made, tmp_path / "again", job=job)).state_dict(), model.state_dict())
 
 
+def test_damage_of_the_source_is_reported_and_nothing_is_left(tmp_path: Path) -> None:
+    model = save_plain(tmp_path / "hf", family("llama"))
+    torch_dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    file = tmp_path / "dcp" / "__0_0.distcp"
+    content = file.read_bytes()
+    raw = model.model.norm.weight.detach().numpy().tobytes()
+    assert content.count(raw) == 1
+    file.write_bytes(content.replace(raw, bytes(len(raw))))
+    with pytest.raises(CheckpointError, match="model.norm.weight in __0_0.distcp is refused"):
+        to_megatron(tmp_path / "dcp", tmp_path / "made", job=Job(model=Model(config=family("llama"))))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "hf"]
+
+
 def test_one_layer_is_read_from_its_chunks_alone(tmp_path: Path) -> None:
     folder, name = DcpFolder(folder_of("mixtral")), "decoder.layers.mlp.experts.experts.linear_fc1.weight"
     full = folder.read(name)

@@ -16,6 +16,7 @@ from tests.lab.families import family
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
 from weft.checkpoint.convert import to_checkpoint
+from weft.checkpoint.dcp import DcpFolder
 from weft.checkpoint.diff import diff
 from weft.checkpoint.folders import folder_of, part_of, set_aside
 from weft.checkpoint.huggingface import build_plain
@@ -240,6 +241,17 @@ def test_convert_round_trip(runs: Path, tmp_path: Path, weft: Weft) -> None:
     text = weft("checkpoint", "diff", source, tmp_path / "back", code=1)
     assert "weights 20 0" in text
     assert "buffers 2 0" in text
+
+
+def test_convert_from_and_to_megatron(tmp_path: Path, weft: Weft) -> None:
+    saved = Path(__file__).parent.parent / "checkpoint" / "megatron_core" / "qwen3"
+    (tmp_path / "job.toml").write_text(f'[model]\nconfig = "{saved / "config.json"}"\n')
+    command = ("checkpoint", "convert", saved / "iter_0000001", tmp_path / "made", "--job", tmp_path / "job.toml")
+    assert "optimizer states of Megatron-Core are not converted" in weft(*command, "--to", "weft")
+    weft("checkpoint", "convert", tmp_path / "made", tmp_path / "back", "--to", "megatron", "--dtype", "bf16")
+    assert DcpFolder(tmp_path / "back").read("decoder.final_layernorm.weight").dtype == torch.bfloat16
+    options = ("--to", "megatron", "--tokenizer", saved)
+    assert "belongs to --to hf" in weft("checkpoint", "convert", tmp_path / "made", tmp_path / "no", *options, code=2)
 
 
 def test_export_of_a_step(runs: Path, tmp_path: Path, weft: Weft) -> None:

@@ -158,7 +158,7 @@ def convert(
 
     import transformers
 
-    from weft.checkpoint.convert import to_checkpoint, to_huggingface, to_megatron
+    from weft.checkpoint.convert import detect_format, to_checkpoint, to_huggingface, to_megatron
     from weft.checkpoint.key import read_key
 
     transformers.logging.set_verbosity_error()
@@ -177,6 +177,8 @@ def convert(
         )
     else:
         print(to_checkpoint(source, target, job=chosen))
+        if detect_format(source) == "megatron":
+            print("The weights alone: optimizer states of Megatron-Core are not converted, and AdamW starts anew.")
 
 
 for command in (ls, verify, diff, convert):
