@@ -144,7 +144,7 @@ def test_damage_of_the_source_is_reported_and_nothing_is_left(tmp_path: Path) ->
     raw = model.model.norm.weight.detach().numpy().tobytes()
     assert content.count(raw) == 1
     file.write_bytes(content.replace(raw, bytes(len(raw))))
-    with pytest.raises(CheckpointError, match="model.norm.weight in __0_0.distcp is refused"):
+    with pytest.raises(CheckpointError, match=r"model.norm.weight in __0_0.distcp is refused"):
         to_megatron(tmp_path / "dcp", tmp_path / "made", job=Job(model=Model(config=family("llama"))))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "hf"]
 
