@@ -49,9 +49,8 @@ def _refuse(plan: Plan, target: str) -> None:
     p, m, precision = plan.parallel, plan.memory, plan.precision
     axes = p.tp * p.cp * p.ep * p.pp
     torch_schedules = target in ("torchtitan", "automodel")
-    saves_no_memory = target == "torchtitan" or (
-        target == "accelerate" and not p.zero
-    )  # accelerate's are those of FSDP
+    recomputes = target != "torchtitan" and (target != "accelerate" or bool(p.zero))  # accelerate: a key of FSDP
+    offloads = target != "torchtitan" and bool(p.zero)  # keys of FSDP; Megatron-LM: of its distributed optimizer
     dtypes = ("fp32", "bf16")
     missing = {
         "parallel.cp_ulysses": p.cp_ulysses > 1,
@@ -63,14 +62,10 @@ def _refuse(plan: Plan, target: str) -> None:
         "pipeline.schedule": p.pp > 1
         and plan.pipeline.schedule not in (TITAN_SCHEDULES if torch_schedules else ("1f1b", "interleaved")),
         "pipeline.stage_blocks": p.pp > 1 and bool(plan.pipeline.stage_blocks),
-        "memory.recompute": m.recompute not in ((), ("block",)) or (saves_no_memory and bool(m.recompute)),
+        "memory.recompute": m.recompute not in ((), ("block",)) or (bool(m.recompute) and not recomputes),
         "memory.recompute_interval": m.recompute_interval > 1,
         "memory.offload": bool(m.offload),
-        "memory.optimizer_device": m.optimizer_device == "disk"
-        or (
-            m.optimizer_device != "device"
-            and (saves_no_memory or (p.zero == 0 and target in ("megatron", "automodel")))
-        ),
+        "memory.optimizer_device": m.optimizer_device not in (("device", "host") if offloads else ("device",)),
         "precision.param_dtype": precision.param_dtype not in dtypes,
         "precision.backward": precision.backward != "forward",
         "precision.weights": precision.weights != "whole",
