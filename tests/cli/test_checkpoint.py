@@ -16,6 +16,7 @@ from tests.lab.families import family
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
 from weft.checkpoint.convert import to_checkpoint
+from weft.checkpoint.dcp import DcpFolder
 from weft.checkpoint.diff import diff
 from weft.checkpoint.folders import folder_of, part_of, set_aside
 from weft.checkpoint.huggingface import build_plain
@@ -242,6 +243,17 @@ def test_convert_round_trip(runs: Path, tmp_path: Path, weft: Weft) -> None:
     assert "buffers 2 0" in text
 
 
+def test_convert_from_and_to_megatron(tmp_path: Path, weft: Weft) -> None:
+    saved = Path(__file__).parent.parent / "checkpoint" / "megatron_core" / "qwen3"
+    (tmp_path / "job.toml").write_text(f'[model]\nconfig = "{saved / "config.json"}"\n')
+    command = ("checkpoint", "convert", saved / "iter_0000001", tmp_path / "made", "--job", tmp_path / "job.toml")
+    assert "optimizer states of Megatron-Core are not converted" in weft(*command, "--to", "weft")
+    weft("checkpoint", "convert", tmp_path / "made", tmp_path / "back", "--to", "megatron", "--dtype", "bf16")
+    assert DcpFolder(tmp_path / "back").read("decoder.final_layernorm.weight").dtype == torch.bfloat16
+    options = ("--to", "megatron", "--tokenizer", saved)
+    assert "belongs to --to hf" in weft("checkpoint", "convert", tmp_path / "made", tmp_path / "no", *options, code=2)
+
+
 def test_export_of_a_step(runs: Path, tmp_path: Path, weft: Weft) -> None:
     (runs / "a" / "job.toml").write_text(Job(model=SOURCE).to_toml())
     weft("export", runs / "a", tmp_path / "hf", "--step", "2", "--dtype", "bf16")
@@ -264,7 +276,7 @@ def test_export_of_a_step(runs: Path, tmp_path: Path, weft: Weft) -> None:
         (["convert", "{run}", "{to}", "--to", "hf"], "is a run with 2 checkpoints"),
         (["convert", "{file}", "{to}", "--to", "weft"], "is a file"),
         (["convert", "{a}", "{hf}", "--to", "hf"], "exists"),
-        (["convert", "{hf}", "{to}", "--to", "weft", "--dtype", "bf16"], "belong to --to hf"),
+        (["convert", "{hf}", "{to}", "--to", "weft", "--dtype", "bf16"], "belongs to --to hf"),
         (["convert", "{a}", "{to}"], "--to"),
     ],
 )

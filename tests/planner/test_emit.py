@@ -1,16 +1,32 @@
-"""Settings of other libraries for a plan: accepted by the library itself where it is installed, and complete."""
+"""Settings of other libraries for a plan: accepted by the library itself where it is installed, and complete.
 
+`peer_options.json` has the keys of NeMo AutoModel's configuration classes, and the options of the argument parser of
+Megatron-LM, which is in its repository and not in the package megatron-core.
+"""
+
+import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from weft.errors import PlanError
 from weft.job import Job
-from weft.planner.emit import TARGETS, emit
+from weft.planner.emit import TARGETS, TITAN_SCHEDULES, emit
 
+KNOWN = json.loads((Path(__file__).parent / "peer_options.json").read_text())
+AUTOMODEL, MEGATRON = KNOWN["nemo-automodel 0.7.0"], KNOWN["Megatron-LM core_v0.16.1"]
+HAS_AUTOMODEL = importlib.util.find_spec("nemo_automodel") is not None
+PLANS: dict[str, dict[str, Any]] = {
+    "ddp": {"parallel": {"zero": 0}},
+    "zero 2": {"parallel": {"zero": 2, "dp_replicate": 2}, "memory": {"recompute": ["block"]}},
+    "zero 3": {"parallel": {"zero": 3, "tp": 2, "cp": 2}, "memory": {"optimizer_device": "host"}},
+    "pipeline": {"parallel": {"zero": 3, "tp": 2, "pp": 2, "ep": 2}, "pipeline": {"schedule": "interleaved"}},
+}
 BASE = {"model": {"config": "config.json"}, "data": {"source": "python", "seq_len": 2048}}
 
 
@@ -65,9 +81,95 @@ def test_torchtitan_and_megatron() -> None:
     assert {"sequence-parallel", "bf16", "use-megatron-fsdp"} <= megatron.keys()
 
 
+@pytest.mark.parametrize("name", [*PLANS, "zero 1"])
+def test_megatron_knows_each_argument(name: str) -> None:
+    plans = {**PLANS, "zero 1": {"parallel": {"zero": 1, "dp_replicate": 2}, "memory": {"optimizer_device": "host"}}}
+    found = arguments(settings("megatron", **plans[name]))
+    for option, value in found.items():
+        assert f"--{option}" in MEGATRON["options" if value else "flags"]
+    # what Megatron-LM checks after parsing
+    assert ("use-megatron-fsdp" in found) == (found.get("ckpt-format") == "fsdp_dtensor")
+    assert ("optimizer-cpu-offload" in found) == ("use-precision-aware-optimizer" in found)
+    assert "use-precision-aware-optimizer" not in found or "use-distributed-optimizer" in found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_automodel_knows_each_key(name: str) -> None:
+    recipe = yaml.safe_load(settings("automodel", **PLANS[name]))
+    distributed = recipe["distributed"]
+    assert recipe.keys() == {"step_scheduler", "distributed"}
+    assert recipe["step_scheduler"].keys() <= set(AUTOMODEL["step_scheduler"])
+    assert distributed.keys() <= set(AUTOMODEL[f"distributed {distributed['strategy']}"])
+    for table in ("pipeline", "mp_policy", "offload_policy"):
+        assert distributed.get(table, {}).keys() <= set(AUTOMODEL[table])
+    if HAS_AUTOMODEL:
+        from nemo_automodel.recipes._dist_utils import parse_distributed_section
+
+        parsed = parse_distributed_section(distributed)
+        assert parsed["tp_size"] == distributed.get("tp_size", 1)
+        assert (
+            type(parsed["strategy_config"]).__name__
+            == {"fsdp2": "FSDP2Config", "ddp": "DDPConfig"}[distributed["strategy"]]
+        )
+
+
+def test_automodel() -> None:
+    recipe = yaml.safe_load(settings("automodel", **PLANS["pipeline"]))
+    assert recipe["step_scheduler"] == {"global_batch_size": 64, "local_batch_size": 32}
+    assert recipe["distributed"] == {
+        "strategy": "fsdp2",
+        "dp_size": 2,
+        "dp_replicate_size": 1,
+        "tp_size": 2,
+        "cp_size": 1,
+        "ep_size": 2,
+        "pp_size": 2,
+        "sequence_parallel": True,
+        "reshard_after_forward": True,
+        "activation_checkpointing": False,
+        "mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+        "pipeline": {
+            "pp_schedule": "Interleaved1F1B",
+            "pp_microbatch_size": 2,
+            "layers_per_stage": 8,
+            "pp_seq_len": 2048,
+        },
+    }
+    distributed = yaml.safe_load(settings("automodel", **PLANS["zero 2"]))["distributed"]
+    assert (distributed["reshard_after_forward"], distributed["activation_checkpointing"]) == (False, True)
+    assert (distributed["dp_size"], distributed["dp_replicate_size"]) == (8, 2)
+    assert yaml.safe_load(settings("automodel", **PLANS["zero 3"]))["distributed"]["offload_policy"]
+    assert yaml.safe_load(settings("automodel", **PLANS["ddp"]))["distributed"] == {
+        "strategy": "ddp",
+        "activation_checkpointing": False,
+        "autocast_dtype": "bfloat16",
+    }
+
+
+def test_schedules_are_those_of_torch() -> None:
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    assert [get_schedule_class(name).__name__.removeprefix("Schedule") for name in TITAN_SCHEDULES.values()] == [
+        *TITAN_SCHEDULES.values()
+    ]
+
+
 @pytest.mark.parametrize(
     ("target", "tables", "key"),
     [
+        ("megatron", {"parallel": {"zero": 0}, "memory": {"optimizer_device": "host"}}, "memory.optimizer_device"),
+        ("automodel", {"parallel": {"zero": 1}}, "parallel.zero"),
+        ("automodel", {"parallel": {"zero": 0, "tp": 2}}, "parallel.zero"),
+        ("automodel", {"parallel": {"zero": 3, "dp_replicate": 8}}, "parallel.dp_replicate"),
+        ("automodel", {"parallel": {"pp": 2}, "pipeline": {"schedule": "zb-h1"}}, "pipeline.schedule"),
+        ("automodel", {"parallel": {"cp": 2, "cp_ulysses": 2}}, "parallel.cp_ulysses"),
+        ("automodel", {"parallel": {"zero": 0}, "memory": {"optimizer_device": "host"}}, "memory.optimizer_device"),
+        (
+            "automodel",
+            {"parallel": {"pp": 8}, "pipeline": {"virtual_stages": 3, "schedule": "interleaved"}},
+            "pipeline.virtual_stages",
+        ),
+        ("torchtitan", {"parallel": {"pp": 2}, "pipeline": {"stage_blocks": [15, 17]}}, "pipeline.stage_blocks"),
         ("accelerate", {"parallel": {"pp": 2}}, "parallel.pp"),
         ("accelerate", {"parallel": {"zero": 1}}, "parallel.zero"),
         ("accelerate", {"parallel": {"zero": 0}, "memory": {"recompute": ["block"]}}, "memory.recompute"),

@@ -1,4 +1,4 @@
-"""Conversion between Weft checkpoints, Hugging Face folders and torch.distributed.checkpoint (DCP) folders.
+"""Conversion between Weft checkpoints, Hugging Face folders, distributed checkpoints of Megatron-Core and DCP folders.
 
 The tensors of a `TensorSource` are written to files in a hidden folder next to the target. These files either become the files
 of a checkpoint, or are memory-mapped and passed to save_pretrained, which needs the full model at once. The target folder
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.anatomy.build import build_on_meta
-from weft.checkpoint import dcp
+from weft.checkpoint import dcp, megatron
 from weft.checkpoint.folders import list_checkpoints
 from weft.checkpoint.huggingface import save_folder
 from weft.checkpoint.key import read_key
@@ -49,11 +49,11 @@ from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 
-FolderFormat = Literal["checkpoint", "huggingface", "dcp"]
+FolderFormat = Literal["checkpoint", "huggingface", "megatron", "dcp"]
 
 
 def detect_format(source: Path) -> FolderFormat:
-    """Format of a folder, detected by its manifest.json, .metadata or config.json.
+    """Format of a folder, detected by its manifest.json, .metadata (and metadata.json) or config.json.
 
     Raises:
         CheckpointError: the path is no folder, or a folder in none of these formats.
@@ -61,15 +61,17 @@ def detect_format(source: Path) -> FolderFormat:
     formats: dict[str, FolderFormat] = {NAME: "checkpoint", dcp.METADATA: "dcp", "config.json": "huggingface"}
     for name, format in formats.items():
         if (source / name).is_file():
-            return format
+            return "megatron" if format == "dcp" and (source / megatron.FORMAT).is_file() else format
     problem, fix = f"nothing to convert in {source}", "name a checkpoint, such as RUN/step-00000100"
     if not source.is_dir():
         problem = f"{source} is a file" if source.exists() else f"there is no folder {source}"
     elif runs := list_checkpoints(source):
         problem, fix = f"{source} is a run with {len(runs)} checkpoints", f"name one of them, such as {runs[0]}"
+    elif folders := [file.parent for file in sorted(source.glob(f"*/{megatron.FORMAT}"))]:
+        problem, fix = f"{source} has {len(folders)} checkpoints of Megatron-Core", f"name one, such as {folders[-1]}"
     raise CheckpointError(
         problem,
-        rule=f"a checkpoint has a {NAME}, a DCP folder a {dcp.METADATA}, a Hugging Face folder a config.json",
+        rule=f"a checkpoint has a {NAME}, a Megatron-Core or DCP folder a {dcp.METADATA}, a Hugging Face folder a config.json",
         fix=fix,
     )
 
@@ -84,7 +86,7 @@ def to_huggingface(
     job: Job | None = None,
     key: bytes | None = None,
 ) -> Path:
-    """Convert a checkpoint or a DCP folder to a Hugging Face folder, which plain `from_pretrained` loads.
+    """Convert a checkpoint, of Weft, Megatron-Core or DCP, to a Hugging Face folder, which plain `from_pretrained` loads.
 
     Args:
         source: folder to convert. Every byte of a checkpoint is verified first.
@@ -104,7 +106,7 @@ def to_huggingface(
     """
     format = detect_format(source)
     if format == "huggingface":
-        rule = "--to hf converts a checkpoint or a DCP folder"
+        rule = "--to hf converts a checkpoint, a Megatron-Core or a DCP folder"
         raise CheckpointError(f"{source} is already a Hugging Face folder", rule=rule, fix="use it as it is")
     if tokenizer and not any(tokenizer.glob("tokenizer*")):
         rule, fix = "--tokenizer is a folder with tokenizer files", "name a folder with a tokenizer.json"
@@ -121,24 +123,25 @@ def to_huggingface(
             tensors = from_checkpoint(reader)
         else:
             config, meta = _build(_need_job(source, job).model)
-            tensors = from_dcp(dcp.DcpFolder(source), meta)
+            tensors = _weights_of(source, format, config, meta)
         _write_huggingface(tensors, config, meta, tokenizer, part / "folder", DTYPES[dtype] if dtype else None)
         _commit(part / "folder", target)
     return target
 
 
 def to_checkpoint(source: Path, target: Path, *, job: Job | None = None) -> Path:
-    """Convert a Hugging Face or DCP folder to a checkpoint from which training starts.
+    """Convert a Hugging Face, Megatron-Core or DCP folder to a checkpoint from which training starts.
 
     Weights and moments are converted to the dtype plan.precision.update of the job. The step of the checkpoint is the step
-    count in the optimizer state of a DCP folder, and 0 where there is no optimizer state. Training starts with the job's
-    first batch.
+    count in the optimizer state of a DCP folder, and 0 where there is no optimizer state; that of Megatron-Core is not read.
+    Training starts with the job's first batch.
 
     Args:
         source: folder to convert.
         target: folder to write; it must not exist.
         job: job that will train from the checkpoint. Its data and batch size are stored in the manifest, because resuming
-            compares them. Required for a DCP folder, which does not name its model. By default a job with only the model.
+            compares them. Required for a Megatron-Core or DCP folder, which does not name its model. By default a job with
+            only the model.
 
     Returns:
         The target.
@@ -149,7 +152,7 @@ def to_checkpoint(source: Path, target: Path, *, job: Job | None = None) -> Path
     """
     format = detect_format(source)
     if format == "checkpoint":
-        rule, fix = "--to weft converts a Hugging Face or DCP folder", "use it as it is: any plan can load it"
+        rule, fix = "--to weft converts folders of other formats", "use it as it is: any plan can load it"
         raise CheckpointError(f"{source} is already a checkpoint", rule=rule, fix=fix)
     with _writing(source, target) as part:
         plain, optimizer = source, None
@@ -158,14 +161,64 @@ def to_checkpoint(source: Path, target: Path, *, job: Job | None = None) -> Path
         else:
             job, plain = _need_job(source, job), part / "plain"
             config, meta = _build(job.model)
-            folder = dcp.DcpFolder(source)
-            optimizer = optimizer_from_dcp(folder, meta)
-            _write_huggingface(from_dcp(folder, meta), config, meta, None, plain, DTYPES[job.plan.precision.update])
+            if format == "dcp":
+                optimizer = optimizer_from_dcp(dcp.DcpFolder(source), meta)
+            tensors = _weights_of(source, format, config, meta)
+            _write_huggingface(tensors, config, meta, None, plain, DTYPES[job.plan.precision.update])
         job = job.model_copy(update={"plan": Plan(precision=job.plan.precision).resolve(1)})
         weights = from_huggingface(plain, DTYPES[job.plan.precision.update])
         _write_checkpoint(weights, optimizer, job, part / "folder")
         _commit(part / "folder", target)
     return target
+
+
+def to_megatron(
+    source: Path, target: Path, *, dtype: str | None = None, job: Job | None = None, key: bytes | None = None
+) -> Path:
+    """Convert a checkpoint, a Hugging Face or a DCP folder to a distributed checkpoint of Megatron-Core, weights alone.
+
+    Args:
+        source: folder to convert. Every byte of a checkpoint is verified first.
+        target: folder to write; it must not exist. Megatron-LM finds it as CHECKPOINTS/release.
+        dtype: dtype of the written weights, a name of `weft.precision.dtypes`; None keeps the dtype of the source.
+        job: job that names the model; required for a DCP folder.
+        key: key that signed the manifest of the checkpoint.
+
+    Returns:
+        The target.
+
+    Raises:
+        CheckpointError: source or target is refused, or the model has no counterpart in Megatron-Core.
+        ModelError: the configuration of the model cannot be read.
+    """
+    format = detect_format(source)
+    if format == "megatron":
+        rule = "--to megatron converts folders of other formats"
+        raise CheckpointError(f"{source} is already a checkpoint of Megatron-Core", rule=rule, fix="use it as it is")
+    with _writing(source, target) as part, ExitStack() as stack:
+        if format == "checkpoint":
+            reader = stack.enter_context(Reader(source, verify_folder(source, key)))
+            config, meta = _build(_model_of(reader) if job is None else job.model)
+            tensors = from_checkpoint(reader)
+        elif format == "huggingface":
+            config, meta = _build(Model(path=str(source.resolve())))
+            saved = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+            tensors = from_huggingface(source, DTYPES[dtype] if dtype else saved)
+        else:
+            config, meta = _build(_need_job(source, job).model)
+            tensors = _weights_of(source, format, config, meta)
+        weights = megatron.fused_weights(config, meta)
+        written = _weight_dtype(tensors, _check_weights(tensors, meta))
+        megatron.write_megatron(tensors, weights, part / "folder", DTYPES[dtype] if dtype else written)
+        _commit(part / "folder", target)
+    return target
+
+
+def _weights_of(source: Path, format: FolderFormat, config: PretrainedConfig, meta: PreTrainedModel) -> TensorSource:
+    """Weights of a Megatron-Core or DCP folder."""
+    if format == "megatron":
+        return megatron.from_megatron(source, megatron.fused_weights(config, meta))
+    return from_dcp(dcp.DcpFolder(source), meta)
 
 
 # Writers
@@ -180,18 +233,9 @@ def _write_huggingface(
     dtype: torch.dtype | None,
 ) -> None:
     """Save weights with save_pretrained from memory-mapped files, so that they are never all in memory at once."""
-    names = state_names(meta)
-    shapes = {names[key]: tuple(value.shape) for key, value in meta.state_dict().items()}
-    specs = tensors.specs
-    for name in sorted(shapes.keys() | {name for name in specs if name.startswith("weights/")}):
-        if name not in shapes or name not in specs or specs[name][1] != shapes[name]:
-            raise CheckpointError(
-                f"{name} has the shape {specs[name][1]}" if name in specs else f"{name} is missing",
-                where=str(tensors.where),
-                rule=f"in the model its shape is {shapes[name]}" if name in shapes else "the model has no such weight",
-                fix="name a job with the configuration of this model: --job JOB.toml",
-            )
-    dtype = dtype or next(specs[name][0] for name in shapes)
+    names, specs = state_names(meta), tensors.specs
+    shapes = _check_weights(tensors, meta)
+    dtype = dtype or _weight_dtype(tensors, shapes)
     scratch = folder.with_name("scratch")
     scratch.mkdir()
     entries = write_files([tensors._replace(specs={name: specs[name] for name in shapes})], dtype, scratch)[1]
@@ -201,6 +245,30 @@ def _write_huggingface(
         mapped = {name: opened[entry.parts[0].file].get_tensor(name) for name, entry in entries.items()}
         save_folder(config, {key: mapped[name] for key, name in names.items()}, tokenizer, folder, dtype)
     shutil.rmtree(scratch)
+
+
+def _check_weights(tensors: TensorSource, meta: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Shape of each weight and saved buffer of the model, by checkpoint name.
+
+    Raises:
+        CheckpointError: the source lacks one, has a weight more, or has one in another shape.
+    """
+    names, specs = state_names(meta), tensors.specs
+    shapes = {names[key]: tuple(value.shape) for key, value in meta.state_dict().items()}
+    for name in sorted(shapes.keys() | {name for name in specs if name.startswith("weights/")}):
+        if name not in shapes or name not in specs or specs[name][1] != shapes[name]:
+            raise CheckpointError(
+                f"{name} has the shape {specs[name][1]}" if name in specs else f"{name} is missing",
+                where=str(tensors.where),
+                rule=f"in the model its shape is {shapes[name]}" if name in shapes else "the model has no such weight",
+                fix="name a job with the configuration of this model: --job JOB.toml",
+            )
+    return shapes
+
+
+def _weight_dtype(tensors: TensorSource, shapes: dict[str, tuple[int, ...]]) -> torch.dtype:
+    """Dtype of the first weight in the source."""
+    return next(tensors.specs[name][0] for name in shapes)
 
 
 def _write_checkpoint(model: TensorSource, optimizer: TensorSource | None, job: Job, folder: Path) -> None:
@@ -289,7 +357,7 @@ def _need_job(source: Path, job: Job | None) -> Job:
     if job is None:
         raise CheckpointError(
             f"{source} does not name its model",
-            rule="a DCP folder has tensors but no model configuration",
+            rule="a Megatron-Core or DCP folder has tensors but no model configuration",
             fix="name a job with this model: --job JOB.toml",
         )
     return job

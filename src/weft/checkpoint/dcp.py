@@ -48,6 +48,8 @@ METADATA_NAMES = frozenset(
         *(f"{_CHECKPOINT}.metadata.{name}StorageMetadata" for name in ("Tensor", "Bytes", "Chunk")),
         *(f"{_CHECKPOINT}.metadata.{name}" for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
         f"{_CHECKPOINT}.filesystem._StorageInfo",
+        *(f"{_CHECKPOINT}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType")),
+        *(f"{_CHECKPOINT}.planner.{name}" for name in ("TensorWriteData", "BytesIOWriteData")),
         "torch.Size",
         "torch.serialization._get_layout",
         "collections.OrderedDict",
@@ -55,7 +57,8 @@ METADATA_NAMES = frozenset(
         *_DTYPES,
     ]
 )
-"""Names allowed in `.metadata`. Path classes are allowed because the folder's path is stored in it; the path is ignored."""
+"""Names allowed in `.metadata`. Megatron-Core stores the plans of all ranks in it, and torch the path of the folder: both are
+ignored."""
 TENSOR_NAMES = frozenset(["torch._utils._rebuild_tensor_v2", "collections.OrderedDict", *_STORAGES])
 """Names allowed in the pickle of a tensor."""
 DAMAGE = (RejectedError, KeyError, TypeError, ValueError, AttributeError)
@@ -117,20 +120,29 @@ class DcpFolder:
         except (*DAMAGE, OSError) as error:
             raise self._error(f"{METADATA} is refused: {_message(error)}") from None
 
-    def read(self, name: str) -> Tensor:
-        """Read a full tensor into host memory.
+    def read(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
+        """Read a tensor into host memory.
+
+        Args:
+            name: name of the tensor.
+            index: index along the first dimensions: reads `tensor[index]`, from the chunks that hold it. By default the full
+                tensor.
 
         Raises:
             CheckpointError: a chunk is damaged, or differs from the metadata in shape or dtype.
         """
         stored = self.tensors[name]
-        full = torch.empty(stored.shape, dtype=stored.dtype)
+        axes = len(index)
+        full = torch.empty(stored.shape[axes:], dtype=stored.dtype)
         for chunk in stored.chunks:
-            box = tuple(slice(o, o + size) for o, size in zip(chunk.offset, chunk.shape, strict=True))
+            inside = tuple(at - o for at, o in zip(index, chunk.offset[:axes], strict=True))
+            if not all(0 <= at < size for at, size in zip(inside, chunk.shape[:axes], strict=True)):
+                continue
+            box = tuple(slice(o, o + size) for o, size in zip(chunk.offset[axes:], chunk.shape[axes:], strict=True))
             try:
                 with (self.path / chunk.file).open("rb") as file:
                     file.seek(chunk.start)
-                    full[box] = read_tensor(file.read(chunk.length), stored.dtype, chunk.shape)
+                    full[box] = read_tensor(file.read(chunk.length), stored.dtype, chunk.shape)[inside]
             except (*DAMAGE, OSError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
                 raise self._error(f"{name} in {chunk.file} is refused: {_message(error)}") from None
         return full

@@ -126,12 +126,14 @@ def print_difference(found: "CheckpointDifference", *, every: bool = False) -> N
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Checkpoint, Hugging Face folder, or torch DCP folder.")],
+    source: Annotated[
+        Path, typer.Argument(help="Checkpoint of Weft, Megatron-Core or torch DCP, or Hugging Face folder.")
+    ],
     target: Annotated[Path, typer.Argument(help="Output folder; must not exist.")],
-    to: Annotated[Literal["hf", "weft"], typer.Option(help="Output format.")],
+    to: Annotated[Literal["hf", "weft", "megatron"], typer.Option(help="Output format.")],
     dtype: Annotated[
         Optional[Literal["fp32", "bf16", "fp16"]],  # noqa: UP045
-        typer.Option(help="Dtype of the weights, with --to hf; default: that of the source."),
+        typer.Option(help="Dtype of the weights, with --to hf or megatron; default: that of the source."),
     ] = None,
     tokenizer: Annotated[
         Optional[Path],  # noqa: UP045
@@ -139,13 +141,16 @@ def convert(
     ] = None,
     job: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Job as TOML: model of a DCP folder, and job that will resume from the checkpoint."),
+        typer.Option(
+            help="Job as TOML: model of a Megatron-Core or DCP folder, and job that will resume from the checkpoint."
+        ),
     ] = None,
     key_file: KeyFile = "",
 ) -> None:
-    """Convert between checkpoints, Hugging Face folders and DCP.
+    """Convert between checkpoints, Hugging Face folders, Megatron-Core and DCP.
 
-    Converts a checkpoint to a Hugging Face folder, or a Hugging Face or torch DCP folder to a checkpoint.
+    Converts a checkpoint, or a Megatron-Core or torch DCP folder, to a Hugging Face folder, and each of them to a
+    checkpoint or, weights alone, to a distributed checkpoint of Megatron-Core.
     """
     from weft.job import Job
 
@@ -153,7 +158,7 @@ def convert(
 
     import transformers
 
-    from weft.checkpoint.convert import to_checkpoint, to_huggingface
+    from weft.checkpoint.convert import detect_format, to_checkpoint, to_huggingface, to_megatron
     from weft.checkpoint.key import read_key
 
     transformers.logging.set_verbosity_error()
@@ -162,12 +167,18 @@ def convert(
         print(to_huggingface(source, target, dtype=dtype, tokenizer=tokenizer, job=chosen, key=read_key(key_file)))
         if not any(target.glob("tokenizer*")):
             print(f"{target} has no tokenizer, because no run of the source names one; set it with --tokenizer FOLDER.")
-    elif dtype or tokenizer:
+    elif tokenizer:
+        raise typer.BadParameter("--tokenizer belongs to --to hf; no other format has a tokenizer")
+    elif to == "megatron":
+        print(to_megatron(source, target, dtype=dtype, job=chosen, key=read_key(key_file)))
+    elif dtype:
         raise typer.BadParameter(
-            "--dtype and --tokenizer belong to --to hf; a checkpoint has the dtypes of the job's plan"
+            "--dtype belongs to --to hf and megatron; a checkpoint has the dtypes of the job's plan"
         )
     else:
         print(to_checkpoint(source, target, job=chosen))
+        if detect_format(source) == "megatron":
+            print("The weights alone: optimizer states of Megatron-Core are not converted, and AdamW starts anew.")
 
 
 for command in (ls, verify, diff, convert):

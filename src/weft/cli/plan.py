@@ -40,7 +40,7 @@ def plan(
         Path | None, typer.Option(help="JSON file for a trace of one step, for Perfetto or Chrome.")
     ] = None,
     emit: Annotated[
-        Literal["accelerate", "torchtitan", "megatron"] | None,
+        Literal["accelerate", "torchtitan", "megatron", "automodel"] | None,
         typer.Option(help="Print the settings of another library for the plan."),
     ] = None,
 ) -> None:

@@ -2,10 +2,11 @@
 
     weft plan job.toml --device H100 --nnodes 2 --emit megatron
 
-What a library cannot express is refused, not left out. Names are those of accelerate 1.15, torchtitan 0.3 and Megatron-LM
-core 0.16.
+What a library cannot express is refused, not left out. Names are those of accelerate 1.15, torchtitan 0.3, Megatron-LM core
+0.16 and NeMo AutoModel 0.7.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ TITAN_SCHEDULES = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-"""Name in torchtitan of each schedule that it has."""
+"""Name in torchtitan, and in NeMo AutoModel, of each schedule that they have: those of torch."""
 
 
 def emit(job: Job, target: str, world_size: int, nnodes: int, num_blocks: int) -> str:
@@ -38,27 +39,33 @@ def emit(job: Job, target: str, world_size: int, nnodes: int, num_blocks: int) -
     """
     job = job.model_copy(update={"plan": job.plan.resolve(world_size).resolve_precision(native_bf16=True)})
     _refuse(job.plan, target)
+    if target == "automodel":
+        _refuse_automodel(job, num_blocks)
     return TARGETS[target](job, world_size, nnodes, num_blocks)
 
 
 def _refuse(plan: Plan, target: str) -> None:
     """Refuse what a library cannot express; names the first key of the plan."""
     p, m, precision = plan.parallel, plan.memory, plan.precision
-    saves_no_memory = target == "torchtitan" or (
-        target == "accelerate" and not p.zero
-    )  # accelerate's are those of FSDP
+    axes = p.tp * p.cp * p.ep * p.pp
+    torch_schedules = target in ("torchtitan", "automodel")
+    recomputes = target != "torchtitan" and (target != "accelerate" or bool(p.zero))  # accelerate: a key of FSDP
+    offloads = target != "torchtitan" and bool(p.zero)  # keys of FSDP; Megatron-LM: of its distributed optimizer
     dtypes = ("fp32", "bf16")
     missing = {
         "parallel.cp_ulysses": p.cp_ulysses > 1,
-        "parallel.zero": p.zero == 1 and target in ("accelerate", "torchtitan"),
+        "parallel.zero": (p.zero == 1 and target in ("accelerate", "torchtitan", "automodel"))
+        or (p.zero == 0 and target == "automodel" and axes > 1),  # its DDP splits nothing else
+        "parallel.dp_replicate": target == "automodel" and p.zero > 0 and p.dp_replicate > 1 and p.dp_shard == 1,
         "parallel.ep": target == "accelerate" and p.ep > 1,
         "parallel.pp": target == "accelerate" and p.pp > 1,
         "pipeline.schedule": p.pp > 1
-        and plan.pipeline.schedule not in (TITAN_SCHEDULES if target == "torchtitan" else ("1f1b", "interleaved")),
-        "memory.recompute": m.recompute not in ((), ("block",)) or (saves_no_memory and bool(m.recompute)),
+        and plan.pipeline.schedule not in (TITAN_SCHEDULES if torch_schedules else ("1f1b", "interleaved")),
+        "pipeline.stage_blocks": p.pp > 1 and bool(plan.pipeline.stage_blocks),
+        "memory.recompute": m.recompute not in ((), ("block",)) or (bool(m.recompute) and not recomputes),
         "memory.recompute_interval": m.recompute_interval > 1,
         "memory.offload": bool(m.offload),
-        "memory.optimizer_device": m.optimizer_device == "disk" or (m.optimizer_device != "device" and saves_no_memory),
+        "memory.optimizer_device": m.optimizer_device not in (("device", "host") if offloads else ("device",)),
         "precision.param_dtype": precision.param_dtype not in dtypes,
         "precision.backward": precision.backward != "forward",
         "precision.weights": precision.weights != "whole",
@@ -67,13 +74,30 @@ def _refuse(plan: Plan, target: str) -> None:
     }
     for key, is_missing in missing.items():
         if is_missing:
-            table, _, name = key.partition(".")
-            raise PlanError(
-                f"plan.{key} = {getattr(getattr(plan, table), name)!r} for {target}",
-                where="weft plan --emit",
-                rule=f"{target} has no setting for it that means the same",
-                fix=f"plan without it, for example --set plan.{key}=..., or train with Weft: weft train, weft run",
-            )
+            raise _no_setting(plan, key, target)
+
+
+def _refuse_automodel(job: Job, num_blocks: int) -> None:
+    """Refuse pipelines that NeMo AutoModel refuses when it starts."""
+    plan, p = job.plan, job.plan.parallel
+    if p.pp > 1 and job.train.global_batch_size // (p.data_ranks * job.train.micro_batch_size) < p.pp:
+        raise _no_setting(plan, "parallel.pp", "automodel", f"{p.pp} stages need as many micro-batches")
+    stages = p.pp * plan.pipeline.stages_per_rank
+    if p.pp > 1 and -(-num_blocks // -(-num_blocks // stages)) != stages:
+        rule = (
+            f"it gives each stage the same number of blocks, and {num_blocks} blocks do not make {stages} such stages"
+        )
+        raise _no_setting(plan, "pipeline.virtual_stages", "automodel", rule)
+
+
+def _no_setting(plan: Plan, key: str, target: str, rule: str = "") -> PlanError:
+    table, _, name = key.partition(".")
+    return PlanError(
+        f"plan.{key} = {getattr(getattr(plan, table), name)!r} for {target}",
+        where="weft plan --emit",
+        rule=rule or f"{target} has no setting for it that means the same",
+        fix=f"plan without it, for example --set plan.{key}=..., or train with Weft: weft train, weft run",
+    )
 
 
 def _accelerate(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
@@ -153,6 +177,7 @@ def _megatron(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
         flags.append("--use-distributed-optimizer")
     elif p.zero > 1:
         flags += ["--use-distributed-optimizer", "--use-megatron-fsdp"]
+        arguments["ckpt-format"] = "fsdp_dtensor"  # the only one that its FSDP accepts
         arguments["data-parallel-sharding-strategy"] = "optim_grads" if p.zero == 2 else "optim_grads_params"
     if p.zero and p.dp_replicate > 1:
         arguments["num-distributed-optimizer-instances"] = p.dp_replicate
@@ -161,8 +186,44 @@ def _megatron(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
     if plan.memory.recompute:
         arguments |= {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     if plan.memory.optimizer_device == "host":
-        flags.append("--optimizer-cpu-offload")
+        flags += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]  # one needs the other
     return _arguments(arguments, flags)
+
+
+def _automodel(job: Job, world_size: int, nnodes: int, num_blocks: int) -> str:
+    """Sections of the recipe of NeMo AutoModel, in YAML, besides those of model, data and optimizer."""
+    plan, p, train = job.plan, job.plan.parallel, job.train
+    dtypes = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    rows = train.micro_batch_size if p.pp == 1 else train.global_batch_size // p.data_ranks
+    param_dtype = dtypes[plan.precision.param_dtype]
+    scheduler = {"global_batch_size": train.global_batch_size, "local_batch_size": rows}
+    distributed: dict[str, Any] = {"strategy": "fsdp2" if p.zero else "ddp"}
+    distributed["activation_checkpointing"] = bool(plan.memory.recompute)
+    nested: dict[str, dict[str, Any]] = {}
+    if p.zero:
+        sizes = {"dp_size": p.data_ranks, "dp_replicate_size": p.dp_replicate}
+        sizes |= {"tp_size": p.tp, "cp_size": p.cp, "ep_size": p.ep, "pp_size": p.pp}
+        distributed |= {**sizes, "sequence_parallel": p.sp and p.tp > 1, "reshard_after_forward": p.zero == 3}
+        nested["mp_policy"] = {"param_dtype": param_dtype, "reduce_dtype": dtypes[plan.precision.reduce_dtype]}
+    elif param_dtype != dtypes[plan.precision.update]:
+        distributed["autocast_dtype"] = param_dtype
+    if plan.memory.optimizer_device == "host":
+        nested["offload_policy"] = {"pin_memory": True}
+    if p.pp > 1:
+        nested["pipeline"] = {
+            "pp_schedule": TITAN_SCHEDULES[plan.pipeline.schedule],
+            "pp_microbatch_size": train.micro_batch_size,
+            "layers_per_stage": -(-num_blocks // (p.pp * plan.pipeline.stages_per_rank)),
+            "pp_seq_len": job.data.seq_len,
+        }
+    text = f"# rows of {job.data.seq_len} tokens; model.torch_dtype: {dtypes[plan.precision.update]}\n"
+    text += "step_scheduler:\n" + _yaml(scheduler, "  ") + "distributed:\n" + _yaml(distributed, "  ")
+    return text + "".join(f"  {name}:\n" + _yaml(values, "    ") for name, values in nested.items())
+
+
+def _yaml(values: dict[str, Any], indent: str) -> str:
+    """Lines of a mapping."""
+    return "".join(f"{indent}{key}: {json.dumps(value)}\n" for key, value in values.items())
 
 
 def _arguments(values: dict[str, Any], flags: list[str]) -> str:
@@ -174,5 +235,6 @@ TARGETS: dict[str, Callable[[Job, int, int, int], str]] = {
     "accelerate": _accelerate,
     "torchtitan": _torchtitan,
     "megatron": _megatron,
+    "automodel": _automodel,
 }
 """Function that writes the settings of each library."""
