@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.integrations.scripts_in_pool import plain, under
 from tests.integrations.test_trainer import BATCH, LAYOUTS, assert_same_logs, assert_same_weights, log_of, plan_of
 from tests.lab.pool import RankError
+from weft.errors import PlanError
 from weft.integrations.trainer import check_trainer
 from weft.plan import Parallel, Plan
 
@@ -117,16 +118,9 @@ def test_a_resumed_adapter_equals_one_that_was_not_interrupted(
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
 def test_ranks_that_would_train_on_different_completions_are_refused(axis: str) -> None:
-    from trl import GRPOTrainer
-
-    with pytest.raises(Exception, match=f"GRPOTrainer with plan.parallel.{axis} = 2"):
-        check_trainer(GRPOTrainer, Plan(parallel=Parallel(**{axis: 2})).resolve(2))
-
-
-def test_grpo_runs_under_zero(references: dict[str, Path]) -> None:
-    found = reference("sft", references).with_name("grpo")
-    under(plan_of("zero 3")[1], 2, "trl_script.py", "grpo", found, 4)
-    assert len(rows_of(found)) == 3
+    own = type("OnlineDPOTrainer", (), {})
+    with pytest.raises(PlanError, match=f"OnlineDPOTrainer with plan.parallel.{axis} = 2"):
+        check_trainer(own, Plan(parallel=Parallel(**{axis: 2})).resolve(2))
 
 
 def test_a_reward_model_under_cp_is_refused(references: dict[str, Path]) -> None:

@@ -4,6 +4,8 @@ import logging
 import os
 import shutil
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -159,13 +161,43 @@ def _dtype(name: str) -> torch.dtype:
 
 def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Gather all full weights in host memory of rank 0; empty on the other ranks. All ranks must call this function."""
+    with _without_warning():
+        return _gather_stages(model)
+
+
+@torch.no_grad()
+def full_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full weights and buffers, one after the other, on every rank. Collective: all ranks must take all of them.
+
+    Args:
+        model: parallelized model without a pipeline.
+
+    Yields:
+        Name and full tensor on the device, in the dtype of storage; it may be the memory of the model itself.
+    """
+    packed = packed_parameters(model)
+    for name, value in model.state_dict().items():
+        with _without_warning():
+            full = _full_weight(name, value, packed)
+        yield name, full
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Context without the warning that tensors over two mesh axes are gathered in two collectives."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # hide the warning that tensors over two mesh axes are gathered in two collectives
+    logger.setLevel(logging.ERROR)
     try:
-        return _gather_stages(model)
+        yield
     finally:
         logger.setLevel(level)
+
+
+def _full_weight(name: str, value: torch.Tensor, packed: dict[str, Callable[..., torch.Tensor]]) -> torch.Tensor:
+    """Full tensor of a weight, in the order of rows of Transformers. Collective in the stage of the weight."""
+    full = unpack_tensor(value.full_tensor() if isinstance(value, DTensor) else value)
+    return packed[name](full, False) if name in packed else full
 
 
 @torch.no_grad()
@@ -184,9 +216,7 @@ def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
         for name, shape, dtype_name in names:
             full = torch.empty(())
             if stage == rank:
-                value = own[name]
-                full = unpack_tensor(value.full_tensor() if isinstance(value, DTensor) else value)
-                full = packed[name](full, False) if name in packed else full
+                full = _full_weight(name, own[name], packed)
                 if stage and leads:  # wait until rank 0 is ready: messages sent ahead would fill its buffer
                     dist.recv(ready, group=group, group_src=0)
                     dist.send(full.contiguous(), group=group, group_dst=0)

@@ -14,6 +14,7 @@
 import contextlib
 import inspect
 import os
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from weft.checkpoint.huggingface import gather_weights
@@ -30,6 +32,7 @@ from weft.compat import find_hook
 from weft.device.detect import detect
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.data_ranks import DataRankAccelerator
+from weft.integrations.full_copy import structure_of
 from weft.integrations.full_outputs import FullOutputs
 from weft.integrations.models import (
     ForwardOwner,
@@ -66,6 +69,8 @@ class WeftAccelerator(DataRankAccelerator):
     """Plan without the argument `plan`; `weft run` makes a subclass with it."""
     runs_pipelines = False
     """True if the owner of the accelerator runs the micro-batches of a step together, as the Trainer of Weft does."""
+    keeps_structures = False
+    """True if the owner generates rows: `structures` has the structure of each model before it is parallelized."""
 
     def __init__(self, *args: Any, plan: Plan | str | Path | None = None, **kwargs: Any):
         """
@@ -101,6 +106,8 @@ class WeftAccelerator(DataRankAccelerator):
         self._in_no_sync = False
         self._cores: dict[nn.Module, PreTrainedModel] = {}
         """Parallelized model of each prepared model, which may be a wrapper around it."""
+        self.structures: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        """Structure of each prepared model whose parameters are sharded; see `full_copy.py`."""
         self.training_state = ScriptState(lambda: self._optimizers, self.weft_device, self.device)
 
     @property
@@ -156,7 +163,10 @@ class WeftAccelerator(DataRankAccelerator):
             refuse_pipeline(self.plan)
         if find_runtime(core) is None:
             plan = plan_for_script(self.plan, self._requested_precision, core)
+            structure = structure_of(model) if self.keeps_structures else None
             parallelize_for_script(core, plan, self.mesh, self.device)
+            if structure is not None and any(isinstance(parameter, DTensor) for parameter in core.parameters()):
+                self.structures[model] = structure
         parallelized = runtime(core)  # the outputs of a pipeline are read by its last stage alone
         split = parallelized.takes_full_rows and parallelized.anatomy.head and parallelized.pipeline is None
         owner = find_hook(core, ForwardOwner) or ForwardOwner(core)

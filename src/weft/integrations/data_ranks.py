@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.collectives import all_reduce
+from weft.comm.objects import all_gather_json
 from weft.errors import ModelError, PlanError
-from weft.integrations.loaders import check_rows, first_ranks, has_tensors_only, load_by_data_rank
+from weft.integrations.loaders import check_rows, has_tensors_only, load_by_data_rank
 from weft.integrations.scheduler import PlacedScheduler
 from weft.plan import Plan
 from weft.topology.mesh import DATA_AXES, build_mesh, data_rank
@@ -39,13 +40,22 @@ class DataRankAccelerator(Accelerator):
         """Plan, resolved; dtypes that it leaves open are chosen when a model is prepared."""
         self.mesh: DeviceMesh = build_mesh(self.plan, device_type, dist.get_world_size())
         self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
-        self._leaders = first_ranks(self.data_rank, self.data_ranks)
+        data_ranks = all_gather_json(self.data_rank)
+        self.leaders = [data_ranks.index(number) for number in range(self.data_ranks)]
+        """First rank of each data rank."""
+        self.same_rows = [rank for rank, number in enumerate(data_ranks) if number == self.data_rank]
+        """Ranks that share the rows of this one, in order, with this rank itself."""
         self._rows_to_check = ROWS_CHECKED
 
     @property
     def num_processes(self) -> int:
         """Number of data ranks: what a script multiplies its batch and its steps by. Ranks of tp, cp and pp share rows."""
         return self.data_ranks if hasattr(self, "data_ranks") else int(super().num_processes)
+
+    @property
+    def process_index(self) -> int:
+        """Data rank, as `num_processes` counts data ranks; `is_main_process` is true on one rank."""
+        return self.data_rank if hasattr(self, "data_rank") else int(super().process_index)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -126,16 +136,21 @@ class DataRankAccelerator(Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of all rows once, also where ranks of tp, cp and pp have the same rows. Collective."""
         if use_gather_object or not has_tensors_only(input_data):
-            input_data = input_data if dist.get_rank() in self._leaders else []
+            input_data = input_data if dist.get_rank() in self.leaders else []
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def gather(self, tensor: Any) -> Any:
         """Gather a tensor of every data rank, or nested tensors, along the first dim. Collective."""
-        return accelerate.utils.recursively_apply(self._of_leaders, super().gather(tensor))
+        return accelerate.utils.recursively_apply(self.rows_once, super().gather(tensor))
 
-    def _of_leaders(self, gathered: Tensor) -> Tensor:
+    def rows_once(self, gathered: Tensor) -> Tensor:
+        """Rows of each data rank once, in order.
+
+        Args:
+            gathered: rows that were gathered from all ranks, the same number from each.
+        """
         parts = gathered.chunk(dist.get_world_size())
-        return torch.cat([parts[rank] for rank in self._leaders])
+        return torch.cat([parts[rank] for rank in self.leaders])
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or mean of a tensor of every data rank, or of nested tensors. Collective."""

@@ -85,17 +85,6 @@ def check_rows(inputs: Any, data_rank: int, plan: Plan) -> None:
         )
 
 
-def first_ranks(data_rank: int, data_ranks: int) -> list[int]:
-    """First of the ranks that share rows, for each data rank. Collective.
-
-    Args:
-        data_rank: data rank of this rank.
-        data_ranks: number of data ranks.
-    """
-    ranks = all_gather_json(data_rank)
-    return [ranks.index(data) for data in range(data_ranks)]
-
-
 def has_tensors_only(data: Any) -> bool:
     """True for a tensor, or nested lists, tuples and dictionaries of tensors."""
     if isinstance(data, dict):

@@ -21,6 +21,7 @@ from weft.comm.objects import broadcast_json
 from weft.data import IGNORED
 from weft.errors import CheckpointError, JobError, PlanError
 from weft.integrations.accelerator import WeftAccelerator
+from weft.integrations.generation import generates, with_generation
 from weft.integrations.models import core_of, refuse_shards
 from weft.integrations.script_state import from_text_keys, with_text_keys
 from weft.integrations.trainer_pipeline import PipelinedSteps, check_pipeline
@@ -29,8 +30,6 @@ from weft.job import read_plan
 from weft.plan import Plan
 
 GENERATING = (
-    "GRPOTrainer",
-    "RLOOTrainer",
     "OnlineDPOTrainer",
     "NashMDTrainer",
     "XPOTrainer",
@@ -41,7 +40,7 @@ GENERATING = (
     "SDFTTrainer",
     "SDPOTrainer",
 )
-"""Trainers of TRL that generate rows during training."""
+"""Trainers of TRL that generate rows during training, other than those of `generation.py`."""
 OVERRIDDEN = (
     *(
         "_build_accelerator_args",
@@ -90,6 +89,9 @@ class TrainerMixin(Base):
         own = getattr(self.gather_function, "keywords", {})
         self.accelerator: Any = WeftAccelerator(plan=self.weft_plan, **self._weft_arguments)
         self.accelerator.runs_pipelines = True
+        if generates(type(self)):
+            self.__class__ = with_generation(type(self))
+            self.accelerator.keeps_structures = True
         gather = self.accelerator.gather_for_metrics
 
         def gather_function(data: Any) -> Any:

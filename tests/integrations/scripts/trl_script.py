@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     set_seed,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 kind, out, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
 lora, settings = "lora" in sys.argv, json.loads(sys.argv[-1]) if sys.argv[-1].startswith("{") else {}
@@ -79,20 +79,12 @@ elif kind == "dpo":
     trainer = DPOTrainer(
         model, args=arguments, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer, **more
     )
-elif kind == "reward":
+else:
     config.num_labels = 1
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(config)
     arguments = RewardConfig(max_length=64, **common)
     trainer = RewardTrainer(model, args=arguments, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
-else:
-
-    def reward(completions, **_):
-        return [float(len(set(completion)) % 7) for completion in completions]
-
-    prompts = Dataset.from_list([{"prompt": pair["prompt"]} for pair in pairs])
-    arguments = GRPOConfig(num_generations=4, max_completion_length=8, **common)
-    trainer = GRPOTrainer(model, reward, args=arguments, train_dataset=prompts, processing_class=tokenizer, **more)
 trainer.train(resume_from_checkpoint=resume)
 trainer.save_model(out + "/final")
 if trainer.is_world_process_zero():
