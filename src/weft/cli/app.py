@@ -16,6 +16,7 @@ from weft.cli.clean import clean
 from weft.cli.command import add_command
 from weft.cli.compare import compare
 from weft.cli.dryrun import dryrun
+from weft.cli.eval import evaluate
 from weft.cli.export import export
 from weft.cli.memory import memory
 from weft.cli.options import HUB_OFFLINE
@@ -73,6 +74,7 @@ def weft(
 
 PLANNING = (plan, advise, calibrate, compare, dryrun, memory, topology)
 add_command(app, run, context_settings=PASS_ON)
+add_command(app, evaluate, name="eval")
 for command in (train, *PLANNING, export, report, clean, anatomy, schema):
     add_command(app, command)
 app.add_typer(checkpoint, name="checkpoint")
