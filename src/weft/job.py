@@ -204,6 +204,22 @@ class Guard(Table):
     """Seconds to wait for a lost host to rejoin or be replaced; then the job continues without it."""
 
 
+class Eval(Table):
+    """Evaluation on tasks during training, with lm-eval: `pip install "weft-train[eval]"`."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks: names of lm-eval, .yaml files, folders with .yaml files, or .jsonl files of yours. Tasks for which the model
+    generates text need `weft eval` after training. Empty: none."""
+    every: Number = 0
+    """Steps between evaluations on tasks, the first before training; 0: one evaluation at the end."""
+    limit: Number = 0
+    """Maximum records per task; 0: all."""
+    num_fewshot: Number | None = None
+    """Worked examples in each prompt; unset: as each task says."""
+    batch_size: Count = 8
+    """Rows per forward pass of a rank."""
+
+
 class Cluster(Table):
     """Communication between the hosts of a job."""
 
@@ -221,6 +237,7 @@ class Job(Table):
     train: Train = Train()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
+    eval: Eval = Eval()
     cluster: Cluster = Cluster()
     plan: Plan = Plan()
     out: str = "runs/first"

@@ -43,15 +43,11 @@ def evaluate_settings(settings: Settings, heartbeat: Heartbeat) -> None:
 
     from weft.evaluation.language_model import DistributedLM  # imports lm-eval, which load_tasks has checked
 
+    progress = rank == 0 and sys.stderr.isatty()
     own = DistributedLM(
-        model,
-        load_tokenizer(folder),
-        settings.batch_size,
-        part=rank,
-        parts=world_size,
-        progress=rank == 0 and sys.stderr.isatty(),
+        model, load_tokenizer(folder), settings.batch_size, part=rank, parts=world_size, progress=progress
     )
-    results = evaluate_tasks(own, tasks, settings.limit)
+    results = evaluate_tasks(own, tasks, settings.limit, progress=progress)
     if rank == 0:
         names = {"weft": "weft-train", "lm_eval": "lm-eval", "torch": "torch", "transformers": "transformers"}
         ModelResults(

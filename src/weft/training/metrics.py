@@ -120,17 +120,14 @@ class MetricsWriter:
     def tasks(self, evaluation: TaskEvaluation) -> None:
         """Write the results of tasks."""
         self._tasks.write(_to_line(evaluation))
-        values = {f"evaluation/{name}": value for name, value in evaluation.values().items()}
-        self._tensorboard.write(values, evaluation.step)
+        self._tensorboard.write({f"evaluation/{k}": v for k, v in evaluation.values().items()}, evaluation.step)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._steps.close()
-        self._evaluations.close()
-        self._tasks.close()
-        self._tensorboard.close()
+        for file in (self._steps, self._evaluations, self._tasks, self._tensorboard):
+            file.close()
 
 
 class _JsonLinesFile:
@@ -226,19 +223,21 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     Raises:
         DataError: the file is missing, or a line other than a torn last line is damaged.
     """
-    rows = {metrics.step: metrics for metrics in _read_lines(path, StepMetrics)}
-    return [rows[step] for step in sorted(rows)]
+    return _read_by_step(path, StepMetrics)
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
     """Read an `evaluations.jsonl`, as `read_metrics` reads a `metrics.jsonl`."""
-    rows = {evaluation.step: evaluation for evaluation in _read_lines(path, Evaluation)}
-    return [rows[step] for step in sorted(rows)]
+    return _read_by_step(path, Evaluation)
 
 
 def read_task_evaluations(path: Path) -> list[TaskEvaluation]:
     """Read an `eval.jsonl`, as `read_metrics` reads a `metrics.jsonl`."""
-    rows = {evaluation.step: evaluation for evaluation in _read_lines(path, TaskEvaluation)}
+    return _read_by_step(path, TaskEvaluation)
+
+
+def _read_by_step(path: Path, record_type: Any) -> list[Any]:
+    rows = {record.step: record for record in _read_lines(path, record_type)}
     return [rows[step] for step in sorted(rows)]
 
 
