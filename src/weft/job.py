@@ -160,7 +160,7 @@ class Train(Table):
     (logits [rows, tokens, vocabulary], targets [rows, tokens], where -100 is none). tp and cp ranks get the full logits."""
     callbacks: tuple[Function, ...] = ()
     """Functions of yours, "package.module:function", called with the job on rank 0. Each returns an object with any of
-    on_step(metrics), on_evaluation(evaluation), on_checkpoint(folder) and on_end(folder)."""
+    on_step(metrics), on_evaluation(evaluation), on_tasks(evaluation), on_checkpoint(folder) and on_end(folder)."""
 
 
 class Checkpoint(Table):

@@ -62,7 +62,7 @@ def stock_results(folder: Path, scratch: Path, *names: str, limit: int | None = 
             "output_type": "generate_until",
             "doc_to_text": "q",
             "doc_to_target": "right",
-            "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": 64},
+            "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": 32},
             "metric_list": [{"metric": "exact_match"}],
         },
     }
@@ -84,7 +84,9 @@ def stock_results(folder: Path, scratch: Path, *names: str, limit: int | None = 
     assert found is not None
     return {
         task: {
-            key.removesuffix(",none"): value for key, value in values.items() if "," in key and not isinstance(value, str)
+            key.removesuffix(",none"): value
+            for key, value in values.items()
+            if "," in key and not isinstance(value, str)
         }
         for task, values in found["results"].items()
     }

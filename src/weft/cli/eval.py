@@ -35,7 +35,7 @@ def evaluate(
     from weft.cli.outputs import check_outputs
     from weft.evaluation.results import RESULTS
 
-    check_outputs(out=out or source / RESULTS)
+    check_outputs(out=out or (source / RESULTS if source.is_dir() else None))
 
     import transformers  # after the checks above, because importing torch and Transformers takes seconds
 

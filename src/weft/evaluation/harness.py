@@ -14,9 +14,7 @@ HARNESS_ENVIRONMENT = {"DISABLE_MULTIPROC": "1"}
 """Environment variables of ranks that evaluate: lm-eval would fork processes for the bootstrap from a rank with threads."""
 
 
-def evaluate_tasks(
-    model: Any, tasks: Tasks, limit: int | None, *, progress: bool = False
-) -> dict[str, TaskResult]:
+def evaluate_tasks(model: Any, tasks: Tasks, limit: int | None, *, progress: bool = False) -> dict[str, TaskResult]:
     """Evaluate a model. Collective; only rank 0 computes standard errors. The random state of the caller is left as it was.
 
     Args:

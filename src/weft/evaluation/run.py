@@ -1,5 +1,6 @@
 """Launch of `weft eval`: check model and tasks, evaluate on the ranks of this host, and return the results."""
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -80,11 +81,13 @@ def evaluate_model(
         path.write_text(dumps(asdict(settings)), encoding="utf-8")
         at = f" at step {of_step}" if of_step is not None else ""
         log(f"evaluating {source}{at} on {', '.join(found.tasks)}, {ranks} rank{'s' * (ranks > 1)}")
+        logs = out.with_suffix(".logs")
         launch(
             [sys.executable, "-m", RANK_MODULE, str(path)],
             ranks=ranks,
-            log_dir=out.with_suffix(".logs"),
+            log_dir=logs,
             environment=HARNESS_ENVIRONMENT,
             use_forkserver=device.supports_fork,
         )
+        shutil.rmtree(logs, ignore_errors=True)  # kept after a failure
     return ModelResults.read(out)

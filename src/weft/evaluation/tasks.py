@@ -19,7 +19,7 @@ from weft.evaluation.records import Kind, read_records
 
 YAML = (".yaml", ".yml")
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # defaults of lm_eval.simple_evaluate
-GENERATED_TOKENS = 64  # of an answer of one line
+GENERATED_TOKENS = 32  # of an answer of one line
 
 
 @dataclass

@@ -8,7 +8,7 @@ from rich.table import Column, Table
 
 from weft.evaluation.results import ModelResults, TaskEvaluation, TaskResult
 from weft.observe import page
-from weft.observe.chart import TONES, Series, linear_axis, line_chart
+from weft.observe.chart import TONES, Series, line_chart, linear_axis
 from weft.observe.record import RunRecord
 
 COLUMNS = ("task", "metric", "value", "standard error", "records")
@@ -56,7 +56,9 @@ def _plots(evaluations: Sequence[TaskEvaluation]) -> Iterator[str]:
         steps, values = (np.concatenate([getattr(one, name) for one in series]) for name in "xy")
         chart = line_chart(series, linear_axis(steps, tight=True), linear_axis(values), ("step", metric))
         ends = ", ".join(f"{task} {points[0][1]:.4g} to {points[-1][1]:.4g}" for task, points in by_task.items())
-        yield page.plot(f"plot-task-{index}", chart, metric, f"From step {int(min(steps))} to {int(max(steps))}: {ends}.")
+        yield page.plot(
+            f"plot-task-{index}", chart, metric, f"From step {int(min(steps))} to {int(max(steps))}: {ends}."
+        )
 
 
 def _rows(tasks: Mapping[str, TaskResult]) -> list[tuple[str, str, str, str, str]]:

@@ -1,4 +1,4 @@
-"""Reader for the files of a run folder: `metrics.jsonl`, `evaluations.jsonl`, `eval.jsonl`, `eval.json`, `job.toml`, `run.json`.
+"""Reader for the files of a run folder: metrics, evaluations, results of tasks, `job.toml` and `run.json`.
 
 Each file may be missing, for example after an aborted run.
 """

@@ -22,7 +22,6 @@ from weft.evaluation.source import load_tokenizer
 from weft.evaluation.tasks import Tasks, load_tasks
 from weft.job import Eval
 from weft.parallel.logits import gather_logits
-from weft.parallel.loss import vocab_size
 from weft.parallel.runtime import runtime
 from weft.parallel.sequence_sharding import pad_rows, row_multiple
 from weft.topology.mesh import AXES, DATA_AXES, data_rank
@@ -105,7 +104,9 @@ class TaskEvaluator:
         )
 
 
-SHARING_AXES = tuple(axis for axis in AXES if axis not in ("pp", *DATA_AXES))  # ranks with the same rows and the same stage
+SHARING_AXES = tuple(
+    axis for axis in AXES if axis not in ("pp", *DATA_AXES)
+)  # ranks with the same rows and the same stage
 
 
 class ShardedModel:
@@ -163,4 +164,5 @@ class ShardedModel:
             keep(forward(self.model, batch), batch, None)
         else:
             parallelized.pipeline.evaluate([batch], lambda batch: forward(self.model, batch), keep)
-        return found[0] if found else torch.zeros(1, device=self.device).expand(*rows.shape, vocab_size(self.model))
+        vocabulary = parallelized.anatomy.vocab_size
+        return found[0] if found else torch.zeros(1, device=self.device).expand(*rows.shape, vocabulary)
