@@ -2,6 +2,8 @@
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,18 @@ def assert_equal(found: dict[str, dict[str, float]], expected: dict[str, dict[st
 def evaluate_in_the_pool(*arguments: Any, ranks: int, **options: Any) -> ModelResults:
     """`evaluate_model` on ranks of the pool."""
     start_ranks(ranks)
-    with mock.patch.object(run_module, "launch", _launch):
+    with in_the_pool():
         return evaluate_model(*arguments, ranks=ranks, log=lambda text: None, **options)
+
+
+@contextmanager
+def in_the_pool() -> Iterator[None]:
+    """Context in which `launch` runs on ranks of the pool."""
+    with (
+        mock.patch.object(run_module, "launch", _launch),
+        mock.patch.object(run_module, "early_forkserver", return_value=nullcontext()),
+    ):
+        yield
 
 
 def _launch(argv: list[str], *, ranks: int, **_: Any) -> None:
@@ -171,7 +183,7 @@ def test_task_that_generates_is_refused_during_training(tmp_path: Path) -> None:
 
 def test_missing_folders_steps_and_tokenizers_are_refused(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     run, tasks = trained
-    evaluate = partial(evaluate_model, tasks=tuple(tasks[:1]), ranks=1, out=tmp_path / "eval.json")
+    evaluate = partial(evaluate_in_the_pool, tasks=tuple(tasks[:1]), ranks=1, out=tmp_path / "eval.json")
     with pytest.raises(CheckpointError, match="is no run folder and no model folder"):
         evaluate(tmp_path)
     with pytest.raises(CheckpointError, match="is no run folder"):
@@ -188,7 +200,7 @@ def test_missing_folders_steps_and_tokenizers_are_refused(trained: tuple[Path, l
 def test_command_writes_eval_json_and_the_report_shows_it(trained: tuple[Path, list[str]]) -> None:
     run, tasks = trained
     start_ranks(2)
-    with mock.patch.object(run_module, "launch", _launch):
+    with in_the_pool():
         result = CliRunner().invoke(app, ["eval", str(run), "--tasks", ",".join(tasks[:2]), "--nproc-per-node", "2"])
     assert result.exit_code == 0, result.output
     assert "acc_norm" in result.output

@@ -9,7 +9,7 @@ import typer
 from weft.cli.options import Ranks
 
 
-def evaluate(
+def eval(
     source: Annotated[Path, typer.Argument(help="Run folder, or Hugging Face folder of a model.")],
     tasks: Annotated[
         list[str],
@@ -32,6 +32,8 @@ def evaluate(
     Divides the records of the tasks over ranks, each with the full model; writes the results to eval.json.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
+    # For numpy: ranks are forked from this process, which must have no second thread.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from weft.cli.outputs import check_outputs
     from weft.evaluation.results import RESULTS
 

@@ -13,7 +13,7 @@ from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.evaluation.results import RESULTS, ModelResults
 from weft.evaluation.source import load_tokenizer, model_folder
 from weft.evaluation.tasks import load_tasks
-from weft.launch.launcher import default_ranks, launch
+from weft.launch.launcher import default_ranks, early_forkserver, launch
 
 RANK_MODULE = "weft.evaluation.rank"
 
@@ -62,10 +62,14 @@ def evaluate_model(
     Raises:
         WeftError: a subclass, see `weft.errors`.
     """
-    found = load_tasks(tasks, num_fewshot)
     device = detect()
     ranks, out = ranks or default_ranks(device), (out or source / RESULTS).absolute()
-    with model_folder(source, step) as (folder, of_step), tempfile.TemporaryDirectory(prefix="weft-eval-") as scratch:
+    with (
+        early_forkserver(RANK_MODULE, device) as forkserver,
+        model_folder(source, step) as (folder, of_step),
+        tempfile.TemporaryDirectory(prefix="weft-eval-") as scratch,
+    ):
+        found = load_tasks(tasks, num_fewshot)
         load_tokenizer(folder)
         settings = Settings(
             model=str(folder.absolute()),
@@ -87,7 +91,7 @@ def evaluate_model(
             ranks=ranks,
             log_dir=logs,
             environment=HARNESS_ENVIRONMENT,
-            use_forkserver=device.supports_fork,
+            forkserver=forkserver,
         )
         shutil.rmtree(logs, ignore_errors=True)  # kept after a failure
     return ModelResults.read(out)
