@@ -1,6 +1,7 @@
 """Evaluation over ranks, of folders, runs and models in training, beside lm-eval alone in one process."""
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,16 +32,19 @@ from weft.launch.heartbeat import Heartbeat
 from weft.observe.report import write_report
 from weft.training.metrics import read_metrics, read_task_evaluations
 
-LIMITS = {"abs": 1e-6, "rel": 1e-6}  # of a float32 forward with other batches
+SHARP = {"vocab_size": 300, "initializer_range": 0.3}  # logits far from zero, so that an error would show
 
 
 def assert_equal(found: dict[str, dict[str, float]], expected: dict[str, dict[str, float]]) -> None:
-    """Compare results; word_perplexity is an exponential of sums, so that rounding is relative to its logarithm."""
-    assert found.keys() == expected.keys()
+    """Compare results; perplexities by their logarithms, which are mean log-likelihoods."""
     for task, values in expected.items():
         own = {name: value for name, value in found[task].items() if name in values}
-        assert own == pytest.approx(values, **LIMITS), task
-        assert own.keys() == values.keys()
+        logs = [
+            {name: math.log(value) if "perplexity" in name else value for name, value in side.items()}
+            for side in (own, values)
+        ]
+        assert logs[0] == pytest.approx(logs[1], abs=1e-6, rel=1e-6), task
+    assert found.keys() == expected.keys()
 
 
 def evaluate_in_the_pool(*arguments: Any, ranks: int, **options: Any) -> ModelResults:
@@ -73,7 +77,9 @@ def run_rank(rank: int, world_size: int, settings: dict[str, Any]) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Run of four steps with checkpoints of steps 2 and 4, and tasks."""
     folder = tmp_path_factory.mktemp("trained")
-    job = Job.load(write_job(folder, train={"steps": 4}, optimizer={"lr": 0.01}, checkpoint={"every": 2, "keep": 0}))
+    model = {"config": {**family("llama"), **SHARP}}
+    path = write_job(folder, model=model, train={"steps": 4}, checkpoint={"every": 2, "keep": 0})
+    job = Job.load(path, ["optimizer.lr=0.01"])
     return train_in_the_pool(job, 1)[0], write_tasks(folder)
 
 
@@ -127,10 +133,10 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_model_in_training_gives_the_results_of_stock_lm_eval_on_its_export(plan: str, tmp_path: Path) -> None:
     ranks, parallel = PLANS[plan]
     facts, texts, _ = write_tasks(tmp_path)
-    experts = {"model": {"config": {**family("qwen3_moe"), "vocab_size": 300}}} if "ep" in parallel else {}
+    config = {**family("qwen3_moe" if "ep" in parallel else "llama"), **SHARP}
     job = write_job(
         tmp_path,
-        **experts,
+        model={"config": config},
         train={"steps": 2, "micro_batch_size": 1},
         optimizer={"lr": 0.01},
         eval={"tasks": [facts, texts], "every": 1, "batch_size": 3},

@@ -19,6 +19,7 @@ from weft.evaluation.records import Kind, read_records
 
 YAML = (".yaml", ".yml")
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # defaults of lm_eval.simple_evaluate
+LIKELIHOODS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 GENERATED_TOKENS = 32  # of an answer of one line
 
 
@@ -31,7 +32,7 @@ class Tasks:
 
     def generating(self) -> list[str]:
         """Names of the tasks for which the model generates text."""
-        return [name for name, task in self.tasks.items() if task.get_config("output_type") == "generate_until"]
+        return [name for name, task in self.tasks.items() if task.get_config("output_type") not in LIKELIHOODS]
 
 
 def check_harness() -> None:
@@ -95,10 +96,10 @@ LISTING = "`lm_eval ls tasks` lists all tasks; a task of your own is a .jsonl fi
 def seeded() -> Iterator[None]:
     """Context with the seeds of lm-eval, which leaves the random state of the caller as it was."""
     before, numpy_before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # of the host only: this may run before ranks are forked
         random.seed(SEEDS["random"])
         np.random.seed(SEEDS["numpy"])
-        torch.manual_seed(SEEDS["torch"])
+        torch.default_generator.manual_seed(SEEDS["torch"])
         try:
             yield
         finally:
