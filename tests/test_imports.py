@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "weft"
 LAYERS = (
     "errors lock plan refusal job own_code compat",
     "device backends launch topology anatomy comm precision compute memory optimizers data",
-    "parallel checkpoint training planner observe integrations cli",
+    "parallel checkpoint evaluation training planner observe integrations cli",
 )
 PACKAGES = " ".join(LAYERS).split()
 
@@ -92,6 +92,7 @@ def test_no_torch(module: str) -> None:
 
 
 LONG_FILES = {
+    "job.py": "all keys of a job but those of its plan, and their TOML",
     "plan.py": "all keys of a plan, and the one table of settings that exclude each other",
     "job.py": "all keys of a job",
     "backends/shared_memory.py": "one process group, with a method for each collective",

@@ -173,7 +173,7 @@ class Train(Table):
     (logits [rows, tokens, vocabulary], targets [rows, tokens], where -100 is none). tp and cp ranks get the full logits."""
     callbacks: tuple[Function, ...] = ()
     """Functions of yours, "package.module:function", called with the job on rank 0. Each returns an object with any of
-    on_step(metrics), on_evaluation(evaluation), on_checkpoint(folder) and on_end(folder)."""
+    on_step(metrics), on_evaluation(evaluation), on_tasks(evaluation), on_checkpoint(folder) and on_end(folder)."""
 
 
 class Checkpoint(Table):
@@ -217,6 +217,22 @@ class Guard(Table):
     """Seconds to wait for a lost host to rejoin or be replaced; then the job continues without it."""
 
 
+class Eval(Table):
+    """Evaluation on tasks during training, with lm-eval: `pip install "weft-train[eval]"`."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks: names of lm-eval, .yaml files, folders with .yaml files, or .jsonl files of yours. Tasks for which the model
+    generates text need `weft eval` after training. Empty: none."""
+    every: Number = 0
+    """Steps between evaluations on tasks, the first before training; 0: one evaluation at the end."""
+    limit: Number = 0
+    """Maximum records per task; 0: all."""
+    num_fewshot: Number | None = None
+    """Worked examples in each prompt; unset: as each task says."""
+    batch_size: Count = 8
+    """Rows per forward pass of a rank."""
+
+
 class Cluster(Table):
     """Communication between the hosts of a job."""
 
@@ -234,6 +250,7 @@ class Job(Table):
     train: Train = Train()
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
+    eval: Eval = Eval()
     cluster: Cluster = Cluster()
     plan: Plan = Plan()
     out: str = "runs/first"

@@ -1,5 +1,6 @@
 """The weft command with all its subcommands. Subcommands import their dependencies at run time to keep `weft --help` fast."""
 
+import logging
 import os
 import signal
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from weft.cli.clean import clean
 from weft.cli.command import add_command
 from weft.cli.compare import compare
 from weft.cli.dryrun import dryrun
+from weft.cli.eval import eval
 from weft.cli.export import export
 from weft.cli.memory import memory
 from weft.cli.options import HUB_OFFLINE
@@ -28,6 +30,9 @@ from weft.cli.train import train
 from weft.errors import Stopped
 from weft.refusal import RENAMED
 
+NOISE = ("torchao", "torch.utils._pytree")
+"""Loggers that warn when Transformers imports torchao: of kernels for other devices, and of torchao's use of torch."""
+
 
 class Commands(TyperGroup):
     """Command group that exits with code 130 and no traceback on Ctrl-C, and never downloads from a model hub."""
@@ -36,6 +41,8 @@ class Commands(TyperGroup):
         # Before Transformers is imported: a configuration may name a repository. A script of `weft run` decides itself.
         ctx.obj = {HUB_OFFLINE: os.environ.get(HUB_OFFLINE, "0")}
         os.environ.setdefault(HUB_OFFLINE, "1")
+        for name in NOISE:
+            logging.getLogger(name).setLevel(logging.ERROR)
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -73,6 +80,6 @@ def weft(
 
 PLANNING = (plan, advise, calibrate, compare, dryrun, memory, topology)
 add_command(app, run, context_settings=PASS_ON)
-for command in (train, *PLANNING, export, report, clean, anatomy, schema):
+for command in (train, *PLANNING, eval, export, report, clean, anatomy, schema):
     add_command(app, command)
 app.add_typer(checkpoint, name="checkpoint")

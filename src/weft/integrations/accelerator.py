@@ -229,19 +229,6 @@ class WeftAccelerator(DataRankAccelerator):
         finally:
             self._in_no_sync = before
 
-    def trigger_sync_in_backward(self, model: Any) -> None:
-        """Not supported.
-
-        Raises:
-            ModelError: always.
-        """
-        raise ModelError(
-            "accelerator.trigger_sync_in_backward",
-            where="accelerator.trigger_sync_in_backward",
-            rule="a forward decides whether its backward reduces gradients",
-            fix="use accelerator.accumulate(model), or leave accelerator.no_sync before the last forward of a step",
-        )
-
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward from a loss, divided by the number of accumulation steps."""
         scales = {optimizer.distributed.loss_scale.value for optimizer in self._optimizers} or {1.0}

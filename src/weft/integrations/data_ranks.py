@@ -120,6 +120,19 @@ class DataRankAccelerator(Accelerator):
             fix="leave it out, and keep even_batches=True",
         )
 
+    def trigger_sync_in_backward(self, model: Any) -> None:
+        """Not supported.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "accelerator.trigger_sync_in_backward",
+            where="accelerator.trigger_sync_in_backward",
+            rule="a forward decides whether its backward reduces gradients",
+            fix="use accelerator.accumulate(model), or leave accelerator.no_sync before the last forward of a step",
+        )
+
     def repeated_rows(self, rows: int) -> int:
         """Number of rows at the end of a batch of this rank that only fill it up, in the last batch of a prepared loader.
 

@@ -1,17 +1,18 @@
-"""Reader for the files of a run folder: `metrics.jsonl`, `evaluations.jsonl`, `job.toml` and `run.json`.
+"""Reader for the files of a run folder: metrics, evaluations, results of tasks, `job.toml` and `run.json`.
 
 Each file may be missing, for example after an aborted run.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from weft.errors import DataError
+from weft.evaluation.results import HISTORY, RESULTS, ModelResults, TaskEvaluation
 from weft.job import Job
-from weft.training.metrics import Evaluation, StepMetrics, read_evaluations, read_metrics
+from weft.training.metrics import Evaluation, StepMetrics, read_evaluations, read_metrics, read_task_evaluations
 from weft.training.run_folder import SUMMARY, read_table
 
 
@@ -52,6 +53,10 @@ class RunRecord:
     job: Job | None
     facts: dict[str, Any]
     """Entries of run.json that are not null; see `Facts`."""
+    task_evaluations: list[TaskEvaluation] = field(default_factory=list)
+    """Results of tasks during training."""
+    model_results: ModelResults | None = None
+    """Results of the last `weft eval`."""
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -73,6 +78,8 @@ def read_run(folder: Path) -> RunRecord:
         evaluations=read_evaluations(evaluations) if evaluations.exists() else [],
         job=Job.load(job) if job.exists() else None,
         facts=_read_facts(folder / SUMMARY),
+        task_evaluations=read_task_evaluations(folder / HISTORY) if (folder / HISTORY).exists() else [],
+        model_results=ModelResults.read(folder / RESULTS) if (folder / RESULTS).exists() else None,
     )
 
 

@@ -15,6 +15,7 @@ from weft.data import count_micro_batches
 from weft.errors import PlanError
 from weft.job import Job
 from weft.observe import figures, page
+from weft.observe.evaluation import evaluation_section
 from weft.observe.figures import format_bytes
 from weft.observe.prediction import compare, table_rows
 from weft.observe.record import RunRecord, missing, read_run
@@ -46,6 +47,7 @@ def write_report(run: Path) -> Path:
         page.notice("This run is not complete", missing(record)),
         page.key_figures(key_figures(record)),
         page.section("Training", _loss_plot(record)),
+        *evaluation_section(record),
         page.group(
             "columns",
             [

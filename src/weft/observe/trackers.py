@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from weft.errors import JobError
+from weft.evaluation.results import TaskEvaluation
 from weft.job import Job
 from weft.training.metrics import Evaluation, StepMetrics
 
@@ -44,6 +45,10 @@ class Tracker:
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Log the loss on held-out rows."""
         self.log({"held_out_loss": evaluation.held_out_loss}, evaluation.step)
+
+    def on_tasks(self, evaluation: TaskEvaluation) -> None:
+        """Log the values of all tasks, as "task/metric"."""
+        self.log(evaluation.values(), evaluation.step)
 
     def on_end(self, folder: Path) -> None:
         """End the run of the tracker."""

@@ -6,12 +6,13 @@ from typing import Any
 from torch import nn
 
 from weft.errors import JobError
+from weft.evaluation.results import TaskEvaluation
 from weft.job import Job
 from weft.own_code import load_function
 from weft.parallel.runtime import runtime
 from weft.training.metrics import Evaluation, StepMetrics
 
-EVENTS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
+EVENTS = ("on_step", "on_evaluation", "on_tasks", "on_checkpoint", "on_end")
 
 
 def check_functions(job: Job) -> None:
@@ -69,6 +70,10 @@ class Callback:
     def evaluation(self, evaluation: Evaluation) -> None:
         """Report an evaluation."""
         self._call("on_evaluation", evaluation)
+
+    def tasks(self, evaluation: TaskEvaluation) -> None:
+        """Report the results of tasks."""
+        self._call("on_tasks", evaluation)
 
     def checkpoint(self, folder: Path) -> None:
         """Report a checkpoint that is complete on the disk."""

@@ -40,6 +40,7 @@ from weft.training.run_folder import SUMMARY, read_run_id, read_table, write_sum
 from weft.training.session import Session, held_out_batches, save_weights, train_batches
 from weft.training.state_bytes import measure_model_state
 from weft.training.step import StepResult, evaluate, train_step
+from weft.training.task_evaluation import TaskEvaluator
 
 Observer = MetricsWriter | TerminalProgress | Callback
 
@@ -63,6 +64,7 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
         return checkpoints.close()
     to_metrics, signals = _step_metrics_builder(session), _catch_signals()
     routers, optimizer = runtime(session.model).router_stats, session.optimizer
+    tasks = TaskEvaluator(session, partial(heartbeat.phase, "evaluating"))
     recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
     batches, blocked, stop, has_tracked_memory = train_batches(session, position), 0.0, 0.0, False
     consecutive_skips, interrupted = 0, False
@@ -71,6 +73,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
     with _observers(session, out, console) as observers:
         if job.train.evaluate_every and position.step == 0:
             _evaluate(session, 0, observers, heartbeat)
+        if job.eval.every and position.step == 0:
+            _evaluate_tasks(tasks, 0, observers)
         while position.step < job.train.steps and not stop:
             step, scale = position.step + 1, optimizer.loss_scale
             heartbeat.phase("step", step)
@@ -125,6 +129,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
                 checkpoints.finish()
             if last or _is_due(step, job.train.evaluate_every):
                 _evaluate(session, step, observers, heartbeat)
+            if (last and not interrupted) or _is_due(step, job.eval.every):
+                _evaluate_tasks(tasks, step, observers)
             heartbeat.phase("saving", step)
             blocked = checkpoints.snapshots.take(position, target) if target and not interrupted else 0.0
             for text in checkpoints.snapshots.take_messages():
@@ -236,6 +242,14 @@ def _evaluate(session: Session, step: int, observers: list[Observer], heartbeat:
         evaluation = Evaluation(step, evaluate(session.model, batches))
         for observer in observers:
             observer.evaluation(evaluation)
+
+
+def _evaluate_tasks(tasks: TaskEvaluator, step: int, observers: list[Observer]) -> None:
+    """Evaluate the tasks of the job, if there are any, and report their results."""
+    if tasks.settings.tasks:
+        evaluation = tasks.evaluate(step)
+        for observer in observers:
+            observer.tasks(evaluation)
 
 
 @contextmanager

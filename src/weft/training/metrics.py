@@ -1,6 +1,6 @@
 """Metrics of a run: JSON Lines files, TensorBoard and terminal.
 
-`metrics.jsonl` holds one `StepMetrics` per line and `evaluations.jsonl` one `Evaluation` per line, floats at full precision. A
+`metrics.jsonl` holds one `StepMetrics` per line, `evaluations.jsonl` one `Evaluation`, `eval.jsonl` one `TaskEvaluation`. A
 line is valid once its newline is written: readers ignore the torn last line of a killed run, and a later writer removes it. A
 writer also cuts the file at a damaged line, and saves the rest in a separate file.
 
@@ -26,6 +26,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from weft.errors import DataError
+from weft.evaluation.results import HISTORY, TaskEvaluation
 
 MAX_BUFFERED_LINES = 100_000  # about 100 MiB
 WARM_UP_STEPS = 2  # of a process: the first step fills caches, the second tracks memory
@@ -102,6 +103,7 @@ class MetricsWriter:
         out.mkdir(parents=True, exist_ok=True)
         self._steps = _JsonLinesFile(out / "metrics.jsonl", StepMetrics, log)
         self._evaluations = _JsonLinesFile(out / "evaluations.jsonl", Evaluation, log)
+        self._tasks = _JsonLinesFile(out / HISTORY, TaskEvaluation, log)
         self._tensorboard = _TensorBoardWriter(out / "tensorboard", log)
 
     def step(self, metrics: StepMetrics) -> None:
@@ -115,13 +117,17 @@ class MetricsWriter:
         self._evaluations.write(_to_line(evaluation))
         self._tensorboard.write({"evaluation/held_out_loss": evaluation.held_out_loss}, evaluation.step)
 
+    def tasks(self, evaluation: TaskEvaluation) -> None:
+        """Write the results of tasks."""
+        self._tasks.write(_to_line(evaluation))
+        self._tensorboard.write({f"evaluation/{k}": v for k, v in evaluation.values().items()}, evaluation.step)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._steps.close()
-        self._evaluations.close()
-        self._tensorboard.close()
+        for file in (self._steps, self._evaluations, self._tasks, self._tensorboard):
+            file.close()
 
 
 class _JsonLinesFile:
@@ -217,13 +223,21 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     Raises:
         DataError: the file is missing, or a line other than a torn last line is damaged.
     """
-    rows = {metrics.step: metrics for metrics in _read_lines(path, StepMetrics)}
-    return [rows[step] for step in sorted(rows)]
+    return _read_by_step(path, StepMetrics)
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
     """Read an `evaluations.jsonl`, as `read_metrics` reads a `metrics.jsonl`."""
-    rows = {evaluation.step: evaluation for evaluation in _read_lines(path, Evaluation)}
+    return _read_by_step(path, Evaluation)
+
+
+def read_task_evaluations(path: Path) -> list[TaskEvaluation]:
+    """Read an `eval.jsonl`, as `read_metrics` reads a `metrics.jsonl`."""
+    return _read_by_step(path, TaskEvaluation)
+
+
+def _read_by_step(path: Path, record_type: Any) -> list[Any]:
+    rows = {record.step: record for record in _read_lines(path, record_type)}
     return [rows[step] for step in sorted(rows)]
 
 
@@ -248,7 +262,7 @@ def _open_lines(path: Path, record_type: type, log: Callable[[str], None]) -> Fi
     return file
 
 
-def _to_line(record: StepMetrics | Evaluation) -> str:
+def _to_line(record: StepMetrics | Evaluation | TaskEvaluation) -> str:
     """JSON line of a record. JSON has no NaN or infinity: such a field is null, and `non_finite` holds its value as text."""
     fields = asdict(record)
     bad = {name: value for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
@@ -329,6 +343,11 @@ class TerminalProgress:
             self.message(f"step {evaluation.step}/{self._total}  held-out {self._held_out:.4f}")
         elif self._last is not None:
             self._bar.update(self._task, status=self._status(self._last))
+
+    def tasks(self, evaluation: TaskEvaluation) -> None:
+        """Show the results of tasks."""
+        values = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.values().items())
+        self.message(f"step {evaluation.step}/{self._total}  {values}")
 
     def message(self, text: str) -> None:
         """Print a line without markup: above the progress bar, or between the lines."""

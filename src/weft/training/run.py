@@ -13,6 +13,7 @@ from weft.data import prepare
 from weft.device.detect import detect
 from weft.device.device import Device
 from weft.errors import JobError, Stopped, WeftError
+from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.job import Job
 from weft.launch.coordinator import JobCoordinator
 from weft.launch.forkserver import ForkServer
@@ -37,6 +38,7 @@ from weft.training.run_folder import (
 )
 from weft.training.run_summary import complete_summary
 from weft.training.startup import startup_screen
+from weft.training.task_evaluation import check_tasks
 
 RANK_MODULE = "weft.training.rank"
 NONCE_FILE = "rendezvous"  # file in the run folder with which other hosts check that they see the run folder of host 0
@@ -149,6 +151,7 @@ def _lead_run(
     lines = explain_links(plan, coordinator.ranks_by_host() if coordinator else [ranks])
     prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
     check_tokens(resolved, prepared, config)
+    check_tasks(job.eval, prepared)
     if resume and recovery.accept_changes:
         prepared = replace(prepared, accepted=earlier_tokens(job, resume))
     check_resume(job, prepared, resume, accept_changes=recovery.accept_changes)
@@ -173,7 +176,7 @@ def _lead_run(
             _command(out, resume),
             ranks=ranks,
             log_dir=out / "logs",
-            environment=_network(coordinator, device, log),
+            environment=HARNESS_ENVIRONMENT | _network(coordinator, device, log),
             timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
             max_restarts=recovery.max_restarts,
             restart_argv=_command(out, "auto", resume),
@@ -211,7 +214,7 @@ def _join_run(
         _command(out, config["resume"]),
         ranks=ranks,
         log_dir=out / "logs",
-        environment=_network(coordinator, device, log),
+        environment=HARNESS_ENVIRONMENT | _network(coordinator, device, log),
         timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
         restart_argv=_command(out, "auto", config["resume"]),
         coordinator=coordinator,

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-kind, start, out, batch, settings = sys.argv[1:3] + [Path(sys.argv[3]), int(sys.argv[4]), json.loads(sys.argv[5])]
+kind, start, out, batch, settings = [*sys.argv[1:3], Path(sys.argv[3]), int(sys.argv[4]), json.loads(sys.argv[5])]
 replay, lora, wanted = settings.pop("replay", None), settings.pop("lora", False), settings.pop("wanted", None)
 nan = settings.pop("nan", False)
 words = [f"w{number}" for number in range(28)]

@@ -1,0 +1,60 @@
+"""weft eval"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from weft.cli.options import Ranks
+
+
+def eval(
+    source: Annotated[Path, typer.Argument(help="Run folder, or Hugging Face folder of a model.")],
+    tasks: Annotated[
+        list[str],
+        typer.Option(
+            help="Task of lm-eval by name, .yaml file, folder with .yaml files, or .jsonl file of your own; repeatable."
+        ),
+    ],
+    step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default: the newest weights.")] = None,  # noqa: UP045
+    limit: Annotated[Optional[int], typer.Option(min=1, help="Maximum records per task; default: all.")] = None,  # noqa: UP045
+    num_fewshot: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, help="Worked examples in each prompt; default: as each task says."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per forward of a rank.")] = 8,
+    nproc_per_node: Ranks = None,
+    out: Annotated[Path | None, typer.Option(help="File of the results; default: eval.json in the folder.")] = None,
+) -> None:
+    """Evaluate a model on tasks with lm-eval.
+
+    Divides the records of the tasks over ranks, each with the full model; writes the results to eval.json.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
+    # For numpy: ranks are forked from this process, which must have no second thread.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from weft.cli.outputs import check_outputs
+    from weft.evaluation.results import RESULTS
+
+    check_outputs(out=out or (source / RESULTS if source.is_dir() else None))
+
+    import transformers  # after the checks above, because importing torch and Transformers takes seconds
+
+    from weft.evaluation.run import evaluate_model
+    from weft.observe.evaluation import print_results
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    names = tuple(name for text in tasks for name in text.split(",") if name)
+    results = evaluate_model(
+        source,
+        names,
+        step=step,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        ranks=nproc_per_node,
+        out=out,
+    )
+    print_results(results)

@@ -1,0 +1,97 @@
+"""Launch of `weft eval`: check model and tasks, evaluate on the ranks of this host, and return the results."""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from json import dumps
+from pathlib import Path
+
+from weft.device.detect import detect
+from weft.evaluation.harness import HARNESS_ENVIRONMENT
+from weft.evaluation.results import RESULTS, ModelResults
+from weft.evaluation.source import load_tokenizer, model_folder
+from weft.evaluation.tasks import load_tasks
+from weft.launch.launcher import default_ranks, early_forkserver, launch
+
+RANK_MODULE = "weft.evaluation.rank"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the ranks, passed to them in a JSON file."""
+
+    model: str
+    """Hugging Face folder."""
+    source: str
+    """Evaluated folder, for the results."""
+    step: int | None
+    tasks: tuple[str, ...]
+    limit: int | None
+    num_fewshot: int | None
+    batch_size: int
+    out: str
+
+
+def evaluate_model(
+    source: Path,
+    tasks: tuple[str, ...],
+    *,
+    step: int | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 8,
+    ranks: int | None = None,
+    out: Path | None = None,
+    log: Callable[[str], None] = print,
+) -> ModelResults:
+    """Evaluate a model on tasks, on the devices of this machine. Invalid input is refused before a rank starts.
+
+    Args:
+        source: run folder, or Hugging Face folder.
+        tasks: as in `weft.evaluation.tasks.load_tasks`.
+        step: step of a checkpoint of the run; None: its newest weights.
+        limit: maximum records per task; None: all.
+        num_fewshot: worked examples in each prompt; None: as each task says.
+        batch_size: rows per forward of a rank.
+        ranks: number of ranks, each with the full model; None: one per accelerator, or two on CPU.
+        out: file of the results, which is replaced; None: `eval.json` in `source`.
+        log: function that prints a progress line.
+
+    Raises:
+        WeftError: a subclass, see `weft.errors`.
+    """
+    device = detect()
+    ranks, out = ranks or default_ranks(device), (out or source / RESULTS).absolute()
+    with (
+        early_forkserver(RANK_MODULE, device) as forkserver,
+        model_folder(source, step) as (folder, of_step),
+        tempfile.TemporaryDirectory(prefix="weft-eval-") as scratch,
+    ):
+        found = load_tasks(tasks, num_fewshot)
+        load_tokenizer(folder)
+        settings = Settings(
+            model=str(folder.absolute()),
+            source=str(source),
+            step=of_step,
+            tasks=tasks,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            batch_size=batch_size,
+            out=str(out),
+        )
+        path = Path(scratch) / "settings.json"
+        path.write_text(dumps(asdict(settings)), encoding="utf-8")
+        at = f" at step {of_step}" if of_step is not None else ""
+        log(f"evaluating {source}{at} on {', '.join(found.tasks)}, {ranks} rank{'s' * (ranks > 1)}")
+        logs = out.with_suffix(".logs")
+        launch(
+            [sys.executable, "-m", RANK_MODULE, str(path)],
+            ranks=ranks,
+            log_dir=logs,
+            environment=HARNESS_ENVIRONMENT,
+            forkserver=forkserver,
+        )
+        shutil.rmtree(logs, ignore_errors=True)  # kept after a failure
+    return ModelResults.read(out)

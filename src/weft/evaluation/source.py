@@ -1,0 +1,124 @@
+"""Model of an evaluation: a run folder with its export and checkpoints, or a Hugging Face folder."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from weft.checkpoint.convert import to_huggingface
+from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
+from weft.checkpoint.key import read_key
+from weft.errors import CheckpointError, ModelError
+from weft.job import Job
+
+
+@contextmanager
+def model_folder(source: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
+    """Context with the Hugging Face folder of a model, and the step of its checkpoint.
+
+    A checkpoint is converted to a temporary folder beside the run, and removed at the end.
+
+    Args:
+        source: run folder, or Hugging Face folder.
+        step: step of a checkpoint of the run; None: the newest weights, of the export or of a checkpoint.
+
+    Raises:
+        CheckpointError: the folder is neither, or has no such checkpoint.
+    """
+    if not (source / "job.toml").is_file():
+        if not (source / "config.json").is_file() or step is not None:
+            raise CheckpointError(
+                f"{source} is no run folder" + ("" if step is not None else " and no model folder"),
+                where="weft eval" + (f" --step {step}" if step is not None else ""),
+                rule="a run folder has a job.toml, a Hugging Face folder a config.json; only a run has checkpoints",
+                fix="name the folder that `weft train` or save_pretrained wrote",
+            )
+        yield source, None
+        return
+    settings = Job.load(source / "job.toml").checkpoint
+    checkpoints = Path(settings.folder or source)
+    newest = next(map(step_of, list_checkpoints(checkpoints)), None)
+    exported = _exported_step(source)
+    if step is None and exported is not None and (newest is None or newest <= exported):
+        yield source / "export", exported
+        return
+    found = newest if step is None else step
+    if found is None or not folder_of(checkpoints, found).is_dir():
+        steps = ", ".join(str(step_of(path)) for path in list_checkpoints(checkpoints)) or "none"
+        raise CheckpointError(
+            f"there is no checkpoint of step {step}" if step is not None else "the run has no weights yet",
+            where=str(checkpoints),
+            rule=f"a run has the checkpoints that it kept (steps: {steps}), and an export at its end",
+            fix="choose one of these steps, or leave --step out for the newest weights",
+        )
+    with tempfile.TemporaryDirectory(dir=source, prefix=".eval-") as scratch:
+        target = Path(scratch) / "model"
+        yield (
+            to_huggingface(folder_of(checkpoints, found), target, run=source, key=read_key(settings.key_file)),
+            found,
+        )
+
+
+def _exported_step(run: Path) -> int | None:
+    """Step of the export of a run, from its run.json; None without one."""
+    if not (run / "export" / "config.json").is_file():
+        return None
+    try:
+        return int(json.loads((run / "run.json").read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Tokenizer of a folder.
+
+    Raises:
+        ModelError: the folder has none, or it has neither a beginning-of-text nor an end-of-text token.
+    """
+    problem = ""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            problem = "the tokenizer has neither a beginning-of-text nor an end-of-text token"
+    except (OSError, ValueError, KeyError) as error:
+        problem = f"there is no tokenizer: {str(error).strip().splitlines()[0]}"
+    if problem:
+        raise ModelError(
+            problem,
+            where=str(folder),
+            rule="tasks are texts: their evaluation needs a tokenizer, and a token before the first one of a text",
+            fix="copy the tokenizer of the model into the folder; a run on token ids has no tokenizer to evaluate with",
+        )
+    return tokenizer
+
+
+def load_model(folder: Path, device: torch.device) -> PreTrainedModel:
+    """Full model of a Hugging Face folder, in the dtype of its configuration, for evaluation.
+
+    Raises:
+        ModelError: it cannot be loaded as a causal language model, or weights are missing.
+    """
+    problem = ""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True, output_loading_info=True
+        )
+        model, report = loaded
+        if missing := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
+            problem = f"{len(missing)} weights are missing or have the wrong shape, the first is {missing[0]}"
+    except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
+        problem = f"the model cannot be loaded: {str(error).strip().splitlines()[0]}"
+    if problem:
+        raise ModelError(
+            problem,
+            where=str(folder),
+            rule="the folder is one that AutoModelForCausalLM.from_pretrained loads completely",
+            fix="name the folder of a causal language model",
+        )
+    return model.to(device).eval()
