@@ -60,6 +60,9 @@ class Runtime:
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """Custom loss for `weft.training.step`: (full logits, targets) -> sum over the targets; None: cross entropy."""
 
+    saves_trained_only: bool = False
+    """True if checkpoints leave out the frozen weights, which are those of the base model of adapters."""
+
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Leave the arguments unchanged; as a hook, the runtime is attached to its model."""
 

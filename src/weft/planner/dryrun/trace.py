@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.anatomy.build import build_on_meta
+from weft.adapters.model import build_model
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
@@ -143,7 +143,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
     with ExitStack() as stack:
         stack.enter_context(fake_world(rank, world_size))
         mesh = build_mesh(plan, device.type, world_size)
-        model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
+        model = build_model(job, DTYPES[plan.precision.update])
         anatomy = read_anatomy(model)
         route_evenly(model, anatomy)
         if absent:
