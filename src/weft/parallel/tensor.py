@@ -30,7 +30,7 @@ from weft.comm import collectives
 from weft.comm.overlap import Overlap, can_overlap
 from weft.comm.symmetric import find_fused_matmuls
 from weft.errors import PlanError
-from weft.parallel.adapters import BASE, adapter_dropouts, has_adapters, linear_parts
+from weft.parallel.adapters import BASE, adapter_dropouts, has_adapters, linear_parts, sum_row_norms
 from weft.parallel.async_tp import RegionBoundary, fuse_reduction, is_plain, share_gather
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.parallel.tp_rules import (
@@ -212,7 +212,7 @@ def _split_column(
     if packed:
         split.packed[module] = packed
     shard_parameter(module, "weight", dim, tp, packed)
-    if module.bias is not None:
+    if getattr(module, "bias", None) is not None:  # magnitudes of DoRA have none
         shard_parameter(module, "bias", 0, tp, packed)
     if isinstance(module, Conv1D):
         module.nf //= tp.size()
@@ -221,6 +221,9 @@ def _split_column(
 
 def _split_row(name: str, module: Any, matrix: str, tp: DeviceMesh) -> dict[str, TensorLayout]:
     """Split a row-parallel linear layer: each rank uses a part of the inputs, and outputs are summed over ranks."""
+    if matrix == "magnitude":  # a copy
+        sum_row_norms(module, tp.get_group())
+        return {}
     if matrix == "B":  # a copy: the sum over ranks comes after it
         return {}
     shard_parameter(module, "weight", 0 if isinstance(module, Conv1D) else 1, tp)
