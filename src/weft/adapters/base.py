@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
@@ -72,7 +73,7 @@ def base_digest(source: Model) -> str:
     try:
         for name, tensor in _weights(folder):
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.float().contiguous().numpy().data)
+            digest.update(tensor.float().flatten().view(torch.uint8).numpy())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the weights cannot be read: {error}",

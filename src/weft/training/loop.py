@@ -324,7 +324,8 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
     micro_batches = next(train_batches(session, Position(step=0, next_batch=0, loss_scale=LossScale())))
     measured = measure_model_state(session.model, session.optimizer, micro_batches)
     dense, experts = count_local_parameters(session.model)
-    predicted = model_state_bytes(dense, session.job.plan, experts, states_of(session.job.optimizer.name))
+    frozen = count_local_parameters(session.model, frozen=True)
+    predicted = model_state_bytes(dense, session.job.plan, experts, states_of(session.job.optimizer.name), frozen)
     if session.rank == 0:
         anatomy = session.anatomy
         summary = {
@@ -332,6 +333,7 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
             "model_type": anatomy.family,
             "parameters": anatomy.parameters,
             "active_parameters": anatomy.active_parameters,
+            "trained_parameters": anatomy.parameters - anatomy.frozen_parameters,
             "anatomy": {role: f"{count} x {pattern}" for role, pattern, count in anatomy.table()},
             "memory": {"measured": measured, "predicted": predicted},
             "world_size": dist.get_world_size(),
