@@ -93,6 +93,7 @@ def test_no_torch(module: str) -> None:
 
 LONG_FILES = {
     "plan.py": "all keys of a plan, and the one table of settings that exclude each other",
+    "job.py": "all keys of a job, table by table",
     "backends/shared_memory.py": "one process group, with a method for each collective",
     "planner/costmodel/step_time.py": "the terms of one sum, which are read beside each other",
     "launch/tunnel.py": "both ends of one protocol",

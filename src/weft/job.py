@@ -74,8 +74,8 @@ class Adapter(Table):
 
     kind: Literal["none", "lora", "dora", "qlora"] = "none"
     """Kind of adapter. lora: low-rank matrices A and B beside a layer (Hu et al., 2021); dora: also a trained norm for each row
-    of its weight (Liu et al., 2024); qlora: lora beside weights that are quantized (Dettmers et al., 2023); none: train all
-    weights."""
+    of its weight (Liu et al., 2024); qlora: lora beside weights quantized to int8 by torchao, `pip install "weft-train[qlora]"`
+    (Dettmers et al., 2023); none: train all weights."""
     r: Count = 8
     """Rank of the matrices: columns of B and rows of A."""
     alpha: Annotated[float, Field(gt=0)] = 16.0
@@ -86,8 +86,6 @@ class Adapter(Table):
     """Dropout probability of the input of an adapter."""
     path: str | None = None
     """Folder with an adapter of PEFT to start from; default: A is random from model.init_seed, and B is zero."""
-    quantize: Literal["int8", "int4"] = "int8"
-    """Dtype of the frozen weights with kind = "qlora", by torchao: `pip install "weft-train[qlora]"`."""
     base: str = ""
     """Digest of the weights of the model, which a run writes into its job.toml; a model with another digest is refused."""
 

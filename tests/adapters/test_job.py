@@ -15,9 +15,9 @@ from tests.lab.families import family
 from tests.lab.jobs import write_job
 from tests.lab.pool import RankError
 from tests.lab.runs import train_in_the_pool
-from weft.cli import app
 from weft.checkpoint.folders import folder_of
 from weft.checkpoint.manifest import read_manifest
+from weft.cli import app
 from weft.errors import CheckpointError, JobError
 from weft.job import Job
 from weft.observe.report import write_report

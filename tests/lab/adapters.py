@@ -42,7 +42,12 @@ class AdapterRecord:
 def start_folder(folder: Path, config: dict[str, Any], kind: str, targets: Any = "all-linear", r: int = 4) -> Path:
     """Write an adapter with random matrices by stock PEFT: B is not zero, so that A has gradients from the first step."""
     settings = peft.LoraConfig(
-        r=r, target_modules=targets, use_dora=kind == "dora", lora_alpha=8, init_lora_weights=False, task_type="CAUSAL_LM"
+        r=r,
+        target_modules=targets,
+        use_dora=kind == "dora",
+        lora_alpha=8,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)

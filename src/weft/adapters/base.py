@@ -86,10 +86,8 @@ def base_digest(source: Model) -> str:
 
 def _weights(folder: Path) -> Iterator[tuple[str, Any]]:
     """Names and tensors of a folder, in alphabetical order."""
-    if (folder / WEIGHTS).is_file():
-        files = {WEIGHTS}
-    else:
-        files = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+    single = (folder / WEIGHTS).is_file()
+    files = {WEIGHTS} if single else set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
     entries = []
     for file in sorted(files):
         with safe_open(folder / file, "pt") as opened:
@@ -121,4 +119,3 @@ def check_same_digest(found: str, job: Job, folder: Path) -> None:
     """
     if found and found != job.adapter.base:
         raise _other_base(found, job.adapter.base, str(folder))
-

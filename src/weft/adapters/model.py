@@ -5,6 +5,7 @@ also trains the norm of each row of W. All arithmetic is PEFT's own.
 """
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
-from weft.errors import JobError, nearest
+from weft.errors import JobError, PlanError, nearest
 from weft.job import Adapter, Job
 
 ALL_LINEAR = "all-linear"
@@ -50,6 +51,8 @@ def add_adapters(model: Any, adapter: Adapter, seed: int | None = None) -> None:
         return
     peft = import_peft()
     check_targets(model, adapter)
+    if adapter.kind == "qlora":
+        _quantize(model, adapter)
     if seed is not None:
         torch.manual_seed(seed)
     on_meta = next(model.parameters()).is_meta
@@ -84,6 +87,72 @@ def import_peft() -> Any:
             fix='pip install "weft-train[hf]"',
         ) from None
     return peft
+
+
+def _quantize(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Quantize the weights that get an adapter to int8 with a scale for each row, in place."""
+    blocks = tuple(f"{block.name}." for block in read_anatomy(model).blocks)
+
+    def chosen(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and name.startswith(blocks) and is_target(name, adapter)
+
+    torchao = import_torchao()
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(set_inductor_config=False), chosen)
+
+
+def import_torchao() -> Any:
+    """Module torchao.quantization.
+
+    Raises:
+        JobError: it is not installed.
+    """
+    try:
+        import torchao.quantization
+    except ImportError as error:
+        raise JobError(
+            f"adapter.kind = 'qlora', and torchao cannot be imported: {error}",
+            where="adapter.kind",
+            rule="weights are quantized by torchao",
+            fix='pip install "weft-train[qlora]"; or set adapter.kind = "lora"',
+        ) from None
+    return torchao.quantization
+
+
+def check_plan(job: Job) -> None:
+    """Refuse a plan that the adapters of a job do not support.
+
+    Args:
+        job: job with a resolved plan.
+
+    Raises:
+        PlanError: names the setting.
+    """
+    plan = job.plan
+    if job.adapter.kind != "qlora":
+        return
+    refused = {
+        "parallel.zero": (
+            plan.parallel.zero == 3,
+            2,
+            "each rank holds the quantized weights in full, and zero 3 shards all",
+        ),
+        "parallel.tp": (plan.parallel.tp > 1, 1, "the scales of quantized weights are not split over tp ranks"),
+        "precision.weights": (plan.precision.weights != "whole", "whole", "quantized weights have no low halves"),
+        "guard.sdc_check_interval": (
+            job.guard.sdc_check_interval > 0,
+            0,
+            "replicas of quantized weights are not compared",
+        ),
+    }
+    for key, (is_set, allowed, reason) in refused.items():
+        if is_set:
+            key = key if key.startswith("guard") else f"plan.{key}"
+            raise PlanError(
+                f"adapter.kind = 'qlora' with {key} = {attrgetter(key)(job)!r}",
+                where=key,
+                rule=reason,
+                fix=f"set {key} = {allowed!r}; or set adapter.kind = 'lora'",
+            )
 
 
 def check_targets(model: PreTrainedModel, adapter: Adapter) -> None:

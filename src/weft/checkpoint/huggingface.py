@@ -23,6 +23,8 @@ from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError
 from weft.job import Model
 from weft.memory.packed import unpack_tensor
+from weft.memory.quantized_weights import is_quantized
+from weft.memory.storages import plain_parts
 from weft.parallel.runtime import allocate, packed_parameters, runtime
 from weft.parallel.weights import to_local
 from weft.precision.dtypes import DTYPES
@@ -124,6 +126,7 @@ def scatter_weights(model: PreTrainedModel, full: dict[str, torch.Tensor]) -> No
     own = {**dict(model.named_buffers()), **model.state_dict()}
     device = to_local(next(model.parameters())).device
     packed = packed_parameters(model)
+    _scatter_quantized(own, full, device)
     table = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in full.items()]
     for name, shape, dtype_name in broadcast_json(table):
         tensor = torch.empty(shape, dtype=_dtype(dtype_name), device=device)
@@ -132,6 +135,19 @@ def scatter_weights(model: PreTrainedModel, full: dict[str, torch.Tensor]) -> No
         dist.broadcast(tensor, src=0)
         if name in own:
             _copy_shard(own[name], packed[name](tensor, True) if name in packed else tensor)
+
+
+def _scatter_quantized(own: dict[str, torch.Tensor], full: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Copy quantized weights, which each rank holds in full, and remove them from `full`; see `scatter_weights`."""
+    quantized = {name: plain_parts(full.pop(name)) for name, tensor in list(full.items()) if is_quantized(tensor)}
+    table = [(name, [(list(p.shape), str(p.dtype)) for p in parts]) for name, parts in quantized.items()]
+    for name, parts in broadcast_json(table):
+        held = plain_parts(own.get(name))  # a pipeline rank has the weights of its stages only
+        for index, (shape, dtype_name) in enumerate(parts):
+            part = held[index] if held else torch.empty(shape, dtype=_dtype(dtype_name), device=device)
+            if quantized:
+                part.copy_(quantized[name][index])
+            dist.broadcast(part, src=0)
 
 
 def load_folder(model: Any, folder: Path) -> None:

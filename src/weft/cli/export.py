@@ -10,7 +10,9 @@ def export(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     to: Annotated[Path, typer.Argument(help="Output folder.")],
     step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default: end of the run.")] = None,  # noqa: UP045
-    merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights of their base model.")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge adapters into the weights of their base model.")
+    ] = False,
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Dtype of the weights.")] = "fp32",
 ) -> None:
     """Write a Hugging Face folder from a run.

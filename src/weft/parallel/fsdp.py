@@ -35,6 +35,7 @@ from weft.backends.hierarchical import leaves_host
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
 from weft.compat import add_to_accumulated_gradients, end_fsdp_backward, fsdp_param_groups
+from weft.memory.quantized_weights import is_quantized, quantized_weights
 from weft.parallel.async_reduce_scatter import PendingReduceScatters, overlap_reduce_scatter
 from weft.parallel.ddp import GradientReducer, Unit, is_split
 from weft.parallel.weights import to_local
@@ -73,6 +74,8 @@ def apply_fsdp(
     fsdp_mesh = _hsdp_mesh if feedback is None else _shard_mesh_only
     settings["mesh"] = fsdp_mesh(mesh["dp_replicate"], shards)
     settings["shard_placement_fn"] = partial(_placement, shards.size())
+    if quantized := quantized_weights(model):
+        settings["ignored_params"] = set(quantized)
     for block in anatomy.blocks:
         for name in block.experts if expert_mesh else ():
             assert expert_mesh is not None
@@ -87,7 +90,9 @@ def apply_fsdp(
         _shard_unit(embedding, **settings)
         if not any(parameter.requires_grad for parameter in embedding.parameters()) and anatomy.blocks:
             # Backward ends at the first block: prefetching a frozen embedding there would gather it for nothing.
-            last = [unit for unit in model.get_submodule(anatomy.blocks[0].name).modules() if isinstance(unit, FSDPModule)][-1]
+            last = [
+                unit for unit in model.get_submodule(anatomy.blocks[0].name).modules() if isinstance(unit, FSDPModule)
+            ][-1]
             last.set_modules_to_backward_prefetch([last])  # only itself: disables the default
     # The root unit has the other parameters. Backward starts at the head, so that it stays gathered after forward.
     _shard_unit(model, **{**settings, "reshard_after_forward": False})
@@ -333,11 +338,11 @@ def count_local_parameters(model: nn.Module, *, frozen: bool = False) -> tuple[i
 
     Args:
         model: parallelized model with sharded parameters, between steps.
-        frozen: True for the parameters that are not trained.
+        frozen: True for the parameters that are not trained, without quantized ones.
     """
     totals = {False: 0, True: 0}
     for parameter in model.parameters():
-        if parameter.requires_grad == frozen:
+        if parameter.requires_grad == frozen or is_quantized(parameter):
             continue
         size = parameter.numel()
         names: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from weft.comm.compression.feedback import Feedback
 from weft.compat import find_hook
 from weft.errors import ModelError
 from weft.memory.offload import Offload
+from weft.memory.quantized_weights import to_empty
 from weft.parallel.async_reduce_scatter import PendingReduceScatters
 from weft.parallel.ddp import GradientReducer
 from weft.parallel.dropout import DropoutContext
@@ -99,7 +100,7 @@ def runtime(model: nn.Module) -> Runtime:
 
 def allocate(model: Any, device: torch.device) -> None:
     """Allocate uninitialized memory for this rank's shards of a parallelized meta model."""
-    model.to_empty(device=device)
+    to_empty(model, device)
     if not runtime(model).splits_tied_weights:
         model.tie_weights()  # to_empty allocates each use of a tied weight separately
 

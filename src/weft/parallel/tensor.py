@@ -221,10 +221,9 @@ def _split_column(
 
 def _split_row(name: str, module: Any, matrix: str, tp: DeviceMesh) -> dict[str, TensorLayout]:
     """Split a row-parallel linear layer: each rank uses a part of the inputs, and outputs are summed over ranks."""
-    if matrix == "magnitude":  # a copy
+    if matrix == "magnitude":
         sum_row_norms(module, tp.get_group())
-        return {}
-    if matrix == "B":  # a copy: the sum over ranks comes after it
+    if matrix in ("B", "magnitude"):  # a copy: the sum over ranks comes after it
         return {}
     shard_parameter(module, "weight", 0 if isinstance(module, Conv1D) else 1, tp)
     layouts = {f"{name}.weight": TensorLayout("shard")}
@@ -333,9 +332,8 @@ def _split_embedding_and_head(
 ) -> None:
     embedding: Any = model.get_submodule(anatomy.embedding) if anatomy.embedding else None
     head: Any = model.get_submodule(anatomy.head) if anatomy.head else None
-    for end in (
-        end for end in (embedding, head) if end is not None
-    ):  # with a pipeline, embedding or head may be on another stage
+    # With a pipeline, embedding or head may be on another stage.
+    for end in (end for end in (embedding, head) if end is not None):
         start, length = part_bounds(end.weight.shape[0], group.size(), group.rank())
         if end.weight.shape[0] % group.size() == 0:
             layout = TensorLayout("shard")

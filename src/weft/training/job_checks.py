@@ -7,7 +7,7 @@ import torch
 from transformers import PretrainedConfig
 
 from weft.adapters.base import check_same_base
-from weft.adapters.model import build_model
+from weft.adapters.model import build_model, check_plan
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import list_checkpoints
@@ -32,6 +32,7 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
         JobError: the model has too few positions, or does not support packed documents.
     """
     config = read_config(job.model)
+    check_plan(job)
     model = build_model(job, torch.float32)
     anatomy = read_anatomy(model)
     limit = anatomy.max_positions

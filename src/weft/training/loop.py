@@ -25,6 +25,7 @@ from weft.errors import CheckpointError, NumericError
 from weft.job import Job, states_of
 from weft.launch.heartbeat import Heartbeat
 from weft.memory.live_bytes import LiveBytes
+from weft.memory.quantized_weights import quantized_bytes
 from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import count_local_parameters, model_state_bytes
 from weft.parallel.runtime import runtime, set_dropout_seed
@@ -326,6 +327,7 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
     dense, experts = count_local_parameters(session.model)
     frozen = count_local_parameters(session.model, frozen=True)
     predicted = model_state_bytes(dense, session.job.plan, experts, states_of(session.job.optimizer.name), frozen)
+    predicted["parameters"] += quantized_bytes(session.model)
     if session.rank == 0:
         anatomy = session.anatomy
         summary = {

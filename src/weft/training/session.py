@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from weft.adapters.folder import save_adapters, start_adapters
@@ -26,6 +25,7 @@ from weft.device.device import Device
 from weft.errors import CheckpointError
 from weft.job import Job
 from weft.launch.rank_entry import connect
+from weft.memory.storages import plain_parts
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import allocate, runtime
@@ -181,9 +181,8 @@ def check_weights(model: nn.Module, source: str) -> None:
     """
     own = []
     for name, parameter in model.named_parameters():
-        values = parameter.detach()
-        values = values.to_local() if isinstance(values, DTensor) else values
-        if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+        parts = plain_parts(parameter.detach())
+        if not all(bool(torch.isfinite(part).all()) for part in parts if part.is_floating_point()):
             own.append(name)
     bad = sorted({name for names in all_gather_json(own) for name in names})
     if bad:

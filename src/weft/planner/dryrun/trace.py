@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.adapters.model import build_model
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.device.cpu import Cpu
 from weft.device.detect import detect
