@@ -46,3 +46,33 @@ def test_adapters_equal_those_of_peft(starts: dict[str, Start], kind: Any, paral
     job = job_for(LLAMA, plan_for("fp32", pipeline, **parallel), Adapter(kind=kind, r=4, alpha=8, path=str(folder)))
     found = run_ranks(2, run_job, job, batches_for(LLAMA), 1, timeout=120)
     assert_adapter_parity(found, expected, pipeline="pp" in parallel)
+
+
+def parity_of(tmp_path: Path, config: dict[str, Any], kind: Any, targets: Any, ranks: int, **parallel: Any) -> None:
+    folder = start_folder(tmp_path / "adapter", config, kind, targets)
+    adapter = Adapter(kind=kind, r=4, alpha=8, path=str(folder), targets=targets)
+    found = run_ranks(ranks, run_job, job_for(config, plan_for("fp32", **parallel), adapter), batches_for(config), 1)
+    assert_adapter_parity(found, reference(config, folder, batches_for(config)))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "sp": False}], ids=str)
+def test_adapters_of_the_attention_of_a_mixture_of_experts(tmp_path: Path, kind: Any, parallel: dict[str, Any]) -> None:
+    parity_of(tmp_path, family("qwen3_moe"), kind, ["q_proj", "o_proj"], 2, **parallel)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "qwen3"])
+def test_adapters_of_families_under_tensor_parallelism(tmp_path: Path, kind: Any, name: str) -> None:
+    """Conv1D with biases, packed matrices, tied embeddings."""
+    parity_of(tmp_path, family(name), kind, "all-linear", 2, tp=2)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_with_fewer_kv_heads_than_tp_ranks(tmp_path: Path, kind: Any) -> None:
+    parity_of(tmp_path, {**LLAMA, "num_key_value_heads": 1}, kind, "all-linear", 2, tp=2)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_under_tp_and_zero_3_and_replicas(tmp_path: Path, kind: Any) -> None:
+    parity_of(tmp_path, LLAMA, kind, "all-linear", 4, tp=2, zero=3)

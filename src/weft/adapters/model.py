@@ -56,7 +56,23 @@ def add_adapters(model: Any, adapter: Adapter, seed: int | None = None) -> None:
     if seed is not None:
         torch.manual_seed(seed)
     on_meta = next(model.parameters()).is_meta
-    peft.inject_adapter_in_model(peft_config(adapter), model, NAME, low_cpu_mem_usage=on_meta)
+    try:
+        peft.inject_adapter_in_model(peft_config(adapter), model, NAME, low_cpu_mem_usage=on_meta)
+    except ValueError as error:
+        raise _refused_by_peft(str(error)) from None
+    # PEFT adapts the experts of a family in one tensor, where their names match, by parametrizations of torch in forward.
+    wrapped = [name for name, module in model.named_modules() if type(module).__name__ == "ParamWrapper"]
+    if wrapped:
+        raise _refused_by_peft(f"{wrapped[0]} holds the weights of all its experts in one tensor")
+
+
+def _refused_by_peft(problem: str) -> JobError:
+    return JobError(
+        problem,
+        where="adapter.targets",
+        rule="adapters are around linear layers, whose weights are matrices",
+        fix="name the layers without experts, for example adapter.targets = [\"q_proj\", \"k_proj\", \"v_proj\", \"o_proj\"]",
+    )
 
 
 def peft_config(adapter: Adapter) -> Any:

@@ -132,9 +132,16 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
         ModelError: the model cannot be built or read.
-        JobError: this process is in a process group already.
+        JobError: this process is in a process group already, or the job quantizes weights.
     """
     started = time.perf_counter()
+    if job.adapter.kind == "qlora":
+        raise JobError(
+            "a dry run with adapter.kind = 'qlora'",
+            where="adapter.kind",
+            rule="the quantized weights of torchao cannot be fake tensors",
+            fix="dry-run the job with adapter.kind = 'lora'; int8 weights need a quarter of the memory of float32 ones",
+        )
     plan = job.plan.resolve(world_size).resolve_precision(native_bf16(device_type))
     job = job.model_copy(update={"plan": plan})
     absent = device_type not in ("cpu", detect().type)
