@@ -76,3 +76,16 @@ def test_adapters_with_fewer_kv_heads_than_tp_ranks(tmp_path: Path, kind: Any) -
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapters_under_tp_and_zero_3_and_replicas(tmp_path: Path, kind: Any) -> None:
     parity_of(tmp_path, LLAMA, kind, "all-linear", 4, tp=2, zero=3)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "sp": False}, {"cp": 2}, {"zero": 3}], ids=str)
+def test_dropout_of_adapters_is_equal_in_every_layout(
+    starts: dict[str, Start], kind: Any, parallel: dict[str, Any]
+) -> None:
+    folder, without = starts[kind]
+    adapter = Adapter(kind=kind, r=4, alpha=8, path=str(folder), dropout=0.3)
+    (expected,) = run_ranks(1, run_job, job_for(LLAMA, plan_for("fp32", zero=0), adapter), batches_for(LLAMA), 2)
+    found = run_ranks(2, run_job, job_for(LLAMA, plan_for("fp32", **parallel), adapter), batches_for(LLAMA), 1)
+    assert_adapter_parity(found, expected)
+    assert abs(expected.losses[0] - without.losses[0]) > 1e-4

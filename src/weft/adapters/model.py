@@ -71,7 +71,7 @@ def _refused_by_peft(problem: str) -> JobError:
         problem,
         where="adapter.targets",
         rule="adapters are around linear layers, whose weights are matrices",
-        fix="name the layers without experts, for example adapter.targets = [\"q_proj\", \"k_proj\", \"v_proj\", \"o_proj\"]",
+        fix='name the layers without experts, for example adapter.targets = ["q_proj", "k_proj", "v_proj", "o_proj"]',
     )
 
 

@@ -127,15 +127,15 @@ def _split_block(
                 module.register_forward_hook(_unsplit_hook(group))
             continue
         layouts |= _split_mlp(name, module, config, tp, split)
-        edge = None if has_adapters(module) else boundary(0)
-        # An MLP is computed per token, so that the parts may be concatenated along the batch dim, which needs no copy.
+        # An MLP is computed per token: parts are concatenated along the batch dim, without a copy. Adapters' dropout needs rows.
+        dim, edge = (SEQUENCE, None) if has_adapters(module) else (0, boundary(0))
         alone = isinstance(module, nn.Linear | Conv1D) or hasattr(module, BASE)
         is_first = not alone or UP.fullmatch(standard_name(config, name))
         entry = module if is_first else None
         if entry is not None:
-            hook = _input_hook(module, config, group, sp, 0, FIRST_OF_MLP, edge, name)
+            hook = _input_hook(module, config, group, sp, dim, FIRST_OF_MLP, edge, name)
             entry.register_forward_pre_hook(hook, with_kwargs=True)
-        _reduce_output(module, config, group, sp, 0, edge, name)
+        _reduce_output(module, config, group, sp, dim, edge, name)
     experts = tuple(f"{name}." for name, _ in relative(block.experts))
     for name, _ in unit.named_parameters():
         in_region = any(name.startswith(f"{part}.") for part, _ in relative(block.attention + block.mlp))

@@ -17,7 +17,10 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 kind, out, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
-lora, settings = "lora" in sys.argv or "dora" in sys.argv, json.loads(sys.argv[-1]) if sys.argv[-1].startswith("{") else {}
+lora, settings = (
+    "lora" in sys.argv or "dora" in sys.argv,
+    json.loads(sys.argv[-1]) if sys.argv[-1].startswith("{") else {},
+)
 resume = settings.pop("resume", None)
 words = ["weft", "warp", "loom", "shuttle", "thread", "yarn", "cloth", "weave", "reed", "heddle"]
 special = ["<pad>", "<s>", "</s>", "<unk>", "Say", ":"]
