@@ -42,9 +42,9 @@ def test_the_dry_run_counts_optimizer_states_of_adapters_only(zero: int) -> None
 
 def test_the_search_and_the_dry_run_of_qlora_are_refused() -> None:
     machine = choose_cluster(None, "H100", 1, 2)
-    with pytest.raises(JobError, match="a search of plans for adapter.kind = 'lora'"):
+    with pytest.raises(JobError, match=r"a search of plans for adapter\.kind = 'lora'"):
         propose(job_of("lora"), machine.cluster)
-    with pytest.raises(JobError, match="a dry run with adapter.kind = 'qlora'"):
+    with pytest.raises(JobError, match=r"a dry run with adapter\.kind = 'qlora'"):
         trace(job_of("qlora", zero=2), 2, [0])
 
 

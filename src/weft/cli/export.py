@@ -32,22 +32,21 @@ def export(
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if step is None and not (run / "job.toml").exists():  # refused there with the reason
-        return print(convert_folder(run / "export", to, dtype))
-    job = Job.load(run / "job.toml")
-    folder = None if step is None else folder_of(Path(job.checkpoint.folder or run), step)
-    if job.adapter.kind != "none":
-        key = read_key(job.checkpoint.key_file)
+    job = None if step is None else Job.load(run / "job.toml")
+    folder = None if job is None or step is None else folder_of(Path(job.checkpoint.folder or run), step)
+    key = read_key(job.checkpoint.key_file) if job else None
+    has_adapters = job.adapter.kind != "none" if job else (run / "export" / "adapter_config.json").exists()
+    if has_adapters:
         print(export_adapters(run, to, merge=merge, dtype=dtype, checkpoint=folder, key=key))
         return
     if merge:
         raise JobError(
-            f"--merge for {run}, whose job has adapter.kind = 'none'",
+            f"--merge for {run}, which has no adapters",
             where="command line",
-            rule="only adapters are merged; the weights of this run are complete",
-            fix="leave --merge out",
+            rule="only adapters are merged; a run with adapter.kind = 'none' exports all weights",
+            fix="leave --merge out, or name a run with adapters that has ended, or one of its checkpoints with --step",
         )
     if folder is None:
         print(convert_folder(run / "export", to, dtype))
     else:
-        print(to_huggingface(folder, to, dtype=dtype, run=run, key=read_key(job.checkpoint.key_file)))
+        print(to_huggingface(folder, to, dtype=dtype, run=run, key=key))

@@ -127,7 +127,7 @@ def _split_block(
                 module.register_forward_hook(_unsplit_hook(group))
             continue
         layouts |= _split_mlp(name, module, config, tp, split)
-        # An MLP is computed per token: parts are concatenated along the batch dim, without a copy. Adapters' dropout needs rows.
+        # An MLP is computed per token: concatenation along the batch dim needs no copy. Adapters' dropout needs whole rows.
         dim, edge = (SEQUENCE, None) if has_adapters(module) else (0, boundary(0))
         alone = isinstance(module, nn.Linear | Conv1D) or hasattr(module, BASE)
         is_first = not alone or UP.fullmatch(standard_name(config, name))

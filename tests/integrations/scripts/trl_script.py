@@ -1,4 +1,4 @@
-"""A user's script for TRL, as it is today: knows nothing of Weft. python trl_script.py KIND OUT BATCH [lora | dora] [JSON settings]"""
+"""A user's script for TRL, as it is today: knows nothing of Weft. python trl_script.py KIND OUT BATCH [lora | dora] [JSON]"""
 
 import json
 import sys
