@@ -1,5 +1,6 @@
 """Planner and dry run of jobs with adapters."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -74,3 +75,12 @@ def test_a_model_without_linear_layers_is_refused() -> None:
             setattr(block.mlp, name, nn.Identity())
     with pytest.raises(JobError, match="without linear layers in its blocks"):
         check_targets(model, Adapter(kind="lora"))
+
+
+@pytest.mark.parametrize(("kind", "package"), [("lora", "peft"), ("qlora", "torchao")])
+def test_a_missing_package_is_named(kind: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(JobError, match=f"{package} cannot be imported") as caught:
+        build_model(job_of(kind), torch.float32)
+    assert "pip install" in str(caught.value.fix)
