@@ -73,6 +73,27 @@ class Model(Table):
     """Roles of modules with names that Weft does not know: pattern of the last part of a module's name -> role."""
 
 
+class Adapter(Table):
+    """Adapters of PEFT: small trained matrices beside linear layers, whose own weights are frozen."""
+
+    kind: Literal["none", "lora", "dora", "qlora"] = "none"
+    """Kind of adapter. lora: low-rank matrices A and B beside a layer (Hu et al., 2021); dora: also a trained norm for each row
+    of its weight (Liu et al., 2024); qlora: lora beside weights quantized to int8 by torchao, `pip install "weft-train[qlora]"`
+    (Dettmers et al., 2023); none: train all weights."""
+    r: Count = 8
+    """Rank of the matrices: columns of B and rows of A."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """The output of an adapter is scaled by alpha / r."""
+    targets: str | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Linear layers with an adapter, by the end of their names, such as ["q_proj", "v_proj"]; "all-linear": all in blocks."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout probability of the input of an adapter."""
+    path: str | None = None
+    """Folder with an adapter of PEFT to start from; default: A is random from model.init_seed, and B is zero."""
+    base: str = ""
+    """Digest of the weights of the model, which a run writes into its job.toml; a model with another digest is refused."""
+
+
 class Data(Table):
     """Training data: source, tokenizer, and packing of tokens into rows."""
 
@@ -245,6 +266,7 @@ class Job(Table):
     """Complete configuration of a run. The same job gives bit-equal results on the same layout and machine."""
 
     model: Model = Model()
+    adapter: Adapter = Adapter()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()

@@ -20,6 +20,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "sft": ("sft",),
     "sft packed": ("sft", '{"packing": true, "max_length": 16}'),
     "sft lora": ("sft", "lora"),
+    "sft dora": ("sft", "dora"),
     "dpo": ("dpo",),
     "dpo lora": ("dpo", "lora"),
     "reward": ("reward",),
@@ -76,7 +77,7 @@ def test_an_unmodified_script_equals_one_process(kind: str, layout: str, referen
             )
     weights, saved = weights_of(found), weights_of(expected)
     assert weights.keys() == saved.keys()
-    assert any("lora_A" in key for key in weights) == ("lora" in options)
+    assert any("lora_A" in key for key in weights) == bool({"lora", "dora"} & set(options))
     for key, value in saved.items():
         assert torch.allclose(weights[key], value, atol=2e-4), key
 

@@ -92,6 +92,8 @@ class Anatomy:
     vocab_size: int
     max_positions: int | None
     """Longest sequence that the configuration allows; None if it has no limit."""
+    frozen_parameters: int = 0
+    """Parameters that are not trained, such as those beside adapters."""
 
     @property
     def has_experts(self) -> bool:

@@ -51,6 +51,7 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         active_parameters=parameters - _inactive_parameters(model, blocks),
         vocab_size=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
+        frozen_parameters=sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
     )
 
 

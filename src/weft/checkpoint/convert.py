@@ -116,8 +116,8 @@ def to_huggingface(
             reader = stack.enter_context(Reader(source, verify_folder(source, key)))
             model = _model_of(reader) if job is None else job.model
             config, meta = _build(model)
-            of_run, end_of_text = _read_prepared(run or source.parent)
-            tokenizer = tokenizer or _existing_folder(of_run)
+            of_run, end_of_text = read_prepared(run or source.parent)
+            tokenizer = tokenizer or existing_folder(of_run)
             if model.path is None and end_of_text is not None:  # as training does when it saves a fresh model
                 config.bos_token_id = config.eos_token_id = end_of_text
             tensors = from_checkpoint(reader)
@@ -329,7 +329,7 @@ def _commit(folder: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def _read_prepared(run: Path) -> tuple[str | None, int | None]:
+def read_prepared(run: Path) -> tuple[str | None, int | None]:
     """Tokenizer folder and end-of-text id of a run; (None, None) if the folder is no run folder."""
     file = run / "prepared.json"
     if not file.is_file():
@@ -341,7 +341,7 @@ def _read_prepared(run: Path) -> tuple[str | None, int | None]:
         raise CheckpointError(f"{file} is damaged", fix="copy the checkpoint to a folder outside the run") from None
 
 
-def _existing_folder(tokenizer: str | None) -> Path | None:
+def existing_folder(tokenizer: str | None) -> Path | None:
     """Path of a run's tokenizer folder, which must exist; None if the run has no tokenizer."""
     if tokenizer is not None and not Path(tokenizer).is_dir():
         raise CheckpointError(

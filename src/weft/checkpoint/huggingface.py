@@ -24,6 +24,8 @@ from weft.comm.objects import all_gather_json, broadcast_json
 from weft.errors import CheckpointError
 from weft.job import Model
 from weft.memory.packed import unpack_tensor
+from weft.memory.quantized_weights import is_quantized
+from weft.memory.storages import plain_parts
 from weft.parallel.runtime import allocate, packed_parameters, runtime
 from weft.parallel.weights import to_local
 from weft.precision.dtypes import DTYPES
@@ -78,7 +80,12 @@ def build_plain(source: Model, config: PretrainedConfig, dtype: torch.dtype) -> 
     return model
 
 
-def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> None:
+def materialize(
+    model: PreTrainedModel,
+    source: Model,
+    device: torch.device,
+    change: Callable[[PreTrainedModel], None] = lambda plain: None,
+) -> None:
     """Load or initialize the weights of a parallelized meta model, directly into the shards of each rank.
 
     Rank 0 holds the full model once, in host memory, and broadcasts it one tensor at a time. Every other rank, and every
@@ -89,6 +96,7 @@ def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> 
         model: parallelized model from `build_on_meta`.
         source: folder or configuration of the model.
         device: device of the shards.
+        change: called on rank 0 with the full model, to which it may add adapters.
 
     Raises:
         CheckpointError: raised on every rank if rank 0 cannot read the weights.
@@ -98,6 +106,7 @@ def materialize(model: PreTrainedModel, source: Model, device: torch.device) -> 
     if dist.get_rank() == 0:
         try:
             plain = build_plain(source, model.config, dtype)
+            change(plain)
         except CheckpointError as error:
             problem = str(error)
     problem = broadcast_json(problem)
@@ -118,6 +127,7 @@ def scatter_weights(model: PreTrainedModel, full: dict[str, torch.Tensor]) -> No
     own = {**dict(model.named_buffers()), **model.state_dict()}
     device = to_local(next(model.parameters())).device
     packed = packed_parameters(model)
+    _scatter_quantized(own, full, device)
     table = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in full.items()]
     for name, shape, dtype_name in broadcast_json(table):
         tensor = torch.empty(shape, dtype=_dtype(dtype_name), device=device)
@@ -126,6 +136,19 @@ def scatter_weights(model: PreTrainedModel, full: dict[str, torch.Tensor]) -> No
         dist.broadcast(tensor, src=0)
         if name in own:
             _copy_shard(own[name], packed[name](tensor, True) if name in packed else tensor)
+
+
+def _scatter_quantized(own: dict[str, torch.Tensor], full: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Copy quantized weights, which each rank holds in full, and remove them from `full`; see `scatter_weights`."""
+    quantized = {name: plain_parts(full.pop(name)) for name, tensor in list(full.items()) if is_quantized(tensor)}
+    table = [(name, [(list(p.shape), str(p.dtype)) for p in parts]) for name, parts in quantized.items()]
+    for name, parts in broadcast_json(table):
+        held = plain_parts(own.get(name))  # a pipeline rank has the weights of its stages only
+        for index, (shape, dtype_name) in enumerate(parts):
+            part = held[index] if held else torch.empty(shape, dtype=_dtype(dtype_name), device=device)
+            if quantized:
+                part.copy_(quantized[name][index])
+            dist.broadcast(part, src=0)
 
 
 def load_folder(model: Any, folder: Path) -> None:
@@ -159,10 +182,15 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name.removeprefix("torch."))
 
 
-def gather_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Gather all full weights in host memory of rank 0; empty on the other ranks. All ranks must call this function."""
+def gather_weights(model: PreTrainedModel, *, trained_only: bool = False) -> dict[str, torch.Tensor]:
+    """Gather full weights in host memory of rank 0; empty on the other ranks. All ranks must call this function.
+
+    Args:
+        model: parallelized model.
+        trained_only: True to leave out frozen weights and buffers.
+    """
     with _without_warning():
-        return _gather_stages(model)
+        return _gather_stages(model, trained_only)
 
 
 @torch.no_grad()
@@ -201,9 +229,13 @@ def _full_weight(name: str, value: torch.Tensor, packed: dict[str, Callable[...,
 
 
 @torch.no_grad()
-def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
+def _gather_stages(model: Any, trained_only: bool) -> dict[str, torch.Tensor]:
     """Gather the weights one tensor at a time: all-gather inside its stage, then send from the stage's first rank."""
     own, packed = dict(model.state_dict()), packed_parameters(model)
+    if trained_only:
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        own = {name: value for name, value in own.items() if name in trained}
+    device = to_local(next(model.parameters())).device
     stages: list[Any] = [[(name, tuple(value.shape), str(value.dtype)) for name, value in own.items()]]
     pipeline = runtime(model).pipeline
     group, rank, leads = None, 0, dist.get_rank() == 0
@@ -211,7 +243,7 @@ def _gather_stages(model: Any) -> dict[str, torch.Tensor]:
         group, rank, leads = pipeline.group, pipeline.rank, pipeline.is_stage_leader
         stages = all_gather_json(stages[0], group)
     gathered: dict[str, torch.Tensor] = {}
-    ready = torch.zeros(1, device=next(iter(own.values())).device)
+    ready = torch.zeros(1, device=device)
     for stage, names in enumerate(stages):
         for name, shape, dtype_name in names:
             full = torch.empty(())
@@ -271,7 +303,19 @@ def save_folder(
     model.tie_weights()
     model.config.use_cache = True
     model.save_pretrained(part)
-    mode = stat.S_IMODE((part / "config.json").stat().st_mode)  # follows the umask
+    finish_folder(part, "config.json", tokenizer, folder)
+
+
+def finish_folder(part: Path, config: str, tokenizer: Path | None, folder: Path) -> None:
+    """Copy the files of a tokenizer into a new folder, and give the folder its final name.
+
+    Args:
+        part: new folder next to `folder`.
+        config: name of a file in it whose permissions follow the umask.
+        tokenizer: folder whose tokenizer files are copied; None for none.
+        folder: final name; an existing folder is replaced.
+    """
+    mode = stat.S_IMODE((part / config).stat().st_mode)
     for file in part.glob("*.safetensors"):  # safetensors creates files that only the owner can read
         file.chmod(mode)
     for file in sorted(tokenizer.iterdir()) if tokenizer else ():

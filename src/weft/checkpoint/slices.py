@@ -46,9 +46,11 @@ class TensorSlice(NamedTuple):
 
 
 def model_slices(model: nn.Module) -> list[TensorSlice]:
-    """Slices of all parameters and buffers of a parallelized model that this rank holds."""
-    slices = []
+    """Slices of the parameters and buffers of a parallelized model that this rank holds; without those of a frozen base."""
+    slices, trained_only = [], runtime(model).saves_trained_only
     for name, parameter in named_weights(model, runtime(model).anatomy).items():
+        if trained_only and not parameter.requires_grad:
+            continue
         slices += _slices(f"weights/{name}", parameter.detach(), _packed(model, name))
     for name, buffer in model.named_buffers():
         slices += _slices(f"buffers/{name}", buffer, None)

@@ -10,25 +10,43 @@ def export(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     to: Annotated[Path, typer.Argument(help="Output folder.")],
     step: Annotated[Optional[int], typer.Option(help="Step of a checkpoint; default: end of the run.")] = None,  # noqa: UP045
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge adapters into the weights of their base model.")
+    ] = False,
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Dtype of the weights.")] = "fp32",
 ) -> None:
     """Write a Hugging Face folder from a run.
 
-    Writes the final weights or a checkpoint in the given dtype, with the tokenizer.
+    Writes the final weights or a checkpoint in the given dtype, with the tokenizer. Of a run with adapters: the adapters as
+    a folder of PEFT, or with --merge the full model.
     """
     import transformers
 
+    from weft.adapters.folder import export_adapters
     from weft.checkpoint.convert import to_huggingface
     from weft.checkpoint.folders import folder_of
     from weft.checkpoint.huggingface import convert_folder
     from weft.checkpoint.key import read_key
+    from weft.errors import JobError
     from weft.job import Job
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if step is None:
+    job = None if step is None else Job.load(run / "job.toml")
+    folder = None if job is None or step is None else folder_of(Path(job.checkpoint.folder or run), step)
+    key = read_key(job.checkpoint.key_file) if job else None
+    has_adapters = job.adapter.kind != "none" if job else (run / "export" / "adapter_config.json").exists()
+    if has_adapters:
+        print(export_adapters(run, to, merge=merge, dtype=dtype, checkpoint=folder, key=key))
+        return
+    if merge:
+        raise JobError(
+            f"--merge for {run}, which has no adapters",
+            where="command line",
+            rule="only adapters are merged; a run with adapter.kind = 'none' exports all weights",
+            fix="leave --merge out, or name a run with adapters that has ended, or one of its checkpoints with --step",
+        )
+    if folder is None:
         print(convert_folder(run / "export", to, dtype))
     else:
-        settings = Job.load(run / "job.toml").checkpoint
-        folder = folder_of(Path(settings.folder or run), step)
-        print(to_huggingface(folder, to, dtype=dtype, run=run, key=read_key(settings.key_file)))
+        print(to_huggingface(folder, to, dtype=dtype, run=run, key=key))

@@ -110,13 +110,14 @@ class LiveBytes(TorchDispatchMode):
         Gathers the weights of each FSDP2 unit once, so every rank must call it, after the first step.
 
         Args:
-            model: parallelized model.
-            optimizer: optimizer over the parameters of the model.
+            model: parallelized model whose weights are not gathered.
+            optimizer: optimizer over the trained parameters of the model.
             excluded: offloaded tensors, which are not on the device.
             buckets: persistent buffers of gradients, as with zero = 0.
             feedback: error feedback of compressed reductions; counts as optimizer state.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters += [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.exclude(excluded)
         self.track("parameters", parameters)
         self.track("buffers", model.buffers())

@@ -175,7 +175,7 @@ def _loss_plot(run: RunRecord) -> str:
 def _usage(run: Path, sample: str | None) -> str:
     """Code example that loads the export with Transformers and generates text; the prompt is the first words of `sample`."""
     export = (run / "export").resolve()
-    if not (export / "config.json").exists():
+    if not any((export / name).exists() for name in ("config.json", "adapter_config.json")):
         return page.absent(f"This run has no export. Create one from a checkpoint: weft export {run} TO --step STEP")
     prompt = " ".join((sample or "The").split(" ")[:4])[:40]
     lines = [

@@ -1,22 +1,32 @@
-"""Linear layers of tensor-parallel regions, with the low-rank adapters of PEFT around them (Hu et al., LoRA, 2021).
+"""Linear layers of tensor-parallel regions, with the adapters of PEFT around them: LoRA (Hu et al., 2021) and DoRA (Liu et al.,
+2024).
 
 PEFT puts a linear layer W into a wrapper that computes W x + scaling B A x. In a tensor-parallel region
 
     column-parallel W     A is the same on all ranks, its gradients are summed; B is split by rows, like W
     row-parallel W        A is split by columns, like W; B is the same on all ranks; the sum over ranks comes after the wrapper
+
+DoRA scales row i of W + scaling B A to the norm m_i, a trained magnitude:
+
+    column-parallel W     m is split, like the rows of W
+    row-parallel W        m is the same on all ranks; the squared norms of the rows are summed over ranks
 """
 
 import re
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import standard_name
+from weft.comm import collectives
 
 BASE = "base_layer"
 MATRIX = re.compile(r"(?P<layer>.*?)\.?lora_(?P<matrix>[AB])\.[^.]+")
+MAGNITUDE = re.compile(r"(?P<layer>.*?)\.?lora_magnitude_vector\.[^.]+")
 DROPOUT = re.compile(r"(?P<layer>.*?)\.?lora_dropout\.[^.]+")
 
 
@@ -28,13 +38,13 @@ class LinearPart(NamedTuple):
     module: nn.Module
     last: str
     """Standard name of the layer, such as q_proj; for a matrix of an adapter, that of the layer that it adapts."""
-    matrix: Literal["weight", "A", "B"]
+    matrix: Literal["weight", "A", "B", "magnitude"]
     layer: nn.Module
     """Module that computes the output: the layer, or the wrapper around it."""
 
 
 def linear_parts(region: nn.Module, config: Any, own_name: str = "") -> Iterator[LinearPart]:
-    """Linear layers inside of a region, and the matrices of their adapters.
+    """Linear layers inside of a region, and the matrices and magnitudes of their adapters.
 
     Args:
         region: attention or MLP; it may be a linear layer itself.
@@ -42,12 +52,18 @@ def linear_parts(region: nn.Module, config: Any, own_name: str = "") -> Iterator
         own_name: name of the region, for the role of a region that is a linear layer.
     """
     for name, module in region.named_modules():
-        if not isinstance(module, nn.Linear | Conv1D):
+        magnitude = MAGNITUDE.fullmatch(name)
+        if not magnitude and not isinstance(module, nn.Linear | Conv1D):
             continue
-        found = MATRIX.fullmatch(name)
+        found = magnitude or MATRIX.fullmatch(name)
         layer = found["layer"] if found else name.removesuffix(BASE).removesuffix(".")
-        matrix: Any = found["matrix"] if found else "weight"
+        matrix: Any = "magnitude" if magnitude else found["matrix"] if found else "weight"
         yield LinearPart(name, module, standard_name(config, layer or own_name), matrix, region.get_submodule(layer))
+
+
+def is_magnitude(name: str) -> bool:
+    """True for the name of a module with the magnitudes of DoRA."""
+    return MAGNITUDE.fullmatch(name) is not None
 
 
 def has_adapters(region: nn.Module) -> bool:
@@ -59,3 +75,21 @@ def adapter_dropouts(region: nn.Module, layer: nn.Module) -> list[nn.Module]:
     """Dropout modules of the adapters around a layer."""
     found = [(DROPOUT.fullmatch(name), module) for name, module in region.named_modules()]
     return [module for match, module in found if match and region.get_submodule(match["layer"]) is layer]
+
+
+def sum_row_norms(magnitude: Any, group: dist.ProcessGroup) -> None:
+    """Let DoRA around a row-parallel layer compute the norms of complete rows, of which each rank has a part.
+
+    Args:
+        magnitude: module of PEFT (`DoraLinearLayer`) with the magnitudes; its method for the norms is replaced on this object,
+            because the norms are computed between two matmuls, where no hook runs.
+        group: tp ranks.
+    """
+    own_norms = magnitude.get_weight_norm
+
+    def get_weight_norm(*args: Any, **kwargs: Any) -> Tensor:
+        norms = own_norms(*args, **kwargs).detach()  # a constant in backward, as in PEFT
+        wide = torch.promote_types(norms.dtype, torch.float32)
+        return collectives.reduce(norms.to(wide) ** 2, group).sqrt().to(norms.dtype)
+
+    magnitude.get_weight_norm = get_weight_norm

@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import Anatomy, standard_name
 from weft.errors import PlanError
-from weft.parallel.adapters import linear_parts
+from weft.parallel.adapters import is_magnitude, linear_parts
 from weft.parallel.tp_rules import (
     ATTENTION_MATRICES,
     CROSS_ATTENTION,
@@ -183,7 +183,7 @@ def _check_attention(name: str, attention: nn.Module, config: Any, tp: int) -> N
     for child, module in attention.named_modules():
         own = [key for key, _ in module.named_parameters(recurse=False) if not PER_HEAD.fullmatch(key)]
         norm = PROJECTION_NORM.fullmatch(standard_name(config, child))
-        if own and not norm and not isinstance(module, nn.Linear | Conv1D):
+        if own and not norm and not isinstance(module, nn.Linear | Conv1D) and not is_magnitude(child):
             raise _unknown_role(
                 f"{name}.{child or own[0]}", "weights inside attention are split by head, according to their names"
             )
@@ -235,7 +235,7 @@ def _check_matrices(name: str, part: nn.Module, config: Any, known: tuple[re.Pat
         full = f"{name}.{child}" if child else name
         # A scalar, such as the parameter of a learned activation, is the same for every hidden unit.
         wide = any(parameter.numel() > 1 for parameter in module.parameters(recurse=False))
-        if wide and known is MLP_MATRICES and not isinstance(module, nn.Linear | Conv1D):
+        if wide and known is MLP_MATRICES and not isinstance(module, nn.Linear | Conv1D) and not is_magnitude(child):
             raise _unknown_role(
                 full, "weights inside an MLP are split by hidden unit, and only those of linear layers are known"
             )

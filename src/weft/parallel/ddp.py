@@ -22,6 +22,7 @@ from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import AllReduce, PlainAllReduce, levels_of
 from weft.compat import call_after_backward
 from weft.memory.packed import has_values
+from weft.memory.quantized_weights import is_quantized
 from weft.parallel.weights import to_local
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
@@ -250,7 +251,11 @@ def _cast_in_forward(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> 
     def swap_in(*_: object) -> None:
         casts: dict[nn.Parameter, Tensor] = {}  # a tied weight is cast once
         for module in model.modules():
-            tables = [(name, p) for name, p in module._parameters.items() if p is not None and p.is_floating_point()]
+            tables = [
+                (name, p)
+                for name, p in module._parameters.items()
+                if p is not None and p.is_floating_point() and not is_quantized(p)
+            ]
             originals.extend((module._parameters, name, parameter) for name, parameter in tables)
         for table, name, parameter in originals:
             if parameter not in casts:

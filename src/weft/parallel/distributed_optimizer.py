@@ -22,6 +22,7 @@ from weft.memory.optimizer_state import StatePlacement
 from weft.memory.pool import Pool
 from weft.optimizers.muon import Muon, ranks_of
 from weft.optimizers.one_bit_adam import momentum_decay
+from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.gradients import scale_gradients, squared_grad_norm_share
 from weft.parallel.runtime import runtime
 from weft.precision.scaling import LossScale
@@ -123,6 +124,7 @@ class DistributedOptimizer:
     def track(self, live: LiveBytes) -> None:
         """Let a memory tracker count the persistent tensors of this training. Collective, after the first step."""
         reducer, feedback = self.runtime.gradient_reducer, self.runtime.feedback
+        free_gathered_weights(self.model)  # an evaluation may have left some
         live.track_training(
             self.model,
             self.inner,

@@ -35,6 +35,7 @@ from weft.backends.hierarchical import leaves_host
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
 from weft.compat import add_to_accumulated_gradients, end_fsdp_backward, fsdp_param_groups
+from weft.memory.quantized_weights import is_quantized, quantized_weights
 from weft.parallel.async_reduce_scatter import PendingReduceScatters, overlap_reduce_scatter
 from weft.parallel.ddp import GradientReducer, Unit, is_split
 from weft.parallel.weights import to_local
@@ -73,6 +74,8 @@ def apply_fsdp(
     fsdp_mesh = _hsdp_mesh if feedback is None else _shard_mesh_only
     settings["mesh"] = fsdp_mesh(mesh["dp_replicate"], shards)
     settings["shard_placement_fn"] = partial(_placement, shards.size())
+    if quantized := quantized_weights(model):
+        settings["ignored_params"] = set(quantized)
     for block in anatomy.blocks:
         for name in block.experts if expert_mesh else ():
             assert expert_mesh is not None
@@ -83,7 +86,14 @@ def apply_fsdp(
         _shard_unit(model.get_submodule(block.name), **settings)
     # The embedding is used only at the start of forward and at the end of backward, and is freed in between.
     if plan.parallel.zero == 3 and anatomy.embedding and not anatomy.tied:
-        _shard_unit(model.get_submodule(anatomy.embedding), **settings)
+        embedding = model.get_submodule(anatomy.embedding)
+        _shard_unit(embedding, **settings)
+        if not any(parameter.requires_grad for parameter in embedding.parameters()) and anatomy.blocks:
+            # Backward ends at the first block: prefetching a frozen embedding there would gather it for nothing.
+            last = [
+                unit for unit in model.get_submodule(anatomy.blocks[0].name).modules() if isinstance(unit, FSDPModule)
+            ][-1]
+            last.set_modules_to_backward_prefetch([last])  # only itself: disables the default
     # The root unit has the other parameters. Backward starts at the head, so that it stays gathered after forward.
     _shard_unit(model, **{**settings, "reshard_after_forward": False})
     if feedback is not None:
@@ -282,7 +292,9 @@ def reduce_gradients(model: Any, plan: Plan, reducer: GradientReducer | None) ->
         reducer.finish()
 
 
-def model_state_bytes(parameters: int, plan: Plan, experts: int = 0, states: int | None = None) -> dict[str, float]:
+def model_state_bytes(
+    parameters: int, plan: Plan, experts: int = 0, states: int | None = None, frozen: tuple[int, int] = (0, 0)
+) -> dict[str, float]:
     """Predicted peak of the model state between micro-batches in bytes per rank, by kind (formulas above).
 
     Args:
@@ -291,6 +303,7 @@ def model_state_bytes(parameters: int, plan: Plan, experts: int = 0, states: int
         plan: resolved; a forward dtype of "auto" counts as bf16.
         experts: the same count for experts with their own mesh.
         states: elements of optimizer state per element of a matrix, see `weft.job.states_of`; None: those of Adam.
+        frozen: both counts for frozen parameters, which have neither gradients nor optimizer state.
     """
     states = 2 + (plan.comm.compression == "1-bit") if states is None else states
     p, precision = plan.parallel, plan.precision.resolve(native_bf16=True)
@@ -298,9 +311,11 @@ def model_state_bytes(parameters: int, plan: Plan, experts: int = 0, states: int
     expert_shards = 1 if p.zero == 0 else p.dp_shard * p.cp * p.tp // p.ep
     sharded = parameters / shards + experts / expert_shards
     unsharded = float(parameters + experts)
+    frozen_shards = frozen[0] / shards + frozen[1] / expert_shards
+    gathered = 0.0 if p.zero in (0, 3) else unsharded + sum(frozen)
     return {
-        "parameters": BYTES[precision.update] * sharded,
-        "gathered parameters": 0.0 if p.zero in (0, 3) else BYTES[precision.param_dtype] * unsharded,
+        "parameters": BYTES[precision.update] * (sharded + frozen_shards),
+        "gathered parameters": BYTES[precision.param_dtype] * gathered,
         "gradients": BYTES[precision.reduce_dtype] * (unsharded if p.zero <= 1 or p.pp > 1 else sharded),
         "optimizer": states * bytes_per_state_element(precision) * sharded + _feedback_bytes(plan) * unsharded,
     }
@@ -318,14 +333,17 @@ def _feedback_bytes(plan: Plan) -> float:
     return (local + mean) * (p.zero == 0 or shards > 1) + replicas
 
 
-def count_local_parameters(model: nn.Module) -> tuple[int, int]:
-    """Parameters of one rank before ZeRO sharding: (all except experts with their own mesh, experts with their own mesh).
+def count_local_parameters(model: nn.Module, *, frozen: bool = False) -> tuple[int, int]:
+    """Trained parameters of one rank before ZeRO sharding: (without experts with their own mesh, experts with their own mesh).
 
     Args:
         model: parallelized model with sharded parameters, between steps.
+        frozen: True for the parameters that are not trained, without quantized ones.
     """
     totals = {False: 0, True: 0}
     for parameter in model.parameters():
+        if parameter.requires_grad == frozen or is_quantized(parameter):
+            continue
         size = parameter.numel()
         names: tuple[str, ...] = ()
         if isinstance(parameter, DTensor):

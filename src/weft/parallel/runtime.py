@@ -21,6 +21,7 @@ from weft.comm.compression.feedback import Feedback
 from weft.compat import find_hook
 from weft.errors import ModelError
 from weft.memory.offload import Offload
+from weft.memory.quantized_weights import to_empty
 from weft.parallel.async_reduce_scatter import PendingReduceScatters
 from weft.parallel.ddp import GradientReducer
 from weft.parallel.dropout import DropoutContext
@@ -60,6 +61,9 @@ class Runtime:
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """Custom loss for `weft.training.step`: (full logits, targets) -> sum over the targets; None: cross entropy."""
 
+    saves_trained_only: bool = False
+    """True if checkpoints leave out the frozen weights, which are those of the base model of adapters."""
+
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Leave the arguments unchanged; as a hook, the runtime is attached to its model."""
 
@@ -96,7 +100,7 @@ def runtime(model: nn.Module) -> Runtime:
 
 def allocate(model: Any, device: torch.device) -> None:
     """Allocate uninitialized memory for this rank's shards of a parallelized meta model."""
-    model.to_empty(device=device)
+    to_empty(model, device)
     if not runtime(model).splits_tied_weights:
         model.tie_weights()  # to_empty allocates each use of a tied weight separately
 

@@ -30,7 +30,7 @@ from weft.comm import collectives
 from weft.comm.overlap import Overlap, can_overlap
 from weft.comm.symmetric import find_fused_matmuls
 from weft.errors import PlanError
-from weft.parallel.adapters import BASE, adapter_dropouts, has_adapters, linear_parts
+from weft.parallel.adapters import BASE, adapter_dropouts, has_adapters, linear_parts, sum_row_norms
 from weft.parallel.async_tp import RegionBoundary, fuse_reduction, is_plain, share_gather
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.parallel.tp_rules import (
@@ -127,15 +127,15 @@ def _split_block(
                 module.register_forward_hook(_unsplit_hook(group))
             continue
         layouts |= _split_mlp(name, module, config, tp, split)
-        edge = None if has_adapters(module) else boundary(0)
-        # An MLP is computed per token, so that the parts may be concatenated along the batch dim, which needs no copy.
+        # An MLP is computed per token: concatenation along the batch dim needs no copy. Adapters' dropout needs whole rows.
+        dim, edge = (SEQUENCE, None) if has_adapters(module) else (0, boundary(0))
         alone = isinstance(module, nn.Linear | Conv1D) or hasattr(module, BASE)
         is_first = not alone or UP.fullmatch(standard_name(config, name))
         entry = module if is_first else None
         if entry is not None:
-            hook = _input_hook(module, config, group, sp, 0, FIRST_OF_MLP, edge, name)
+            hook = _input_hook(module, config, group, sp, dim, FIRST_OF_MLP, edge, name)
             entry.register_forward_pre_hook(hook, with_kwargs=True)
-        _reduce_output(module, config, group, sp, 0, edge, name)
+        _reduce_output(module, config, group, sp, dim, edge, name)
     experts = tuple(f"{name}." for name, _ in relative(block.experts))
     for name, _ in unit.named_parameters():
         in_region = any(name.startswith(f"{part}.") for part, _ in relative(block.attention + block.mlp))
@@ -212,7 +212,7 @@ def _split_column(
     if packed:
         split.packed[module] = packed
     shard_parameter(module, "weight", dim, tp, packed)
-    if module.bias is not None:
+    if getattr(module, "bias", None) is not None:  # magnitudes of DoRA have none
         shard_parameter(module, "bias", 0, tp, packed)
     if isinstance(module, Conv1D):
         module.nf //= tp.size()
@@ -221,7 +221,9 @@ def _split_column(
 
 def _split_row(name: str, module: Any, matrix: str, tp: DeviceMesh) -> dict[str, TensorLayout]:
     """Split a row-parallel linear layer: each rank uses a part of the inputs, and outputs are summed over ranks."""
-    if matrix == "B":  # a copy: the sum over ranks comes after it
+    if matrix == "magnitude":
+        sum_row_norms(module, tp.get_group())
+    if matrix in ("B", "magnitude"):  # a copy: the sum over ranks comes after it
         return {}
     shard_parameter(module, "weight", 0 if isinstance(module, Conv1D) else 1, tp)
     layouts = {f"{name}.weight": TensorLayout("shard")}
@@ -330,9 +332,8 @@ def _split_embedding_and_head(
 ) -> None:
     embedding: Any = model.get_submodule(anatomy.embedding) if anatomy.embedding else None
     head: Any = model.get_submodule(anatomy.head) if anatomy.head else None
-    for end in (
-        end for end in (embedding, head) if end is not None
-    ):  # with a pipeline, embedding or head may be on another stage
+    # With a pipeline, embedding or head may be on another stage.
+    for end in (end for end in (embedding, head) if end is not None):
         start, length = part_bounds(end.weight.shape[0], group.size(), group.rank())
         if end.weight.shape[0] % group.size() == 0:
             layout = TensorLayout("shard")

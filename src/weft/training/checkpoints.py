@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from weft.adapters.base import check_same_base
 from weft.checkpoint.folders import clean, folder_of, list_checkpoints, step_of
 from weft.checkpoint.key import read_key
 from weft.checkpoint.manifest import Manifest, Position
@@ -35,7 +36,7 @@ SAME_BATCHES = (
     "data.held_out",
 )
 """Keys that determine the rows of each global batch."""
-SAME_UPDATE = ("optimizer", "model.config", "train.loss", "plan.techniques")
+SAME_UPDATE = ("optimizer", "adapter", "model.config", "train.loss", "plan.techniques")
 """Keys and tables that determine updates, besides train.steps, which matters if past learning rates depend on it."""
 ANY_STEP = 2**62
 MAX_COMPARED_RATES = 10_000
@@ -205,6 +206,7 @@ class Checkpoints:
             self.memory.discard_after(step if from_memory else -1)
 
     def _check(self, folder: Path, manifest: Manifest) -> None:
+        check_same_base(self.job, manifest, folder)
         check_same_batches(self.job, self.data, manifest, folder)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from weft.anatomy.build import build_on_meta
+from weft.adapters.base import check_same_base
+from weft.adapters.model import build_model, check_plan
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.folders import list_checkpoints
@@ -31,7 +32,8 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
         JobError: the model has too few positions, or does not support packed documents.
     """
     config = read_config(job.model)
-    model = build_on_meta(config, torch.float32)
+    check_plan(job)
+    model = build_model(job, torch.float32)
     anatomy = read_anatomy(model)
     limit = anatomy.max_positions
     multiple = row_multiple(anatomy, job.plan)
@@ -91,6 +93,7 @@ def check_resume(job: Job, prepared: Prepared, resume: str | None, *, accept_cha
             if resume != "auto":
                 raise
             continue
+        check_same_base(job, manifest, folder)
         check_same_batches(job, (prepared.identity, *prepared.accepted), manifest, folder)
         if not accept_changes:
             check_same_update(job, manifest.job, manifest.position.step, str(folder))

@@ -25,6 +25,7 @@ from weft.errors import CheckpointError, NumericError
 from weft.job import Job, states_of
 from weft.launch.heartbeat import Heartbeat
 from weft.memory.live_bytes import LiveBytes
+from weft.memory.quantized_weights import quantized_bytes
 from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import count_local_parameters, model_state_bytes
 from weft.parallel.runtime import runtime, set_dropout_seed
@@ -338,7 +339,9 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
     micro_batches = next(train_batches(session, Position(step=0, next_batch=0, loss_scale=LossScale())))
     measured = measure_model_state(session.model, session.optimizer, micro_batches)
     dense, experts = count_local_parameters(session.model)
-    predicted = model_state_bytes(dense, session.job.plan, experts, states_of(session.job.optimizer.name))
+    frozen = count_local_parameters(session.model, frozen=True)
+    predicted = model_state_bytes(dense, session.job.plan, experts, states_of(session.job.optimizer.name), frozen)
+    predicted["parameters"] += quantized_bytes(session.model)
     if session.rank == 0:
         anatomy = session.anatomy
         summary = {
@@ -346,6 +349,7 @@ def _summarize(session: Session, out: Path, steps: int, seconds: float) -> None:
             "model_type": anatomy.family,
             "parameters": anatomy.parameters,
             "active_parameters": anatomy.active_parameters,
+            "trained_parameters": anatomy.parameters - anatomy.frozen_parameters,
             "anatomy": {role: f"{count} x {pattern}" for role, pattern, count in anatomy.table()},
             "memory": {"measured": measured, "predicted": predicted},
             "world_size": dist.get_world_size(),

@@ -9,6 +9,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from weft.adapters.base import pin_base
+from weft.adapters.folder import check_folder
 from weft.data import prepare
 from weft.device.detect import detect
 from weft.device.device import Device
@@ -148,6 +150,9 @@ def _lead_run(
     plan = job.plan.resolve(all_ranks)
     resolved = job.model_copy(update={"plan": plan})
     config, anatomy = check_model(resolved)
+    job = pin_base(job)
+    check_folder(job)
+    resolved = job.model_copy(update={"plan": plan})
     lines = explain_links(plan, coordinator.ranks_by_host() if coordinator else [ranks])
     prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
     check_tokens(resolved, prepared, config)

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from weft.adapters.folder import load_with_adapter
 from weft.data import Prepared, Rows, scored_pairs, unigram_and_bigram
 from weft.job import Job
 from weft.training.run_folder import (
@@ -33,7 +35,7 @@ def complete_summary(job: Job, prepared: Prepared, out: Path, log: Callable[[str
     }
     summary = read_table(out / SUMMARY) | {
         "baselines": _baselines(job, prepared),
-        "sample": sample(out / "export", prepared) if prepared.tokenizer else None,
+        "sample": sample(out / "export", prepared, load=partial(_load, job)) if prepared.tokenizer else None,
         "environment": environment,
     }
     write_summary(out, summary, log, "baselines and sample")
@@ -54,7 +56,21 @@ def _baselines(job: Job, prepared: Prepared) -> dict[str, float] | None:
     return {"unigram": unigram, "bigram": bigram}
 
 
-def sample(folder: Path, prepared: Prepared, *, prompt_tokens: int = 24, new_tokens: int = 96) -> str:
+def _load(job: Job, folder: Path) -> Any:
+    """Exported model, loaded by plain Transformers or by PEFT."""
+    if job.adapter.kind == "none":
+        return AutoModelForCausalLM.from_pretrained(folder)
+    return load_with_adapter(folder, job).eval()
+
+
+def sample(
+    folder: Path,
+    prepared: Prepared,
+    *,
+    prompt_tokens: int = 24,
+    new_tokens: int = 96,
+    load: Callable[[Path], Any] = AutoModelForCausalLM.from_pretrained,
+) -> str:
     """Text that the exported model generates from the start of a held-out row, using plain Transformers.
 
     In chats it answers the prompt of the first held-out chat.
@@ -66,7 +82,7 @@ def sample(folder: Path, prepared: Prepared, *, prompt_tokens: int = 24, new_tok
         row = torch.where(row < 0, ~row, row)
     else:
         row = Rows(spans, seq_len=prompt_tokens, packing=True, shuffle=False, seed=0)[0].tokens[:prompt_tokens]
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model = load(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     ids = row.to(torch.int64)[None]

@@ -3,20 +3,20 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from weft.anatomy.build import build_on_meta
+from weft.adapters.folder import save_adapters, start_adapters
+from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import export_model, materialize
 from weft.checkpoint.manifest import Position
-from weft.checkpoint.model_config import read_config
 from weft.checkpoint.snapshot import Snapshots
 from weft.comm.objects import all_gather_json
 from weft.data import MicroBatch, Prepared, Rows, batches, evaluation_batches
@@ -25,9 +25,10 @@ from weft.device.device import Device
 from weft.errors import CheckpointError
 from weft.job import Job
 from weft.launch.rank_entry import connect
+from weft.memory.storages import plain_parts
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
-from weft.parallel.runtime import allocate
+from weft.parallel.runtime import allocate, runtime
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
 from weft.topology.mesh import build_mesh, data_rank
@@ -78,17 +79,19 @@ def open_session(job: Job, prepared: Prepared, run: Path | None = None, resume: 
     torch_device = device.torch_device(local_rank)
     plan = job.plan.resolve(world_size).resolve_precision(device.supports("bf16"))
     mesh = build_mesh(plan, device.type, world_size)
-    model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
+    model = build_model(job, DTYPES[plan.precision.update])
     anatomy = read_anatomy(model)
     parallelize(model, plan, mesh)
     use_loss(model, job.train.loss)
     job = job.model_copy(update={"plan": plan})
     checkpoints = Checkpoints(job, run, prepared.identity, prepared.accepted) if run else None
     found = checkpoints.find(resume) if checkpoints else None
-    if found:
+    has_adapters = runtime(model).saves_trained_only = job.adapter.kind != "none"
+    if found and not has_adapters:
         allocate(model, torch_device)
     else:
-        materialize(model, job.model, torch_device)
+        start = partial(start_adapters, adapter=job.adapter, seed=job.model.init_seed)
+        materialize(model, job.model, torch_device, start)
         check_weights(model, str(job.model.path or "model.config"))
     model.train()
     torch.manual_seed(job.train.seed + data_rank(mesh))  # dropout
@@ -153,7 +156,7 @@ def held_out_batches(session: Session) -> list[MicroBatch]:
 
 
 def save_weights(session: Session, folder: Path) -> str:
-    """Write the weights as a Hugging Face folder with tokenizer. Collective; rank 0 writes.
+    """Write the weights as a Hugging Face folder with tokenizer; of adapters, a folder of PEFT. Collective; rank 0 writes.
 
     Returns:
         Error message, for example of a full disk, the same on all ranks; "" if the folder was written.
@@ -164,6 +167,8 @@ def save_weights(session: Session, folder: Path) -> str:
     ):  # a new model gets its end-of-text token from the tokenizer
         config.bos_token_id = config.eos_token_id = session.prepared.end_of_text
     tokenizer = Path(session.prepared.tokenizer) if session.prepared.tokenizer else None
+    if session.job.adapter.kind != "none":
+        return save_adapters(session.model, session.job, folder, tokenizer)
     return export_model(session.model, folder, tokenizer, DTYPES[session.job.plan.precision.update])
 
 
@@ -179,9 +184,8 @@ def check_weights(model: nn.Module, source: str) -> None:
     """
     own = []
     for name, parameter in model.named_parameters():
-        values = parameter.detach()
-        values = values.to_local() if isinstance(values, DTensor) else values
-        if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+        parts = plain_parts(parameter.detach())
+        if not all(bool(torch.isfinite(part).all()) for part in parts if part.is_floating_point()):
             own.append(name)
     bad = sorted({name for names in all_gather_json(own) for name in names})
     if bad:

@@ -30,6 +30,7 @@ def startup_screen(
         "device": _device(device, ranks, job.plan),
         "precision": f"{forward}; {job.plan.precision.reduce_dtype} reduction, {job.plan.precision.update} update",
         "model": _model(anatomy),
+        **({"adapter": _adapter(job, anatomy)} if job.adapter.kind != "none" else {}),
         "data": _data(prepared),
         "training": _training(job, prepared),
         "checkpoint": _checkpoint(job, anatomy, out),
@@ -43,7 +44,7 @@ def checkpoint_bytes(job: Job, parameters: int) -> float:
 
     Args:
         job: job of the run.
-        parameters: number of parameters of the full model.
+        parameters: number of parameters of the full model; with adapters, of the adapters.
     """
     precision, states = job.plan.precision, states_of(job.optimizer.name)
     return parameters * (BYTES[precision.update] + states * bytes_per_state_element(precision))
@@ -66,6 +67,14 @@ def _model(anatomy: Anatomy) -> str:
     )
 
 
+def _adapter(job: Job, anatomy: Anatomy) -> str:
+    adapter, trained = job.adapter, anatomy.parameters - anatomy.frozen_parameters
+    return (
+        f"{adapter.kind}, r {adapter.r}, alpha {adapter.alpha:g}: {format_count(trained)} parameters trained "
+        f"({trained / anatomy.parameters:.2%})"
+    )
+
+
 def _data(prepared: Prepared) -> str:
     train, held_out = prepared.train_tokens, prepared.held_out_tokens
     text = f"{format_count(train)} tokens to train on, {format_count(held_out)} held out"
@@ -83,7 +92,7 @@ def _training(job: Job, prepared: Prepared) -> str:
 
 def _checkpoint(job: Job, anatomy: Anatomy, out: Path) -> str:
     settings, folder = job.checkpoint, Path(job.checkpoint.folder or out)
-    size = checkpoint_bytes(job, anatomy.parameters)
+    size = checkpoint_bytes(job, anatomy.parameters - anatomy.frozen_parameters)
     schedule = "only when a signal ends the run"
     if settings.every:
         kept = f"the newest {settings.keep} are kept" if settings.keep else "all are kept"

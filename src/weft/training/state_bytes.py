@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from weft.data import MicroBatch
 from weft.memory.storages import plain_parts
 from weft.parallel.distributed_optimizer import DistributedOptimizer
-from weft.parallel.fsdp import begin_micro_batch
+from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
 from weft.parallel.runtime import runtime
 from weft.training.step import forward, token_loss
 
@@ -32,7 +32,8 @@ def measure_model_state(
         optimizer: optimizer of its parameters, after at least one step.
         batches: micro-batches of one step, on the device.
     """
-    shards = optimizer.parameters
+    free_gathered_weights(model)
+    shards = [*optimizer.parameters, *(parameter for parameter in model.parameters() if not parameter.requires_grad)]
     states = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
     ]

@@ -1,4 +1,4 @@
-"""A user's script for TRL, as it is today: knows nothing of Weft. python trl_script.py KIND OUT BATCH [lora] [JSON settings]"""
+"""A user's script for TRL, as it is today: knows nothing of Weft. python trl_script.py KIND OUT BATCH [lora | dora] [JSON]"""
 
 import json
 import sys
@@ -17,7 +17,10 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 kind, out, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
-lora, settings = "lora" in sys.argv, json.loads(sys.argv[-1]) if sys.argv[-1].startswith("{") else {}
+lora, settings = (
+    "lora" in sys.argv or "dora" in sys.argv,
+    json.loads(sys.argv[-1]) if sys.argv[-1].startswith("{") else {},
+)
 resume = settings.pop("resume", None)
 words = ["weft", "warp", "loom", "shuttle", "thread", "yarn", "cloth", "weave", "reed", "heddle"]
 special = ["<pad>", "<s>", "</s>", "<unk>", "Say", ":"]
@@ -62,7 +65,8 @@ more = {}
 if lora:
     from peft import LoraConfig
 
-    more = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}
+    dora = "dora" in sys.argv
+    more = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, use_dora=dora)}
 
 
 def line(index):

@@ -20,9 +20,8 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.anatomy.build import build_on_meta
+from weft.adapters.model import build_model
 from weft.anatomy.transformers import read_anatomy
-from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.device.cpu import Cpu
 from weft.device.detect import detect
@@ -70,10 +69,11 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
     """Dry-run some ranks of a job, after all checks of job and plan. Arguments as for `trace_rank`.
 
     Raises:
-        JobError: a rank does not exist, or the rows of the job do not fit the model.
+        JobError: a rank does not exist, the rows of the job do not fit the model, or the job quantizes weights.
         PlanError: the plan does not fit the model or the number of ranks.
         ModelError: the model cannot be built or read.
     """
+    _refuse_quantized(job)
     plan = job.plan.resolve(world_size).resolve_precision(native_bf16(device_type))
     check_model(job.model_copy(update={"plan": plan}))
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
@@ -84,6 +84,16 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
             fix="choose a rank in this range",
         )
     return trace_all([(job, world_size, rank, device_type) for rank in ranks])
+
+
+def _refuse_quantized(job: Job) -> None:
+    if job.adapter.kind == "qlora":
+        raise JobError(
+            "a dry run with adapter.kind = 'qlora'",
+            where="adapter.kind",
+            rule="the quantized weights of torchao cannot be fake tensors",
+            fix="dry-run the job with adapter.kind = 'lora'; int8 weights need a quarter of the memory of float32 ones",
+        )
 
 
 def native_bf16(device_type: str) -> bool:
@@ -133,9 +143,10 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
         ModelError: the model cannot be built or read.
-        JobError: this process is in a process group already.
+        JobError: this process is in a process group already, or the job quantizes weights.
     """
     started = time.perf_counter()
+    _refuse_quantized(job)
     plan = job.plan.resolve(world_size).resolve_precision(native_bf16(device_type))
     job = job.model_copy(update={"plan": plan})
     absent = device_type not in ("cpu", detect().type)
@@ -143,7 +154,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
     with ExitStack() as stack:
         stack.enter_context(fake_world(rank, world_size))
         mesh = build_mesh(plan, device.type, world_size)
-        model = build_on_meta(read_config(job.model), DTYPES[plan.precision.update])
+        model = build_model(job, DTYPES[plan.precision.update])
         anatomy = read_anatomy(model)
         route_evenly(model, anatomy)
         if absent:

@@ -7,7 +7,7 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.device.detect import detect
-from weft.errors import DeviceError, WeftError
+from weft.errors import DeviceError, JobError, WeftError
 from weft.job import Job
 from weft.parallel.parallelize import check_axes
 from weft.plan import Parallel, Pipeline
@@ -39,7 +39,16 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
 
     Raises:
         ModelError: the model's configuration cannot be read.
+        JobError: the job trains adapters.
     """
+    if job.adapter.kind != "none":
+        raise JobError(
+            f"a search of plans for adapter.kind = {job.adapter.kind!r}",
+            where="adapter.kind",
+            rule="the formulas of the search count gradients and optimizer states of all weights, and a job with adapters has "
+            "none of its frozen weights",
+            fix="count the memory and traffic of one plan: weft dryrun JOB.toml --world-size N",
+        )
     precision = job.plan.precision.resolve(cluster.device.native_bf16)
     dtype = "bf16" if precision.param_dtype in ("bf16", "fp16") else "fp32"
     stack = stack_for(precision)

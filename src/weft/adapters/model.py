@@ -1,0 +1,242 @@
+"""Models with the adapters of PEFT: LoRA (Hu et al., 2021), DoRA (Liu et al., 2024) and QLoRA (Dettmers et al., 2023).
+
+PEFT replaces a linear layer W by a wrapper that computes W x + (alpha / r) B A x. W is frozen, A and B are trained. DoRA
+also trains the norm of each row of W. All arithmetic is PEFT's own.
+"""
+
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from weft.anatomy.build import build_on_meta
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.model_config import read_config
+from weft.errors import JobError, PlanError, nearest
+from weft.job import Adapter, Job
+
+ALL_LINEAR = "all-linear"
+NAME = "default"
+"""Name of the adapter in PEFT, which allows several."""
+
+
+def build_model(job: Job, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model of a job on the meta device, with the adapters of the job.
+
+    Raises:
+        ModelError: the model cannot be built.
+        JobError: see `add_adapters`.
+    """
+    model = build_on_meta(read_config(job.model), dtype)
+    add_adapters(model, job.adapter)
+    return model
+
+
+def add_adapters(model: Any, adapter: Adapter, seed: int | None = None) -> None:
+    """Add the adapters of a job to a model, in place, and freeze all other weights. Nothing to do for kind = "none".
+
+    Args:
+        model: unmodified model. On the meta device the adapters are on the meta device too.
+        adapter: table of the job.
+        seed: the adapters are equal to those of `peft.get_peft_model` after torch.manual_seed(seed); None: any random state.
+
+    Raises:
+        JobError: peft is not installed, a target is no linear layer of a block, or the model has no linear layers.
+    """
+    if adapter.kind == "none":
+        return
+    peft = import_peft()
+    check_targets(model, adapter)
+    if adapter.kind == "qlora":
+        _quantize(model, adapter)
+    if seed is not None:
+        torch.manual_seed(seed)
+    on_meta = next(model.parameters()).is_meta
+    try:
+        peft.inject_adapter_in_model(peft_config(adapter), model, NAME, low_cpu_mem_usage=on_meta)
+    except ValueError as error:
+        raise _refused_by_peft(str(error)) from None
+    # PEFT adapts the experts of a family in one tensor, where their names match, by parametrizations of torch in forward.
+    wrapped = [name for name, module in model.named_modules() if type(module).__name__ == "ParamWrapper"]
+    if wrapped:
+        raise _refused_by_peft(f"{wrapped[0]} holds the weights of all its experts in one tensor")
+
+
+def _refused_by_peft(problem: str) -> JobError:
+    return JobError(
+        problem,
+        where="adapter.targets",
+        rule="adapters are around linear layers, whose weights are matrices",
+        fix='name the layers without experts, for example adapter.targets = ["q_proj", "k_proj", "v_proj", "o_proj"]',
+    )
+
+
+def peft_config(adapter: Adapter) -> Any:
+    """Configuration of PEFT, a new `LoraConfig`, for the adapters of a job."""
+    return import_peft().LoraConfig(
+        r=adapter.r,
+        lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
+        target_modules=ALL_LINEAR if adapter.targets == ALL_LINEAR else _targets(adapter),
+        lora_dropout=adapter.dropout,
+        use_dora=adapter.kind == "dora",
+        task_type="CAUSAL_LM",
+    )
+
+
+def import_peft() -> Any:
+    """Module peft.
+
+    Raises:
+        JobError: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise JobError(
+            f"an adapter, and peft cannot be imported: {error}",
+            where="adapter.kind",
+            rule="adapters are those of PEFT",
+            fix='pip install "weft-train[hf]"',
+        ) from None
+    return peft
+
+
+def _quantize(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Quantize the weights that get an adapter to int8 with a scale for each row, in place."""
+    blocks = tuple(f"{block.name}." for block in read_anatomy(model).blocks)
+
+    def chosen(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and name.startswith(blocks) and is_target(name, adapter)
+
+    torchao = import_torchao()
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(set_inductor_config=False), chosen)
+
+
+def import_torchao() -> Any:
+    """Module torchao.quantization.
+
+    Raises:
+        JobError: it is not installed.
+    """
+    try:
+        import torchao.quantization
+    except ImportError as error:
+        raise JobError(
+            f"adapter.kind = 'qlora', and torchao cannot be imported: {error}",
+            where="adapter.kind",
+            rule="weights are quantized by torchao",
+            fix='pip install "weft-train[qlora]"; or set adapter.kind = "lora"',
+        ) from None
+    return torchao.quantization
+
+
+def check_plan(job: Job) -> None:
+    """Refuse a plan that the adapters of a job do not support.
+
+    Args:
+        job: job with a resolved plan.
+
+    Raises:
+        PlanError: names the setting.
+    """
+    plan = job.plan
+    if job.adapter.kind != "qlora":
+        return
+    refused = {
+        "parallel.zero": (
+            plan.parallel.zero == 3,
+            2,
+            "each rank holds the quantized weights in full, and zero 3 shards all",
+        ),
+        "parallel.tp": (plan.parallel.tp > 1, 1, "the scales of quantized weights are not split over tp ranks"),
+        "precision.weights": (plan.precision.weights != "whole", "whole", "quantized weights have no low halves"),
+        "guard.sdc_check_interval": (
+            job.guard.sdc_check_interval > 0,
+            0,
+            "replicas of quantized weights are not compared",
+        ),
+    }
+    for key, (is_set, allowed, reason) in refused.items():
+        if is_set:
+            key = key if key.startswith("guard") else f"plan.{key}"
+            raise PlanError(
+                f"adapter.kind = 'qlora' with {key} = {attrgetter(key)(job)!r}",
+                where=key,
+                rule=reason,
+                fix=f"set {key} = {allowed!r}; or set adapter.kind = 'lora'",
+            )
+
+
+def check_targets(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Refuse targets that are not linear layers of the model's blocks.
+
+    Args:
+        model: model without adapters.
+        adapter: table of the job.
+
+    Raises:
+        JobError: a target matches no module, or a module that is no linear layer of a block.
+    """
+    anatomy = read_anatomy(model)
+    blocks = tuple(f"{block.name}." for block in anatomy.blocks)
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name.startswith(blocks)
+    }
+    if not linear:
+        raise JobError(
+            f"adapter.kind = {adapter.kind} for a {anatomy.family} model without linear layers in its blocks",
+            where="adapter.kind",
+            rule="adapters are around linear layers",
+            fix='set adapter.kind = "none"',
+        )
+    if adapter.targets == ALL_LINEAR:
+        return
+    for target in _targets(adapter):
+        found = [(name, module) for name, module in model.named_modules() if _matches(name, target)]
+        fused = _fused_experts(model, target)
+        wrong = next((name for name, _ in found if name not in linear), None)
+        if found and wrong is None:
+            continue
+        what = f"the target {target!r} matches no module of the model"
+        rule, fix = "a target is the end of the name of a linear layer in a block", nearest(target, _last_names(linear))
+        if fused:
+            what = f"the target {target!r} is the weight of all experts of a layer, {fused}"
+            rule = "adapters are around linear layers, and this family keeps the weights of its experts in one tensor"
+            fix = f"leave it out of adapter.targets; linear layers are {', '.join(_last_names(linear))}"
+        elif wrong is not None:
+            what = f"the target {target!r} matches {wrong}, which is no linear layer of a block"
+        raise JobError(what, where="adapter.targets", rule=rule, fix=fix)
+
+
+def is_target(name: str, adapter: Adapter) -> bool:
+    """True if a linear layer of a block gets an adapter.
+
+    Args:
+        name: full name of the layer.
+        adapter: table of the job.
+    """
+    return adapter.targets == ALL_LINEAR or any(_matches(name, target) for target in _targets(adapter))
+
+
+def _targets(adapter: Adapter) -> list[str]:
+    return [adapter.targets] if isinstance(adapter.targets, str) else list(adapter.targets)
+
+
+def _matches(name: str, target: str) -> bool:
+    """True if PEFT finds a module by an entry of its list `target_modules`."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _last_names(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _fused_experts(model: nn.Module, target: str) -> str | None:
+    """Parameter with the weights of several experts that a target names."""
+    return next((name for name, p in model.named_parameters() if p.ndim == 3 and _matches(name, target)), None)
