@@ -349,7 +349,7 @@ def main(
                 passed = None if name == "plain" else {key for key, one in plain.items() if one.outcome == "passed"}
                 if name in chosen and (again or only or not known):
                     print(f"{path.relative_to(sources)}: {name}", flush=True)
-                    fresh = out / "fresh.json"
+                    fresh = out / f"fresh-{os.getpid()}.json"
                     in_own_process(run_file, path, name, passed, only, timeout, out / "tests", fresh)
                     known |= json.loads(fresh.read_text())
                     fresh.unlink()

@@ -33,7 +33,11 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         ModelError: a role is missing; the message has the names that were searched.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:  # of Transformers, for a model without a module that it takes for embeddings
+        embedding = None
+    head = model.get_output_embeddings()
     if embedding is None:
         raise _unreadable(model, "embedding", "get_input_embeddings() to name a module")
     stack_name, stack = _find_blocks(model)
