@@ -80,6 +80,7 @@ class Anatomy:
     family: str
     """model_type of its configuration."""
     embedding: str
+    """Input embeddings; "" for a model whose roles are not known."""
     blocks: tuple[Block, ...]
     final_norm: str | None
     head: str
@@ -92,6 +93,11 @@ class Anatomy:
     vocab_size: int
     max_positions: int | None
     """Longest sequence that the configuration allows; None if it has no limit."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a model whose roles are not known, see `weft.anatomy.plain`."""
+        return not self.embedding and not self.head
 
     @property
     def has_experts(self) -> bool:

@@ -42,6 +42,8 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         raise _unreadable(model, "embedding", "get_input_embeddings() to name a module")
     stack_name, stack = _find_blocks(model)
     config = model.config.get_text_config()
+    if getattr(config, "vocab_size", None) is None:
+        raise _unreadable(model, "vocabulary", "vocab_size in its configuration")
     blocks = tuple(_read_block(f"{stack_name}.{index}", block, config) for index, block in enumerate(stack.children()))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Anatomy(

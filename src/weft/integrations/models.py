@@ -109,7 +109,7 @@ def parallelize_for_script(core: PreTrainedModel, plan: Plan, mesh: DeviceMesh, 
         getattr(any_version, "activation_checkpointing_disable", any_version.gradient_checkpointing_disable)()
     nn.Module.to(core, device)
     set_update_dtype(core, DTYPES[plan.precision.update])
-    parallelize(core, plan, mesh, library_num_items=True)
+    parallelize(core, plan, mesh, library_num_items=True, any_model=True)
 
 
 def plan_for_script(plan: Plan, mixed_precision: str, model: nn.Module) -> Plan:

@@ -6,13 +6,14 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from weft.anatomy.plain import read_plain_anatomy
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.objects import all_gather_json
 from weft.comm.overlap import check_chunks
 from weft.device.detect import detect
-from weft.errors import PlanError
+from weft.errors import ModelError, PlanError
 from weft.memory.offload import build_offload
 from weft.memory.recompute import apply_recompute, patch_library_recompute
 from weft.memory.weights import split_weights
@@ -48,7 +49,9 @@ from weft.precision.roles import compute_in_float32
 from weft.topology.mesh import build_expert_mesh, check_mesh, ranks_along
 
 
-def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: bool = False) -> PreTrainedModel:
+def parallelize(
+    model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: bool = False, any_model: bool = False
+) -> PreTrainedModel:
     """Parallelize an unmodified Transformers model over the ranks of a mesh according to a plan, in place.
 
     The model keeps its class, its forward and its parameter names. Its parameters are sharded, so create the optimizer from
@@ -62,6 +65,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         mesh: device mesh from `weft.build_mesh(plan, ...)`.
         library_num_items: True: a loss with `num_items_in_batch` is the loss sum of this data rank alone, divided by it, as in
             Transformers, whose Trainer multiplies it by the number of data ranks. False: it is the sum over all data ranks.
+        any_model: True: a model of Transformers that is no causal language model runs under a plan of data parallelism alone.
 
     Returns:
         The same model; `weft.runtime(model)` holds the state of the techniques that were applied.
@@ -73,7 +77,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     """
     plan = plan.resolve(mesh.size()).resolve_precision(_native_bf16(plan))
     check_mesh(plan, mesh)
-    full_anatomy = anatomy = read_anatomy(model)
+    full_anatomy = anatomy = _read_anatomy(model, plan, any_model)
     p = plan.parallel
     chain = check_axes(model, anatomy, plan)
     replaces_attention = uses_context_attention(model, anatomy, plan)
@@ -89,7 +93,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     if p.ep > 1:
         overlap_shared_experts(model, anatomy)
     split_inputs = runtime.tensor_split.split_inputs
-    runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan), split_inputs)
+    if not full_anatomy.is_plain:  # whose dropout acts on tokens
+        runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan), split_inputs)
     if replaces_attention:
         apply_cp(model, anatomy, mesh, plan.comm.ulysses_chunks, runtime.dropout)
     runtime.takes_full_rows = p.tp > 1 or replaces_attention
@@ -130,6 +135,18 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         )
     model.register_forward_pre_hook(runtime)
     return model
+
+
+def _read_anatomy(model: PreTrainedModel, plan: Plan, any_model: bool) -> Anatomy:
+    """Anatomy of a causal language model; that of any model, if it is allowed and the plan needs no roles."""
+    p, memory, precision = plan.parallel, plan.memory, plan.precision
+    needs_roles = p.tp * p.cp * p.pp * p.ep > 1 or memory.recompute or memory.offload or plan.techniques
+    try:
+        return read_anatomy(model)
+    except ModelError:
+        if not any_model or needs_roles or precision.fp32_modules or precision.backward == "fp16":
+            raise
+    return read_plain_anatomy(model)
 
 
 def _native_bf16(plan: Plan) -> bool:
