@@ -1,7 +1,7 @@
 """Local hub for TRL's own tests: the tiny models and the dataset that they load by name, made here.
 
-The models have the sizes of TRL's `scripts/generate_tiny_models`, and a tokenizer that is trained on the texts of the dataset; the
-dataset is that of TRL's `scripts/generate_zen_dataset.py`, which has its rows as text.
+The models have the sizes of TRL's `scripts/generate_tiny_models`, and a tokenizer that is trained on the texts of the
+dataset. The dataset is that of TRL's `scripts/generate_zen_dataset.py`, which has its rows as text.
 """
 
 import json
@@ -73,7 +73,9 @@ def make_tokenizer(texts: list[str], template: str) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1000, special_tokens=special, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=1000, special_tokens=special, initial_alphabet=alphabet)
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = template
     return fast
