@@ -1,7 +1,9 @@
 """`accelerate.Accelerator` under a plan: an unmodified loop has the losses, norms, metrics and weights of one process."""
 
+import gc
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -222,6 +224,23 @@ def test_what_cannot_be_prepared_is_refused(what: str, kind: type, said: str) ->
     (found,) = run_ranks(1, refused, what)
     assert found.startswith(kind.__name__)
     assert said in found
+
+
+def is_freed(rank: int, ranks: int) -> bool:
+    try:
+        accelerator = WeftAccelerator(cpu=True)
+        found = weakref.ref(accelerator)
+        gc.disable()
+        del accelerator
+        return found() is None
+    finally:
+        gc.enable()
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def test_an_accelerator_that_nobody_uses_is_freed_at_once() -> None:
+    assert run_ranks(1, is_freed) == [True]
 
 
 def generated(rank: int, ranks: int, plan: Plan | None, seed: int = 0) -> tuple[str, list[int]]:

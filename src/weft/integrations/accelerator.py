@@ -14,6 +14,7 @@
 import contextlib
 import inspect
 import os
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -101,7 +102,8 @@ class WeftAccelerator(DataRankAccelerator):
         """Parallelized model of each prepared model, which may be a wrapper around it."""
         self._full_outputs: dict[nn.Module, FullOutputs] = {}
         """Hooks of each parallelized model that is split."""
-        self.training_state = ScriptState(lambda: self._optimizers, self.weft_device, self.device)
+        own: Any = weakref.ref(self)  # a cycle would keep an accelerator that nobody uses until the next garbage collection
+        self.training_state = ScriptState(lambda: own()._optimizers, self.weft_device, self.device)
 
     @property
     def mixed_precision(self) -> str:
