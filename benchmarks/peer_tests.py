@@ -57,8 +57,7 @@ SUITES = {
     ],
     "trl": [f"tests/test_{name}_trainer.py" for name in ("sft", "dpo", "reward", "kto", "grpo", "rloo")],
     "accelerate": [
-        *(f"tests/test_{name}.py" for name in ("accelerator", "data_loader", "optimizer", "scheduler")),
-        *(f"tests/test_{name}.py" for name in ("grad_sync", "state_checkpointing")),
+        *(f"tests/test_{name}.py" for name in ("accelerator", "data_loader", "optimizer", "scheduler", "grad_sync")),
         *(f"src/accelerate/test_utils/scripts/test_{name}.py" for name in ("script", "sync", "ops")),
         "src/accelerate/test_utils/scripts/test_distributed_data_loop.py",
         "src/accelerate/test_utils/scripts/external_deps/test_metrics.py",

@@ -192,7 +192,8 @@ def refused(rank: int, ranks: int, what: str) -> str:
     try:
         if what == "other runtime":
             WeftAccelerator(cpu=True, fsdp_plugin=object())
-        accelerator = WeftAccelerator(cpu=True, plan=Plan())
+        recomputes = {"memory": {"recompute": ["block"]}} if what == "module" else {}
+        accelerator = WeftAccelerator(cpu=True, plan=Plan.model_validate(recomputes))
         model = torch.nn.Linear(2, 2)
         if what == "sync":
             accelerator.trigger_sync_in_backward(model)
@@ -216,7 +217,7 @@ def refused(rank: int, ranks: int, what: str) -> str:
         ("other runtime", JobError, "fsdp_plugin in the Accelerator"),
         ("sync", ModelError, "accelerator.trigger_sync_in_backward"),
         ("join", ModelError, "accelerator.join_uneven_inputs"),
-        ("module", ModelError, "accelerator.prepare of a Linear"),
+        ("module", ModelError, "plan.memory.recompute for a Linear"),
         ("optimizer", ModelError, "the optimizer has parameters that no prepared model has"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Models of Transformers that are no causal language models, under data parallelism: losses and weights of one process."""
+"""Models that are no causal language models of Transformers, under data parallelism: losses and weights of one process."""
 
 import os
 from pathlib import Path
@@ -33,10 +33,27 @@ class Line(transformers.PreTrainedModel):
         return nn.functional.mse_loss(y, labels), y
 
 
+class Layers(nn.Module):
+    """Module of a user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        y = x
+        for layer in self.layers:
+            y = torch.tanh(layer(y))
+        return nn.functional.mse_loss(y * self.scale, labels), y
+
+
 def build(kind: str) -> Any:
     torch.manual_seed(1)
     if kind == "scalars":
         return Line(transformers.PreTrainedConfig())
+    if kind == "module":
+        return Layers()
     if kind == "images":
         config = transformers.ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=3)
         return transformers.ViTForImageClassification(config).eval()
@@ -51,7 +68,7 @@ def build(kind: str) -> Any:
 def rows(kind: str) -> dict[str, Tensor]:
     """Four rows, with equal numbers of targets."""
     torch.manual_seed(2)
-    if kind == "scalars":
+    if kind in ("scalars", "module"):
         return {"x": torch.randn(4, 3), "labels": torch.randn(4, 3)}
     if kind == "images":
         return {"pixel_values": torch.randn(4, 3, 8, 8), "labels": torch.randint(0, 3, (4,))}
@@ -87,7 +104,7 @@ def train_under(rank: int, ranks: int, kind: str, plan: Plan, folder: Path) -> t
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize("kind", ["scalars", "images", "encoder-decoder", "classifier", "masked words"])
+@pytest.mark.parametrize("kind", ["scalars", "module", "images", "encoder-decoder", "classifier", "masked words"])
 def test_a_model_without_known_roles_equals_one_process(kind: str, zero: int, tmp_path: Path) -> None:
     model = build(kind)
     losses = train(
@@ -100,6 +117,9 @@ def test_a_model_without_known_roles_equals_one_process(kind: str, zero: int, tm
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_such_a_model_is_not_split(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="bert is an encoder-only model"):
-        run_ranks(2, train_under, "classifier", Plan.model_validate({"parallel": {"tp": 2}}), tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "said"), [("classifier", "bert is an encoder-only model"), ("module", "plan.parallel.tp for a Layers")]
+)
+def test_such_a_model_is_not_split(kind: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=said):
+        run_ranks(2, train_under, kind, Plan.model_validate({"parallel": {"tp": 2}}), tmp_path)

@@ -1,4 +1,4 @@
-"""Anatomy of a model of Transformers whose roles are not known: an encoder, a vision model, a user's own model.
+"""Anatomy of a model whose roles are not known: an encoder, a vision model, a user's own module.
 
 Only data parallelism, which needs no roles, applies to such a model. Lists of modules of one class are its blocks, so that
 ZeRO gathers one block at a time.
@@ -7,17 +7,16 @@ ZeRO gathers one block at a time.
 from collections import Counter
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy, Block
 
 
-def read_plain_anatomy(model: PreTrainedModel) -> Anatomy:
-    """Read the blocks of any model of Transformers; it may be on the meta device."""
+def read_plain_anatomy(model: nn.Module) -> Anatomy:
+    """Read the blocks of any module; it may be on the meta device."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     names = [f"{name}.{index}" for name, stack in _stacks(model).items() for index in range(len(stack))]
     return Anatomy(
-        family=model.config.model_type,
+        family=getattr(getattr(model, "config", None), "model_type", type(model).__name__),
         embedding="",
         blocks=tuple(Block(name, (), (), (), (), (), (), ()) for name in names),
         final_norm=None,

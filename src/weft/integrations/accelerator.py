@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from weft.checkpoint.huggingface import gather_weights
 from weft.comm.objects import broadcast_json
@@ -98,11 +97,13 @@ class WeftAccelerator(DataRankAccelerator):
         self._requested_precision = str(requested)
         self.seed = broadcast_json(torch.initial_seed() % 2**31)  # of dropout: that of the script on rank 0
         self._in_no_sync = False
-        self._cores: dict[nn.Module, PreTrainedModel] = {}
+        self._cores: dict[nn.Module, Any] = {}
         """Parallelized model of each prepared model, which may be a wrapper around it."""
         self._full_outputs: dict[nn.Module, FullOutputs] = {}
         """Hooks of each parallelized model that is split."""
-        own: Any = weakref.ref(self)  # a cycle would keep an accelerator that nobody uses until the next garbage collection
+        own: Any = weakref.ref(
+            self
+        )  # a cycle would keep an accelerator that nobody uses until the next garbage collection
         self.training_state = ScriptState(lambda: own()._optimizers, self.weft_device, self.device)
 
     @property
@@ -148,7 +149,7 @@ class WeftAccelerator(DataRankAccelerator):
         """Parallelize a model in place, and return it. Collective.
 
         Args:
-            model: causal language model of Transformers, or a PEFT model of one.
+            model: causal language model of Transformers, or a PEFT model of one; under data parallelism alone, any module.
             device_placement: ignored; the shards are always on the device.
             evaluation_mode: True: the model will not be trained, such as the reference model of a preference loss.
         """

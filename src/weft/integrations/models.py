@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from weft.errors import CheckpointError, ModelError, PlanError
 from weft.parallel.parallelize import parallelize
@@ -16,22 +15,9 @@ from weft.precision.dtypes import DTYPES
 from weft.training.prepare import set_update_dtype
 
 
-def core_of(model: Any) -> PreTrainedModel:
-    """Model of Transformers that a script trains: the model itself, or the base of a PEFT model.
-
-    Raises:
-        ModelError: it is another kind of module.
-    """
-    core = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(core, PreTrainedModel):
-        raise ModelError(
-            f"accelerator.prepare of a {type(core).__name__}",
-            where="accelerator.prepare",
-            rule="a plan parallelizes causal language models of Transformers",
-            fix="move a module that is not trained with .to(accelerator.device); a trained one must be inside of a model of "
-            "Transformers",
-        )
-    return core
+def core_of(model: Any) -> Any:
+    """Module that is parallelized: the model of a script itself, or the base of a PEFT model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def refuse_trained_parts(model: nn.Module, core: nn.Module) -> None:
@@ -86,9 +72,11 @@ def save_full_weights(model: Any, gather: Callable[[], dict[str, Tensor]]) -> No
     """Let `model.save_pretrained(...)` of a script write the full weights, if all ranks call it, as they do with DDP.
 
     Args:
-        model: prepared model; its method is replaced on this object.
+        model: prepared model; its method, if it has one, is replaced on this object.
         gather: returns the full weights on rank 0. Collective.
     """
+    if not hasattr(model, "save_pretrained"):
+        return
     save = model.save_pretrained
 
     def save_pretrained(*args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
@@ -99,7 +87,7 @@ def save_full_weights(model: Any, gather: Callable[[], dict[str, Tensor]]) -> No
     model.save_pretrained = save_pretrained
 
 
-def parallelize_for_script(core: PreTrainedModel, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
+def parallelize_for_script(core: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
     """Parallelize a model that has its weights, in place; `num_items_in_batch` keeps the meaning of Transformers.
 
     Recompute that the script has switched on stays on, unless the plan recomputes.

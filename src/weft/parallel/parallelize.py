@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -65,7 +66,7 @@ def parallelize(
         mesh: device mesh from `weft.build_mesh(plan, ...)`.
         library_num_items: True: a loss with `num_items_in_batch` is the loss sum of this data rank alone, divided by it, as in
             Transformers, whose Trainer multiplies it by the number of data ranks. False: it is the sum over all data ranks.
-        any_model: True: a model of Transformers that is no causal language model runs under a plan of data parallelism alone.
+        any_model: True: a module that is no causal language model of Transformers runs under a plan of data parallelism alone.
 
     Returns:
         The same model; `weft.runtime(model)` holds the state of the techniques that were applied.
@@ -79,8 +80,8 @@ def parallelize(
     check_mesh(plan, mesh)
     full_anatomy = anatomy = _read_anatomy(model, plan, any_model)
     p = plan.parallel
-    chain = check_axes(model, anatomy, plan)
-    replaces_attention = uses_context_attention(model, anatomy, plan)
+    chain = None if anatomy.is_plain else check_axes(model, anatomy, plan)
+    replaces_attention = not anatomy.is_plain and uses_context_attention(model, anatomy, plan)
     runtime = Runtime(plan, mesh, full_anatomy, RouterStats(model, anatomy, mesh))
     if chain is not None:
         anatomy, stage_io = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
@@ -137,16 +138,31 @@ def parallelize(
     return model
 
 
-def _read_anatomy(model: PreTrainedModel, plan: Plan, any_model: bool) -> Anatomy:
-    """Anatomy of a causal language model; that of any model, if it is allowed and the plan needs no roles."""
-    p, memory, precision = plan.parallel, plan.memory, plan.precision
-    needs_roles = p.tp * p.cp * p.pp * p.ep > 1 or memory.recompute or memory.offload or plan.techniques
-    try:
-        return read_anatomy(model)
-    except ModelError:
-        if not any_model or needs_roles or precision.fp32_modules or precision.backward == "fp16":
-            raise
+def _read_anatomy(model: nn.Module, plan: Plan, any_model: bool) -> Anatomy:
+    """Anatomy of a causal language model; that of any module, if it is allowed and the plan needs no roles."""
+    if isinstance(model, PreTrainedModel) or not any_model:
+        try:
+            return read_anatomy(model)  # type: ignore[arg-type]
+        except ModelError:
+            if not any_model or _needs_roles(plan):
+                raise
+    elif needed := _needs_roles(plan):
+        raise ModelError(
+            f"plan.{needed} for a {type(model).__name__}",
+            where=f"plan.{needed}",
+            rule="data parallelism alone applies to a module that is no model of Transformers",
+            fix=f"leave plan.{needed} out; plan.parallel.zero = 0 to 3 works",
+        )
     return read_plain_anatomy(model)
+
+
+def _needs_roles(plan: Plan) -> str:
+    """First key of a plan that asks for the roles of modules; "" without one."""
+    settings = {f"parallel.{axis}": getattr(plan.parallel, axis) > 1 for axis in ("tp", "cp", "pp", "ep")}
+    settings |= {"memory.recompute": bool(plan.memory.recompute), "memory.offload": bool(plan.memory.offload)}
+    settings |= {"precision.fp32_modules": bool(plan.precision.fp32_modules), "techniques": bool(plan.techniques)}
+    settings |= {"precision.backward": plan.precision.backward == "fp16"}
+    return next((key for key, is_set in settings.items() if is_set), "")
 
 
 def _native_bf16(plan: Plan) -> bool:
