@@ -123,3 +123,35 @@ def test_a_model_without_known_roles_equals_one_process(kind: str, zero: int, tm
 def test_such_a_model_is_not_split(kind: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=said):
         run_ranks(2, train_under, kind, Plan.model_validate({"parallel": {"tp": 2}}), tmp_path)
+
+
+class Counting(nn.Module):
+    """Module with a buffer that grows in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x[:, 0]])
+        return self.layer(x)
+
+
+def resume_counting(rank: int, ranks: int, folder: Path) -> None:
+    with mock.patch.dict(os.environ, variables_of(rank, ranks)):
+        for is_first in (True, False):
+            accelerator = WeftAccelerator(plan=Plan.model_validate({"parallel": {"zero": 2}}), cpu=True)
+            model: Any = Counting()
+            model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            if is_first:
+                model(torch.ones(4, 2))
+                accelerator.save_state(str(folder))
+            else:
+                accelerator.load_state(str(folder))
+            accelerator.end_training()
+
+
+def test_a_buffer_that_has_grown_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="buffers/seen is of shape"):
+        run_ranks(2, resume_counting, tmp_path)
