@@ -4,9 +4,10 @@
     python benchmarks/peer_tests.py SOURCES --suite trl --only dpo     # tests whose name has "dpo"
 
 SOURCES has a checkout of each library in the folders `transformers`, `trl` and `accelerate`; libraries that are not there are
-skipped. The sdists of Transformers and TRL have no tests of their trainers: check the tag of the installed version out. The
-sdist of accelerate has its tests: `pip download --no-deps --no-binary :all: accelerate`. The tests need `parameterized` and
-`pytest-rerunfailures`.
+skipped. The sdists of Transformers and TRL have no tests of their trainers: check a tag out. Tests of TRL import private names
+of their own version, and run with the package of the checkout; remove `src` of the others, so that the installed version
+counts. The sdist of accelerate has its tests: `pip download --no-deps --no-binary :all: accelerate`. The tests need
+`parameterized`, `pytest-rerunfailures`, `sentencepiece` and `evaluate`.
 
 Tests run in one process without Weft ("plain"), and those that pass run on two ranks under Weft with zero 2. Those that fail
 there run again under zero 0, whose parameters are full tensors, and on two ranks of plain DDP, which explains most failures.
@@ -20,6 +21,7 @@ of fixtures do not count: one of TRL needs vLLM where ranks have joined.
 """
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -108,7 +110,7 @@ def share_temporary_folders(folder: Path) -> None:
     tempfile.TemporaryDirectory._rmtree = classmethod(lambda *_, **__: None)  # type: ignore[attr-defined]
 
 
-def run_rank(rank: int, way: Way, port: int, folder: Path, test: Callable[[], Outcome]) -> None:
+def run_rank(rank: int, way: Way, port: int, timeout: float, folder: Path, test: Callable[[], Outcome]) -> None:
     """Run a test in this process, a fork, as one of the ranks; write its outcome, and end."""
     os.setsid()
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
@@ -118,6 +120,7 @@ def run_rank(rank: int, way: Way, port: int, folder: Path, test: Callable[[], Ou
         variables |= {"WORLD_SIZE": way.ranks, "LOCAL_WORLD_SIZE": way.ranks}
         os.environ.update({name: str(value) for name, value in variables.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"})
+    faulthandler.dump_traceback_later(timeout)
     (folder / "tmp").mkdir(exist_ok=True)
     (folder / "cwd").mkdir(exist_ok=True)
     os.chdir(folder / "cwd")
@@ -203,7 +206,7 @@ def run_on_ranks(way: Way, folder: Path, timeout: float, test: Callable[[int], O
     port, running = free_port(), {}
     for rank in range(way.ranks):
         if not (process := os.fork()):
-            run_rank(rank, way, port, folder, lambda: test(rank))  # noqa: B023, in a fork
+            run_rank(rank, way, port, timeout - 3, folder, lambda: test(rank))  # noqa: B023, in a fork
         running[process] = rank
     deadline, in_time = time.monotonic() + timeout, True
     while running:
