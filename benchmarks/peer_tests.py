@@ -120,7 +120,7 @@ def run_rank(rank: int, way: Way, port: int, timeout: float, folder: Path, test:
         variables |= {"WORLD_SIZE": way.ranks, "LOCAL_WORLD_SIZE": way.ranks}
         os.environ.update({name: str(value) for name, value in variables.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"})
-    faulthandler.dump_traceback_later(timeout)
+    faulthandler.enable(), faulthandler.dump_traceback_later(timeout)
     (folder / "tmp").mkdir(exist_ok=True)
     (folder / "cwd").mkdir(exist_ok=True)
     os.chdir(folder / "cwd")

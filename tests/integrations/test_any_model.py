@@ -125,6 +125,24 @@ def test_such_a_model_is_not_split(kind: str, said: str, tmp_path: Path) -> None
         run_ranks(2, train_under, kind, Plan.model_validate({"parallel": {"tp": 2}}), tmp_path)
 
 
+def output_dtypes(rank: int, ranks: int) -> list[torch.dtype]:
+    """Dtypes of the output of a model with mixed precision, and of one that nobody reads."""
+    with mock.patch.dict(os.environ, variables_of(rank, ranks)):
+        plan = Plan.model_validate({"parallel": {"zero": 2}})
+        accelerator = WeftAccelerator(plan=plan, cpu=True, mixed_precision="bf16")
+        model: Any = accelerator.prepare(build("scalars"))
+        outputs = [model(**rows("scalars"))[1].dtype]
+        with accelerator.logits_of_rank():
+            outputs.append(model(**rows("scalars"))[1].dtype)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return outputs
+
+
+def test_outputs_of_mixed_precision_are_float32() -> None:
+    assert run_ranks(2, output_dtypes) == [[torch.float32, torch.bfloat16]] * 2
+
+
 class Counting(nn.Module):
     """Module with a buffer that grows in forward."""
 

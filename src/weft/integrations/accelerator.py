@@ -17,6 +17,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from weft.comm.objects import broadcast_json
 from weft.device.detect import detect
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.data_ranks import DataRankAccelerator
-from weft.integrations.full_outputs import FullOutputs
+from weft.integrations.full_outputs import ReadOutputs, prepare_outputs
 from weft.integrations.models import (
     core_of,
     parallelize_for_script,
@@ -99,8 +100,8 @@ class WeftAccelerator(DataRankAccelerator):
         self._in_no_sync = False
         self._cores: dict[nn.Module, Any] = {}
         """Parallelized model of each prepared model, which may be a wrapper around it."""
-        self._full_outputs: dict[nn.Module, FullOutputs] = {}
-        """Hooks of each parallelized model that is split."""
+        self._outputs: dict[nn.Module, list[ReadOutputs]] = {}
+        """Hooks on the outputs of each parallelized model."""
         own: Any = weakref.ref(
             self
         )  # a cycle would keep an accelerator that nobody uses until the next garbage collection
@@ -130,8 +131,7 @@ class WeftAccelerator(DataRankAccelerator):
             if isinstance(model, nn.Module)
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
-        placements = device_placement or [None] * len(args)
-        for model, placement in zip(args, placements, strict=True):
+        for model, placement in zip(args, device_placement or [None] * len(args), strict=True):
             if isinstance(model, nn.Module):
                 self.prepare_model(model, placement)
                 free_gathered_weights(self._cores[model])  # an evaluation may have left them
@@ -163,10 +163,9 @@ class WeftAccelerator(DataRankAccelerator):
             core.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True)
             if evaluation_mode:  # nothing else frees what its last forward has gathered
                 core.register_forward_hook(lambda core, *_: free_gathered_weights(core))
-        parallelized = runtime(core)  # the outputs of a pipeline are read by its last stage alone
-        split = parallelized.takes_full_rows and parallelized.anatomy.head and parallelized.pipeline is None
-        if core not in self._full_outputs and split:
-            self._full_outputs[core] = FullOutputs(core)
+        if core not in self._outputs:
+            is_mixed = self._requested_precision != "no" or self.plan.precision.param_dtype != "auto"
+            self._outputs[core] = prepare_outputs(core, is_mixed)
         if model not in self._cores:
             self._cores[model] = core
             save_full_weights(model, partial(self.get_state_dict, model))
@@ -300,7 +299,7 @@ class WeftAccelerator(DataRankAccelerator):
     def logits_of_rank(self, wanted: bool = True) -> Iterator[None]:
         """Context in which outputs have the logits of this rank alone, because nobody reads them; a loss is not affected."""
         with contextlib.ExitStack() as stack:
-            for outputs in self._full_outputs.values() if wanted else ():
+            for outputs in chain.from_iterable(self._outputs.values()) if wanted else ():
                 stack.enter_context(outputs.off())
             yield
 
@@ -375,7 +374,7 @@ class WeftAccelerator(DataRankAccelerator):
         """Forget all prepared objects, after their checkpoints are written."""
         self.training_state.forget()
         self._cores.clear()
-        self._full_outputs.clear()
+        self._outputs.clear()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
