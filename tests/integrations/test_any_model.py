@@ -125,6 +125,28 @@ def test_such_a_model_is_not_split(kind: str, said: str, tmp_path: Path) -> None
         run_ranks(2, train_under, kind, Plan.model_validate({"parallel": {"tp": 2}}), tmp_path)
 
 
+def infer_and_train(rank: int, ranks: int, zero: int) -> tuple[Tensor, bool]:
+    """Outputs of a forward in inference mode, and whether the next forward with gradients works."""
+    with mock.patch.dict(os.environ, variables_of(rank, ranks)):
+        accelerator = WeftAccelerator(plan=Plan.model_validate({"parallel": {"zero": zero}}), cpu=True)
+        model: Any = accelerator.prepare(build("classifier"))
+        with torch.inference_mode():
+            logits = model(**rows("classifier")).logits
+        accelerator.backward(model(**rows("classifier")).loss)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return logits, all(parameter.grad is not None for parameter in model.classifier.parameters())
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_a_forward_in_inference_mode_equals_one_process(zero: int) -> None:
+    with torch.no_grad():
+        expected = build("classifier")(**rows("classifier")).logits
+    for logits, has_gradients in run_ranks(2, infer_and_train, zero):
+        torch.testing.assert_close(logits, expected)
+        assert has_gradients
+
+
 def output_dtypes(rank: int, ranks: int) -> list[torch.dtype]:
     """Dtypes of the output of a model with mixed precision, and of one that nobody reads."""
     with mock.patch.dict(os.environ, variables_of(rank, ranks)):

@@ -1,6 +1,7 @@
 """Models of a user's script: the plan with the dtype that the script asks for, and the model that it parallelizes."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -98,6 +99,32 @@ def parallelize_for_script(core: nn.Module, plan: Plan, mesh: DeviceMesh, device
     nn.Module.to(core, device)
     set_update_dtype(core, DTYPES[plan.precision.update])
     parallelize(core, plan, mesh, library_num_items=True, any_model=True)
+    LeaveInferenceMode(core)
+
+
+class LeaveInferenceMode:
+    """Hooks that run a forward under `torch.no_grad` where a script runs it under `torch.inference_mode`.
+
+    Gathered weights would be inference tensors, which FSDP2 refuses, and which no later forward with gradients could use.
+    """
+
+    def __init__(self, model: nn.Module):
+        """
+        Args:
+            model: parallelized model.
+        """
+        self._contexts: list[ExitStack] = []
+        model.register_forward_pre_hook(self._enter, prepend=True)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, *_: Any) -> None:
+        self._contexts.append(ExitStack())
+        if torch.is_inference_mode_enabled():
+            self._contexts[-1].enter_context(torch.inference_mode(False))
+            self._contexts[-1].enter_context(torch.no_grad())
+
+    def _leave(self, *_: Any) -> None:
+        self._contexts.pop().close()
 
 
 def plan_for_script(plan: Plan, mixed_precision: str, model: nn.Module) -> Plan:
