@@ -112,6 +112,16 @@ def test_an_unreadable_model_is_refused_with_the_searched_names() -> None:
     assert "looked for a list of blocks" in str(caught.value)
 
 
+def test_a_model_without_embeddings_is_refused() -> None:
+    class Line(transformers.PreTrainedModel):
+        def __init__(self) -> None:
+            super().__init__(transformers.PreTrainedConfig())
+            self.slope = torch.nn.Parameter(torch.zeros(()))
+
+    with pytest.raises(ModelError, match="no embedding found"):
+        read_anatomy(Line())
+
+
 @pytest.mark.parametrize(
     ("model_type", "kind"),
     [("t5", "encoder-decoder"), ("mt5", "encoder-decoder"), ("bert", "encoder-only"), ("distilbert", "encoder-only")],

@@ -1,7 +1,9 @@
 """`accelerate.Accelerator` under a plan: an unmodified loop has the losses, norms, metrics and weights of one process."""
 
+import gc
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -190,7 +192,8 @@ def refused(rank: int, ranks: int, what: str) -> str:
     try:
         if what == "other runtime":
             WeftAccelerator(cpu=True, fsdp_plugin=object())
-        accelerator = WeftAccelerator(cpu=True, plan=Plan())
+        recomputes = {"memory": {"recompute": ["block"]}} if what == "module" else {}
+        accelerator = WeftAccelerator(cpu=True, plan=Plan.model_validate(recomputes))
         model = torch.nn.Linear(2, 2)
         if what == "sync":
             accelerator.trigger_sync_in_backward(model)
@@ -214,7 +217,7 @@ def refused(rank: int, ranks: int, what: str) -> str:
         ("other runtime", JobError, "fsdp_plugin in the Accelerator"),
         ("sync", ModelError, "accelerator.trigger_sync_in_backward"),
         ("join", ModelError, "accelerator.join_uneven_inputs"),
-        ("module", ModelError, "accelerator.prepare of a Linear"),
+        ("module", ModelError, "plan.memory.recompute for a Linear"),
         ("optimizer", ModelError, "the optimizer has parameters that no prepared model has"),
     ],
 )
@@ -222,6 +225,23 @@ def test_what_cannot_be_prepared_is_refused(what: str, kind: type, said: str) ->
     (found,) = run_ranks(1, refused, what)
     assert found.startswith(kind.__name__)
     assert said in found
+
+
+def is_freed(rank: int, ranks: int) -> bool:
+    try:
+        accelerator = WeftAccelerator(cpu=True)
+        found = weakref.ref(accelerator)
+        gc.disable()
+        del accelerator
+        return found() is None
+    finally:
+        gc.enable()
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def test_an_accelerator_that_nobody_uses_is_freed_at_once() -> None:
+    assert run_ranks(1, is_freed) == [True]
 
 
 def generated(rank: int, ranks: int, plan: Plan | None, seed: int = 0) -> tuple[str, list[int]]:

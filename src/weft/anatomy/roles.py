@@ -80,6 +80,7 @@ class Anatomy:
     family: str
     """model_type of its configuration."""
     embedding: str
+    """Input embeddings; "" for a model whose roles are not known."""
     blocks: tuple[Block, ...]
     final_norm: str | None
     head: str
@@ -94,6 +95,11 @@ class Anatomy:
     """Longest sequence that the configuration allows; None if it has no limit."""
     frozen_parameters: int = 0
     """Parameters that are not trained, such as those beside adapters."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a model whose roles are not known, see `weft.anatomy.plain`."""
+        return not self.embedding and not self.head
 
     @property
     def has_experts(self) -> bool:

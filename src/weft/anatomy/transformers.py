@@ -33,11 +33,17 @@ def read_anatomy(model: PreTrainedModel) -> Anatomy:
         ModelError: a role is missing; the message has the names that were searched.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:  # of Transformers, for a model without a module that it takes for embeddings
+        embedding = None
+    head = model.get_output_embeddings()
     if embedding is None:
         raise _unreadable(model, "embedding", "get_input_embeddings() to name a module")
     stack_name, stack = _find_blocks(model)
     config = model.config.get_text_config()
+    if getattr(config, "vocab_size", None) is None:
+        raise _unreadable(model, "vocabulary", "vocab_size in its configuration")
     blocks = tuple(_read_block(f"{stack_name}.{index}", block, config) for index, block in enumerate(stack.children()))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Anatomy(

@@ -161,7 +161,7 @@ def load_folder(model: Any, folder: Path) -> None:
     if dist.get_rank() == 0:
         try:
             plain = type(model).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+        except (AttributeError, OSError, RuntimeError, SafetensorError, ValueError) as error:
             problem = f"the weights cannot be read: {error}"
     if problem := broadcast_json(problem):
         raise CheckpointError(problem, where=str(folder), fix="name a folder that save_pretrained has written")

@@ -1,5 +1,6 @@
 """Loading of checkpoints into any layout: each rank reads exactly the tensor slices that it holds."""
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -257,6 +258,7 @@ def check_model(model: nn.Module, reader: Reader) -> None:
     """
     slices = model_slices(model)
     run_together(lambda: _check_all(slices, reader))
+    run_together(lambda: _check_empty_buffers(model, reader))
     own = {item.name for item in slices}
     saved = [name for name in reader.manifest.tensors if name.startswith("weights/")]
     missing = [index for index, name in enumerate(saved) if name not in own]
@@ -365,6 +367,19 @@ def allocate_state(model: nn.Module, optimizer: DistributedOptimizer, manifest: 
 def _check_all(slices: list[TensorSlice], reader: Reader) -> None:
     for tensor_slice in slices:
         _check(tensor_slice, reader)
+
+
+def _check_empty_buffers(model: nn.Module, reader: Reader) -> None:
+    """Refuse a buffer that has grown since the model was made, of which `model_slices` has no slice to compare."""
+    for name in [name for name, buffer in model.named_buffers() if buffer.numel() == 0]:
+        entry = reader.manifest.tensors.get(f"buffers/{name}")
+        if entry is not None and math.prod(entry.shape) > 0:
+            raise CheckpointError(
+                f"buffers/{name} is of shape {entry.shape}; in the model it is empty",
+                where=str(reader.folder),
+                rule="a buffer keeps its shape in training",
+                fix="give the buffer its final shape when the model is made, or keep what grows outside of the model",
+            )
 
 
 def _check(tensor_slice: TensorSlice, reader: Reader) -> None:

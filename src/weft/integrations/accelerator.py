@@ -17,6 +17,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from weft.checkpoint.huggingface import gather_weights
 from weft.comm.objects import broadcast_json
@@ -33,7 +33,7 @@ from weft.device.detect import detect
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.data_ranks import DataRankAccelerator
 from weft.integrations.full_copy import structure_of
-from weft.integrations.full_outputs import FullOutputs
+from weft.integrations.full_outputs import prepare_outputs
 from weft.integrations.models import (
     ForwardOwner,
     core_of,
@@ -104,11 +104,12 @@ class WeftAccelerator(DataRankAccelerator):
         self._requested_precision = str(requested)
         self.seed = broadcast_json(torch.initial_seed() % 2**31)  # of dropout: that of the script on rank 0
         self._in_no_sync = False
-        self._cores: dict[nn.Module, PreTrainedModel] = {}
+        self._cores: dict[nn.Module, Any] = {}
         """Parallelized model of each prepared model, which may be a wrapper around it."""
         self.structures: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         """Structure of each prepared model whose parameters are sharded; see `full_copy.py`."""
-        self.training_state = ScriptState(lambda: self._optimizers, self.weft_device, self.device)
+        own: Any = weakref.ref(self)  # a cycle would keep an unused accelerator until the next garbage collection
+        self.training_state = ScriptState(lambda: own()._optimizers, self.weft_device, self.device)
 
     @property
     def mixed_precision(self) -> str:
@@ -134,8 +135,7 @@ class WeftAccelerator(DataRankAccelerator):
             if isinstance(model, nn.Module)
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
-        placements = device_placement or [None] * len(args)
-        for model, placement in zip(args, placements, strict=True):
+        for model, placement in zip(args, device_placement or [None] * len(args), strict=True):
             if isinstance(model, nn.Module):
                 self.prepare_model(model, placement)
                 free_gathered_weights(self._cores[model])  # an evaluation may have left them
@@ -153,7 +153,7 @@ class WeftAccelerator(DataRankAccelerator):
         """Parallelize a model in place, and return it. Collective.
 
         Args:
-            model: causal language model of Transformers, or a PEFT model of one.
+            model: causal language model of Transformers, or a PEFT model of one; under data parallelism alone, any module.
             device_placement: ignored; the shards are always on the device.
             evaluation_mode: True: the model will not be trained, such as the reference model of a preference loss.
         """
@@ -167,12 +167,12 @@ class WeftAccelerator(DataRankAccelerator):
             parallelize_for_script(core, plan, self.mesh, self.device)
             if structure is not None and any(isinstance(parameter, DTensor) for parameter in core.parameters()):
                 self.structures[model] = structure
-        parallelized = runtime(core)  # the outputs of a pipeline are read by its last stage alone
-        split = parallelized.takes_full_rows and parallelized.anatomy.head and parallelized.pipeline is None
-        owner = find_hook(core, ForwardOwner) or ForwardOwner(core)
+        owner = find_hook(core, ForwardOwner)
+        if owner is None:
+            owner = ForwardOwner(core)
+            is_mixed = self._requested_precision != "no" or self.plan.precision.param_dtype != "auto"
+            owner.outputs = prepare_outputs(core, is_mixed)
         owner.begin, owner.only_evaluates = self._begin_forward, evaluation_mode
-        if split and find_hook(core, FullOutputs) is None:
-            FullOutputs(core)
         if model not in self._cores:
             self._cores[model] = core
             save_full_weights(model, partial(self.get_state_dict, model))
@@ -293,9 +293,9 @@ class WeftAccelerator(DataRankAccelerator):
     def logits_of_rank(self, wanted: bool = True) -> Iterator[None]:
         """Context in which outputs have the logits of this rank alone, because nobody reads them; a loss is not affected."""
         with contextlib.ExitStack() as stack:
-            for core in self._cores.values() if wanted else ():
-                if outputs := find_hook(core, FullOutputs):
-                    stack.enter_context(outputs.off())
+            owners = [find_hook(core, ForwardOwner) for core in self._cores.values()] if wanted else []
+            for outputs in chain.from_iterable(owner.outputs for owner in owners if owner is not None):
+                stack.enter_context(outputs.off())
             yield
 
     def is_parallelized(self, model: Any) -> bool:

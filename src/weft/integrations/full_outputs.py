@@ -1,6 +1,6 @@
-"""Full outputs of a model that is split over tp or cp, for code that does not know that it is split.
+"""Outputs of a model for a script that does not know about the plan: full rows under tp and cp, and float32.
 
-Such a model returns the logits of the tokens, and of the part of the vocabulary, of one rank. A user's script takes them for
+A split model returns the logits of the tokens, and of the part of the vocabulary, of one rank. A user's script takes them for
 those of full rows, and would be silently wrong. Here forward returns what the unmodified model returns.
 """
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,7 +31,39 @@ class _Call(NamedTuple):
     """Arguments of TRL's fused head; None without it."""
 
 
-class FullOutputs:
+class ReadOutputs:
+    """Forward hooks that prepare the outputs of a model for a script that reads them."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        """False: outputs stay as they are, because nobody reads them; the loss is not affected."""
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Context in which outputs are not prepared."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
+class Float32Outputs(ReadOutputs):
+    """Forward hook that returns outputs in bf16 or fp16 as float32, as accelerate does under mixed precision.
+
+    A script computes its own loss and metrics from them, and may gather them together with tensors in float32.
+    """
+
+    def __init__(self, model: nn.Module):
+        """
+        Args:
+            model: parallelized model.
+        """
+        super().__init__()
+        model.register_forward_hook(lambda _, __, output: convert_to_fp32(output) if self.is_on else None)
+
+
+class FullOutputs(ReadOutputs):
     """Forward hooks that gather the logits of full rows over the full vocabulary. Differentiable; collective over tp and cp."""
 
     def __init__(self, model: PreTrainedModel):
@@ -38,23 +71,13 @@ class FullOutputs:
         Args:
             model: parallelized model; its forward is called with full rows.
         """
+        super().__init__()
         self.model = model
-        self.is_on = True
-        """False: logits stay those of this rank, because nobody reads them; the loss is not affected."""
         self._calls: list[_Call] = []
-        model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
+        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave)
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Context in which logits are not gathered."""
-        before, self.is_on = self.is_on, False
-        try:
-            yield
-        finally:
-            self.is_on = before
-
-    def __call__(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _enter(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self._calls.clear()  # a failed forward may have left a call
         rows = args[0] if args else kwargs.get("input_ids")
         if not isinstance(rows, Tensor):
@@ -78,6 +101,22 @@ class FullOutputs:
             return fused_output(self.model, full, fused)
         output["logits"] = full[:, slice(-kept, None) if isinstance(kept, int) else kept]  # -0: all tokens
         return output
+
+
+def prepare_outputs(core: Any, is_mixed: bool) -> list[ReadOutputs]:
+    """Hooks that a parallelized model needs for a script that reads its outputs.
+
+    Args:
+        core: parallelized model.
+        is_mixed: True if forward has another dtype than the weights that the script has made.
+    """
+    parallelized = runtime(core)
+    found: list[ReadOutputs] = []
+    if parallelized.takes_full_rows and parallelized.anatomy.head and parallelized.pipeline is None:
+        found.append(FullOutputs(core))  # the outputs of a pipeline are read by its last stage alone
+    if is_mixed and parallelized.plan.precision.param_dtype in ("bf16", "fp16"):
+        found.append(Float32Outputs(core))
+    return found
 
 
 def _refuse_local(model: PreTrainedModel, output: Any) -> None:

@@ -1,15 +1,16 @@
 """Models of a user's script: the plan with the dtype that the script asks for, and the model that it parallelizes."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from weft.errors import CheckpointError, ModelError, PlanError
+from weft.integrations.full_outputs import ReadOutputs
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.parallelize import parallelize
 from weft.plan import Plan
@@ -17,22 +18,9 @@ from weft.precision.dtypes import DTYPES
 from weft.training.prepare import set_update_dtype
 
 
-def core_of(model: Any) -> PreTrainedModel:
-    """Model of Transformers that a script trains: the model itself, or the base of a PEFT model.
-
-    Raises:
-        ModelError: it is another kind of module.
-    """
-    core = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(core, PreTrainedModel):
-        raise ModelError(
-            f"accelerator.prepare of a {type(core).__name__}",
-            where="accelerator.prepare",
-            rule="a plan parallelizes causal language models of Transformers",
-            fix="move a module that is not trained with .to(accelerator.device); a trained one must be inside of a model of "
-            "Transformers",
-        )
-    return core
+def core_of(model: Any) -> Any:
+    """Module that is parallelized: the model of a script itself, or the base of a PEFT model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def refuse_trained_parts(model: nn.Module, core: nn.Module) -> None:
@@ -87,9 +75,11 @@ def save_full_weights(model: Any, gather: Callable[[], dict[str, Tensor]]) -> No
     """Let `model.save_pretrained(...)` of a script write the full weights, if all ranks call it, as they do with DDP.
 
     Args:
-        model: prepared model; its method is replaced on this object.
+        model: prepared model; its method, if it has one, is replaced on this object.
         gather: returns the full weights on rank 0. Collective.
     """
+    if not hasattr(model, "save_pretrained"):
+        return
     save = model.save_pretrained
 
     def save_pretrained(*args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
@@ -110,6 +100,8 @@ class ForwardOwner:
         """
         self.begin: Callable[[nn.Module, dict[str, Any]], None]
         """Function of the accelerator, called before each forward with the model and its keyword arguments."""
+        self.outputs: list[ReadOutputs] = []
+        """Hooks on the outputs of the model."""
         self.only_evaluates = False
         """True: no optimizer updates the model, and nothing else frees the weights that its last forward has gathered."""
         model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
@@ -123,7 +115,7 @@ class ForwardOwner:
             free_gathered_weights(model)
 
 
-def parallelize_for_script(core: PreTrainedModel, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
+def parallelize_for_script(core: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
     """Parallelize a model that has its weights, in place; `num_items_in_batch` keeps the meaning of Transformers.
 
     Recompute that the script has switched on stays on, unless the plan recomputes.
@@ -133,7 +125,33 @@ def parallelize_for_script(core: PreTrainedModel, plan: Plan, mesh: DeviceMesh, 
         getattr(any_version, "activation_checkpointing_disable", any_version.gradient_checkpointing_disable)()
     nn.Module.to(core, device)
     set_update_dtype(core, DTYPES[plan.precision.update])
-    parallelize(core, plan, mesh, library_num_items=True)
+    parallelize(core, plan, mesh, library_num_items=True, any_model=True)
+    LeaveInferenceMode(core)
+
+
+class LeaveInferenceMode:
+    """Hooks that run a forward under `torch.no_grad` where a script runs it under `torch.inference_mode`.
+
+    Gathered weights would be inference tensors, which FSDP2 refuses, and which no later forward with gradients could use.
+    """
+
+    def __init__(self, model: nn.Module):
+        """
+        Args:
+            model: parallelized model.
+        """
+        self._contexts: list[ExitStack] = []
+        model.register_forward_pre_hook(self._enter, prepend=True)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, *_: Any) -> None:
+        self._contexts.append(ExitStack())
+        if torch.is_inference_mode_enabled():
+            self._contexts[-1].enter_context(torch.inference_mode(False))
+            self._contexts[-1].enter_context(torch.no_grad())
+
+    def _leave(self, *_: Any) -> None:
+        self._contexts.pop().close()
 
 
 def plan_for_script(plan: Plan, mixed_precision: str, model: nn.Module) -> Plan:

@@ -161,13 +161,22 @@ def _as_gradient(view: Tensor, parameter: Tensor) -> Tensor:
 class GradientReducer:
     """Collects gradients in buckets during backward, and all-reduces full buckets in the last backward of a step."""
 
-    def __init__(self, units: list[Unit], feedback: Feedback | None = None, compress_scope: str = "all"):
+    def __init__(
+        self,
+        units: list[Unit],
+        feedback: Feedback | None = None,
+        compress_scope: str = "all",
+        *,
+        scalars_only: bool = False,
+    ):
         """
         Args:
             units: groups of parameters, in the order of backward.
             feedback: error feedback of compressed reductions; None without compression.
             compress_scope: reductions that are compressed, as in the plan.
+            scalars_only: reduce parameters without dims alone, which FSDP2 cannot shard.
         """
+        self.scalars_only = scalars_only
         self.units, self.feedback, self.compress_scope = units, feedback, compress_scope
         reduces_momentum = feedback is not None and feedback.takes_momentum
         self.communicates = reduces_momentum or any(unit.group.size() > 1 for unit in units)
@@ -180,7 +189,8 @@ class GradientReducer:
         """Forward pre-hook that creates the buckets on its first call, one per unit, in the order of backward."""
         if self.buckets:
             return
-        remaining = {id(p): p for p in model.parameters() if p.requires_grad}
+        trained = (p for p in model.parameters() if p.requires_grad)
+        remaining = {id(p): p for p in trained if p.ndim == 0 or not self.scalars_only}
         for unit in self.units:
             members = [
                 p for p in model.get_submodule(unit.module).parameters() if remaining.pop(id(p), None) is not None

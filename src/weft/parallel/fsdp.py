@@ -35,6 +35,7 @@ from weft.backends.hierarchical import leaves_host
 from weft.comm.compression.feedback import Feedback
 from weft.comm.compression.reduce import ReduceScatter, levels_of
 from weft.compat import add_to_accumulated_gradients, end_fsdp_backward, fsdp_param_groups
+from weft.errors import PlanError
 from weft.memory.quantized_weights import is_quantized, quantized_weights
 from weft.parallel.async_reduce_scatter import PendingReduceScatters, overlap_reduce_scatter
 from weft.parallel.ddp import GradientReducer, Unit, is_split
@@ -55,6 +56,7 @@ def apply_fsdp(
     """Shard parameters over the data axes, in place; gradients become means over the data ranks.
 
     Each block is one FSDP unit. Embedding, final norm and head form another unit; with zero = 3 an untied embedding is a unit.
+    Parameters without dims, which FSDP2 does not shard, are on all ranks, and their gradients are all-reduced.
 
     Args:
         model: model on any device, including meta, with the same weights on all ranks.
@@ -65,7 +67,8 @@ def apply_fsdp(
         feedback: state of compressed reductions; None to reduce without compression.
 
     Returns:
-        Reducer of compressed gradients between replicas, and queue of overlapped reduce-scatters; None where FSDP2 does both.
+        Reducer of compressed gradients between replicas, or of scalars, and queue of overlapped reduce-scatters; None where
+        FSDP2 does both.
     """
     policy = MixedPrecisionPolicy(DTYPES[plan.precision.param_dtype], DTYPES[plan.precision.reduce_dtype])
     settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": plan.parallel.zero == 3}
@@ -74,8 +77,8 @@ def apply_fsdp(
     fsdp_mesh = _hsdp_mesh if feedback is None else _shard_mesh_only
     settings["mesh"] = fsdp_mesh(mesh["dp_replicate"], shards)
     settings["shard_placement_fn"] = partial(_placement, shards.size())
-    if quantized := quantized_weights(model):
-        settings["ignored_params"] = set(quantized)
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    settings["ignored_params"] = scalars | set(quantized_weights(model))
     for block in anatomy.blocks:
         for name in block.experts if expert_mesh else ():
             assert expert_mesh is not None
@@ -96,6 +99,8 @@ def apply_fsdp(
             last.set_modules_to_backward_prefetch([last])  # only itself: disables the default
     # The root unit has the other parameters. Backward starts at the head, so that it stays gathered after forward.
     _shard_unit(model, **{**settings, "reshard_after_forward": False})
+    if scalars:
+        return _reduce_scalars(model, mesh, feedback), None
     if feedback is not None:
         return _set_compression(model, feedback, anatomy, plan, mesh, expert_mesh), None
     if (
@@ -106,6 +111,25 @@ def apply_fsdp(
     ):
         return None, overlap_reduce_scatter(model)
     return None, None
+
+
+def _reduce_scalars(model: Any, mesh: DeviceMesh, feedback: Feedback | None) -> GradientReducer:
+    """All-reduce the gradients of parameters without dims over the data ranks.
+
+    Raises:
+        PlanError: the plan compresses gradients.
+    """
+    if feedback is not None:
+        raise PlanError(
+            "compressed gradients of a model with parameters without dims",
+            where="plan.comm.compression",
+            rule="under ZeRO stages 1 to 3, gradients of scalars are all-reduced without compression",
+            fix='set plan.comm.compression = "none", or plan.parallel.zero = 0',
+        )
+    group = join_axes(mesh, ("dp_shard", "dp_replicate", *CONTEXT_AXES)).get_group()
+    reducer = GradientReducer([Unit("", group)], scalars_only=True)
+    model.register_forward_pre_hook(reducer.prepare)
+    return reducer
 
 
 def _shard_unit(unit: nn.Module, **settings: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from weft.comm.collectives import all_reduce
@@ -59,8 +60,8 @@ def average_loss_over_targets(
             full rows and of the full vocabulary.
         library_num_items: see `weft.parallelize`.
     """
-    if model.get_output_embeddings() is None:
-        return  # the loss of a classifier: a mean over the rows of a rank
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        return  # the loss of a classifier, or the script's own: a mean over the rows of a rank
     has_data_ranks = ranks_along(mesh, *DATA_AXES) > 1
     loss_function_calls: list[bool] = []
     own_sum = _row_sum if multiple is None else partial(_local_sum, model, mesh, multiple)

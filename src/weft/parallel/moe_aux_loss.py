@@ -26,14 +26,14 @@ class RouterStats:
 
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy, mesh: DeviceMesh):
         self.mesh = mesh
-        config: Any = model.config.get_text_config()
+        config: Any = None if anatomy.is_plain else model.config.get_text_config()
         enabled = bool(getattr(config, "output_router_logits", False))
         self.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0)) if enabled else 0.0
         self.top_k = experts_per_token(config) or 1
         self.layers = sum(len(block.router) for block in anatomy.blocks)
         """Number of layers with routers in the full model."""
         self.num_experts = max((_count_experts(model, block) for block in anatomy.blocks), default=0)
-        self.model, self.dtype = model, torch.promote_types(model.dtype, torch.float32)
+        self.model, self.dtype = model, torch.promote_types(getattr(model, "dtype", torch.float32), torch.float32)
         self.logits: list[Tensor] = []
         self.recording = True
         """False while backward recomputes a block, whose forward has already been recorded."""

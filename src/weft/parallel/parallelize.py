@@ -3,16 +3,18 @@
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from weft.anatomy.plain import read_plain_anatomy
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.objects import all_gather_json
 from weft.comm.overlap import check_chunks
 from weft.device.detect import detect
-from weft.errors import PlanError
+from weft.errors import ModelError, PlanError
 from weft.memory.offload import build_offload
 from weft.memory.recompute import apply_recompute, patch_library_recompute
 from weft.memory.weights import split_weights
@@ -48,7 +50,9 @@ from weft.precision.roles import compute_in_float32
 from weft.topology.mesh import build_expert_mesh, check_mesh, ranks_along
 
 
-def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: bool = False) -> PreTrainedModel:
+def parallelize(
+    model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: bool = False, any_model: bool = False
+) -> PreTrainedModel:
     """Parallelize an unmodified Transformers model over the ranks of a mesh according to a plan, in place.
 
     The model keeps its class, its forward and its parameter names. Its parameters are sharded, so create the optimizer from
@@ -62,6 +66,7 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         mesh: device mesh from `weft.build_mesh(plan, ...)`.
         library_num_items: True: a loss with `num_items_in_batch` is the loss sum of this data rank alone, divided by it, as in
             Transformers, whose Trainer multiplies it by the number of data ranks. False: it is the sum over all data ranks.
+        any_model: True: a module that is no causal language model of Transformers runs under a plan of data parallelism alone.
 
     Returns:
         The same model; `weft.runtime(model)` holds the state of the techniques that were applied.
@@ -73,10 +78,10 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     """
     plan = plan.resolve(mesh.size()).resolve_precision(_native_bf16(plan))
     check_mesh(plan, mesh)
-    full_anatomy = anatomy = read_anatomy(model)
+    full_anatomy = anatomy = _read_anatomy(model, plan, any_model)
     p = plan.parallel
-    chain = check_axes(model, anatomy, plan)
-    replaces_attention = uses_context_attention(model, anatomy, plan)
+    chain = None if anatomy.is_plain else check_axes(model, anatomy, plan)
+    replaces_attention = not anatomy.is_plain and uses_context_attention(model, anatomy, plan)
     runtime = Runtime(plan, mesh, full_anatomy, RouterStats(model, anatomy, mesh))
     if chain is not None:
         anatomy, stage_io = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
@@ -89,7 +94,8 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
     if p.ep > 1:
         overlap_shared_experts(model, anatomy)
     split_inputs = runtime.tensor_split.split_inputs
-    runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan), split_inputs)
+    if not full_anatomy.is_plain:  # whose dropout acts on tokens
+        runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan), split_inputs)
     if replaces_attention:
         apply_cp(model, anatomy, mesh, plan.comm.ulysses_chunks, runtime.dropout)
     runtime.takes_full_rows = p.tp > 1 or replaces_attention
@@ -130,6 +136,33 @@ def parallelize(model: Any, plan: Plan, mesh: DeviceMesh, *, library_num_items: 
         )
     model.register_forward_pre_hook(runtime)
     return model
+
+
+def _read_anatomy(model: nn.Module, plan: Plan, any_model: bool) -> Anatomy:
+    """Anatomy of a causal language model; that of any module, if it is allowed and the plan needs no roles."""
+    if isinstance(model, PreTrainedModel) or not any_model:
+        try:
+            return read_anatomy(model)  # type: ignore[arg-type]
+        except ModelError:
+            if not any_model or _needs_roles(plan):
+                raise
+    elif needed := _needs_roles(plan):
+        raise ModelError(
+            f"plan.{needed} for a {type(model).__name__}",
+            where=f"plan.{needed}",
+            rule="data parallelism alone applies to a module that is no model of Transformers",
+            fix=f"leave plan.{needed} out; plan.parallel.zero = 0 to 3 works",
+        )
+    return read_plain_anatomy(model)
+
+
+def _needs_roles(plan: Plan) -> str:
+    """First key of a plan that asks for the roles of modules; "" without one."""
+    settings = {f"parallel.{axis}": getattr(plan.parallel, axis) > 1 for axis in ("tp", "cp", "pp", "ep")}
+    settings |= {"memory.recompute": bool(plan.memory.recompute), "memory.offload": bool(plan.memory.offload)}
+    settings |= {"precision.fp32_modules": bool(plan.precision.fp32_modules), "techniques": bool(plan.techniques)}
+    settings |= {"precision.backward": plan.precision.backward == "fp16"}
+    return next((key for key, is_set in settings.items() if is_set), "")
 
 
 def _native_bf16(plan: Plan) -> bool:

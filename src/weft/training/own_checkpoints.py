@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.checkpoint.folders import folder_of
 from weft.checkpoint.huggingface import export_model
@@ -77,7 +77,10 @@ class OwnCheckpoints:
                 fix="choose another folder, or remove the checkpoint",
             )
         if self.snapshots is None:
-            config = json.loads(self.model.config.to_json_string(use_diff=False))
+            known = getattr(self.model, "config", None)
+            config = {"model_type": type(self.model).__name__}  # of a module that is no model of Transformers
+            if isinstance(known, PretrainedConfig):
+                config = json.loads(known.to_json_string(use_diff=False))
             job = Job(model=Model(config=config), plan=runtime(self.model).plan)
             self.snapshots = Snapshots(job, self.model, self.optimizer, self.device, self.torch_device)
         scale = self.optimizer.loss_scale
