@@ -82,6 +82,11 @@ NAMES = {"torch.load", "torch.save", "torch.distributed.checkpoint"}
 ENDINGS = ("_object", "_object_list")  # of torch.distributed
 
 
+WRITERS = {
+    "megatron.py": "the format of Megatron-Core, which it writes and reads without loading a pickle, has pickles"
+}
+
+
 def pickles(path: Path) -> Iterator[str]:
     """Lines of a file that create, send or load a pickle."""
     for line, module in imports(path):
@@ -102,7 +107,8 @@ def pickles(path: Path) -> Iterator[str]:
 
 def test_no_module_uses_pickle() -> None:
     assert len(FILES) > 50
-    assert [line for path in FILES for line in pickles(path)] == []
+    assert [line for path in FILES if path.name not in WRITERS for line in pickles(path)] == []
+    assert [line for path in FILES if path.name in WRITERS for line in pickles(path) if "load" in line] == []
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def _script(rank: int, ranks: int, name: str, arguments: list[str], plan: Plan |
     variables = variables_of(rank, ranks)
     for imported in [module for module in sys.modules if module.partition(".")[0] == "trl"]:
         del sys.modules[imported]  # its trainers inherit from the Trainer of an earlier plan
+    AcceleratorState._reset_state(True)  # another test in this process may have made the state, as lm-eval does
     try:
         with (
             mock.patch.dict(os.environ, variables),

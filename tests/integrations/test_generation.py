@@ -118,6 +118,7 @@ def test_what_ranks_would_do_differently_is_refused(
 
 
 def copied(rank: int, ranks: int, name: str, plan: Plan) -> None:
+    AcceleratorState._reset_state(True)
     with mock.patch.dict(os.environ, variables_of(rank, ranks)):
         accelerator = WeftAccelerator(plan=plan)
         accelerator.keeps_structures = True

@@ -147,7 +147,7 @@ def convert(
     ] = None,
     key_file: KeyFile = "",
 ) -> None:
-    """Convert between checkpoints, Hugging Face folders, Megatron-Core and DCP.
+    """Convert between Weft, Hugging Face, Megatron-Core and DCP.
 
     Converts a checkpoint, or a Megatron-Core or torch DCP folder, to a Hugging Face folder, and each of them to a
     checkpoint or, weights alone, to a distributed checkpoint of Megatron-Core.
