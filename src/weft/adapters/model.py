@@ -5,6 +5,7 @@ also trains the norm of each row of W. All arithmetic is PEFT's own.
 """
 
 from collections.abc import Iterable
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -93,16 +94,28 @@ def import_peft() -> Any:
     Raises:
         JobError: it is not installed.
     """
+    return _import_extra("peft", "hf", "adapters are those of PEFT")
+
+
+def import_torchao() -> Any:
+    """Module torchao.quantization.
+
+    Raises:
+        JobError: it is not installed.
+    """
+    return _import_extra("torchao.quantization", "qlora", 'weights of adapter.kind = "qlora" are quantized by torchao')
+
+
+def _import_extra(module: str, extra: str, rule: str) -> Any:
     try:
-        import peft
+        return import_module(module)
     except ImportError as error:
         raise JobError(
-            f"an adapter, and peft cannot be imported: {error}",
+            f"{module.partition('.')[0]} cannot be imported: {error}",
             where="adapter.kind",
-            rule="adapters are those of PEFT",
-            fix='pip install "weft-train[hf]"',
+            rule=rule,
+            fix=f'pip install "weft-train[{extra}]"',
         ) from None
-    return peft
 
 
 def _quantize(model: PreTrainedModel, adapter: Adapter) -> None:
@@ -114,24 +127,6 @@ def _quantize(model: PreTrainedModel, adapter: Adapter) -> None:
 
     torchao = import_torchao()
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig(set_inductor_config=False), chosen)
-
-
-def import_torchao() -> Any:
-    """Module torchao.quantization.
-
-    Raises:
-        JobError: it is not installed.
-    """
-    try:
-        import torchao.quantization
-    except ImportError as error:
-        raise JobError(
-            f"adapter.kind = 'qlora', and torchao cannot be imported: {error}",
-            where="adapter.kind",
-            rule="weights are quantized by torchao",
-            fix='pip install "weft-train[qlora]"; or set adapter.kind = "lora"',
-        ) from None
-    return torchao.quantization
 
 
 def check_plan(job: Job) -> None:

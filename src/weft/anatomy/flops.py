@@ -10,8 +10,8 @@ def training_flops_per_token(anatomy: Anatomy, config: PretrainedConfig, seq_len
 
     N is the number of active parameters in matmuls: all except the input embedding (a tied head counts). The second term is
     causal attention over the full row, where `width` = heads x mean of query and value head dims; attention inside shorter
-    documents does less work. Recomputation is not counted. A frozen
-    weight has no gradient: 4 instead of 6. A model without attention heads (Mamba, RWKV) has no second term.
+    documents does less work. Recomputation is not counted. A frozen weight has no gradient: 4 instead of 6. A model without
+    attention heads (Mamba, RWKV) has no second term.
     """
     text = config.get_text_config()
     embedding = anatomy.vocab_size * text.hidden_size

@@ -195,7 +195,9 @@ def gather_weights(model: PreTrainedModel, *, trained_only: bool = False) -> dic
 
 @torch.no_grad()
 def full_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full weights and buffers, one after the other, on every rank. Collective: all ranks must take all of them.
+    """Full weights and saved buffers, one after the other, on every rank; a tied weight once, by its first name.
+
+    Collective: all ranks must take all of them.
 
     Args:
         model: parallelized model without a pipeline.
@@ -204,7 +206,11 @@ def full_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         Name and full tensor on the device, in the dtype of storage; it may be the memory of the model itself.
     """
     packed = packed_parameters(model)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = names.difference(name for name, _ in model.named_parameters())
     for name, value in model.state_dict().items():
+        if name in tied:
+            continue
         with _without_warning():
             full = _full_weight(name, value, packed)
         yield name, full

@@ -48,10 +48,13 @@ def with_full_weights(structure: Any, model: Any) -> Iterator[Any]:
     free_gathered_weights(core)
     dtype = DTYPES[runtime(core).plan.precision.param_dtype]
     before = dict(core_of(structure).named_parameters(remove_duplicate=False))
+    buffers = dict(core_of(structure).named_buffers())
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, full in full_weights(core):
-        if name in before and before[name] not in made:
+        if name in before:
             made[before[name]] = nn.Parameter(_own(full, dtype), requires_grad=False)
+        else:
+            buffers[name].copy_(full)  # training may have changed it
     _set_parameters(core_of(structure), {name: made[parameter] for name, parameter in before.items()})
     try:
         yield structure.train(model.training)

@@ -28,6 +28,9 @@ from weft.topology.mesh import AXES, DATA_AXES, data_rank
 from weft.training.session import Session
 from weft.training.step import forward
 
+SHARING_AXES = tuple(axis for axis in AXES if axis not in ("pp", *DATA_AXES))
+"""Axes of ranks with the same rows and the same stage."""
+
 
 def check_tasks(settings: Eval, prepared: Prepared) -> None:
     """Load the tasks of a job before its ranks start.
@@ -102,11 +105,6 @@ class TaskEvaluator:
             leads=model.has_logits and all(session.mesh.get_local_rank(axis) == 0 for axis in SHARING_AXES),
             finish=model.finish,
         )
-
-
-SHARING_AXES = tuple(
-    axis for axis in AXES if axis not in ("pp", *DATA_AXES)
-)  # ranks with the same rows and the same stage
 
 
 class ShardedModel:
