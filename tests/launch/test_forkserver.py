@@ -2,7 +2,9 @@
 
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -183,6 +185,27 @@ def test_no_rank_starts_if_the_forkserver_is_killed_during_a_request(tmp_path: P
         with pytest.raises(RankFailure, match="the forkserver of slow_rank was killed by SIGKILL"):
             start(forkserver, tmp_path, "0")
     assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_connection_that_closes_early_is_no_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], answered: bool
+) -> None:
+    """A launcher that was interrupted has read no answer, or none yet."""
+    (tmp_path / "small_rank.py").write_text(MODULE)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with ForkServer("small_rank", {**os.environ, "PYTHONPATH": path}) as forkserver:
+        assert forkserver.process is not None
+        assert forkserver.connection is not None
+        start_read, start_write = os.pipe()
+        socket.send_fds(forkserver.connection, [b"{}"], [start_read])
+        if answered:
+            select.select([forkserver.connection], [], [], 60)
+        forkserver.connection.close()
+        assert forkserver.process.wait(60) == 0
+        os.close(start_read)
+        os.close(start_write)
+    assert capfd.readouterr().err == ""
 
 
 def test_the_forkserver_ends_with_its_launcher(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -259,7 +260,10 @@ def serve(module: str, connection: socket.socket) -> None:
     _name_this_process(PROCESS_NAME)
     main = importlib.import_module(module).main
     while True:
-        request, received, _, _ = socket.recv_fds(connection, 2**20, 1)
+        try:
+            request, received, _, _ = socket.recv_fds(connection, 2**20, 1)
+        except ConnectionError:  # closed by the launcher, which has not read the last response
+            return
         if not request:
             return
         (start_signal,) = received
@@ -283,7 +287,8 @@ def serve(module: str, connection: socket.socket) -> None:
         os.close(write_end)
         os.close(start_signal)
         os.waitpid(intermediate, 0)  # after this the launcher is the parent of the rank
-        connection.sendall(os.read(read_end, 64))
+        with suppress(ConnectionError):  # closed by the launcher: the rank gets no start signal
+            connection.sendall(os.read(read_end, 64))
         os.close(read_end)
 
 

@@ -19,6 +19,7 @@ from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.job import Job
 from weft.launch.coordinator import JobCoordinator
 from weft.launch.forkserver import ForkServer
+from weft.launch.interrupts import keep_interrupts
 from weft.launch.launcher import default_ranks, early_forkserver, launch
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.tls import GLOO_TRANSPORT
@@ -147,19 +148,20 @@ def _lead_run(
     """Prepare a run, start the ranks of this host, and complete the summary; on host 0 or the only host."""
     resume = recovery.resume
     all_ranks = coordinator.world_size() if coordinator else ranks
-    plan = job.plan.resolve(all_ranks)
-    resolved = job.model_copy(update={"plan": plan})
-    config, anatomy = check_model(resolved)
-    job = pin_base(job)
-    check_folder(job)
-    resolved = job.model_copy(update={"plan": plan})
-    lines = explain_links(plan, coordinator.ranks_by_host() if coordinator else [ranks])
-    prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
-    check_tokens(resolved, prepared, config)
-    check_tasks(job.eval, prepared)
-    if resume and recovery.accept_changes:
-        prepared = replace(prepared, accepted=earlier_tokens(job, resume))
-    check_resume(job, prepared, resume, accept_changes=recovery.accept_changes)
+    with keep_interrupts():
+        plan = job.plan.resolve(all_ranks)
+        resolved = job.model_copy(update={"plan": plan})
+        config, anatomy = check_model(resolved)
+        job = pin_base(job)
+        check_folder(job)
+        resolved = job.model_copy(update={"plan": plan})
+        lines = explain_links(plan, coordinator.ranks_by_host() if coordinator else [ranks])
+        prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
+        check_tokens(resolved, prepared, config)
+        check_tasks(job.eval, prepared)
+        if resume and recovery.accept_changes:
+            prepared = replace(prepared, accepted=earlier_tokens(job, resume))
+        check_resume(job, prepared, resume, accept_changes=recovery.accept_changes)
     out = Path(job.out)
     if not resume:
         if aside := folders.move_aside():
