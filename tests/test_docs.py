@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.test_imports import PACKAGES
 from weft.cli.app import app
 from weft.job import Job, keys
+from weft.posttraining.job import TrainerJob, has_trainer
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -93,7 +94,7 @@ def test_job_in_the_readme_is_valid() -> None:
 
 @pytest.mark.parametrize("path", [*(ROOT / "examples").glob("*.toml"), *(ROOT / "src/weft/recipes").glob("*.toml")])
 def test_shipped_jobs_are_valid(path: Path) -> None:
-    Job.load(path)
+    TrainerJob.load(path) if has_trainer(path) else Job.load(path)
 
 
 def test_readme_names_every_command() -> None:

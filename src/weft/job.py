@@ -294,10 +294,16 @@ class Job(Table):
         Raises:
             JobError: a key is unknown, or a value breaks its rule.
         """
+        if "trainer" in tables:
+            raise JobError(
+                "this job has a trainer of TRL",
+                where=where,
+                rule="weft train, weft export and weft eval take jobs with a table trainer; other commands do not",
+                fix="see docs/fine-tuning.md; its logs are in trainer_state.json of the run folder",
+            )
         for assignment in assignments:
-            tables = _assign(tables, assignment)
-        if isinstance(tables.get("plan"), str):
-            tables = {**tables, "plan": read_toml(tables["plan"])}
+            tables = assign(tables, assignment)
+        tables = plan_tables(tables)
         job = _validate(tables, where)
         if (job.model.path is None) == (job.model.config is None):
             raise JobError(
@@ -370,6 +376,15 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     return _validate({"plan": read_toml(path)}, str(path)).plan
 
 
+def plan_tables(tables: dict[str, Any]) -> dict[str, Any]:
+    """Tables of a job, with the contents of its plan in place of the path of a TOML file.
+
+    Raises:
+        JobError: the file is missing or is not TOML.
+    """
+    return {**tables, "plan": read_toml(tables["plan"])} if isinstance(tables.get("plan"), str) else tables
+
+
 def _validate(tables: dict[str, Any], where: str) -> Job:
     """Create a job from nested tables, and refuse keys and values one by one."""
     try:
@@ -413,8 +428,12 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from None
 
 
-def _assign(tables: dict[str, Any], assignment: str) -> dict[str, Any]:
-    """Copy of the tables with one `dotted.key=value` set. A value that is not TOML is taken as a string."""
+def assign(tables: dict[str, Any], assignment: str) -> dict[str, Any]:
+    """Copy of the tables with one `dotted.key=value` set. A value that is not TOML is taken as a string.
+
+    Raises:
+        JobError: the assignment has no key or no value, or its key is below a value.
+    """
     key, equals, text = assignment.partition("=")
     if not equals or not key.strip():
         raise JobError(

@@ -29,9 +29,13 @@ def export(
     from weft.checkpoint.key import read_key
     from weft.errors import JobError
     from weft.job import Job
+    from weft.posttraining.job import has_trainer
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if (run / "job.toml").is_file() and has_trainer(run / "job.toml"):
+        _export_trainer(run, to, step, merge, dtype)
+        return
     job = None if step is None else Job.load(run / "job.toml")
     folder = None if job is None or step is None else folder_of(Path(job.checkpoint.folder or run), step)
     key = read_key(job.checkpoint.key_file) if job else None
@@ -50,3 +54,18 @@ def export(
         print(convert_folder(run / "export", to, dtype))
     else:
         print(to_huggingface(folder, to, dtype=dtype, run=run, key=key))
+
+
+def _export_trainer(run: Path, to: Path, step: int | None, merge: bool, dtype: str) -> None:
+    """Export a run of a job with a trainer."""
+    from weft.errors import JobError
+    from weft.posttraining.export import export_model
+
+    if step is not None:
+        raise JobError(
+            f"--step {step} for {run}, a run with a trainer",
+            where="command line",
+            rule="a checkpoint of a trainer is the folder checkpoint-N, with the weights in it",
+            fix=f"leave --step out, or use {run / f'checkpoint-{step}'}",
+        )
+    print(export_model(run, to, merge=merge, dtype=dtype))

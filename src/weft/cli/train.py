@@ -1,14 +1,19 @@
 """weft train"""
 
+import json
 import os
 import sys
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from weft.cli.options import Endpoint, HostIndex, Hosts, Interface, Ranks, SetOption, TokenFile
+
+if TYPE_CHECKING:
+    from weft.launch.rendezvous import RendezvousConfig
+    from weft.posttraining.job import TrainerJob
 
 
 def train(
@@ -38,9 +43,15 @@ def train(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from weft.job import Job
     from weft.launch.rendezvous import parse_rendezvous
+    from weft.posttraining.job import TrainerJob, has_trainer
     from weft.training.run_folder import check_writable
 
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))
+    if has_trainer(recipe):
+        trainer_job = TrainerJob.load(recipe, [*set_, *([f"out={json.dumps(str(out))}"] if out else [])])
+        rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
+        _train_with_trainer(trainer_job, nproc_per_node, resume, accept_changes, max_restarts, rendezvous)
+        return
     chosen = Job.load(recipe, set_)
     if out:
         chosen = chosen.model_copy(update={"out": str(out)})
@@ -73,6 +84,28 @@ def train(
         raise
     if node_rank == 0:
         print_end(chosen, _report(Path(chosen.out)), sys.argv)
+
+
+def _train_with_trainer(
+    job: "TrainerJob",
+    ranks: int | None,
+    resume: str | None,
+    accept_changes: bool,
+    max_restarts: int,
+    rendezvous: "RendezvousConfig | None",
+) -> None:
+    """Train a job with a trainer of TRL."""
+    from weft.errors import JobError
+    from weft.posttraining.run import train_with_trainer
+
+    if accept_changes:
+        raise JobError(
+            "--accept-changes for a job with a trainer",
+            where="weft train",
+            rule="a trainer of TRL resumes with the options that the job has now, without a comparison",
+            fix="leave --accept-changes out",
+        )
+    train_with_trainer(job, ranks=ranks, resume=resume, max_restarts=max_restarts, rendezvous=rendezvous)
 
 
 def _report(out: Path) -> Path | None:

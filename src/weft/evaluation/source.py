@@ -15,7 +15,7 @@ from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.key import read_key
 from weft.errors import CheckpointError, ModelError
-from weft.job import Job
+from weft.job import Job, read_toml
 
 
 @contextmanager
@@ -41,6 +41,9 @@ def model_folder(source: Path, step: int | None) -> Iterator[tuple[Path, int | N
             )
         yield source, None
         return
+    if "trainer" in read_toml(source / "job.toml"):
+        yield _of_trainer(source, step), None
+        return
     settings = Job.load(source / "job.toml").checkpoint
     checkpoints = Path(settings.folder or source)
     newest = next(map(step_of, list_checkpoints(checkpoints)), None)
@@ -63,6 +66,21 @@ def model_folder(source: Path, step: int | None) -> Iterator[tuple[Path, int | N
             to_huggingface(folder_of(checkpoints, found), target, run=source, key=read_key(settings.key_file)),
             found,
         )
+
+
+def _of_trainer(run: Path, step: int | None) -> Path:
+    """Folder of the model of a run with a trainer of TRL."""
+    if step is not None or not (run / "export" / "config.json").is_file():
+        merge = (run / "export" / "adapter_config.json").is_file() and step is None
+        raise CheckpointError(
+            f"{run} has adapters at its end" if merge else f"{run} has no model of that step",
+            where="weft eval" + (f" --step {step}" if step is not None else ""),
+            rule="of a run with a trainer, the full model that it saved at its end is evaluated",
+            fix=f"merge the adapters with `weft export {run} TO --merge`, and evaluate TO"
+            if merge
+            else "leave --step out after the end of the run, or name the folder of a model",
+        )
+    return run / "export"
 
 
 def _exported_step(run: Path) -> int | None:

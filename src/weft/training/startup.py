@@ -27,7 +27,7 @@ def startup_screen(
         forward: forward dtype and the reason for it, see `weft.precision.dtypes.explain_precision`.
     """
     table = {
-        "device": _device(device, ranks, job.plan),
+        "device": describe_device(device, ranks, job.plan),
         "precision": f"{forward}; {job.plan.precision.reduce_dtype} reduction, {job.plan.precision.update} update",
         "model": _model(anatomy),
         **({"adapter": _adapter(job, anatomy)} if job.adapter.kind != "none" else {}),
@@ -50,7 +50,8 @@ def checkpoint_bytes(job: Job, parameters: int) -> float:
     return parameters * (BYTES[precision.update] + states * bytes_per_state_element(precision))
 
 
-def _device(device: Device, ranks: int, plan: Plan) -> str:
+def describe_device(device: Device, ranks: int, plan: Plan) -> str:
+    """Text about the ranks, their hardware and a resolved plan."""
     parts = [device.name, f"{os.cpu_count()} cores" if device.type == "cpu" else "", device.instruction_set]
     hardware = ", ".join(filter(None, parts))
     degrees = {name: value for name, value in plan.parallel if name not in ("zero", "sp", "cp_ulysses") and value > 1}

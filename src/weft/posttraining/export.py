@@ -1,0 +1,70 @@
+"""Model of a finished run with a trainer, as a folder in a given dtype, with adapters merged or beside it."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import transformers
+
+from weft.adapters.model import import_peft
+from weft.errors import CheckpointError, JobError
+from weft.posttraining.job import TrainerJob
+from weft.posttraining.trainers import EXPORT
+from weft.precision.dtypes import DTYPES
+
+
+def export_model(run: Path, target: Path, *, merge: bool, dtype: str) -> Path:
+    """Write the model of a run, or its adapters, as a new folder.
+
+    Args:
+        run: run folder of a job with a trainer.
+        target: folder to write; it must not exist.
+        merge: True to merge adapters into the weights of their model, in float32, with PEFT's `merge_and_unload`.
+        dtype: dtype of the written weights, a name of `weft.precision.dtypes`. Adapters alone are copied as they are.
+
+    Returns:
+        The written folder.
+
+    Raises:
+        CheckpointError: the target exists, or the run has no model yet.
+        JobError: `merge` for a run without adapters.
+    """
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists", rule="an export never overwrites", fix="name another folder")
+    job, source = TrainerJob.load(run / "job.toml"), run / EXPORT
+    has_adapters = job.adapter.kind != "none"
+    if not (source / ("adapter_config.json" if has_adapters else "config.json")).is_file():
+        raise CheckpointError(
+            f"{run} has no model yet", where=str(source), rule="a run saves its model at its end", fix="let the run end"
+        )
+    if merge and not has_adapters:
+        raise JobError(
+            f"--merge for {run}, which has no adapters",
+            where="command line",
+            rule="only adapters are merged; this run has trained all weights",
+            fix="leave --merge out",
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
+        written = Path(scratch) / "model"
+        if has_adapters and not merge:
+            shutil.copytree(source, written)
+        else:
+            _write_model(job, source, written, dtype)
+        written.rename(target)
+    return target
+
+
+def _write_model(job: TrainerJob, source: Path, written: Path, dtype: str) -> None:
+    classifier = job.trainer.kind == "reward"
+    loader = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModelForCausalLM
+    more = {"num_labels": 1} if classifier else {}
+    if job.adapter.kind == "none":
+        model = loader.from_pretrained(source, dtype="float32", local_files_only=True, **more)
+    else:
+        plain = loader.from_pretrained(job.model.path, dtype="float32", local_files_only=True, **more)
+        adapted = import_peft().PeftModel.from_pretrained(plain, str(source), torch_device="cpu")
+        model = adapted.merge_and_unload()
+    model.to(dtype=DTYPES[dtype]).save_pretrained(written)
+    transformers.AutoTokenizer.from_pretrained(source, local_files_only=True).save_pretrained(written)

@@ -1,0 +1,131 @@
+"""Job of a trainer of TRL, read from and written to TOML. Imports no torch.
+
+A job with the table `[trainer]` is such a job; all other jobs are `weft.job.Job`.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import Field, ValidationError
+
+from weft.errors import JobError
+from weft.job import Adapter, assign, plan_tables, read_toml
+from weft.plan import Plan, Table
+from weft.refusal import explain, refuse_invalid_numbers
+
+Kind = Literal["dpo", "kto", "reward", "grpo", "rloo"]
+
+
+class StartModel(Table):
+    """Model that training starts from."""
+
+    path: str
+    """Hugging Face folder with weights and tokenizer."""
+
+
+class Rows(Table):
+    """Rows of the trainer, in the format of TRL."""
+
+    path: str
+    """A .jsonl or .parquet file, a glob of such files, or a folder of `Dataset.save_to_disk`."""
+    eval_path: str | None = None
+    """Rows to evaluate on, in the same form."""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the rows of `path` to evaluate on, chosen at random by the option seed."""
+
+
+class Trainer(Table):
+    """Trainer of TRL."""
+
+    kind: Kind
+    """dpo: pairs of answers; kto: single judged answers; reward: a reward model from pairs; grpo, rloo: generated answers with
+    rewards."""
+    rewards: tuple[str, ...] = ()
+    """Of grpo and rloo: functions of yours, "package.module:function", as TRL calls them; or folders of reward models."""
+    options: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
+    """Settings of TRL's own configuration of this trainer, such as `beta`, `learning_rate` and `max_steps`."""
+
+
+class TrainerJob(Table):
+    """Job of a trainer of TRL."""
+
+    model: StartModel
+    adapter: Adapter = Adapter()
+    data: Rows
+    trainer: Trainer
+    plan: Plan = Plan()
+    out: str
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], assignments: Iterable[str] = ()) -> "TrainerJob":
+        """Read a job from TOML and apply `key=value` assignments with dotted keys.
+
+        Raises:
+            JobError: the file is missing or not TOML, a key is unknown, or a value breaks its rule.
+        """
+        tables = read_toml(path)
+        for assignment in assignments:
+            tables = assign(tables, assignment)
+        tables = plan_tables(tables)
+        try:
+            job = cls.model_validate(tables)
+        except ValidationError as error:
+            raise explain(error, cls, tables, str(path)) from None
+        refuse_invalid_numbers(tables, job, str(path))
+        job.check(str(path))
+        return job
+
+    def check(self, where: str) -> None:
+        """Check rules that join several keys.
+
+        Raises:
+            JobError: names the keys.
+        """
+        generates = self.trainer.kind in ("grpo", "rloo")
+        if generates != bool(self.trainer.rewards):
+            raise JobError(
+                f"trainer.kind = {self.trainer.kind} with {len(self.trainer.rewards) or 'no'} rewards",
+                where=where,
+                rule="grpo and rloo score answers by trainer.rewards; the other trainers learn from the rows alone",
+                fix='set trainer.rewards, for example to ["my_rewards:is_right"]'
+                if generates
+                else "remove trainer.rewards",
+            )
+        if self.data.eval_path and self.data.held_out:
+            raise JobError(
+                f"data.eval_path with data.held_out = {self.data.held_out}",
+                where=where,
+                rule="the rows to evaluate on have one source",
+                fix="remove one of the two keys",
+            )
+        if self.adapter.kind == "qlora" or self.adapter.path or self.adapter.base:
+            key, value = next(
+                (key, value)
+                for key, value in (
+                    ("kind", self.adapter.kind if self.adapter.kind == "qlora" else ""),
+                    ("path", self.adapter.path),
+                    ("base", self.adapter.base),
+                )
+                if value
+            )
+            raise JobError(
+                f"adapter.{key} = {value} in a job with a trainer",
+                where=where,
+                rule="a trainer starts new adapters, lora or dora, on a model folder",
+                fix='merge earlier adapters by `weft export RUN TO --merge`, and set adapter.kind = "lora"',
+            )
+
+    def to_toml(self) -> str:
+        """TOML text of the full job, which `load` reads back to an equal job."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def has_trainer(path: str | os.PathLike[str]) -> bool:
+    """True if the TOML file is a job of a trainer.
+
+    Raises:
+        JobError: the file is missing or not TOML.
+    """
+    return "trainer" in read_toml(path)

@@ -1,0 +1,59 @@
+"""Entry point of each rank of a job with a trainer: python -m weft.posttraining.rank RUN_FOLDER CHECKPOINT|auto|none."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import datasets
+import torch.distributed as dist
+import transformers
+
+from weft.checkpoint.snapshot import wait_for_writers
+from weft.job import Job
+from weft.launch.heartbeat import Heartbeat
+from weft.launch.rank_entry import rank_main
+from weft.posttraining.job import TrainerJob
+from weft.posttraining.trainers import EXPORT, make_trainer
+from weft.training.prepare import init
+from weft.training.run_folder import join_folders
+
+
+def main() -> None:
+    """Train in the run folder that the launcher has prepared, evaluate, and save the model."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of TRL's calls of Transformers, and of FSDP2's of torch
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    out, checkpoint = Path(sys.argv[1]), sys.argv[2]
+    resume = {"auto": True, "none": None}.get(checkpoint, checkpoint)
+    job = TrainerJob.load(out / "job.toml")
+    join_folders(Job(out=job.out), out)  # the locks are held until this process ends
+    heartbeat = Heartbeat.open()
+    heartbeat.phase("script")
+    init()
+    train(job, resume)
+    wait_for_writers()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(job: TrainerJob, checkpoint: str | bool | None) -> None:
+    """Train, evaluate, and save the model and the logs, on this rank. Collective.
+
+    Args:
+        job: job.
+        checkpoint: checkpoint folder to resume from; True: the newest complete one; None: the first step.
+
+    Raises:
+        JobError: TRL refuses an option.
+    """
+    trainer = make_trainer(job)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
+    trainer.save_model(str(Path(job.out) / EXPORT))
+    trainer.save_state()
+
+
+if __name__ == "__main__":
+    rank_main(main)

@@ -1,0 +1,99 @@
+"""Launch of a job with a trainer: check it, start the ranks, and print what training has changed."""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from weft.device.detect import detect
+from weft.integrations.launch import run_on_ranks
+from weft.job import Job
+from weft.launch.launcher import default_ranks
+from weft.launch.rendezvous import RendezvousConfig
+from weft.posttraining.job import TrainerJob
+from weft.posttraining.trainers import EXPORT, check_job
+from weft.precision.dtypes import explain_precision
+from weft.training.run_folder import HeldFolders, check_writable
+from weft.training.startup import describe_device
+
+STATE = "trainer_state.json"
+"""File with the logs of the trainer, in the run folder."""
+TIMES = ("runtime", "per_second")
+
+
+def train_with_trainer(
+    job: TrainerJob,
+    *,
+    ranks: int | None = None,
+    resume: str | None = None,
+    max_restarts: int = 0,
+    rendezvous: RendezvousConfig | None = None,
+    log: Callable[[str], None] = print,
+) -> Path:
+    """Train a job of a trainer of TRL on the devices of this machine, or of several hosts together.
+
+    Invalid input is refused before a rank starts.
+
+    Args:
+        job: job to train.
+        ranks: number of ranks on this host; default: one per accelerator, or two on CPU.
+        resume: checkpoint folder of the trainer, or "auto" for the newest complete one in the run folder, or for the first step
+            without one. Default: start a new run, and move an earlier run in its folder aside.
+        max_restarts: maximum consecutive restarts, each from the newest complete checkpoint.
+        rendezvous: rendezvous of several hosts; None for one host.
+        log: function that prints a line.
+
+    Returns:
+        Run folder: `job.toml`, `trainer_state.json` with all logs, `checkpoint-N`, and the model in `export`.
+
+    Raises:
+        WeftError: a subclass, see `weft.errors`.
+    """
+    leads, out = rendezvous is None or rendezvous.host == 0, Path(job.out)
+    folders = Job(out=job.out)
+    check_writable(folders, new=resume is None, leads=leads)
+    device = detect()
+    here = ranks or default_ranks(device)
+    all_ranks = here * (rendezvous.hosts if rendezvous else 1)
+    with HeldFolders(folders) if leads else nullcontext() as held:
+        if held:
+            rows = check_job(job, all_ranks)
+            if resume is None and (aside := held.move_aside()):
+                log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
+            (out / "job.toml").write_text(job.to_toml(), encoding="utf-8")
+            log(f"device      {describe_device(device, all_ranks, job.plan.resolve(all_ranks))}")
+            log(f"precision   {explain_precision(job.plan.precision, device)}")
+            log(f"model       {job.model.path}, adapter {job.adapter.kind}")
+            log(f"data        {rows}")
+            log(f"trainer     {job.trainer.kind} of TRL {version('trl')}")
+        checkpoint = resume or ("auto" if max_restarts else "none")
+        run_on_ranks(
+            [sys.executable, "-u", "-m", "weft.posttraining.rank", str(out), checkpoint],
+            job.plan,
+            here,
+            out / "logs",
+            environment={"HF_HUB_OFFLINE": "1"},
+            hang_timeout=1800.0,
+            max_restarts=max_restarts,
+            rendezvous=rendezvous,
+        )
+    if leads:
+        for line in changes(out):
+            log(line)
+    return out
+
+
+def changes(out: Path) -> list[str]:
+    """Lines about a finished run: the metrics of the first and of the last evaluation, and the folder of the model."""
+    history: list[dict[str, Any]] = json.loads((out / STATE).read_text(encoding="utf-8"))["log_history"]
+    evaluations = [row for row in history if "eval_loss" in row or "eval_reward" in row]
+    lines = []
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        names = [name for name in last if name.startswith("eval_") and not name.endswith(TIMES) and name in first]
+        lines.append(f"evaluation  after step {first['step']} -> after step {last['step']}")
+        lines += [f"  {name.removeprefix('eval_'):<28}{first[name]:.4g} -> {last[name]:.4g}" for name in names]
+    return [*lines, f"model       {out / EXPORT}"]

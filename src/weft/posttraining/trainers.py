@@ -1,0 +1,182 @@
+"""Trainers of TRL for jobs: checks of their options, and the trainer of a rank."""
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from weft.adapters.model import peft_config
+from weft.device.detect import detect
+from weft.errors import JobError
+from weft.integrations.trainer import check_trainer, with_weft
+from weft.own_code import load_function
+from weft.posttraining.job import Kind, TrainerJob
+from weft.posttraining.rows import check_rows, read_rows
+
+CLASSES: dict[Kind, str] = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
+"""Beginning of the names of the trainer's class and of its configuration in TRL."""
+OWNED = {
+    "output_dir": "out",
+    "resume_from_checkpoint": "--resume",
+    "bf16": "plan.precision.param_dtype",
+    "fp16": "plan.precision.param_dtype",
+    "deepspeed": "plan",
+    "fsdp": "plan",
+    "fsdp_config": "plan",
+    "parallelism_config": "plan",
+    "accelerator_config": "plan",
+}
+"""Options of TRL that a job sets by another key."""
+DEFAULTS = {"report_to": "none", "disable_tqdm": True}
+EXPORT = "export"
+"""Folder of the trained model, in the run folder."""
+
+
+def import_trl() -> Any:
+    """Module trl.
+
+    Raises:
+        JobError: it is not installed.
+    """
+    try:
+        import trl
+    except ImportError as error:
+        raise JobError(
+            f"trl cannot be imported: {error}",
+            where="trainer.kind",
+            rule="preference and reinforcement learning use the trainers of TRL",
+            fix='pip install "weft-train[hf]"',
+        ) from None
+    return trl
+
+
+def check_job(job: TrainerJob, ranks: int) -> str:
+    """Check everything that can be checked before the ranks start.
+
+    Args:
+        job: job.
+        ranks: number of ranks of all hosts.
+
+    Returns:
+        Text about the rows.
+
+    Raises:
+        JobError, DataError, PlanError: an option does not exist or is set by another key, a function does not exist, the model
+            folder is incomplete, a row is invalid, or the trainer does not take the plan.
+    """
+    plan, trl = job.plan.resolve(ranks), import_trl()
+    known = {field.name for field in dataclasses.fields(getattr(trl, f"{CLASSES[job.trainer.kind]}Config"))}
+    for name, value in job.trainer.options.items():
+        if name in OWNED:
+            raise JobError(
+                f"trainer.options.{name} = {value}",
+                where="trainer.options",
+                rule=f"this is set by {OWNED[name]}",
+                fix=f"remove the option, and set {OWNED[name]}",
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise JobError(
+                f"unknown option trainer.options.{name}",
+                where="trainer.options",
+                rule=f"options are the settings of TRL's {CLASSES[job.trainer.kind]}Config",
+                fix=f"did you mean {near[0]}?" if near else "see the documentation of TRL",
+            )
+    noise = bool(job.trainer.options.get("neftune_noise_alpha"))
+    sampling = str(job.trainer.options.get("train_sampling_strategy", ""))
+    check_trainer(getattr(trl, f"{CLASSES[job.trainer.kind]}Trainer"), plan, sampling, noise)
+    if plan.parallel.pp > 1:
+        raise JobError(
+            f"trainer.kind = {job.trainer.kind} with plan.parallel.pp = {plan.parallel.pp}",
+            where="plan.parallel.pp",
+            rule="these trainers compute their losses from logits, which only the last stage of a pipeline has",
+            fix="set plan.parallel.pp = 1",
+        )
+    for reward in job.trainer.rewards:
+        _reward(reward)
+    _check_model(job.model.path)
+    train, evaluation = read_rows(job.data, _seed(job))
+    has_template = bool(transformers.AutoTokenizer.from_pretrained(job.model.path).chat_template)
+    check_rows(train, job.trainer.kind, job.data.path, has_template=has_template)
+    if evaluation is None:
+        return f"{len(train)} rows to train on"
+    check_rows(evaluation, job.trainer.kind, job.data.eval_path or job.data.path, has_template=has_template)
+    return f"{len(train)} rows to train on, {len(evaluation)} to evaluate on"
+
+
+def make_trainer(job: TrainerJob) -> Any:
+    """Make the trainer of a job on this rank, under the plan of the job. Collective.
+
+    Raises:
+        JobError: TRL refuses an option.
+    """
+    trl, name = import_trl(), CLASSES[job.trainer.kind]
+    train, evaluation = read_rows(job.data, _seed(job))
+    options = DEFAULTS | {"eval_on_start": evaluation is not None} | job.trainer.options
+    try:
+        arguments = getattr(trl, f"{name}Config")(
+            output_dir=job.out, use_cpu=detect().type == "cpu", bf16=False, **options
+        )
+    except (TypeError, ValueError) as error:
+        raise JobError(
+            f"TRL refuses the options: {str(error).strip()}",
+            where="trainer.options",
+            rule=f"options are the settings of TRL's {name}Config",
+            fix="change the option; see the documentation of TRL",
+        ) from None
+    transformers.set_seed(arguments.seed)  # a new head or adapter is the same on all ranks
+    adapters = None
+    if job.adapter.kind != "none":
+        adapters = peft_config(job.adapter)
+        if job.trainer.kind == "reward":
+            adapters.task_type = "SEQ_CLS"
+    rewards = [_reward(reward) for reward in job.trainer.rewards]
+    plan = job.plan.resolve_precision(detect().supports("bf16"))
+    return with_weft(getattr(trl, f"{name}Trainer"), plan)(
+        model=job.model.path,
+        args=arguments,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        peft_config=adapters,
+        **({"reward_funcs": rewards} if rewards else {}),
+    )
+
+
+def _seed(job: TrainerJob) -> int:
+    return int(job.trainer.options.get("seed", 42))
+
+
+def _reward(name: str) -> Any:
+    """Reward of trainer.rewards: a function, or the path of a reward model, which TRL loads."""
+    if Path(name).is_dir():
+        _check_model(name, "trainer.rewards")
+        return name
+    if ":" not in name:
+        raise JobError(
+            f"no folder and no function {name}",
+            where="trainer.rewards",
+            rule='a reward is a function, "package.module:function", or the folder of a reward model',
+            fix="check the name; paths are relative to the current folder",
+        )
+    return load_function(name, "trainer.rewards")
+
+
+def _check_model(path: str, key: str = "model.path") -> None:
+    folder = Path(path)
+    if (folder / "adapter_config.json").is_file():
+        raise JobError(
+            f"{path} has adapters, not a model",
+            where=f"{key} = {path!r}",
+            rule="training starts from a folder with all weights",
+            fix="merge the adapters: `weft export RUN TO --merge`",
+        )
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            raise JobError(
+                f"{path} has no {name}" if folder.is_dir() else f"there is no folder {path}",
+                where=f"{key} = {path!r}",
+                rule="a model is a Hugging Face folder with config, weights and tokenizer",
+                fix="check the path; it is relative to the current folder",
+            )

@@ -1,0 +1,221 @@
+"""Jobs with a trainer: their ranks have the losses and weights of TRL alone, and the command prints what training changes."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+import transformers
+from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.faults.kill import Command
+from tests.integrations.scripts_in_pool import variables_of
+from tests.lab.pool import run_ranks
+from tests.posttraining.conftest import ROWS
+from weft.errors import CheckpointError
+from weft.evaluation.source import model_folder
+from weft.job import Adapter
+from weft.plan import Parallel, Plan, Precision
+from weft.posttraining.export import export_model
+from weft.posttraining.job import TrainerJob
+from weft.posttraining.rank import train
+from weft.posttraining.run import changes
+from weft.posttraining.trainers import check_job
+
+OPTIONS = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 2,
+    "logging_steps": 1,
+    "seed": 1,
+    "save_strategy": "no",
+    "learning_rate": 3e-3,
+}
+FP32 = Precision(param_dtype="fp32")
+LAYOUTS = {
+    "zero 2": (2, Plan(parallel=Parallel(zero=2), precision=FP32)),
+    "zero 3": (2, Plan(parallel=Parallel(), precision=FP32)),
+    "tp2": (2, Plan(parallel=Parallel(tp=2), precision=FP32)),
+}
+COUNTED = ("loss", "eval_loss", "grad_norm", "rewards/margins", "eval_rewards/accuracies")
+
+
+def count_weft(completions: list[str], **_: Any) -> list[float]:
+    """Reward: share of the word weft."""
+    return [text.split().count("weft") / 8 for text in completions]
+
+
+def job_of(kind: str, model: Path, rows: Path, out: Path, plan: Plan, **options: Any) -> TrainerJob:
+    rewards = ["tests.posttraining.test_run:count_weft"] if kind in ("grpo", "rloo") else []
+    own = {"num_generations": 4, "max_completion_length": 8} if rewards else {"max_length": 64}
+    tables = {
+        "out": str(out),
+        "model": {"path": str(model)},
+        "data": {"path": str(rows), "held_out": 0.25},
+        "trainer": {"kind": kind, "rewards": rewards, "options": {**OPTIONS, **own, **options}},
+    }
+    return TrainerJob.model_validate({**tables, "plan": plan.model_dump()})
+
+
+def _on_rank(rank: int, ranks: int, job: TrainerJob, checkpoint: str | None) -> None:
+    AcceleratorState._reset_state(True)
+    try:
+        with mock.patch.dict("os.environ", variables_of(rank, ranks)):
+            train(job, checkpoint)
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def _plain(rank: int, ranks: int, kind: str, model: str, rows: str, out: str, options: dict[str, Any]) -> None:
+    """TRL alone, as its documentation writes it."""
+    from datasets import load_dataset
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+
+    AcceleratorState._reset_state(True)
+    classes = {"dpo": (DPOConfig, DPOTrainer), "kto": (KTOConfig, KTOTrainer), "reward": (RewardConfig, RewardTrainer)}
+    config, trainer_class = classes[kind]
+    parts = load_dataset("json", data_files=rows, split="train").train_test_split(test_size=8, seed=1)
+    more = {"eval_on_start": True, "report_to": "none", "use_cpu": True, "bf16": False, "max_length": 64}
+    transformers.set_seed(1)
+    with mock.patch.dict("os.environ", variables_of(0, 1)):
+        trainer = trainer_class(
+            model=model,
+            args=config(output_dir=out, **{**OPTIONS, **options}, **more),
+            train_dataset=parts["train"],
+            eval_dataset=parts["test"],
+        )
+        trainer.train()
+        trainer.evaluate()
+        trainer.save_model(f"{out}/export")
+        trainer.save_state()
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def logs_of(out: Path) -> list[dict[str, float]]:
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    return [kept for row in history if (kept := {key: row[key] for key in COUNTED if key in row})]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+# KTO estimates its divergence within each micro-batch, so that only ranks that share rows have that of one process.
+@pytest.mark.thin(2)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*((kind, layout) for kind in ("dpo", "reward") for layout in LAYOUTS), ("kto", "tp2")]
+)
+def test_a_job_equals_trl_in_one_process(
+    kind: str, layout: str, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    rows, (ranks, plan) = write_rows(ROWS[kind]), LAYOUTS[layout]
+    data_ranks = ranks // plan.parallel.tp
+    batches = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4}
+    run_ranks(1, _plain, kind, str(small_model), str(rows), str(tmp_path / "plain"), batches, timeout=120)
+    own = {name: size // data_ranks for name, size in batches.items()}
+    job = job_of(kind, small_model, rows, tmp_path / "weft", plan, **own)
+    check_job(job, ranks)
+    run_ranks(ranks, _on_rank, job, None, timeout=120)
+    found, expected = logs_of(tmp_path / "weft"), logs_of(tmp_path / "plain")
+    assert len(found) == len(expected) == 5
+    for now, then in zip(found, expected, strict=True):
+        # The mean of an evaluation over ranks of different rows is that of TRL on several processes.
+        assert now == pytest.approx(then, rel=1e-4, abs=1e-5)
+    saved = weights_of(tmp_path / "plain" / "export")
+    weights = weights_of(tmp_path / "weft" / "export")
+    assert weights.keys() == saved.keys()
+    for name, value in saved.items():
+        assert torch.allclose(weights[name], value, atol=2e-4), name
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("layout", ["zero 2", "tp2"])
+def test_rewards_rise(
+    kind: str, layout: str, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    rows, (ranks, plan) = write_rows(ROWS[kind]), LAYOUTS[layout]
+    job = job_of(kind, small_model, rows, tmp_path / "run", plan, max_steps=20, learning_rate=2e-2, beta=0.0)
+    job = job.model_copy(update={"data": job.data.model_copy(update={"held_out": 0.0})})
+    check_job(job, ranks)
+    run_ranks(ranks, _on_rank, job, None, timeout=120)
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    rewards = [row["reward"] for row in history if "reward" in row]
+    assert len(rewards) == 20
+    assert sum(rewards[-4:]) > 4 * sum(rewards[:4])
+
+
+def test_a_run_resumes_under_another_plan(
+    small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    rows = write_rows(ROWS["dpo"])
+    saving = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
+    job = job_of("dpo", small_model, rows, tmp_path / "run", LAYOUTS["zero 2"][1], **saving)
+    run_ranks(2, _on_rank, job, None, timeout=120)
+    rest = {**saving, "per_device_train_batch_size": 8}
+    again = job_of("dpo", small_model, rows, tmp_path / "again", LAYOUTS["tp2"][1], **rest)
+    run_ranks(2, _on_rank, again, str(tmp_path / "run" / "checkpoint-2"), timeout=120)
+    whole, resumed = ([row for row in logs_of(tmp_path / name) if "grad_norm" in row] for name in ("run", "again"))
+    assert len(whole) == len(resumed) == 3
+    assert resumed[-1] == pytest.approx(whole[-1], rel=1e-4, abs=1e-5)
+
+
+def test_the_command_trains_evaluates_and_exports(
+    small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    rows, out = write_rows(ROWS["dpo"]), tmp_path / "run"
+    path = tmp_path / "job.toml"
+    path.write_text(job_of("dpo", small_model, rows, tmp_path / "not here", LAYOUTS["zero 2"][1]).to_toml())
+    weft = str(Path(sys.executable).parent / "weft")
+    lora = ["--set", "adapter.kind=lora", "--set", "adapter.r=4"]
+    with Command([weft, "train", str(path), "--nproc-per-node", "2", "--out", str(out), *lora]) as command:
+        assert command.wait() == 0, command.printed()
+    printed = [line.text for line in command.lines]
+    assert "data        24 rows to train on, 8 to evaluate on" in printed
+    assert "evaluation  after step 0 -> after step 3" in printed
+    assert printed[-1] == f"model       {out / 'export'}"
+    assert not any("Warning" in line or "Traceback" in line for line in printed), command.printed()
+    assert (out / "export" / "adapter_config.json").is_file()
+    assert TrainerJob.load(out / "job.toml").adapter.r == 4
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+def test_adapters_are_exported_and_merged(
+    kind: str, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    rows, out = write_rows(ROWS[kind]), tmp_path / "run"
+    plain = job_of(kind, small_model, rows, out, LAYOUTS["zero 3"][1])
+    job = plain.model_copy(update={"adapter": Adapter(kind="lora", r=4)})
+    out.mkdir()
+    (out / "job.toml").write_text(job.to_toml())
+    with pytest.raises(CheckpointError, match="has no model yet"):
+        export_model(out, tmp_path / "early", merge=True, dtype="fp32")
+    run_ranks(2, _on_rank, job, None, timeout=120)
+    with pytest.raises(CheckpointError, match="has adapters at its end"), model_folder(out, None):
+        pass
+    export_model(out, tmp_path / "adapters", merge=False, dtype="fp32")
+    export_model(out, tmp_path / "merged", merge=True, dtype="fp32")
+    loader = AutoModelForCausalLM if kind == "dpo" else AutoModelForSequenceClassification
+    more = {} if kind == "dpo" else {"num_labels": 1}
+    base = loader.from_pretrained(small_model, **more)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    rows_of_ids = torch.arange(5, 15)[None]
+    merged = loader.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(merged(rows_of_ids).logits, adapted(rows_of_ids).logits, atol=1e-5)
+    assert merged(rows_of_ids).logits.shape[-1] == (1 if kind == "reward" else base.config.vocab_size)
+    with pytest.raises(CheckpointError, match="exists"):
+        export_model(out, tmp_path / "merged", merge=True, dtype="fp32")
+
+
+def test_changes_of_a_run_without_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text('{"log_history": [{"loss": 1.0, "step": 1}]}')
+    assert changes(tmp_path) == [f"model       {tmp_path / 'export'}"]
