@@ -14,12 +14,11 @@ PROMPT = "What is {} + {}? Answer with the number only."
 
 
 def is_right(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
-    """Reward: 1 for the right number alone, 0.2 for a text in which it occurs, 0 otherwise."""
-    texts = [completion[0]["content"].strip() for completion in completions]
-    found = [re.findall(r"\d+", text) for text in texts]
+    """Reward: 1 for the right number alone, 0.5 for a text that ends with it, 0 otherwise."""
+    texts = [completion[0]["content"].strip().rstrip(".") for completion in completions]
     return [
-        1.0 if text.rstrip(".") == str(right) else 0.2 if str(right) in numbers else 0.0
-        for text, numbers, right in zip(texts, found, answer, strict=True)
+        1.0 if text == str(right) else 0.5 if re.search(rf"\b{right}$", text) else 0.0
+        for text, right in zip(texts, answer, strict=True)
     ]
 
 

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.errors import ModelError
-from weft.integrations.fused_head import fused_output
+from weft.integrations.fused_head import fused_output, take_arguments
 from weft.parallel.logits import gather_logits
 from weft.parallel.runtime import runtime
-
-FUSED_HEAD = ("labels", "shift_labels", "num_items_in_batch")
-"""Arguments of a forward with TRL's fused head that its loss needs."""
 
 
 class _Call(NamedTuple):
@@ -82,9 +79,7 @@ class FullOutputs(ReadOutputs):
         rows = args[0] if args else kwargs.get("input_ids")
         if not isinstance(rows, Tensor):
             return None  # `shard_inputs` refuses it
-        fused = None
-        if kwargs.pop("fused_lm_head", False):
-            fused = {name: kwargs.pop(name) for name in FUSED_HEAD if name in kwargs}
+        fused = take_arguments(self.model, kwargs)
         self._calls.append(_Call(rows.shape[1], kwargs.pop("logits_to_keep", 0), fused))
         return args, kwargs
 

@@ -14,7 +14,7 @@ from weft.errors import JobError
 TESTED: dict[str, tuple[str, str]] = {
     "transformers": ("5.17", "5.24"),
     "accelerate": ("1.13", "1.16"),
-    "trl": ("1.15", "1.17"),
+    "trl": ("1.14", "1.17"),
     "peft": ("0.20", "0.22"),
 }
 """First tested version of each package, and the first that is not tested."""

@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -58,7 +59,7 @@ def export_model(run: Path, target: Path, *, merge: bool, dtype: str) -> Path:
 
 def _write_model(job: TrainerJob, source: Path, written: Path, dtype: str) -> None:
     classifier = job.trainer.kind == "reward"
-    loader = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModelForCausalLM
+    loader: Any = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModelForCausalLM
     more = {"num_labels": 1} if classifier else {}
     if job.adapter.kind == "none":
         model = loader.from_pretrained(source, dtype="float32", local_files_only=True, **more)
