@@ -91,9 +91,9 @@ class FullOutputs(ReadOutputs):
         logits = output.get("logits")
         if logits is None or not (self.is_on or fused):
             return None
-        full = gather_logits(self.model, logits, tokens)
         if fused:
-            return fused_output(self.model, full, fused)
+            return fused_output(self.model, logits, tokens, fused)
+        full = gather_logits(self.model, logits, tokens)
         output["logits"] = full[:, slice(-kept, None) if isinstance(kept, int) else kept]  # -0: all tokens
         return output
 

@@ -3,17 +3,23 @@
 `trl.trainer.utils.add_fused_lm_head` lets `model(..., labels=labels, fused_lm_head=True)` return log-probabilities of the
 labels instead of logits. The supervised fine-tuning of TRL 1.14 replaces the forward of a model with labels by one that returns
 their loss and counts. Both apply the head to the hidden states of full rows, which no rank has under tp with sequence
-parallelism and under cp. Here the same fields are computed from the gathered logits.
+parallelism and under cp. Here the same fields are computed from the logits of each rank, which are not gathered.
 """
 
 import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.data import IGNORED
 from weft.errors import ModelError
+from weft.parallel.logits import gather_tokens, tokens_of_rank
+from weft.parallel.loss import vocab_size
+from weft.parallel.runtime import runtime
+from weft.parallel.token_statistics import token_statistics
+from weft.topology.mesh import ranks_along
 
 ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments of a forward that the loss of a fused head needs."""
@@ -41,13 +47,14 @@ def _counts_loss(model: Any) -> bool:
     return getattr(model.forward, "__name__", "") == COUNTS_LOSS
 
 
-def fused_output(model: Any, logits: Tensor, call: dict[str, Any]) -> Any:
-    """Output of TRL's fused head.
+def fused_output(model: Any, logits: Tensor, tokens: int, call: dict[str, Any]) -> Any:
+    """Output of TRL's fused head. Collective over tp and cp.
 
     Args:
-        model: model of `add_fused_lm_head`.
-        logits: logits of full rows over the full vocabulary, [rows, tokens, vocabulary].
-        call: `labels`, `shift_labels` and `num_items_in_batch` of the forward.
+        model: model of TRL's fused head.
+        logits: logits of this rank, [rows, tokens of this rank, part of the vocabulary].
+        tokens: tokens of a full row.
+        call: `ARGUMENTS` of the forward.
 
     Returns:
         `FusedCausalLMOutput` with all fields per token, float32, zero where the label is -100; of TRL 1.14, the output with
@@ -63,20 +70,18 @@ def fused_output(model: Any, logits: Tensor, call: dict[str, Any]) -> Any:
             rule="the auxiliary loss of the routers needs all tokens of a row on each rank",
             fix="set output_router_logits = False in the configuration of the model, or use ZeRO and ep alone",
         )
-    targets = call.get("shift_labels")
+    targets, counted = call.get("shift_labels"), tokens
     if targets is None:
-        logits, targets = logits[:, :-1], call["labels"][:, 1:]
-    mask = targets != IGNORED
+        targets, counted = F.pad(call["labels"][:, 1:], (0, 1), value=IGNORED), tokens - 1
     settings = {} if _counts_loss(model) else inspect.getclosurevars(model.forward.__func__).nonlocals
+    mesh = runtime(model).mesh
+    group = mesh.get_group("tp") if ranks_along(mesh, "tp") > 1 else None
+    own = tokens_of_rank(model, targets, logits.shape[1], IGNORED).clamp(min=0)
     scaled = logits.float() / settings.get("temperature", 1.0)
-    every = scaled.log_softmax(-1)
-    chosen = targets.clamp(min=0)[..., None]
-    log_probs = every.gather(-1, chosen)[..., 0].masked_fill(~mask, 0)
-    with torch.no_grad():
-        squares = (2 * every).logsumexp(-1).masked_fill(~mask, 0)
-        means = scaled.mean(-1).masked_fill(~mask, 0)
-        is_top1 = (scaled.argmax(-1, keepdim=True) == chosen)[..., 0] & mask
-    entropy = -(every.exp() * every).sum(-1).masked_fill(~mask, 0)
+    found = torch.stack(token_statistics(scaled, own, group, vocab_size(model)), -1)
+    found = gather_tokens(model, found, tokens)[:, :counted]
+    mask = targets[:, :counted] != IGNORED
+    log_probs, entropy, squares, means, is_top1 = found.masked_fill(~mask[..., None], 0).unbind(-1)
     items = call.get("num_items_in_batch")
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
     if _counts_loss(model):
@@ -84,8 +89,8 @@ def fused_output(model: Any, logits: Tensor, call: dict[str, Any]) -> Any:
 
         return _ChunkedCELMHeadOutput(
             loss=loss,
-            num_correct_tokens=is_top1.sum().float(),
-            entropy_sum=entropy.sum(),
+            num_correct_tokens=is_top1.detach().sum(),
+            entropy_sum=entropy.detach().sum(),
             num_valid_tokens=mask.sum(),
         )
     from trl.trainer.utils import FusedCausalLMOutput
@@ -94,8 +99,8 @@ def fused_output(model: Any, logits: Tensor, call: dict[str, Any]) -> Any:
         loss=loss,
         log_probs=log_probs,
         entropy=entropy,
-        log_sum_sq_probs=squares,
-        mean_logits=means,
-        is_top1=is_top1,
+        log_sum_sq_probs=squares.detach(),
+        mean_logits=means.detach(),
+        is_top1=is_top1.bool(),
         label_mask=mask,
     )

@@ -20,8 +20,7 @@ from weft.topology.mesh import CONTEXT_AXES, join_axes, ranks_along
 def gather_logits(model: nn.Module, logits: Tensor, tokens: int) -> Tensor:
     """Gather the logits of full rows and of the full vocabulary. Differentiable; collective.
 
-    All ranks of tp and cp continue with the same logits and compute the same loss. Backward
-    multiplies each rank's part by the number of cp ranks, because gradients are averaged over cp ranks later.
+    All ranks of tp and cp continue with the same logits and compute the same loss; see `gather_tokens` for backward.
 
     Args:
         model: parallelized model.
@@ -41,14 +40,51 @@ def gather_logits(model: nn.Module, logits: Tensor, tokens: int) -> Tensor:
         gathered = collectives.unsplit(padded, mesh.get_group("tp"), -1).unflatten(-1, (tp, largest))
         lengths = [size // tp + (rank < size % tp) for rank in range(tp)]
         logits = torch.cat([gathered[..., rank, :length] for rank, length in enumerate(lengths)], -1)
+    return gather_tokens(model, logits, tokens)
+
+
+def gather_tokens(model: nn.Module, values: Tensor, tokens: int) -> Tensor:
+    """Gather values of the tokens of full rows over the ranks of cp. Differentiable; collective.
+
+    Backward multiplies each rank's part by the number of cp ranks, because gradients are averaged over cp ranks later.
+
+    Args:
+        model: parallelized model.
+        values: [rows, tokens of this rank, ...].
+        tokens: tokens of a full row, before padding.
+
+    Returns:
+        [rows, tokens, ...], the same on all ranks of cp.
+    """
+    parallelized = runtime(model)
+    mesh = parallelized.mesh
     if ranks_along(mesh, *CONTEXT_AXES) > 1:
         length = pad_rows(torch.zeros(1, tokens), row_multiple(parallelized.anatomy, parallelized.plan), 0).shape[1]
-        if length // parallelized.plan.parallel.cp != logits.shape[1]:
+        if length // parallelized.plan.parallel.cp != values.shape[1]:
             raise _refusal(
-                f"{tokens} tokens for logits of {logits.shape[1]} tokens on each of {parallelized.plan.parallel.cp} cp ranks"
+                f"{tokens} tokens for logits of {values.shape[1]} tokens on each of {parallelized.plan.parallel.cp} cp ranks"
             )
-        logits = _GatherTokens.apply(logits, mesh, own_positions(length, mesh).to(logits.device))
-    return logits[:, :tokens]
+        values = _GatherTokens.apply(values, mesh, own_positions(length, mesh).to(values.device))
+    return values[:, :tokens]
+
+
+def tokens_of_rank(model: nn.Module, values: Tensor, count: int, fill: int) -> Tensor:
+    """Values of the tokens of this rank, in the order of its logits.
+
+    Args:
+        model: parallelized model.
+        values: [rows, tokens] of full rows, before padding.
+        count: tokens of this rank.
+        fill: value of the tokens with which rows are padded.
+
+    Returns:
+        [rows, count].
+    """
+    parallelized = runtime(model)
+    padded = F.pad(values, (0, count * parallelized.plan.parallel.cp - values.shape[1]), value=fill)
+    if parallelized.plan.parallel.cp == 1:
+        return padded
+    return padded[:, own_positions(padded.shape[1], parallelized.mesh).to(values.device)]
 
 
 def _refusal(what: str) -> ModelError:
