@@ -205,6 +205,19 @@ def test_only_runs_moved_aside_are_removable(tmp_path: Path) -> None:
             remove_aside(found[name])
 
 
+def test_runs_with_a_trainer_are_removable(tmp_path: Path) -> None:
+    (tmp_path / "run.1").mkdir()
+    job = 'out = "run"\n[model]\npath = "m"\n[data]\npath = "d"\n[trainer]\nkind = "dpo"\n[plan]\n'
+    (tmp_path / "run.1" / "job.toml").write_text(job)
+    (folder,) = list_aside(tmp_path / "run")
+    assert folder.refusal == "not a run of Weft: it has no prepared.json"
+    make_run_id(tmp_path / "run.1")
+    (folder,) = list_aside(tmp_path / "run")
+    assert not folder.refusal
+    remove_aside(folder)
+    assert not (tmp_path / "run.1").exists()
+
+
 def test_locked_run_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "RANK_EXIT_SECONDS", 0.1)
     run_in(tmp_path / "run.1")

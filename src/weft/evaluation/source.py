@@ -73,7 +73,9 @@ def _of_trainer(run: Path, step: int | None) -> Path:
     if step is not None or not (run / "export" / "config.json").is_file():
         merge = (run / "export" / "adapter_config.json").is_file() and step is None
         raise CheckpointError(
-            f"{run} has adapters at its end" if merge else f"{run} has no model of that step",
+            f"{run} has adapters at its end"
+            if merge
+            else f"{run} has no model" + (" of that step" if step else " yet"),
             where="weft eval" + (f" --step {step}" if step is not None else ""),
             rule="of a run with a trainer, the full model that it saved at its end is evaluated",
             fix=f"merge the adapters with `weft export {run} TO --merge`, and evaluate TO"

@@ -16,7 +16,7 @@ from weft.launch.rendezvous import RendezvousConfig
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.trainers import EXPORT, check_job
 from weft.precision.dtypes import explain_precision
-from weft.training.run_folder import HeldFolders, check_writable
+from weft.training.run_folder import HeldFolders, check_writable, make_run_id
 from weft.training.startup import describe_device
 
 STATE = "trainer_state.json"
@@ -63,6 +63,7 @@ def train_with_trainer(
             rows = check_job(job, all_ranks)
             if resume is None and (aside := held.move_aside()):
                 log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
+            make_run_id(out)
             (out / "job.toml").write_text(job.to_toml(), encoding="utf-8")
             log(f"device      {describe_device(device, all_ranks, job.plan.resolve(all_ranks))}")
             log(f"precision   {explain_precision(job.plan.precision, device)}")
