@@ -61,6 +61,7 @@ def test_jobs_that_break_a_rule_are_refused(changes: dict[str, Any], message: st
         ({"trainer": {"kind": "grpo", "rewards": ["nowhere"]}}, JobError, "no folder and no function nowhere"),
         ({"trainer": {"kind": "grpo", "rewards": ["math:lug"]}}, JobError, "math has no function lug"),
         ({"model": {"path": "nowhere"}}, JobError, "there is no folder nowhere"),
+        ({"adapter": {"kind": "lora", "targets": ["q_prok"]}}, JobError, "q_proj"),
         ({"data": {"path": "nowhere.jsonl"}}, DataError, "there is no file nowhere.jsonl"),
         ({"data": {"path": "rows.jsonl", "held_out": 0.001}}, DataError, "0 of 32 rows are held out"),
         ({"plan": {"parallel": {"pp": 2}}}, JobError, "trainer.kind = dpo with plan.parallel.pp = 2"),

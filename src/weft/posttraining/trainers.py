@@ -5,12 +5,14 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
-from weft.adapters.model import peft_config
+from weft.adapters.model import build_model, peft_config
 from weft.device.detect import detect
 from weft.errors import JobError
 from weft.integrations.trainer import check_trainer, with_weft
+from weft.job import Job, Model
 from weft.own_code import load_function
 from weft.posttraining.job import Kind, TrainerJob
 from weft.posttraining.rows import check_rows, read_rows
@@ -97,6 +99,8 @@ def check_job(job: TrainerJob, ranks: int) -> str:
     for reward in job.trainer.rewards:
         _reward(reward)
     _check_model(job.model.path)
+    if job.adapter.kind != "none":  # a model without memory, whose layers are those of the targets
+        build_model(Job(model=Model(path=job.model.path), adapter=job.adapter), torch.float32)
     train, evaluation = read_rows(job.data, _seed(job))
     has_template = bool(transformers.AutoTokenizer.from_pretrained(job.model.path).chat_template)
     check_rows(train, job.trainer.kind, job.data.path, has_template=has_template)
