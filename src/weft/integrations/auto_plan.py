@@ -17,6 +17,7 @@ from weft.comm.objects import all_gather_json, broadcast_json, run_together
 from weft.integrations.models import core_of, plan_for_script, refuse_pipeline
 from weft.integrations.optimizer import refuse_not_elementwise
 from weft.job import read_plan
+from weft.parallel.runtime import find_runtime
 from weft.plan import BYTES, Plan
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.local_device import local_device
@@ -74,7 +75,7 @@ def choose_plan(
 ) -> Plan:
     """Choose the plan of a script, print it on rank 0, and write it to plan.toml. Collective.
 
-    Rank 0 plans, and all ranks get its plan.
+    Rank 0 plans, and all ranks get its plan. A model that is parallelized already keeps its plan.
 
     Args:
         auto: folder for the plan.
@@ -91,6 +92,8 @@ def choose_plan(
         PlanError: no plan fits; the same on every rank.
     """
     core = core_of(model)
+    if (known := find_runtime(core)) is not None:
+        return known.plan  # of an earlier trainer
     precision = plan_for_script(Plan(), requested_precision, core).precision
     cluster = _cluster()
     numbers = [(parameter.numel(), parameter.requires_grad) for parameter in core.parameters()]

@@ -102,7 +102,7 @@ def plan_script(script: ScriptModel, cluster: ClusterSpec) -> ScriptPlan:
     raise PlanError(
         f"no plan fits on {cluster_text(cluster)}"
         + (
-            f": the smallest needs {least / GIB:,.1f} of {MARGIN * cluster.device.memory / GIB:,.1f} GiB"
+            f": the smallest needs {least / GIB:,.2f} of {MARGIN * cluster.device.memory / GIB:,.2f} GiB"
             if least
             else ""
         ),
@@ -122,8 +122,8 @@ def _check_start(script: ScriptModel, cluster: ClusterSpec) -> None:
     needed = BYTES[script.precision.update] * script.parameters
     if needed > MARGIN * cluster.device.memory:
         raise PlanError(
-            f"a model of {script.parameters:,} parameters needs {needed / GIB:,.1f} GiB in {script.precision.update}, and "
-            f"{MARGIN * cluster.device.memory / GIB:,.1f} GiB of a {cluster.device.name} are usable",
+            f"a model of {script.parameters:,} parameters needs {needed / GIB:,.2f} GiB in {script.precision.update}, and "
+            f"{MARGIN * cluster.device.memory / GIB:,.2f} GiB of a {cluster.device.name} are usable",
             where="plan = auto",
             rule="each rank of a script loads the full model before it keeps its shard",
             fix="use devices with more memory; or weft train, whose ranks load their shards alone",
@@ -231,10 +231,10 @@ def _chosen(space: Space, choice: Choice, plan: Plan, least: float) -> ScriptPla
         least: minimum bytes of the layouts with more data ranks, none of which fits; 0: there are none.
     """
     share = space.cluster.num_devices // choice.layout.dp
-    memory = f"{choice.memory.total / GIB:,.1f} of {space.budget / GIB:,.1f} GiB per device"
+    memory = f"{choice.memory.total / GIB:,.2f} of {space.budget / GIB:,.2f} GiB per device"
     reason = f"by formula the fastest plan that fits with one data rank per process: {memory}"
     if share > 1:
-        smallest = f" (the smallest needs {least / GIB:,.1f} GiB)" if least else ""
+        smallest = f" (the smallest needs {least / GIB:,.2f} GiB)" if least else ""
         reason = f"no plan with more data ranks fits{smallest}, so that {share} ranks share rows: {memory}"
     return ScriptPlan(plan, f"{describe(choice)} on {cluster_text(space.cluster)}", reason, choice.layout.dp)
 
@@ -266,7 +266,7 @@ def _by_bytes(script: ScriptModel, cluster: ClusterSpec, why: str) -> ScriptPlan
         if states + stack.framework + script.reserved <= (MARGIN if last else STATES_SHARE) * memory:
             reason = (
                 f"{why}; the lowest ZeRO stage by exact bytes, whose states leave memory for activations: "
-                f"{states / GIB:,.1f} of {memory / GIB:,.1f} GiB per device"
+                f"{states / GIB:,.2f} of {memory / GIB:,.2f} GiB per device"
             )
             return ScriptPlan(plan, f"zero {zero}, dp {ranks} on {cluster_text(cluster)}", reason, ranks)
     raise PlanError(
