@@ -68,7 +68,7 @@ def choose_plan(
     requested_precision: str,
     check: Callable[[Plan], None],
     *,
-    has_reference: bool = False,
+    references: int = 0,
     generates: bool = False,
     recomputes: bool = False,
     one_data_rank_each: bool = False,
@@ -83,7 +83,7 @@ def choose_plan(
         rows: rows of a micro-batch.
         requested_precision: "no", "bf16" or "fp16", as the script asks for.
         check: raises a WeftError for a resolved plan that the script cannot run under.
-        has_reference: True if the script evaluates a copy of the model besides.
+        references: parameters of further models of the script.
         generates: True if the script generates rows, with a full copy of the model.
         recomputes: True if the script itself recomputes blocks.
         one_data_rank_each: True if the script has read the number of data ranks already.
@@ -108,7 +108,7 @@ def choose_plan(
         rows.accumulation,
         rows.tokens,
         check,
-        references=total if has_reference else 0,
+        references=references,
         reserved=BYTES[resolved.param_dtype] * total if generates else 0,
         recomputes=recomputes,
         one_data_rank_each=one_data_rank_each,
@@ -139,7 +139,7 @@ def plan_for_loop(auto: AutoPlan, prepared: Sequence[Any], accumulation: int, re
     Raises:
         PlanError: no plan fits; the same on every rank.
     """
-    model = next(one for one in prepared if isinstance(one, nn.Module))
+    model, *others = (one for one in prepared if isinstance(one, nn.Module))
     loader = next((one for one in prepared if isinstance(one, DataLoader)), None)
     optimizers = [type(one).__name__ for one in prepared if isinstance(one, torch.optim.Optimizer)]
     tokens, source = row_length(None, getattr(loader, "dataset", None), None, getattr(model, "config", None))
@@ -150,8 +150,18 @@ def plan_for_loop(auto: AutoPlan, prepared: Sequence[Any], accumulation: int, re
         for name in optimizers:
             refuse_not_elementwise(name, plan.parallel.zero > 0 or plan.parallel.tp > 1)
 
+    references = sum(parameter.numel() for other in others for parameter in other.parameters())
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    return choose_plan(auto, model, rows, requested_precision, check, recomputes=recomputes, one_data_rank_each=True)
+    return choose_plan(
+        auto,
+        model,
+        rows,
+        requested_precision,
+        check,
+        references=references,
+        recomputes=recomputes,
+        one_data_rank_each=True,
+    )
 
 
 def _cluster() -> ClusterSpec:

@@ -1,5 +1,6 @@
 """`--plan auto` under a Trainer: what the planner must know of it, while the Trainer is made and later."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,7 +43,8 @@ def plan_for_trainer(
     names = {kind.__name__ for kind in type(trainer).__mro__}
     tokens, source = row_length(arguments, of("train_dataset"), of("processing_class"), getattr(model, "config", None))
     optimizer = _optimizer_name(of, arguments, model)
-    has_adapter = hasattr(model, "get_base_model")  # which is switched off for the reference
+    has_reference = bool(getattr(arguments, "beta", 0)) and not getattr(arguments, "precompute_ref_log_probs", False)
+    has_reference = has_reference and not hasattr(model, "get_base_model")  # its adapter is switched off instead
 
     def check_all(plan: Plan) -> None:
         check(plan)
@@ -60,9 +62,7 @@ def plan_for_trainer(
         ),
         requested_precision,
         check_all,
-        has_reference=bool(getattr(arguments, "beta", 0))
-        and not getattr(arguments, "precompute_ref_log_probs", False)
-        and not has_adapter,
+        references=sum(parameter.numel() for parameter in model.parameters()) if has_reference else 0,
         generates=generates(type(trainer)),
         recomputes=bool(arguments.gradient_checkpointing),
     )
@@ -70,7 +70,7 @@ def plan_for_trainer(
 
 def _first_model(model_init: Callable[..., Any], arguments: Any) -> Any:
     """Model of `model_init`, which the Trainer calls again; random numbers begin anew as before the call."""
-    model = model_init(None) if model_init.__code__.co_argcount else model_init()
+    model = model_init(None) if inspect.signature(model_init).parameters else model_init()
     set_seed(arguments.seed)
     return model
 

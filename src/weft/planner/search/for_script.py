@@ -2,7 +2,8 @@
 
 A script fixes its micro-batch, and its global batch by the number of processes. Layouts with one data rank per process come
 first. Only if none of them fits in memory, ranks share rows: then the global batch becomes smaller. Memory is predicted by
-formula; only full blocks are recomputed, because no dry run confirms the layout.
+formula. No dry run confirms the layout; therefore only full blocks are recomputed, and pipelines run 1F1B, which takes any
+number of micro-batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -109,7 +110,8 @@ def plan_script(script: ScriptModel, cluster: ClusterSpec) -> ScriptPlan:
         where="plan = auto",
         rule=f"states, and the activations of {script.micro_batch} x {script.tokens} tokens, fit into the memory of a device"
         + (", with one data rank per process, because the script has read their number" * script.one_data_rank_each),
-        fix="use more devices, a smaller batch per device or shorter rows; or give a plan file, such as [parallel] tp = 2",
+        fix="use more devices, a smaller batch per device or shorter rows"
+        + ("; or a plan file under which ranks share rows, such as [parallel] tp = 2" * script.one_data_rank_each),
     )
 
 
@@ -187,7 +189,7 @@ def _acceptance(script: ScriptModel, data_ranks: int, has_pipeline: bool) -> Cal
     known: dict[tuple[int, ...], bool] = {}
 
     def accepts(degrees: Degrees) -> bool:
-        if degrees.dp != data_ranks or (degrees.pp > 1) != has_pipeline:
+        if degrees.dp != data_ranks or (degrees.pp > 1) != has_pipeline or degrees.schedule != "1f1b":
             return False
         key = degrees.tp, degrees.cp, degrees.pp, degrees.ep, degrees.zero
         if key not in known:
