@@ -22,10 +22,11 @@ from weft.errors import PlanError
 from weft.integrations.auto_plan import AutoPlan, row_length
 from weft.integrations.optimizer import refuse_not_elementwise
 from weft.integrations.trainer import check_trainer
-from weft.job import read_plan
+from weft.job import Job, read_plan
 from weft.plan import Plan, Precision
 from weft.planner.costmodel.hardware import GIB, ClusterSpec, DeviceSpec, cluster_of, find_device
 from weft.planner.costmodel.local_device import local_device
+from weft.planner.costmodel.peak_memory import LayerActivations
 from weft.planner.search.for_script import ScriptModel, ScriptPlan, plan_script
 
 MEMORY = {"large": 2**20, "zero 0": 3000, "zero 3": 2000, "zero 3 with recompute": 1550, "tp 2": 1300, "nothing": 300}
@@ -40,7 +41,11 @@ def device_with(kib: float) -> DeviceSpec:
 def _auto_script(rank: int, ranks: int, name: str, arguments: list[str], logs: Path, kib: float) -> str:
     printed = StringIO()
     device = device_with(kib)
-    with mock.patch("weft.integrations.auto_plan.local_device", return_value=device), redirect_stdout(printed):
+    with (
+        mock.patch("weft.integrations.auto_plan.local_device", return_value=device),
+        mock.patch("weft.integrations.auto_plan.count_activations", return_value=None),
+        redirect_stdout(printed),
+    ):
         _script(rank, ranks, name, arguments, AutoPlan(logs))  # type: ignore[arg-type]
     return next((line for line in printed.getvalue().splitlines() if line.startswith("weft: plan auto")), "")
 
@@ -178,8 +183,12 @@ def on(device: str, devices: int) -> ClusterSpec:
     return cluster_of(find_device(device), devices)
 
 
+def no_count(*_: Any) -> None:
+    """Let the formulas stand."""
+
+
 def chosen(script: ScriptModel, cluster: ClusterSpec) -> tuple[ScriptPlan, Plan]:
-    found = plan_script(script, cluster)
+    found = plan_script(script, cluster, no_count)
     return found, found.plan.resolve(cluster.num_devices)
 
 
@@ -188,6 +197,25 @@ def test_more_devices_need_fewer_techniques(llama: LlamaForCausalLM) -> None:
     assert (two.parallel.zero, two.memory.optimizer_device) == (3, "host")
     assert (eight.parallel.zero, eight.memory.optimizer_device, eight.memory.recompute) == (2, "device", ())
     assert {two.parallel.data_ranks, eight.parallel.data_ranks} == {2, 8}
+
+
+def test_activations_are_counted_where_memory_is_scarce(llama: LlamaForCausalLM) -> None:
+    calls: list[tuple[Job, str, bool]] = []
+
+    def count(*given: Any) -> LayerActivations:
+        calls.append(given)
+        return LayerActivations({"none": 400e3, "full": 8192.0}, 1.8e6)  # twice those of the formula
+
+    narrow, roomy = script_model(llama), script_model(llama, micro_batch=1)
+    assert plan_script(narrow, on("H100", 8), no_count).plan.memory.recompute == ()
+    found = plan_script(narrow, on("H100", 8), count)
+    assert found.plan.memory.recompute == ("block",)
+    assert "with activations of dry runs" in found.reason
+    (job, device_type, with_tp), *more = calls
+    assert (job.data.seq_len, job.plan.precision.param_dtype, device_type, with_tp) == (2048, "bf16", "cuda", False)
+    assert not more
+    assert "by formula" in plan_script(roomy, on("H200", 8), count).reason
+    assert len(calls) == 1
 
 
 def test_frozen_weights_need_less_memory_and_references_more(llama: LlamaForCausalLM) -> None:
@@ -207,14 +235,14 @@ def test_long_rows_are_shared_only_if_nothing_else_fits(llama: LlamaForCausalLM)
     assert found.data_ranks == plan.parallel.data_ranks < 8
     assert "no plan with more data ranks fits" in found.reason
     with pytest.raises(PlanError, match="with one data rank per process"):
-        plan_script(script_model(llama, one_data_rank_each=True, **long), on("H100", 8))
+        plan_script(script_model(llama, one_data_rank_each=True, **long), on("H100", 8), no_count)
 
 
 def test_rules_of_the_trainer_limit_the_candidates(llama: LlamaForCausalLM) -> None:
     own = type("OnlineDPOTrainer", (), {})
     long = script_model(llama, tokens=131072, micro_batch=1, check=lambda plan: check_trainer(own, plan))
     with pytest.raises(PlanError, match="no plan fits on 8 H100"):
-        plan_script(long, on("H100", 8))
+        plan_script(long, on("H100", 8), no_count)
 
     def full(plan: Plan) -> None:
         refuse_not_elementwise("Adafactor", plan.parallel.zero > 0 or plan.parallel.tp > 1)
@@ -225,7 +253,7 @@ def test_rules_of_the_trainer_limit_the_candidates(llama: LlamaForCausalLM) -> N
 
 def test_a_model_that_a_device_cannot_hold_is_refused(llama: LlamaForCausalLM) -> None:
     with pytest.raises(PlanError, match=r"needs 29\.92 GiB in fp32, and 29\.44 GiB of a V100"):
-        plan_script(script_model(llama), on("V100", 64))
+        plan_script(script_model(llama), on("V100", 64), no_count)
 
 
 @pytest.mark.parametrize(("gib", "zero"), [(24, 0), (11, 1), (6, 2), (4, 3)])
@@ -245,7 +273,7 @@ def test_a_module_without_room_is_refused() -> None:
         model = torch.nn.Linear(32768, 32768)
     cluster = ClusterSpec(replace(find_device("A100-40"), memory=4.5 * GIB), 1, 2)
     with pytest.raises(PlanError, match=r"the states of Linear with 1,073,774,592 parameters do not fit on 2 A100"):
-        plan_script(script_model(model), cluster)
+        plan_script(script_model(model), cluster, no_count)
 
 
 LIMITS: dict[str, tuple[dict[str, Any], tuple[int, str]]] = {

@@ -16,11 +16,13 @@ from weft.backends.hierarchical import host_id
 from weft.comm.objects import all_gather_json, broadcast_json, run_together
 from weft.integrations.models import core_of, plan_for_script, refuse_pipeline
 from weft.integrations.optimizer import refuse_not_elementwise
-from weft.job import read_plan
+from weft.job import Job, read_plan
 from weft.parallel.runtime import find_runtime
 from weft.plan import BYTES, Plan
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.local_device import local_device
+from weft.planner.costmodel.peak_memory import LayerActivations
+from weft.planner.dryrun.count_activations import count_activations
 from weft.planner.search.for_script import ScriptModel, ScriptPlan, plan_script
 
 AUTO = "auto"
@@ -117,7 +119,7 @@ def choose_plan(
     def attempt() -> ScriptPlan | None:
         if dist.get_rank():
             return None
-        found = plan_script(script, cluster)
+        found = plan_script(script, cluster, _count)
         _announce(found, rows, auto.folder / "plan.toml")
         return found
 
@@ -162,6 +164,12 @@ def plan_for_loop(auto: AutoPlan, prepared: Sequence[Any], accumulation: int, re
         recomputes=recomputes,
         one_data_rank_each=True,
     )
+
+
+def _count(job: Job, device_type: str, with_tp: bool) -> LayerActivations | None:
+    """Count activations by dry runs, which take some seconds."""
+    print("weft: a few layers are dry-run, because memory is scarce", flush=True)
+    return count_activations(job, device_type, with_tp)
 
 
 def _cluster() -> ClusterSpec:

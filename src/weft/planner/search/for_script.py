@@ -2,8 +2,8 @@
 
 A script fixes its micro-batch, and its global batch by the number of processes. Layouts with one data rank per process come
 first. Only if none of them fits in memory, ranks share rows: then the global batch becomes smaller. Memory is predicted by
-formula. No dry run confirms the layout; therefore only full blocks are recomputed, and pipelines run 1F1B, which takes any
-number of micro-batches.
+formula; where it is scarce, activations are counted by dry runs. No dry run confirms the layout: therefore only full blocks are
+recomputed, and pipelines run 1F1B, which takes any number of micro-batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,22 +16,29 @@ import torch
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
 from weft.errors import ModelError, PlanError, WeftError
+from weft.job import Data, Job, Model
 from weft.parallel.parallelize import check_axes
 from weft.plan import BYTES, Parallel, Plan, Precision
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config
+from weft.planner.costmodel.peak_memory import LayerActivations
 from weft.planner.costmodel.shape import Shape, model_state_bytes_of
 from weft.planner.costmodel.timeline import head_cost
 from weft.planner.search.propose import describe, simplest_first, with_simplest
 from weft.planner.search.search import search
 from weft.planner.search.space import MARGIN, MEMORY_OPTIONS, Choice, Degrees, MemoryOptions, Space, divisors
-from weft.planner.search.space_of_job import refused_axes
+from weft.planner.search.space_of_job import refused_axes, type_of
 from weft.planner.search.strategy import cluster_text, plan_of, stack_for
 
 CANDIDATES = 5  # layouts of a search that are checked one by one
+FORMULA_ERROR = 0.3  # of activations without recompute; within it, they are counted by dry runs
 STATES_SHARE = 0.5  # share of a device's memory that states may fill where the size of activations is not known
 TOLERANCE = 0.1  # relative difference between the parameters of a model and those of its shape
 ROUNDING = 64  # rows are priced with a multiple of so many tokens, so that every usual tp and cp degree divides them
+
+
+Count = Callable[[Job, str, bool], LayerActivations | None]
+"""Function such as `count_activations`."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +82,13 @@ class ScriptPlan:
     data_ranks: int
 
 
-def plan_script(script: ScriptModel, cluster: ClusterSpec) -> ScriptPlan:
+def plan_script(script: ScriptModel, cluster: ClusterSpec, count: Count) -> ScriptPlan:
     """Choose the plan of a script.
 
     Args:
         script: model and settings of the script.
         cluster: devices of the ranks; all are used.
+        count: counts activations by dry runs; called if by formula nothing fits, or only narrowly.
 
     Raises:
         PlanError: no plan that the script can run under fits in memory.
@@ -91,15 +99,15 @@ def plan_script(script: ScriptModel, cluster: ClusterSpec) -> ScriptPlan:
         return _by_bytes(script, cluster, found)
     shape, anatomy = found
     least = 0.0
+    counted: dict[bool, LayerActivations | None] = {}
     for space in _spaces(script, cluster, shape, anatomy):
-        result = search(space, CANDIDATES)
-        choices = with_simplest(space, result.best) if result.best else []
-        for choice in simplest_first(choices, [])[0]:
+        space, choices, needed = _searched(script, space, count, counted)
+        for choice in choices:
             plan = plan_of(choice.layout, Plan(), head_cost(space, choice.layout))
             if not _refusal(partial(_check, script, anatomy, plan, cluster.num_devices)):
                 return _chosen(space, choice, plan, least)
         if not choices:
-            least = min(filter(None, (least, result.least_memory)), default=0.0)
+            least = min(filter(None, (least, needed)), default=0.0)
     raise PlanError(
         f"no plan fits on {cluster_text(cluster)}"
         + (
@@ -113,6 +121,45 @@ def plan_script(script: ScriptModel, cluster: ClusterSpec) -> ScriptPlan:
         fix="use more devices, a smaller batch per device or shorter rows"
         + ("; or a plan file under which ranks share rows, such as [parallel] tp = 2" * script.one_data_rank_each),
     )
+
+
+def _is_narrow(space: Space, choice: Choice) -> bool:
+    """True if a layout would not fit if it needed more memory, by the error of the formulas."""
+    fixed = space.stack.framework
+    return (choice.memory.total - fixed) * (1 + FORMULA_ERROR) > space.budget - fixed
+
+
+def _searched(
+    script: ScriptModel, space: Space, count: Count, counted: dict[bool, LayerActivations | None]
+) -> tuple[Space, list[Choice], float]:
+    """Search a space; with activations of dry runs, if by formula nothing fits, or only narrowly.
+
+    Args:
+        script: model and settings of the script.
+        space: search space.
+        count: counts activations by dry runs.
+        counted: activations counted so far without and with tp; a new count is added.
+
+    Returns:
+        The space; the best layouts that fit, the chosen one first; and the minimum bytes of the layouts if none fits.
+    """
+    shares_rows = space.global_batch < script.micro_batch * script.accumulation * space.cluster.num_devices
+    with_tp = shares_rows and "tp" not in space.unsplit
+    space = replace(space, traced=counted.get(with_tp))
+    choices, needed = _best(space)
+    if with_tp in counted or not space.bounds or (choices and not _is_narrow(space, choices[0])):
+        return space, choices, needed
+    config = script.model.config.get_text_config().to_dict()
+    data, plan = Data(source="tokens", seq_len=space.seq), Plan(precision=script.precision)
+    counted[with_tp] = count(Job(model=Model(config=config), data=data, plan=plan), type_of(space.cluster), with_tp)
+    space = replace(space, traced=counted[with_tp])
+    return space, *_best(space)
+
+
+def _best(space: Space) -> tuple[list[Choice], float]:
+    """Best layouts that fit, the simplest of equal ones first; and the minimum bytes of the layouts if none fits."""
+    found = search(space, CANDIDATES)
+    return simplest_first(with_simplest(space, found.best) if found.best else [], [])[0], found.least_memory
 
 
 def _check_start(script: ScriptModel, cluster: ClusterSpec) -> None:
@@ -233,8 +280,9 @@ def _chosen(space: Space, choice: Choice, plan: Plan, least: float) -> ScriptPla
         least: minimum bytes of the layouts with more data ranks, none of which fits; 0: there are none.
     """
     share = space.cluster.num_devices // choice.layout.dp
-    memory = f"{choice.memory.total / GIB:,.2f} of {space.budget / GIB:,.2f} GiB per device"
-    reason = f"by formula the fastest plan that fits with one data rank per process: {memory}"
+    how = "with activations of dry runs" if space.traced else "by formula"
+    memory = f"{choice.memory.total / GIB:,.2f} of {space.budget / GIB:,.2f} GiB per device {how}"
+    reason = f"the fastest plan that fits with one data rank per process: {memory}"
     if share > 1:
         smallest = f" (the smallest needs {least / GIB:,.2f} GiB)" if least else ""
         reason = f"no plan with more data ranks fits{smallest}, so that {share} ranks share rows: {memory}"
