@@ -185,7 +185,7 @@ def _priced(script: ScriptModel) -> tuple[Shape, Anatomy] | str:
     try:
         anatomy = read_anatomy(script.model)
         shape = from_config(script.model.config.get_text_config().to_dict())
-    except (AttributeError, ModelError):
+    except (AttributeError, TypeError, ValueError, ModelError):  # of a configuration of another kind
         return f"{name} is no causal language model that the planner can read"
     shape = shape if anatomy.head else replace(shape, tied=True)
     frozen = script.parameters - script.trained
