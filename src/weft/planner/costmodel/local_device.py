@@ -1,6 +1,7 @@
 """Device of this host as the cost model knows it."""
 
 import os
+import sys
 from dataclasses import replace
 
 from weft.device.detect import detect
@@ -27,5 +28,5 @@ def local_device(ranks: int, unknown: str = "") -> DeviceSpec:
         if not unknown:
             raise
         preset = replace(find_device(unknown), name=detected.name)
-    cores = len(os.sched_getaffinity(0)) if on_cpu else 0
+    cores = (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1) if on_cpu else 0
     return replace(preset, cores=cores, native_bf16=detected.supports("bf16"), memory=memory, per_host=ranks)

@@ -34,7 +34,7 @@ CANDIDATES = 5  # layouts of a search that are checked one by one
 FORMULA_ERROR = 0.3  # of activations without recompute; within it, they are counted by dry runs
 STATES_SHARE = 0.5  # share of a device's memory that states may fill where the size of activations is not known
 TOLERANCE = 0.1  # relative difference between the parameters of a model and those of its shape
-ROUNDING = 64  # rows are priced with a multiple of so many tokens, so that every usual tp and cp degree divides them
+ROUNDING = 64  # the length of rows is rounded up to a multiple of 64 tokens, which usual tp and cp degrees divide
 
 
 Count = Callable[[Job, str, bool], LayerActivations | None]
