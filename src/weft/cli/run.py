@@ -16,7 +16,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_inte
 def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Python script; all that follows are its own arguments.")],
-    plan: Annotated[Path, typer.Option(help="Plan as TOML.")],
+    plan: Annotated[str, typer.Option(help="Plan as TOML; auto: the planner chooses, and writes LOG_DIR/plan.toml.")],
     nproc_per_node: Ranks = None,
     log_dir: Annotated[Path, typer.Option(help="Folder for the output of all ranks but rank 0.")] = Path("weft-logs"),
     hang_timeout: Annotated[
@@ -42,17 +42,19 @@ def run(
             rule="the first argument is a Python file; options of weft run come before it",
             fix="weft run --plan plan.toml train.py [arguments of train.py]",
         )
-    chosen = read_plan(plan)
-    if nproc_per_node and nnodes == 1:
+    chosen = None if plan == "auto" else read_plan(plan)
+    if chosen and nproc_per_node and nnodes == 1:
         chosen.resolve(nproc_per_node)
     rendezvous = parse_rendezvous(node_rank, nnodes, rdzv_endpoint, token_file, interface)
 
     from weft.integrations.launch import run_on_ranks  # after the checks above, because it imports torch
 
     with tempfile.TemporaryDirectory(prefix="weft-run-") as folder:
-        path = Path(folder, "plan.json")
-        path.write_text(chosen.model_dump_json(), encoding="utf-8")
-        command = [sys.executable, "-u", "-m", "weft.integrations.rank", str(path), str(script), *context.args]
+        of_ranks = f"auto:{log_dir.absolute()}"
+        if chosen:
+            of_ranks = str(Path(folder, "plan.json"))
+            Path(of_ranks).write_text(chosen.model_dump_json(), encoding="utf-8")
+        command = [sys.executable, "-u", "-m", "weft.integrations.rank", of_ranks, str(script), *context.args]
         run_on_ranks(
             command,
             chosen,

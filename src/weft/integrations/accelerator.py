@@ -13,7 +13,6 @@
 
 import contextlib
 import inspect
-import os
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -31,6 +30,7 @@ from weft.comm.objects import broadcast_json
 from weft.compat import find_hook
 from weft.device.detect import detect
 from weft.errors import CheckpointError, JobError, ModelError, PlanError
+from weft.integrations.auto_plan import AutoPlan, plan_or_auto
 from weft.integrations.data_ranks import DataRankAccelerator
 from weft.integrations.full_copy import structure_of
 from weft.integrations.full_outputs import prepare_outputs
@@ -42,11 +42,11 @@ from weft.integrations.models import (
     refuse_pipeline,
     refuse_shards,
     refuse_trained_parts,
+    requested_precision,
     save_full_weights,
 )
 from weft.integrations.optimizer import PlacedOptimizer, replace_parameters
 from weft.integrations.script_state import STATE_FOLDER, ScriptState
-from weft.job import read_plan
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import begin_micro_batch, free_gathered_weights
@@ -65,18 +65,19 @@ class WeftAccelerator(DataRankAccelerator):
     optimizers update the shards, and gives the ranks of tp, cp and pp the same batches.
     """
 
-    default_plan: Plan | None = None
+    default_plan: Plan | AutoPlan | None = None
     """Plan without the argument `plan`; `weft run` makes a subclass with it."""
     runs_pipelines = False
     """True if the owner of the accelerator runs the micro-batches of a step together, as the Trainer of Weft does."""
     keeps_structures = False
     """True if the owner generates rows: `structures` has the structure of each model before it is parallelized."""
 
-    def __init__(self, *args: Any, plan: Plan | str | Path | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, plan: Plan | AutoPlan | str | Path | None = None, **kwargs: Any):
         """
         Args:
             args: arguments of `accelerate.Accelerator`.
-            plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
+            plan: plan, the path of a TOML file with a plan, or "auto", which lets the planner choose when the first model is
+                prepared; None: ZeRO stage 3 over all ranks.
             kwargs: arguments of `accelerate.Accelerator`.
 
         Raises:
@@ -92,16 +93,16 @@ class WeftAccelerator(DataRankAccelerator):
                 rule="the plan of Weft decides about parallelism",
                 fix=f"leave {asked[0]} out, and set the parallelism in [parallel] of the plan",
             )
-        requested = bound.arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        requested = requested_precision(bound.arguments)
         bound.arguments["mixed_precision"] = "no"  # neither autocast nor a scaler on top of the plan
         init()
-        plan = read_plan(plan) if isinstance(plan, str | Path) else plan
+        chosen = plan_or_auto(self.default_plan if plan is None else plan)
         self.weft_device = detect()
-        super().__init__(plan or self.default_plan or Plan(), self.weft_device.type, *bound.args, **bound.kwargs)
+        super().__init__(chosen, self.weft_device.type, *bound.args, **bound.kwargs)
         self._models: list[Any]
         self._optimizers: list[PlacedOptimizer]
         self.step: int
-        self._requested_precision = str(requested)
+        self._requested_precision = requested
         self.seed = broadcast_json(torch.initial_seed() % 2**31)  # of dropout: that of the script on rank 0
         self._in_no_sync = False
         self._cores: dict[nn.Module, Any] = {}
@@ -135,6 +136,7 @@ class WeftAccelerator(DataRankAccelerator):
             if isinstance(model, nn.Module)
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
+        self.choose_plan(*args)
         for model, placement in zip(args, device_placement or [None] * len(args), strict=True):
             if isinstance(model, nn.Module):
                 self.prepare_model(model, placement)
@@ -157,6 +159,7 @@ class WeftAccelerator(DataRankAccelerator):
             device_placement: ignored; the shards are always on the device.
             evaluation_mode: True: the model will not be trained, such as the reference model of a preference loss.
         """
+        self.choose_plan(model)
         core = core_of(model)
         refuse_trained_parts(model, core)
         if not self.runs_pipelines:

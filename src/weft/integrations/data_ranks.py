@@ -6,12 +6,13 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import all_gather_json
 from weft.errors import ModelError, PlanError
+from weft.integrations.auto_plan import AutoPlan, plan_for_loop
 from weft.integrations.loaders import check_rows, has_tensors_only, load_by_data_rank
 from weft.integrations.scheduler import PlacedScheduler
 from weft.plan import Plan
@@ -24,10 +25,10 @@ ROWS_CHECKED = 4
 class DataRankAccelerator(Accelerator):
     """Batches, schedulers, metrics and sums of a script, by data rank."""
 
-    def __init__(self, plan: Plan, device_type: str, *args: Any, **kwargs: Any):
+    def __init__(self, plan: Plan | AutoPlan, device_type: str, *args: Any, **kwargs: Any):
         """
         Args:
-            plan: plan, not resolved.
+            plan: plan, not resolved; or `AutoPlan`, which is chosen when the first model is prepared.
             device_type: type of the devices.
             args: arguments of `accelerate.Accelerator`.
             kwargs: arguments of `accelerate.Accelerator`.
@@ -36,16 +37,37 @@ class DataRankAccelerator(Accelerator):
             PlanError: the plan does not fit the number of ranks.
         """
         super().__init__(*args, **kwargs)
+        self._device_type = device_type
+        self._rows_to_check = ROWS_CHECKED
+        self._auto = plan if isinstance(plan, AutoPlan) else None
+        """Settings of a plan that is not chosen yet."""
+        self.use_plan(Plan() if isinstance(plan, AutoPlan) else plan)
+
+    def use_plan(self, plan: Plan) -> None:
+        """Set the plan, before a model is prepared. Collective.
+
+        Raises:
+            PlanError: the plan does not fit the number of ranks.
+        """
         self.plan = plan.resolve(dist.get_world_size())
         """Plan, resolved; dtypes that it leaves open are chosen when a model is prepared."""
-        self.mesh: DeviceMesh = build_mesh(self.plan, device_type, dist.get_world_size())
+        self.mesh: DeviceMesh = build_mesh(self.plan, self._device_type, dist.get_world_size())
         self.data_rank, self.data_ranks = data_rank(self.mesh), self.plan.parallel.data_ranks
         data_ranks = all_gather_json(self.data_rank)
         self.leaders = [data_ranks.index(number) for number in range(self.data_ranks)]
         """First rank of each data rank."""
         self.same_rows = [rank for rank, number in enumerate(data_ranks) if number == self.data_rank]
         """Ranks that share the rows of this one, in order, with this rank itself."""
-        self._rows_to_check = ROWS_CHECKED
+
+    def choose_plan(self, *args: Any) -> None:
+        """Choose the plan from the arguments of `prepare`, if it is not known and a model is among them. Collective.
+
+        Raises:
+            PlanError: no plan with one data rank per process fits in memory.
+        """
+        if self._auto is not None and any(isinstance(one, nn.Module) for one in args):
+            auto, self._auto = self._auto, None
+            self.use_plan(plan_for_loop(auto, args, self.gradient_accumulation_steps, str(self.mixed_precision)))
 
     @property
     def num_processes(self) -> int:

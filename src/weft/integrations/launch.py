@@ -13,7 +13,7 @@ from weft.plan import Plan
 
 def run_on_ranks(
     command: list[str],
-    plan: Plan,
+    plan: Plan | None,
     ranks: int | None,
     log_dir: Path,
     *,
@@ -26,7 +26,7 @@ def run_on_ranks(
 
     Args:
         command: command of each rank.
-        plan: plan of the script.
+        plan: plan of the script; None: the ranks choose it.
         ranks: ranks on this host; None: one per accelerator, or two on CPU.
         log_dir: folder for the output of the ranks.
         environment: further environment variables of the ranks.
@@ -46,7 +46,9 @@ def run_on_ranks(
     coordinator = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=0) if rendezvous else None
     failure: WeftError | None = None
     try:
-        plan.resolve(coordinator.world_size() if coordinator else ranks)
+        world_size = coordinator.world_size() if coordinator else ranks
+        if plan:
+            plan.resolve(world_size)
         launch(
             command,
             ranks=ranks,

@@ -1,5 +1,6 @@
 """Models of a user's script: the plan with the dtype that the script asks for, and the model that it parallelizes."""
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -190,3 +191,8 @@ def plan_for_script(plan: Plan, mixed_precision: str, model: nn.Module) -> Plan:
             "from the script",
         )
     return plan.model_copy(update={"precision": precision})
+
+
+def requested_precision(arguments: Mapping[str, Any]) -> str:
+    """Dtype that the arguments of an Accelerator ask for: "no", "bf16" or "fp16"."""
+    return str(arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))

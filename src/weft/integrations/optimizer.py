@@ -125,14 +125,26 @@ def replace_parameters(optimizer: torch.optim.Optimizer, shards: Mapping[nn.Para
             rule="the optimizer is new, and has the parameters of the model that is prepared with it",
             fix="make the optimizer from model.parameters(), and pass both to accelerator.prepare(model, optimizer)",
         )
-    whole = type(optimizer).__name__
-    if whole in NOT_ELEMENTWISE and any(isinstance(shard, DTensor) for shard in shards.values()):
+    refuse_not_elementwise(type(optimizer).__name__, any(isinstance(shard, DTensor) for shard in shards.values()))
+    for group in optimizer.param_groups:
+        kept = [shards[parameter] for parameter in group["params"]]
+        group["params"] = [parameter for parameter in kept if parameter is not None]
+
+
+def refuse_not_elementwise(name: str, is_sharded: bool) -> None:
+    """Refuse an optimizer that needs full matrices, over shards of matrices.
+
+    Args:
+        name: class of the optimizer.
+        is_sharded: True if ranks hold parts of matrices.
+
+    Raises:
+        ModelError: names the optimizer.
+    """
+    if name in NOT_ELEMENTWISE and is_sharded:
         raise ModelError(
-            f"{whole} over shards of matrices",
+            f"{name} over shards of matrices",
             where="accelerator.prepare",
             rule="an optimizer updates each element by its own gradient and state, because ranks hold parts of matrices",
             fix='use another optimizer, such as optim="adamw_torch"; or plan.parallel.zero = 0 without tp',
         )
-    for group in optimizer.param_groups:
-        kept = [shards[parameter] for parameter in group["params"]]
-        group["params"] = [parameter for parameter in kept if parameter is not None]

@@ -1,4 +1,7 @@
-"""Entry point of each rank of `weft run`: python -m weft.integrations.rank PLAN.json SCRIPT [ARGUMENTS]."""
+"""Entry point of each rank of `weft run`: python -m weft.integrations.rank PLAN.json SCRIPT [ARGUMENTS].
+
+With auto:FOLDER instead of PLAN.json, the planner chooses the plan, and writes it to this folder.
+"""
 
 import sys
 from pathlib import Path
@@ -6,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from weft.checkpoint.snapshot import wait_for_writers
+from weft.integrations.auto_plan import AUTO, AutoPlan
 from weft.integrations.script import run_script
 from weft.launch.heartbeat import Heartbeat
 from weft.launch.rank_entry import rank_main
@@ -15,7 +19,11 @@ from weft.training.prepare import init
 
 def main() -> None:
     """Join the ranks, and run the script."""
-    plan = Plan.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    name = sys.argv[1]
+    is_auto = name.startswith(f"{AUTO}:")
+    plan = (
+        AutoPlan(Path(name.partition(":")[2])) if is_auto else Plan.model_validate_json(Path(name).read_text("utf-8"))
+    )
     heartbeat = Heartbeat.open()
     heartbeat.phase("script")
     init()

@@ -14,17 +14,18 @@ import accelerate
 import transformers
 
 from weft.integrations.accelerator import WeftAccelerator
+from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.trainer import with_weft
 from weft.plan import Plan
 
 
-def run_script(script: Path, arguments: Sequence[str], plan: Plan) -> None:
+def run_script(script: Path, arguments: Sequence[str], plan: Plan | AutoPlan) -> None:
     """Run a script as `python script arguments` does, with its trainers and accelerators under a plan.
 
     Args:
         script: Python file.
         arguments: command-line arguments of the script.
-        plan: plan of all models that the script trains.
+        plan: plan of all models that the script trains, or `AutoPlan`, which chooses one for each trainer.
     """
     before = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
@@ -37,7 +38,7 @@ def run_script(script: Path, arguments: Sequence[str], plan: Plan) -> None:
 
 
 @contextmanager
-def bound_to(plan: Plan) -> Iterator[None]:
+def bound_to(plan: Plan | AutoPlan) -> Iterator[None]:
     """Context in which `accelerate.Accelerator` and `transformers.Trainer` name the classes of Weft."""
     accelerator = type("WeftAccelerator", (WeftAccelerator,), {"default_plan": plan})
     trainer = with_weft(transformers.Trainer, plan)

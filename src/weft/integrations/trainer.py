@@ -9,8 +9,11 @@ model to `WeftAccelerator`, which parallelizes it. A checkpoint of the trainer h
 under any plan.
 """
 
+import inspect
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +24,15 @@ from weft.comm.objects import broadcast_json
 from weft.data import IGNORED
 from weft.errors import CheckpointError, JobError, PlanError
 from weft.integrations.accelerator import WeftAccelerator
+from weft.integrations.auto_plan import AutoPlan, plan_or_auto
+from weft.integrations.auto_trainer import plan_for_trainer
 from weft.integrations.generation import generates, with_generation
-from weft.integrations.models import core_of, refuse_shards
+from weft.integrations.models import core_of, refuse_shards, requested_precision
 from weft.integrations.script_state import from_text_keys, with_text_keys
-from weft.integrations.trainer_pipeline import PipelinedSteps, check_pipeline
+from weft.integrations.trainer_pipeline import PipelinedSteps, check_pipeline, has_own_loss
 from weft.integrations.versions import check_methods, check_versions
-from weft.job import read_plan
 from weft.plan import Plan
+from weft.training.prepare import init
 
 GENERATING = (
     "OnlineDPOTrainer",
@@ -70,8 +75,16 @@ else:
 class TrainerMixin(Base):
     """Part of a trainer that runs its model under a plan."""
 
-    weft_plan: Plan
+    weft_plan: Plan | AutoPlan
     _pipelined_steps: PipelinedSteps | None = None
+    _given: Mapping[str, Any] = MappingProxyType({})
+    """Arguments of `Trainer.__init__` while it runs: the Trainer makes its accelerator before it stores them."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """Arguments of `transformers.Trainer`."""
+        self._given = inspect.signature(Trainer).bind_partial(*args, **kwargs).arguments
+        super().__init__(*args, **kwargs)
+        del self._given
 
     # Accelerator
 
@@ -83,11 +96,14 @@ class TrainerMixin(Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Replace the accelerator, for which the Trainer has checked its arguments, by that of the plan."""
         super().create_accelerator_and_postprocess()
-        plan = self.weft_plan.resolve(max(int(self.args.world_size), 1))
-        noise = getattr(self.args, "neftune_noise_alpha", None)
-        check_trainer(type(self), plan, getattr(self.args, "train_sampling_strategy", ""), bool(noise))
+        chosen = self.weft_plan
+        if isinstance(chosen, AutoPlan):
+            init()
+            requested = requested_precision(self._weft_arguments)
+            chosen = plan_for_trainer(self, chosen, self._given, requested, self._check_auto_plan)
+        self._check_plan(chosen.resolve(max(int(self.args.world_size), 1)))
         own = getattr(self.gather_function, "keywords", {})
-        self.accelerator: Any = WeftAccelerator(plan=self.weft_plan, **self._weft_arguments)
+        self.accelerator: Any = WeftAccelerator(plan=chosen, **self._weft_arguments)
         self.accelerator.runs_pipelines = True
         if generates(type(self)):
             self.__class__ = with_generation(type(self))
@@ -98,6 +114,17 @@ class TrainerMixin(Base):
             return gather(data, **own)
 
         self.gather_function = gather_function
+
+    def _check_plan(self, plan: Plan) -> None:
+        noise = getattr(self.args, "neftune_noise_alpha", None)
+        check_trainer(type(self), plan, getattr(self.args, "train_sampling_strategy", ""), bool(noise))
+
+    def _check_auto_plan(self, plan: Plan) -> None:
+        """Refuse a plan that the trainer cannot run under, before it has stored its arguments."""
+        self._check_plan(plan)
+        if plan.parallel.pp > 1:
+            functions = [self._given.get(n, getattr(self, n, None)) for n in ("compute_loss_func", "compute_metrics")]
+            check_pipeline(type(self), functions[0], self.args.label_smoothing_factor != 0, functions[1])
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of a step over all data ranks."""
@@ -110,8 +137,7 @@ class TrainerMixin(Base):
 
     def _reads_logits(self) -> bool:
         """True if the loss of the trainer may read logits: it is not that of the model."""
-        own = type(self).compute_loss is not Trainer.compute_loss
-        return own or self.compute_loss_func is not None or self.label_smoother is not None
+        return has_own_loss(type(self)) or self.compute_loss_func is not None or self.label_smoother is not None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward of a micro-batch; in a pipeline, of all micro-batches with the last one."""
@@ -161,7 +187,7 @@ class TrainerMixin(Base):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.accelerator.plan.parallel.pp > 1:
-            check_pipeline(self)
+            check_pipeline(type(self), self.compute_loss_func, self.label_smoother is not None, self.compute_metrics)
         return super()._prepare_for_training(*args, **kwargs)
 
     def _pipelined(self) -> PipelinedSteps | None:
@@ -293,12 +319,13 @@ def check_trainer(trainer_class: type, plan: Plan, sampling: str = "", noise: bo
         )
 
 
-def with_weft(trainer_class: type[Any], plan: Plan | str | Path | None = None) -> type[Any]:
+def with_weft(trainer_class: type[Any], plan: Plan | AutoPlan | str | Path | None = None) -> type[Any]:
     """Class of a trainer that runs its model under a plan.
 
     Args:
         trainer_class: `transformers.Trainer`, or a class that inherits from it.
-        plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
+        plan: plan, the path of a TOML file with a plan, or "auto", which lets the planner choose; None: ZeRO stage 3 over all
+            ranks.
 
     Raises:
         JobError: the class does not inherit from `transformers.Trainer`, has another plan already, or the plan cannot be read.
@@ -321,15 +348,14 @@ def with_weft(trainer_class: type[Any], plan: Plan | str | Path | None = None) -
         return trainer_class
     check_versions()
     check_methods("transformers", Trainer, OVERRIDDEN)
-    chosen = read_plan(plan) if isinstance(plan, str | Path) else (plan or Plan())
-    base = type("WeftTrainer", (TrainerMixin, Trainer), {"weft_plan": chosen})
+    base = type("WeftTrainer", (TrainerMixin, Trainer), {"weft_plan": plan_or_auto(plan)})
     if trainer_class is Trainer:
         return base
     # The mixin comes after the methods of the class, which call those of Trainer by super().
     return type(f"Weft{trainer_class.__name__}", (trainer_class, base), {"__module__": trainer_class.__module__})
 
 
-def turn_on(trainer: Any, plan: Plan | str | Path | None = None) -> Any:
+def turn_on(trainer: Any, plan: Plan | AutoPlan | str | Path | None = None) -> Any:
     """Let a trainer run its model under a plan. Call it on every rank, after the trainer was made and before `train()`.
 
     Args:

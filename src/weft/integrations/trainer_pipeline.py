@@ -23,17 +23,28 @@ from weft.training.step import compute_gradients, evaluate
 KEPT = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
-def check_pipeline(trainer: Any) -> None:
+def has_own_loss(trainer_class: Any) -> bool:
+    """True if a class of trainers has a `compute_loss` of its own."""
+    return trainer_class.compute_loss is not Trainer.compute_loss
+
+
+def check_pipeline(trainer_class: type, compute_loss_func: Any, smooths_labels: bool, compute_metrics: Any) -> None:
     """Refuse a trainer whose loss is not that of the model, which the last stage computes.
+
+    Args:
+        trainer_class: class of the trainer.
+        compute_loss_func: argument of the trainer.
+        smooths_labels: True with `label_smoothing_factor`.
+        compute_metrics: argument of the trainer.
 
     Raises:
         PlanError: names what the trainer computes itself.
     """
     settings = {
-        f"compute_loss of {type(trainer).__name__}": type(trainer).compute_loss is not Trainer.compute_loss,
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "label_smoothing_factor": trainer.label_smoother is not None,
-        "compute_metrics": trainer.compute_metrics is not None,
+        f"compute_loss of {trainer_class.__name__}": has_own_loss(trainer_class),
+        "compute_loss_func": compute_loss_func is not None,
+        "label_smoothing_factor": smooths_labels,
+        "compute_metrics": compute_metrics is not None,
     }
     own = [name for name, is_set in settings.items() if is_set]
     if own:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.lab.families import family
-from weft.job import Job
+from weft.job import Job, Model
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.peak_memory import LayerActivations, peak_memory
+from weft.planner.dryrun.count_activations import count_activations
 from weft.planner.dryrun.layer_activations import trace_layers
 from weft.planner.dryrun.trace import trace
 from weft.planner.search.space_of_job import shape_of
@@ -50,6 +51,16 @@ def test_recomputed_activations_are_not_saved(model: str) -> None:
     assert found.layer["none"] > found.layer["mlp"] > found.layer["full"]
     assert found.layer["full"] == pytest.approx(2 * 256, rel=0.05)  # the input of a block, in bf16
     assert found.ends > 4096 * 8  # a logit and its gradient in float32, at least
+
+
+def test_a_process_of_its_own_counts_the_same() -> None:
+    found = count_activations(job_of("llama"), "cuda")
+    assert found is not None
+    assert found.layer == {kind: traced("llama").layer[kind] for kind in ("none", "full")}  # type: ignore[index]
+    assert found.ends == traced("llama").ends
+    job = job_of("llama")
+    unknown = job.model_copy(update={"model": Model(config={"model_type": "none of them"})})
+    assert count_activations(unknown, "cuda") is None
 
 
 @pytest.mark.thin(8)

@@ -90,6 +90,19 @@ def test_search_equals_brute_force_at_every_memory_budget() -> None:
     assert not search(space(shallow, totals[0] / GIB / roomy.margin * 0.999), 1).best
 
 
+def test_a_restricted_space_equals_brute_force() -> None:
+    options = [one for one in MEMORY_OPTIONS if one.recompute in ("none", "full") and not one.optimizer_on_host]
+    where = replace(space(DENSE, 6), micro_batch=4, options=options, accepts=lambda degrees: degrees.dp == 2)
+    assert {(degrees.dp, degrees.micro_batch) for degrees in where.all_degrees()} == {(2, 4)}
+    layouts = [where.layout(degrees, some) for degrees, some in product(where.all_degrees(), options)]
+    fits = [one for one in layouts if where.memory(one).total <= where.budget]
+    fastest = min(where.time(one).seconds for one in fits)
+    assert search(where, 1).best[0].time.seconds == pytest.approx(fastest, rel=1e-12)
+    assert replace(where, reserved=2.0 * GIB).budget == where.budget - 2 * GIB
+    assert search(where, 1).size == len(layouts)
+    assert not search(replace(where, reserved=5.0 * GIB), 1).best
+
+
 def settings(layout: TrainingLayout) -> set[tuple[str, object]]:
     names = "tp", "cp", "pp", "ep", "zero", "micro_batch", "shard"
     return {*((name, getattr(layout, name)) for name in names), ("schedule", (layout.schedule, layout.vpp))}

@@ -10,7 +10,6 @@ ranks compute too, up to the number of cores.
 
 import itertools
 import math
-import os
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -22,9 +21,10 @@ import torch
 from weft.device.detect import detect
 from weft.job import Job
 from weft.planner.costmodel.cluster_file import ClusterFile, Figures, LinkFigures
-from weft.planner.costmodel.hardware import GB, GIB, MIB, TERA, ClusterSpec, DeviceSpec, find_device, recognise
+from weft.planner.costmodel.hardware import GB, GIB, MIB, TERA, ClusterSpec, DeviceSpec
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.links import measure_links
+from weft.planner.costmodel.local_device import local_device
 from weft.planner.costmodel.operator_timing import time_step
 from weft.planner.costmodel.operators import KeywordArguments, Operation, TensorSpec, time_operations
 from weft.planner.costmodel.roofline import fill
@@ -93,15 +93,9 @@ def calibrate(ranks: int, log: Callable[[str], None] = print) -> tuple[ClusterFi
         DeviceError: the planner has no preset for the devices of this machine.
         WeftError: a rank failed.
     """
-    detected = detect()
-    on_cpu = detected.type == "cpu"
-    cores = len(os.sched_getaffinity(0)) if on_cpu else 0
-    memory = detected.total_memory_bytes // (ranks if on_cpu else 1)
-    preset = replace(find_device("CPU") if on_cpu else recognise(detected.name), cores=cores)
-    preset = replace(preset, native_bf16=detected.supports("bf16"))
+    preset = local_device(ranks)
     log("measuring matmuls, attention and memory bandwidth")
-    device, missed = measure_figures(preset, detected.type, min(ranks, cores) if on_cpu else 1)
-    device = replace(device, per_host=ranks, memory=float(memory))
+    device, missed = measure_figures(preset, detect().type, min(ranks, preset.cores) if preset.cores else 1)
     if ranks > 1:
         log(f"measuring links between {ranks} ranks")
         device = replace(device, inside=measure_links(ranks))

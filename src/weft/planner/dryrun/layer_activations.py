@@ -5,6 +5,7 @@ bytes of the ends (logits and loss). Layers of one type save the same bytes per 
 layout of it follow. Dry runs with tp = 2 give the tensors that are not sharded over tp: they are the excess over one half.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from weft.checkpoint.model_config import read_config
@@ -16,37 +17,42 @@ from weft.planner.dryrun.extrapolate import cut_layers, first_layers
 from weft.planner.dryrun.trace import trace_all
 from weft.planner.search.strategy import RECOMPUTE
 
+KINDS: tuple[Recompute, ...] = ("none", "light", "attention", "mlp", "full")
 EXTRA_LAYERS = 2  # additional layers of the deeper model
 # Rows per micro-batch: enough for the peak to be at the logits, when all activations are alive and no gradients exist.
 ROWS = 8
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
-def trace_layers(job: Job, device_type: str, with_tp: bool = False) -> LayerActivations:
+def trace_layers(
+    job: Job, device_type: str, with_tp: bool = False, kinds: Sequence[Recompute] = KINDS
+) -> LayerActivations:
     """Count activation bytes per token, for rows of the job's length.
 
     Args:
         job: provides model, sequence length and dtypes.
         device_type: device type of the ranks.
         with_tp: True to count with tp = 2 too.
+        kinds: recompute modes to count; the first is "none".
 
     Raises:
         ModelError, PlanError: the model cannot be built or dry-run.
     """
-    layers, ends = _saved_bytes(job, device_type, 1)
+    layers, ends = _saved_bytes(job, device_type, 1, kinds)
     if not with_tp:
         return LayerActivations(layers, ends)
-    halves, split_ends = _saved_bytes(job, device_type, 2)
+    halves, split_ends = _saved_bytes(job, device_type, 2, kinds)
     return LayerActivations(
         layers, ends, {kind: 2 * half - layers[kind] for kind, half in halves.items()}, 2 * split_ends
     )
 
 
-def _saved_bytes(job: Job, device_type: str, tp: int) -> tuple[dict[Recompute, float], float]:
+def _saved_bytes(
+    job: Job, device_type: str, tp: int, kinds: Sequence[Recompute]
+) -> tuple[dict[Recompute, float], float]:
     """Activation bytes per token on one tp rank: of a layer by recompute mode, and of the ends."""
     config = read_config(job.model).to_dict()
     shallow = first_layers(config) + 1
-    kinds: list[Recompute] = ["none", "light", "attention", "mlp", "full"]
     jobs = [_shallow_job(job, config, depth, kind, tp) for kind in kinds for depth in (shallow, shallow + EXTRA_LAYERS)]
     traces = trace_all([(cut, 2 * tp, 0, device_type) for cut in jobs])
     tokens = ROWS * job.data.seq_len

@@ -185,14 +185,20 @@ def shortlist(
         The layouts in the order of `simplest_first`, with simulated bubbles; their step times from timed operators, if any; and
         the layouts that were refused, with the reason.
     """
-    best = [refine(space, choice) for choice in found]
-    simple = simplest(space, min(choice.time.seconds for choice in best) * (1 + EQUAL))
-    if simple and all(choice.layout != simple.layout for choice in best):
-        best.append(refine(space, simple))
+    best = with_simplest(space, found)
     if by_operators is None:
         return *simplest_first(best, []), []
     best, times, refused = time_operators(job, space, best, by_operators, log)
     return *simplest_first(best, times), refused
+
+
+def with_simplest(space: Space, found: list[Choice]) -> list[Choice]:
+    """Layouts of a search with simulated bubbles, and the simplest layout that is equal to the fastest of them."""
+    best = [refine(space, choice) for choice in found]
+    simple = simplest(space, min(choice.time.seconds for choice in best) * (1 + EQUAL))
+    if simple and all(choice.layout != simple.layout for choice in best):
+        best.append(refine(space, simple))
+    return best
 
 
 def simplest_first(best: list[Choice], times: list[StepTime]) -> tuple[list[Choice], list[StepTime]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.layout import TrainingLayout
-from weft.planner.search.space import MEMORY_OPTIONS, Choice, Degrees, Space
+from weft.planner.search.space import Choice, Degrees, Space
 
 
 @dataclass
@@ -45,7 +45,7 @@ def search(space: Space, count: int = 5) -> SearchResult:
         least, timed = min(least, least_peak or math.inf), timed + (choice is not None)
         if choice is not None:
             best = sorted([*best, choice], key=lambda found: found.time.seconds)[:count]
-    return SearchResult(best, len(space.bounds) * len(MEMORY_OPTIONS), timed, least if math.isfinite(least) else 0.0)
+    return SearchResult(best, len(space.bounds) * len(space.options), timed, least if math.isfinite(least) else 0.0)
 
 
 def techniques(layout: TrainingLayout | Degrees) -> int:

@@ -1,7 +1,7 @@
 """Search space: all layouts of a model on a cluster, with their step times and memory."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -149,6 +149,14 @@ class Space:
     """Activation bytes counted by dry runs of a few layers; None: by formula."""
     unsplit: Mapping[str, str] = field(default_factory=dict)
     """Axes over which the model cannot be parallelized, with the reason."""
+    micro_batch: int = 0
+    """Rows per micro-batch; 0: all divisors of the rows of a data rank, up to `LARGEST_MICRO_BATCH`."""
+    options: Sequence[MemoryOptions] = tuple(MEMORY_OPTIONS)
+    """Memory options to search, in the order of `MEMORY_OPTIONS`."""
+    accepts: Callable[[Degrees], bool] | None = None
+    """Function that is false for combinations of degrees that are not searched; None: all are searched."""
+    reserved: float = 0.0
+    """Bytes per device that something else than training needs."""
 
     def __post_init__(self) -> None:
         self._layers: dict[TrainingLayout, LayerTime] = {}
@@ -158,7 +166,7 @@ class Space:
     @property
     def budget(self) -> float:
         """Bytes per device that a layout may fill."""
-        return self.margin * self.cluster.device.memory
+        return self.margin * self.cluster.device.memory - self.reserved
 
     def all_degrees(self) -> Iterator[Degrees]:
         """All valid combinations of degrees, ZeRO stage, micro-batch and schedule."""
@@ -175,7 +183,8 @@ class Space:
                     dp = devices // pp // tp // cp
                     if self.seq % (2 * cp * tp) or self.global_batch % dp:
                         continue
-                    yield from self._combinations(tp, cp, pp, dp)
+                    found = self._combinations(tp, cp, pp, dp)
+                    yield from filter(self.accepts, found) if self.accepts else found
 
     def _combinations(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Degrees]:
         rows = self.global_batch // dp
@@ -183,7 +192,8 @@ class Space:
         shards = [0] + [group for group in groups if 1 < group < dp and dp % group == 0]
         states = [(zero, 0) for zero in ((0, 1, 2) if dp * cp > 1 else (0,))]
         states += [(3, shard) for shard in shards if dp * cp > 1]
-        for micro in (size for size in divisors(rows) if size <= LARGEST_MICRO_BATCH):
+        sizes = [self.micro_batch] if self.micro_batch else divisors(rows)
+        for micro in (size for size in sizes if size <= LARGEST_MICRO_BATCH or self.micro_batch):
             for schedule, vpp in self._schedules(pp, rows // micro):
                 for zero, shard in states:
                     sharing = (shard or dp) * cp * tp
@@ -267,7 +277,7 @@ class Space:
             tp, cp, pp, dp, ep, _, _, micro, schedule, vpp = degrees
             key = tp, cp, ep, micro, min(pp, 2)
             if key not in known:
-                layout = self.layout(degrees, MEMORY_OPTIONS[0])
+                layout = self.layout(degrees, self.options[0])
                 layer, head = self.layer(layout), head_time(self.shape, layout, self.cluster, self.stack)
                 known[key] = layer.total.sum, head.sum, layer.weights
             layer_sum, head_sum, weights = known[key]
@@ -284,7 +294,7 @@ class Space:
         tp, cp, pp, dp, ep, zero, shard, *_, vpp = degrees
         key = tp, cp, pp, dp, ep, zero, shard, vpp
         if key not in self._states:
-            self._states[key] = rank_states(self.shape, self.layout(degrees, MEMORY_OPTIONS[-1]), self.stack, 0)
+            self._states[key] = rank_states(self.shape, self.layout(degrees, self.options[-1]), self.stack, 0)
         return self._states[key]
 
     def least_peak(self, degrees: Degrees) -> float:
@@ -295,11 +305,11 @@ class Space:
         """
         num_micro_batches = self.global_batch // (degrees.dp * degrees.micro_batch)
         held = -(-self.shape.layers // degrees.pp) * min(num_micro_batches, degrees.pp)
-        least = self.memory(self.layout(degrees, MEMORY_OPTIONS[-1])).total
+        least = self.memory(self.layout(degrees, self.options[-1])).total
         if held > FEW_LAYERS or least <= self.budget:
             return least
-        offloading = [options for options in MEMORY_OPTIONS if options.optimizer_on_host]
-        return min(self.memory(self.layout(degrees, options)).total for options in offloading)
+        least_on_device = [one for one in self.options if one.optimizer_on_host == self.options[-1].optimizer_on_host]
+        return min(self.memory(self.layout(degrees, options)).total for options in least_on_device)
 
     def fastest(self, degrees: Degrees, limit: float) -> tuple[Choice | None, float]:
         """Fastest memory options that fit.
@@ -313,7 +323,7 @@ class Space:
         """
         if self.least_states(degrees) + self.stack.framework > self.budget:
             return None, 0.0
-        if math.isfinite(limit) and self.time(self.layout(degrees, MEMORY_OPTIONS[0])).seconds >= limit:
+        if math.isfinite(limit) and self.time(self.layout(degrees, self.options[0])).seconds >= limit:
             return None, 0.0
         least_peak = self.least_peak(degrees)
         if least_peak > self.budget:
@@ -325,7 +335,7 @@ class Space:
         """Layouts for all memory options that fit and are not dominated by other options that fit."""
         fitting: list[MemoryOptions] = []
         choices = []
-        for options in MEMORY_OPTIONS:
+        for options in self.options:
             if any(other.dominates(options) for other in fitting):
                 continue
             layout = self.layout(degrees, options)

@@ -1,5 +1,7 @@
 """Search space of a job: the dimensions of its model, and the axes over which it can be split."""
 
+from collections.abc import Callable
+
 import torch
 import transformers
 
@@ -10,7 +12,7 @@ from weft.device.detect import detect
 from weft.errors import DeviceError, JobError, WeftError
 from weft.job import Job
 from weft.parallel.parallelize import check_axes
-from weft.plan import Parallel, Pipeline
+from weft.plan import Parallel, Pipeline, Plan
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config
 from weft.planner.costmodel.shape import Shape
@@ -67,12 +69,23 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
 def unsplit(job: Job) -> dict[str, str]:
     """Axes over which the job's model cannot be parallelized, not even over two ranks, with the reason."""
     model = build_on_meta(read_config(job.model), torch.bfloat16)
-    anatomy, refused = read_anatomy(model), {}
+    anatomy = read_anatomy(model)
+    return refused_axes(job.plan, lambda plan: check_axes(model, anatomy, plan))
+
+
+def refused_axes(base: Plan, check: Callable[[Plan], object]) -> dict[str, str]:
+    """Axes that a check refuses for two ranks, with the reason.
+
+    Args:
+        base: provides all settings but the parallel degrees.
+        check: function of a resolved plan that raises a WeftError.
+    """
+    refused = {}
     for axis in ("tp", "cp", "pp", "ep"):
         parallel = Parallel().model_copy(update={axis: 2})
-        plan = job.plan.model_copy(update={"parallel": parallel, "pipeline": Pipeline()})
+        plan = base.model_copy(update={"parallel": parallel, "pipeline": Pipeline()})
         try:
-            check_axes(model, anatomy, plan.resolve(2))
+            check(plan.resolve(2))
         except WeftError as error:
             refused[axis] = error.what
     return refused

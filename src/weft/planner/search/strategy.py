@@ -23,18 +23,26 @@ WRITE_SECONDS = 30.0  # maximum time of a background checkpoint write; before it
 RESTART_SECONDS = 180.0  # from a failure to the next step: detection, restart, loading
 
 
-def stack_for(precision: Precision) -> FrameworkModel:
-    """Framework model of Weft with the dtypes of a plan; param_dtype "auto" counts as bf16."""
+def stack_for(precision: Precision, trained: float = 1.0, references: float = 0.0) -> FrameworkModel:
+    """Framework model of Weft with the dtypes of a plan; param_dtype "auto" counts as bf16.
+
+    Args:
+        precision: dtypes of the plan.
+        trained: share of the parameters that is trained; the others have no gradients and no moments.
+        references: parameters of further models that are not trained, relative to those of the model.
+    """
     precision = precision.resolve(native_bf16=True)
     copy = BYTES[precision.param_dtype] if precision.param_dtype != precision.update else 0
     master = BYTES[precision.update] - (copy if precision.weights != "whole" else 0)
+    masters = (1 + references) * (master if copy else 0)
+    gradient = trained * BYTES[precision.reduce_dtype]
     return replace(
         STACKS["weft"],
-        weight_bytes=float(copy or BYTES[precision.update]),
-        optimizer_bytes=(master if copy else 0) + 2 * bytes_per_state_element(precision),
-        resident_optimizer_bytes=float(master if copy else 0),
-        gradient_bytes=float(BYTES[precision.reduce_dtype]),
-        reduce_bytes=float(BYTES[precision.reduce_dtype]),
+        weight_bytes=(1 + references) * (copy or BYTES[precision.update]),
+        optimizer_bytes=masters + trained * 2 * bytes_per_state_element(precision),
+        resident_optimizer_bytes=masters,
+        gradient_bytes=gradient,
+        reduce_bytes=gradient,
         shards_hold_copy=not copy or precision.weights != "whole",
     )
 

@@ -1,0 +1,32 @@
+"""Device of this host as the cost model knows it."""
+
+import os
+import sys
+from dataclasses import replace
+
+from weft.device.detect import detect
+from weft.errors import DeviceError
+from weft.planner.costmodel.hardware import DeviceSpec, find_device, recognise
+
+
+def local_device(ranks: int, unknown: str = "") -> DeviceSpec:
+    """Preset of the device of this host, with its memory and its number of ranks.
+
+    Args:
+        ranks: ranks on this host; on CPU they share its memory and its cores.
+        unknown: preset whose rates are taken for an accelerator that the planner does not know; empty: none.
+
+    Raises:
+        DeviceError: the planner has no preset for the device, and `unknown` is empty.
+    """
+    detected = detect()
+    on_cpu = detected.type == "cpu"
+    memory = float(detected.total_memory_bytes // (ranks if on_cpu else 1))
+    try:
+        preset = find_device("CPU") if on_cpu else recognise(detected.name)
+    except DeviceError:
+        if not unknown:
+            raise
+        preset = replace(find_device(unknown), name=detected.name)
+    cores = (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1) if on_cpu else 0
+    return replace(preset, cores=cores, native_bf16=detected.supports("bf16"), memory=memory, per_host=ranks)
