@@ -216,6 +216,18 @@ def test_adapters_are_exported_and_merged(
         export_model(out, tmp_path / "merged", merge=True, dtype="fp32")
 
 
+def test_changes_are_those_of_the_first_and_the_last_evaluation(tmp_path: Path) -> None:
+    rows = [{"eval_loss": 2.0, "eval_rewards/margins": 0, "eval_runtime": 3.0, "step": 0}, {"loss": 1.0, "step": 1}]
+    rows += [{"eval_loss": 1.5, "step": 1}, {"eval_loss": 1.25, "eval_rewards/margins": 0.5, "eval_new": 1, "step": 2}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    assert changes(tmp_path) == [
+        "evaluation  after step 0 -> after step 2",
+        "  loss             2 -> 1.25",
+        "  rewards/margins  0 -> 0.5",
+        f"model       {tmp_path / 'export'}",
+    ]
+
+
 def test_changes_of_a_run_without_evaluation(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text('{"log_history": [{"loss": 1.0, "step": 1}]}')
     assert changes(tmp_path) == [f"model       {tmp_path / 'export'}"]

@@ -96,5 +96,6 @@ def changes(out: Path) -> list[str]:
         first, last = evaluations[0], evaluations[-1]
         names = [name for name in last if name.startswith("eval_") and not name.endswith(TIMES) and name in first]
         lines.append(f"evaluation  after step {first['step']} -> after step {last['step']}")
-        lines += [f"  {name.removeprefix('eval_'):<28}{first[name]:.4g} -> {last[name]:.4g}" for name in names]
+        width = max(map(len, names)) - len("eval_") + 2
+        lines += [f"  {name.removeprefix('eval_'):<{width}}{first[name]:.4g} -> {last[name]:.4g}" for name in names]
     return [*lines, f"model       {out / EXPORT}"]
