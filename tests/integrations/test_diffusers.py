@@ -45,3 +45,12 @@ def test_an_unmodified_script_equals_one_process(
     ranks, plan, batch = plan_of(layout)
     under(plan, ranks, "diffusers_images.py", tmp_path, batch, kind)
     assert_same_results(tmp_path, references[kind], kind)
+
+
+@pytest.mark.parametrize("layout", ["zero 0", "zero 2", "zero 3"])
+def test_the_main_process_samples_and_saves_alone(layout: str, references: dict[str, Path], tmp_path: Path) -> None:
+    ranks, plan, batch = plan_of(layout)
+    under(plan, ranks, "diffusers_images.py", tmp_path, batch, "unet", "alone")
+    pipeline = diffusers.DDPMPipeline.from_pretrained(tmp_path / "final")
+    pipeline.unet.save_pretrained(tmp_path / "final")
+    assert_same_results(tmp_path, references["unet"], "unet")

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from weft.errors import CheckpointError, ModelError, PlanError
+from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.full_outputs import ReadOutputs
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.parallelize import parallelize
@@ -19,10 +19,32 @@ from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.training.prepare import set_update_dtype
 
+OTHER_RUNTIMES = (
+    *("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin"),
+    "parallelism_config",
+)
+"""Arguments of `accelerate.Accelerator` that ask for another runtime than the plan."""
+
 
 def core_of(model: Any) -> Any:
     """Module that is parallelized: the model of a script itself, or the base of a PEFT model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def refuse_other_runtimes(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of an Accelerator that ask for another runtime.
+
+    Raises:
+        JobError: names the first one.
+    """
+    asked = [name for name in OTHER_RUNTIMES if arguments.get(name) is not None]
+    if asked:
+        raise JobError(
+            f"{asked[0]} in the Accelerator of a script that runs under Weft",
+            where="Accelerator",
+            rule="the plan of Weft decides about parallelism",
+            fix=f"leave {asked[0]} out, and set the parallelism in [parallel] of the plan",
+        )
 
 
 def refuse_trained_parts(model: nn.Module, core: nn.Module) -> None:
