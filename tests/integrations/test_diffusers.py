@@ -9,8 +9,11 @@ import torch
 
 from tests.integrations.scripts_in_pool import plain, under
 from tests.integrations.test_trainer import BATCH, plan_of
+from tests.lab.pool import run_ranks
 
 diffusers: Any = pytest.importorskip("diffusers", reason="needs diffusers, of the extra dev")
+from tests.integrations.diffusers_models import MODELS, losses_and_norms  # noqa: E402
+
 KINDS = {"unet": "UNet2DModel", "sd3": "SD3Transformer2DModel"}
 
 
@@ -54,3 +57,12 @@ def test_the_main_process_samples_and_saves_alone(layout: str, references: dict[
     pipeline = diffusers.DDPMPipeline.from_pretrained(tmp_path / "final")
     pipeline.unet.save_pretrained(tmp_path / "final")
     assert_same_results(tmp_path, references["unet"], "unet")
+
+
+@pytest.mark.parametrize("layout", ["zero 2", "zero 3"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_other_models_equal_one_process(kind: str, layout: str) -> None:
+    (expected,) = run_ranks(1, losses_and_norms, kind, None)
+    for found in run_ranks(2, losses_and_norms, kind, plan_of(layout)[1]):
+        assert found[::2] == pytest.approx(expected[::2], rel=1e-5)
+        assert found[1::2] == pytest.approx(expected[1::2], rel=1e-4)

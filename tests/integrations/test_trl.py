@@ -27,6 +27,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "kto": ("kto",),
     "kto lora": ("kto", "lora"),
     "kto precomputed": ("kto", '{"precompute_ref_log_probs": true}'),
+    "dpo synced": ("dpo", '{"sync_ref_model": true, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}'),
     "kto apo": ("kto", '{"loss_type": "apo_zero_unpaired"}'),
     "reward": ("reward",),
 }

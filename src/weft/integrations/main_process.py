@@ -24,6 +24,7 @@ from weft.errors import ModelError, PlanError
 from weft.parallel.runtime import runtime
 
 EVALUATION = "a forward without gradients"
+MESSAGE_BYTES = 64
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -71,8 +72,8 @@ class MainProcessCalls:
             return
         self._is_inside = True
         try:
-            while (announced := broadcast_json([name, key, *arguments], group=self._group))[:2] != [name, key]:
-                self._begin(announced[0], announced[1])
+            while (announced := self._announce(name, key)) != (name, key):
+                self._begin(*announced)
                 if announced[0] not in self.services:
                     raise ModelError(
                         f"rank {dist.get_rank()} calls {name}, and rank 0 calls {announced[0]}",
@@ -80,8 +81,10 @@ class MainProcessCalls:
                         rule=f"ranks make the same calls in the same order; rank 0 alone may call {', '.join(self.services)}",
                         fix="make the calls on all ranks, outside of if accelerator.is_main_process and the like",
                     )
-                self.services[announced[0]](*announced[2:])
+                self.services[announced[0]](*broadcast_json(None, group=self._group))
             self._begin(name, key)
+            if name in self.services:
+                broadcast_json(arguments, group=self._group)
             yield
         finally:
             self._is_inside = False
@@ -108,6 +111,15 @@ class MainProcessCalls:
         with self.collective("the end of the script"):
             pass
         self._group = None
+
+    def _announce(self, name: str, key: int) -> tuple[str, int]:
+        """Name and key of the call of rank 0, in one message, as most calls have no arguments. Collective."""
+        message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
+        text = torch.frombuffer(bytearray(f"{key} {name}".encode()), dtype=torch.uint8)
+        message[: len(text)] = text
+        dist.broadcast(message, group=self._group, group_src=0)
+        first, _, announced = message.numpy().tobytes().rstrip(b"\0").decode().partition(" ")
+        return announced, int(first)
 
     def _begin(self, name: str, key: int) -> None:
         self._last = name, key
