@@ -172,6 +172,11 @@ class DataRankAccelerator(Accelerator):
         return torch.cat([parts[rank] for rank in self.leaders])
 
     @collective_call
+    def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
+        """Pad tensors to the size of the largest one of all ranks; see `accelerate`. Collective."""
+        return super().pad_across_processes(*args, **kwargs)
+
+    @collective_call
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or mean of a tensor of every data rank, or of nested tensors. Collective."""
 
