@@ -1,13 +1,19 @@
 """Loops of Lightning Fabric under a plan: losses, norms and weights of one process."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 
-from tests.integrations.scripts_in_pool import plain, under
+from tests.integrations.scripts_in_pool import plain, under, variables_of
 from tests.integrations.test_trainer import BATCH, LAYOUTS, plan_of
+from tests.lab.pool import run_ranks
+from weft.errors import WeftError
 
 pytest.importorskip("lightning_fabric", reason="needs lightning-fabric, of the extra dev")
 
@@ -35,7 +41,9 @@ def test_a_loop_equals_one_process(layout: str, reference: Path, tmp_path: Path)
     ranks, plan, batch = plan_of(layout)
     under(None, ranks, "fabric_loop.py", tmp_path, batch, plan.model_dump_json())
     assert_same_results(tmp_path, reference)
-    assert json.loads((tmp_path / "result.json").read_text())["gathered"] == BATCH // batch
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["counts"] == [BATCH // batch] * 2
+    assert result["decided"] == [True, False]
 
 
 def test_a_loop_resumes_under_another_plan(reference: Path, tmp_path: Path) -> None:
@@ -44,3 +52,43 @@ def test_a_loop_resumes_under_another_plan(reference: Path, tmp_path: Path) -> N
         ranks, plan, batch = plan_of(layout)
         under(None, ranks, "fabric_loop.py", folder, batch, plan.model_dump_json(), *resume)
         assert_same_results(folder, reference)
+
+
+def refused(rank: int, ranks: int, what: str) -> str:
+    from lightning_fabric import Fabric
+
+    from weft.integrations.lightning import WeftStrategy
+
+    settings: dict[str, Any] = {"precision": "bf16-mixed"} if what == "precision" else {}
+    try:
+        with mock.patch.dict(os.environ, variables_of(rank, ranks)):
+            fabric = Fabric(
+                accelerator="cpu", devices=2 * ranks if what == "ranks" else ranks, strategy=WeftStrategy(), **settings
+            )
+            fabric.launch()
+        model = torch.nn.Linear(2, 2)
+        if what == "optimizer":
+            fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
+        if what == "reduction":
+            fabric.all_reduce(torch.ones(1), reduce_op="max")
+        fabric.load("nothing", {})
+    except WeftError as error:
+        return str(error)
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("precision", "Fabric(precision='bf16-mixed') with WeftStrategy"),
+        ("ranks", "2 ranks have joined, and Fabric has 4"),
+        ("optimizer", "fabric.setup_optimizers with WeftStrategy"),
+        ("reduction", "fabric.all_reduce with reduce_op = max"),
+        ("checkpoint", "a checkpoint without the training state of Weft"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(what: str, said: str) -> None:
+    assert all(said in text for text in run_ranks(2, refused, what))

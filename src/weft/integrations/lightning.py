@@ -13,14 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric.strategies import DDPStrategy
-from lightning_fabric.strategies.strategy import _BackwardSyncControl
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.errors import CheckpointError, JobError
 from weft.integrations.accelerator import WeftAccelerator
 from weft.integrations.script_state import from_text_keys, with_text_keys
+from weft.integrations.versions import check_versions
 from weft.plan import Plan
+from weft.training.prepare import init
+
+try:
+    from lightning_fabric.strategies import DDPStrategy
+    from lightning_fabric.strategies.strategy import _BackwardSyncControl
+except ImportError:  # the package lightning has the same classes under this name
+    from lightning.fabric.strategies import DDPStrategy
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+
+REDUCTIONS: dict[Any, str] = {
+    **dict.fromkeys((None, "mean", "avg", dist.ReduceOp.AVG), "mean"),
+    **dict.fromkeys(("sum", dist.ReduceOp.SUM), "sum"),
+}
+"""Reductions of Fabric that Weft has, by their names."""
 
 
 class WeftStrategy(DDPStrategy):
@@ -32,6 +46,7 @@ class WeftStrategy(DDPStrategy):
             plan: plan, or the path of a TOML file with a plan; None: ZeRO stage 3 over all ranks.
             kwargs: arguments of `DDPStrategy` of Lightning Fabric.
         """
+        check_versions()
         super().__init__(**kwargs)
         self._backward_sync_control = _NoSync(self)
         self.plan = plan
@@ -46,6 +61,14 @@ class WeftStrategy(DDPStrategy):
                 where="precision",
                 rule="the plan decides about dtypes",
                 fix="leave precision out, and set plan.precision.param_dtype",
+            )
+        init()
+        if dist.get_world_size() != self.world_size:
+            raise JobError(
+                f"{dist.get_world_size()} ranks have joined, and Fabric has {self.world_size}",
+                where="Fabric",
+                rule="a launcher starts the ranks before Fabric does, as many as devices x num_nodes",
+                fix=f"torchrun --nproc-per-node {self.num_processes} script.py",
             )
         self.weft = WeftAccelerator(plan=self.plan, cpu=self.root_device.type == "cpu")
 
@@ -101,9 +124,25 @@ class WeftStrategy(DDPStrategy):
     # Collectives by data rank
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Sum or mean over the data ranks. Collective."""
-        is_mean = reduce_op in (None, "mean", "avg", torch.distributed.ReduceOp.AVG)
-        return self.weft.reduce(tensor, "mean" if is_mean else "sum")
+        """Sum or mean over the data ranks. Collective.
+
+        Raises:
+            JobError: another reduction.
+        """
+        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        if name not in REDUCTIONS:
+            raise JobError(
+                f"fabric.all_reduce with reduce_op = {reduce_op}",
+                where="fabric.all_reduce",
+                rule="values of the data ranks are summed or averaged",
+                fix='pass reduce_op="sum" or "mean"; or reduce the result of fabric.all_gather',
+            )
+        return self.weft.reduce(tensor, REDUCTIONS[name])
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """True if all ranks, or any of them, have decided so. Collective."""
+        total = self.all_reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+        return int(total) == self.weft.data_ranks if all else int(total) > 0
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor of every data rank. Collective."""
@@ -122,9 +161,9 @@ class WeftStrategy(DDPStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save the training state of all models, and the other values of `state`, in a folder; without optimizers, full weights.
+        """Save the training state of all models, and other values that JSON can hold, in a folder. Collective.
 
-        Schedulers and other values must be representable in JSON. Collective.
+        Without an optimizer in `state`, full weights are saved in a file, as by other strategies.
         """
         if not any(isinstance(value, torch.optim.Optimizer) for value in state.values()):
             super().save_checkpoint(path, state, storage_options, filter)
@@ -152,7 +191,7 @@ class WeftStrategy(DDPStrategy):
             raise CheckpointError(
                 "a checkpoint without the training state of Weft",
                 where=str(path),
-                rule="fabric.save(folder, state), with a model and its optimizer in state, writes a folder that fabric.load reads",
+                rule="fabric.load reads a folder that fabric.save has written, with a model and its optimizer in state",
                 fix="load weights into the model before fabric.setup",
             )
         found = from_text_keys(self.weft.training_state.load(path))

@@ -17,6 +17,8 @@ TESTED: dict[str, tuple[str, str]] = {
     "trl": ("1.15", "1.17"),
     "peft": ("0.20", "0.22"),
     "diffusers": ("0.42", "0.43"),
+    "lightning-fabric": ("2.6", "2.7"),
+    "lightning": ("2.6", "2.7"),
 }
 """First tested version of each package, and the first that is not tested."""
 

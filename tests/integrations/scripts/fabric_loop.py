@@ -1,4 +1,4 @@
-"""A user's loop of Lightning Fabric. fabric_loop.py OUT BATCH PLAN [RESUME], where PLAN is the JSON of a plan, or "" for none."""
+"""A user's loop of Lightning Fabric. fabric_loop.py OUT BATCH PLAN [RESUME]; PLAN is the JSON of a plan, or "" for none."""
 
 import json
 import os
@@ -49,6 +49,10 @@ for index, inputs in enumerate(loader):
         if state["step"] == 1 and not resume:
             fabric.save(out / "state", state)
 fabric.save(out / "weights.pt", {"model": model})
-gathered = fabric.all_gather(loss.detach()).numel()
+one = torch.ones(())
+counts = [fabric.all_gather(one).numel(), int(fabric.all_reduce(one, reduce_op="sum"))]
+decided = [fabric.strategy.reduce_boolean_decision(answer) for answer in (True, fabric.global_rank > 0)]
 if fabric.is_global_zero:
-    (out / "result.json").write_text(json.dumps({"losses": losses, "norms": norms, "gathered": gathered}))
+    (out / "result.json").write_text(
+        json.dumps({"losses": losses, "norms": norms, "counts": counts, "decided": decided})
+    )
