@@ -25,6 +25,7 @@ from weft.parallel.runtime import runtime
 
 EVALUATION = "a forward without gradients"
 MESSAGE_BYTES = 64
+"""Size of an announcement; names of calls are shorter."""
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -98,13 +99,13 @@ class MainProcessCalls:
         Raises:
             PlanError: rank 0 is alone, and the ranks compute a forward together; the same on every rank.
         """
-        parallel = runtime(self.model_of(index)).plan.parallel
-        is_local = parallel.zero == 0 and parallel.tp * parallel.cp * parallel.ep == 1
-        if is_local or self._last == (EVALUATION, index):
+        if self._group is None or self._is_inside or self._last == (EVALUATION, index):
             return
-        with self.collective(EVALUATION, index, key=index):
-            if self._group is not None:
-                self._begin_evaluation(self.model_of(index), is_own=True)
+        core = self.model_of(index)
+        parallel = runtime(core).plan.parallel
+        if parallel.zero or parallel.tp * parallel.cp * parallel.ep > 1:
+            with self.collective(EVALUATION, index, key=index):
+                self._begin_evaluation(core, is_own=True)
 
     def end(self) -> None:
         """Take part in the calls of rank 0 until its script ends. Collective."""
