@@ -70,3 +70,17 @@ def test_other_models_equal_one_process(kind: str, layout: str) -> None:
     for found in run_ranks(2, losses_and_norms, kind, plan_of(layout)[1]):
         assert found[::2] == pytest.approx(expected[::2], rel=1e-5)
         assert found[1::2] == pytest.approx(expected[1::2], rel=1e-4)
+
+
+def test_averaged_weights_equal_one_process_under_zero_0(tmp_path: Path) -> None:
+    (tmp_path / "weft").mkdir()
+    plain("diffusers_images.py", tmp_path, BATCH, "unet", "ema")
+    ranks, plan, batch = plan_of("zero 0")
+    under(plan, ranks, "diffusers_images.py", tmp_path / "weft", batch, "unet", "ema")
+    assert_same_results(tmp_path / "weft", tmp_path, "unet")
+
+
+def test_averaged_weights_of_shards_are_refused_by_torch(tmp_path: Path) -> None:
+    ranks, plan, batch = plan_of("zero 2")
+    with pytest.raises(RankError, match=r"mixed torch\.Tensor and DTensor"):
+        under(plan, ranks, "diffusers_images.py", tmp_path, batch, "unet", "ema")
