@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
 from tests.lab.pool import run_ranks
+from weft.checkpoint.snapshot import wait_for_writers
 from weft.integrations.script import run_script
 from weft.plan import Plan
 
@@ -41,6 +42,7 @@ def _script(rank: int, ranks: int, name: str, arguments: list[str], plan: Plan |
                 runpy.run_path(str(SCRIPTS / name), run_name="__main__")
             else:
                 run_script(SCRIPTS / name, arguments, plan)
+                wait_for_writers()  # as a rank of weft run does
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()

@@ -23,11 +23,17 @@ KINDS: dict[str, tuple[str, ...]] = {
     "sft dora": ("sft", "dora"),
     "dpo": ("dpo",),
     "dpo lora": ("dpo", "lora"),
+    "dpo padding-free": ("dpo", '{"padding_free": true}'),
+    "kto": ("kto",),
+    "kto lora": ("kto", "lora"),
+    "kto precomputed": ("kto", '{"precompute_ref_log_probs": true}'),
+    "dpo synced": ("dpo", '{"sync_ref_model": true, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}'),
+    "kto apo": ("kto", '{"loss_type": "apo_zero_unpaired"}'),
     "reward": ("reward",),
 }
 COUNTED = (
     *("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"),
-    *("rewards/margins", "rewards/accuracies", "rewards/chosen", "logps/chosen", "logps/rejected"),
+    *("rewards/margins", "rewards/accuracies", "rewards/chosen", "logps/chosen", "logps/rejected", "kl"),
 )
 
 

@@ -29,23 +29,25 @@ from weft.checkpoint.huggingface import gather_weights
 from weft.comm.objects import broadcast_json
 from weft.compat import find_hook
 from weft.device.detect import detect
-from weft.errors import CheckpointError, JobError, ModelError, PlanError
+from weft.errors import CheckpointError, ModelError
 from weft.integrations.auto_plan import AutoPlan, plan_or_auto
 from weft.integrations.data_ranks import DataRankAccelerator
 from weft.integrations.full_copy import structure_of
 from weft.integrations.full_outputs import prepare_outputs
+from weft.integrations.main_process import AnnouncedRandomStates, MainProcessCalls, collective_call
 from weft.integrations.models import (
     ForwardOwner,
     core_of,
     parallelize_for_script,
     plan_for_script,
+    refuse_other_runtimes,
     refuse_pipeline,
     refuse_shards,
     refuse_trained_parts,
     requested_precision,
     save_full_weights,
 )
-from weft.integrations.optimizer import PlacedOptimizer, replace_parameters
+from weft.integrations.optimizer import PlacedOptimizer, loss_scale_of, refuse_scaled, replace_parameters
 from weft.integrations.script_state import STATE_FOLDER, ScriptState
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.dropout import STEPS_PER_SEED
@@ -54,8 +56,6 @@ from weft.parallel.gradients import clip_grad_norm_
 from weft.parallel.runtime import find_runtime, runtime, set_dropout_seed
 from weft.plan import Plan
 from weft.training.prepare import init
-
-OTHER_RUNTIMES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
 
 
 class WeftAccelerator(DataRankAccelerator):
@@ -67,6 +67,8 @@ class WeftAccelerator(DataRankAccelerator):
 
     default_plan: Plan | AutoPlan | None = None
     """Plan without the argument `plan`; `weft run` makes a subclass with it."""
+    newest: list[Any] | None = None
+    """Receives the newest accelerator, of a script that `weft run` runs."""
     runs_pipelines = False
     """True if the owner of the accelerator runs the micro-batches of a step together, as the Trainer of Weft does."""
     keeps_structures = False
@@ -85,14 +87,7 @@ class WeftAccelerator(DataRankAccelerator):
             PlanError: the plan does not fit the number of ranks.
         """
         bound = inspect.signature(Accelerator).bind_partial(*args, **kwargs)
-        asked = [name for name in (*OTHER_RUNTIMES, "parallelism_config") if bound.arguments.get(name) is not None]
-        if asked:
-            raise JobError(
-                f"{asked[0]} in the Accelerator of a script that runs under Weft",
-                where="Accelerator",
-                rule="the plan of Weft decides about parallelism",
-                fix=f"leave {asked[0]} out, and set the parallelism in [parallel] of the plan",
-            )
+        refuse_other_runtimes(bound.arguments)
         requested = requested_precision(bound.arguments)
         bound.arguments["mixed_precision"] = "no"  # neither autocast nor a scaler on top of the plan
         init()
@@ -111,6 +106,14 @@ class WeftAccelerator(DataRankAccelerator):
         """Structure of each prepared model whose parameters are sharded; see `full_copy.py`."""
         own: Any = weakref.ref(self)  # a cycle would keep an unused accelerator until the next garbage collection
         self.training_state = ScriptState(lambda: own()._optimizers, self.weft_device, self.device)
+        services: dict[str, Any] = {
+            "save_state": lambda args, kwargs: own().save_state(*args, **kwargs),
+            "get_state_dict": lambda index: own().get_state_dict(list(own()._cores)[index]),
+        }
+        self.main_process_calls = MainProcessCalls(services, lambda index: list(own()._cores.values())[index])
+        self.rng_types: list[str] = AnnouncedRandomStates(self.rng_types, self.main_process_calls)
+        if self.newest is not None:
+            self.newest[:] = [self]
 
     @property
     def mixed_precision(self) -> str:
@@ -164,6 +167,7 @@ class WeftAccelerator(DataRankAccelerator):
         refuse_trained_parts(model, core)
         if not self.runs_pipelines:
             refuse_pipeline(self.plan)
+            self.main_process_calls.open()
         if find_runtime(core) is None:
             plan = plan_for_script(self.plan, self._requested_precision, core)
             structure = structure_of(model) if self.keeps_structures else None
@@ -186,9 +190,14 @@ class WeftAccelerator(DataRankAccelerator):
     def _begin_forward(self, core: Any, inputs: dict[str, Any]) -> None:
         """Tell a model, before its forward, whether gradients are complete after the backward of this forward."""
         parallelized = runtime(core)
-        if not torch.is_grad_enabled() or parallelized.pipeline is not None:
+        if parallelized.pipeline is not None:
             return
-        self.check_rows(inputs)
+        if not torch.is_grad_enabled():
+            if any(optimizer.distributed.model is core for optimizer in self._optimizers):
+                self.main_process_calls.evaluate(list(self._cores.values()).index(core))
+            return
+        with self.main_process_calls.collective("a forward with gradients"):
+            self.check_rows(inputs)
         steps = 0
         for optimizer in self._optimizers:
             if optimizer.distributed.model is core:
@@ -234,16 +243,8 @@ class WeftAccelerator(DataRankAccelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward from a loss, divided by the number of accumulation steps."""
-        scales = {optimizer.distributed.loss_scale.value for optimizer in self._optimizers} or {1.0}
-        if len(scales) > 1:
-            raise PlanError(
-                f"optimizers with the loss scales {sorted(scales)}",
-                where="plan.precision.loss_scale",
-                rule="one backward has one loss scale",
-                fix="set plan.precision.loss_scale to a number",
-            )
         wide = torch.promote_types(loss.dtype, torch.float32)  # a loss scale of 65536 is infinite in fp16
-        (loss.to(wide) * (scales.pop() / self.gradient_accumulation_steps)).backward(**kwargs)
+        (loss.to(wide) * (loss_scale_of(self._optimizers) / self.gradient_accumulation_steps)).backward(**kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the global gradient norm; the next `optimizer.step` applies it. Collective.
@@ -263,7 +264,7 @@ class WeftAccelerator(DataRankAccelerator):
             for optimizer in clipped:
                 optimizer.scale_gradients(max_norm, norm)
             return torch.tensor(norm, dtype=torch.float64)
-        self._refuse_scaled("accelerator.clip_grad_norm_")
+        refuse_scaled(self._optimizers, "accelerator.clip_grad_norm_")
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -272,7 +273,7 @@ class WeftAccelerator(DataRankAccelerator):
         Raises:
             PlanError: the gradients have a loss scale.
         """
-        self._refuse_scaled("accelerator.clip_grad_value_")
+        refuse_scaled(self._optimizers, "accelerator.clip_grad_value_")
         super().clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -281,23 +282,14 @@ class WeftAccelerator(DataRankAccelerator):
         Raises:
             PlanError: they have one.
         """
-        self._refuse_scaled("accelerator.unscale_gradients")
-
-    def _refuse_scaled(self, where: str) -> None:
-        if any(optimizer.distributed.loss_scale.value != 1 for optimizer in self._optimizers):
-            raise PlanError(
-                f"{where.rpartition('.')[2]} of gradients with a loss scale",
-                where=where,
-                rule="gradients are unscaled in the update",
-                fix='clip the 2-norm of all parameters by clip_grad_norm_, or set plan.precision.loss_scale = "none"',
-            )
+        refuse_scaled(self._optimizers, "accelerator.unscale_gradients")
 
     @contextlib.contextmanager
     def logits_of_rank(self, wanted: bool = True) -> Iterator[None]:
         """Context in which outputs have the logits of this rank alone, because nobody reads them; a loss is not affected."""
         with contextlib.ExitStack() as stack:
-            owners = [find_hook(core, ForwardOwner) for core in self._cores.values()] if wanted else []
-            for outputs in chain.from_iterable(owner.outputs for owner in owners if owner is not None):
+            owners = filter(None, (find_hook(core, ForwardOwner) for core in self._cores.values() if wanted))
+            for outputs in chain.from_iterable(owner.outputs for owner in owners):
                 stack.enter_context(outputs.off())
             yield
 
@@ -307,6 +299,7 @@ class WeftAccelerator(DataRankAccelerator):
 
     # Checkpoints
 
+    @collective_call
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
@@ -322,9 +315,10 @@ class WeftAccelerator(DataRankAccelerator):
         with self._without_models():
             folder = str(super().save_state(output_dir, safe_serialization, **save_model_func_kwargs))
         step = max((optimizer.steps for optimizer in self._optimizers), default=0)
-        self.training_state.save(folder, step, {"accelerator_step": self.step})
+        self.training_state.save(folder, step, {"accelerator_step": broadcast_json(self.step)})
         return folder
 
+    @collective_call
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
@@ -374,8 +368,14 @@ class WeftAccelerator(DataRankAccelerator):
         self._cores.clear()
         return super().free_memory(*objects)
 
+    @collective_call
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks. Collective."""
+        super().wait_for_everyone()
+
     def end_training(self) -> None:
         """Wait until all checkpoints are written, and end the trackers."""
+        self.main_process_calls.end()
         self.training_state.finish()
         super().end_training()
 
@@ -385,8 +385,10 @@ class WeftAccelerator(DataRankAccelerator):
         """Full weights of a prepared model by name, in host memory of rank 0; empty on the other ranks. Collective."""
         if (core := self._cores.get(model)) is None:
             return super().get_state_dict(model, unwrap)
-        free_gathered_weights(core)
-        weights, anatomy = gather_weights(core), runtime(core).anatomy
+        index = list(self._cores).index(model)
+        with self.main_process_calls.collective("get_state_dict", index, key=index):
+            free_gathered_weights(core)
+            weights, anatomy = gather_weights(core), runtime(core).anatomy
         if anatomy.tied and weights:  # one tensor, which save_pretrained writes once
             inner = "weight" if f"{anatomy.embedding}.weight" in weights else "base_layer.weight"  # of an adapter
             weights[f"{anatomy.head}.weight"] = weights[f"{anatomy.embedding}.{inner}"]

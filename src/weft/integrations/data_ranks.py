@@ -14,6 +14,7 @@ from weft.comm.objects import all_gather_json
 from weft.errors import ModelError, PlanError
 from weft.integrations.auto_plan import AutoPlan, plan_for_loop
 from weft.integrations.loaders import check_rows, has_tensors_only, load_by_data_rank
+from weft.integrations.main_process import MainProcessCalls, collective_call
 from weft.integrations.scheduler import PlacedScheduler
 from weft.plan import Plan
 from weft.topology.mesh import DATA_AXES, build_mesh, data_rank
@@ -24,6 +25,9 @@ ROWS_CHECKED = 4
 
 class DataRankAccelerator(Accelerator):
     """Batches, schedulers, metrics and sums of a script, by data rank."""
+
+    main_process_calls: MainProcessCalls
+    """Collective calls of the script, which rank 0 announces."""
 
     def __init__(self, plan: Plan | AutoPlan, device_type: str, *args: Any, **kwargs: Any):
         """
@@ -168,12 +172,14 @@ class DataRankAccelerator(Accelerator):
         """Mean of a value over the data ranks. Collective."""
         return all_reduce(value.double(), self.mesh, DATA_AXES).to(value.dtype) / self.data_ranks
 
+    @collective_call
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of all rows once, also where ranks of tp, cp and pp have the same rows. Collective."""
         if use_gather_object or not has_tensors_only(input_data):
             input_data = input_data if dist.get_rank() in self.leaders else []
         return super().gather_for_metrics(input_data, use_gather_object)
 
+    @collective_call
     def gather(self, tensor: Any) -> Any:
         """Gather a tensor of every data rank, or nested tensors, along the first dim. Collective."""
         return accelerate.utils.recursively_apply(self.rows_once, super().gather(tensor))
@@ -187,6 +193,12 @@ class DataRankAccelerator(Accelerator):
         parts = gathered.chunk(dist.get_world_size())
         return torch.cat([parts[rank] for rank in self.leaders])
 
+    @collective_call
+    def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
+        """Pad tensors to the size of the largest one of all ranks; see `accelerate`. Collective."""
+        return super().pad_across_processes(*args, **kwargs)
+
+    @collective_call
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or mean of a tensor of every data rank, or of nested tensors. Collective."""
 

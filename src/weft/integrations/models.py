@@ -1,27 +1,54 @@
 """Models of a user's script: the plan with the dtype that the script asks for, and the model that it parallelizes."""
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
-from weft.errors import CheckpointError, ModelError, PlanError
+from weft.errors import CheckpointError, JobError, ModelError, PlanError
 from weft.integrations.full_outputs import ReadOutputs
 from weft.parallel.fsdp import free_gathered_weights
 from weft.parallel.parallelize import parallelize
+from weft.parallel.runtime import runtime
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.training.prepare import set_update_dtype
+
+OTHER_RUNTIMES = (
+    *("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin"),
+    "parallelism_config",
+)
+"""Arguments of `accelerate.Accelerator` that ask for another runtime than the plan."""
 
 
 def core_of(model: Any) -> Any:
     """Module that is parallelized: the model of a script itself, or the base of a PEFT model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def refuse_other_runtimes(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of an Accelerator that ask for another runtime.
+
+    Raises:
+        JobError: names the first one.
+    """
+    asked = [name for name in OTHER_RUNTIMES if arguments.get(name) is not None]
+    if asked:
+        raise JobError(
+            f"{asked[0]} in the Accelerator of a script that runs under Weft",
+            where="Accelerator",
+            rule="the plan of Weft decides about parallelism",
+            fix=f"leave {asked[0]} out, and set the parallelism in [parallel] of the plan",
+        )
 
 
 def refuse_trained_parts(model: nn.Module, core: nn.Module) -> None:
@@ -82,13 +109,35 @@ def save_full_weights(model: Any, gather: Callable[[], dict[str, Tensor]]) -> No
     if not hasattr(model, "save_pretrained"):
         return
     save = model.save_pretrained
+    takes_weights = isinstance(core_of(model), PreTrainedModel)  # the method of diffusers reads model.state_dict()
 
+    @wraps(save)  # a pipeline of diffusers reads its signature
     def save_pretrained(*args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
         weights = gather() if state_dict is None else state_dict
         refuse_shards(weights, "save_pretrained")
-        return save(*args, state_dict=weights, **kwargs) if weights else None  # the other ranks have none
+        if not weights:  # on the other ranks
+            return None
+        if takes_weights:
+            return save(*args, state_dict=weights, **kwargs)
+        with _full_state_dict(model, weights):
+            return save(*args, **kwargs)
 
     model.save_pretrained = save_pretrained
+
+
+@contextmanager
+def _full_state_dict(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Context in which `model.state_dict()` returns full weights."""
+
+    def replace(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state.clear()
+        state.update(weights)
+
+    hook = model.register_state_dict_post_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class ForwardOwner:
@@ -128,6 +177,43 @@ def parallelize_for_script(core: nn.Module, plan: Plan, mesh: DeviceMesh, device
     set_update_dtype(core, DTYPES[plan.precision.update])
     parallelize(core, plan, mesh, library_num_items=True, any_model=True)
     LeaveInferenceMode(core)
+    if plan.parallel.zero == 3 and not isinstance(core, PreTrainedModel):
+        check_first_forward(core)
+
+
+def check_first_forward(core: nn.Module) -> None:
+    """Let the first forward under zero 3 check that no layer of a block is called while the block does not run.
+
+    Args:
+        core: parallelized model. Its forward raises ModelError, with the name of the layer.
+    """
+    running: list[nn.Module] = []
+    hooks: list[RemovableHandle] = []
+
+    def check(block: nn.Module, name: str) -> Callable[..., None]:
+        def before(*_: Any) -> None:
+            if block not in running:
+                raise ModelError(
+                    f"{type(core).__name__} calls {name} from outside of its block",
+                    where="plan.parallel.zero",
+                    rule="under zero = 3, the weights of a block are gathered while the block runs",
+                    fix="set plan.parallel.zero = 2",
+                )
+
+        return before
+
+    def remove(*_: Any) -> None:
+        for hook in hooks:
+            hook.remove()
+
+    for name in (block.name for block in runtime(core).anatomy.blocks):
+        block = core.get_submodule(name)
+        hooks.append(block.register_forward_pre_hook(lambda module, _: running.append(module)))
+        hooks.append(block.register_forward_hook(lambda module, *_: running.remove(module)))
+        for inner, layer in block.named_modules(prefix=name):
+            if layer is not block and not isinstance(layer, FSDPModule) and list(layer.parameters(recurse=False)):
+                hooks.append(layer.register_forward_pre_hook(check(block, inner)))
+    hooks.append(core.register_forward_hook(remove))
 
 
 class LeaveInferenceMode:

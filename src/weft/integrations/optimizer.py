@@ -1,7 +1,7 @@
 """Optimizer of a script under a plan: `accelerate`'s wrapper around the optimizer that the script has made."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_reduce
-from weft.errors import ModelError
+from weft.errors import ModelError, PlanError
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.fsdp import free_gathered_weights
 from weft.topology.mesh import AXES
@@ -147,4 +147,40 @@ def refuse_not_elementwise(name: str, is_sharded: bool) -> None:
             where="accelerator.prepare",
             rule="an optimizer updates each element by its own gradient and state, because ranks hold parts of matrices",
             fix='use another optimizer, such as optim="adamw_torch"; or plan.parallel.zero = 0 without tp',
+        )
+
+
+def loss_scale_of(optimizers: Sequence[PlacedOptimizer]) -> float:
+    """Loss scale of a backward.
+
+    Raises:
+        PlanError: the optimizers have different ones.
+    """
+    scales = {optimizer.distributed.loss_scale.value for optimizer in optimizers} or {1.0}
+    if len(scales) > 1:
+        raise PlanError(
+            f"optimizers with the loss scales {sorted(scales)}",
+            where="plan.precision.loss_scale",
+            rule="one backward has one loss scale",
+            fix="set plan.precision.loss_scale to a number",
+        )
+    return scales.pop()
+
+
+def refuse_scaled(optimizers: Sequence[PlacedOptimizer], where: str) -> None:
+    """Refuse a method that reads gradients, if they have a loss scale.
+
+    Args:
+        optimizers: optimizers of the script.
+        where: name of the method.
+
+    Raises:
+        PlanError: the gradients have a loss scale.
+    """
+    if any(optimizer.distributed.loss_scale.value != 1 for optimizer in optimizers):
+        raise PlanError(
+            f"{where.rpartition('.')[2]} of gradients with a loss scale",
+            where=where,
+            rule="gradients are unscaled in the update",
+            fix='clip the 2-norm of all parameters by clip_grad_norm_, or set plan.precision.loss_scale = "none"',
         )

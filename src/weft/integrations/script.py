@@ -31,16 +31,31 @@ def run_script(script: Path, arguments: Sequence[str], plan: Plan | AutoPlan) ->
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))  # as python does
     try:
-        with bound_to(plan):
-            runpy.run_path(str(script), run_name="__main__")
+        with bound_to(plan) as newest:
+            ended: SystemExit | None = None
+            try:
+                runpy.run_path(str(script), run_name="__main__")
+            except SystemExit as error:
+                if error.code:
+                    raise
+                ended = error
+            for accelerator in newest:  # rank 0 may still save
+                accelerator.main_process_calls.end()
+            if ended is not None:
+                raise ended
     finally:
         sys.argv, sys.path[:] = before
 
 
 @contextmanager
-def bound_to(plan: Plan | AutoPlan) -> Iterator[None]:
-    """Context in which `accelerate.Accelerator` and `transformers.Trainer` name the classes of Weft."""
-    accelerator = type("WeftAccelerator", (WeftAccelerator,), {"default_plan": plan})
+def bound_to(plan: Plan | AutoPlan) -> Iterator[list[WeftAccelerator]]:
+    """Context in which `accelerate.Accelerator` and `transformers.Trainer` name the classes of Weft.
+
+    Yields:
+        List with the newest accelerator that the script has made, if any.
+    """
+    newest: list[WeftAccelerator] = []
+    accelerator = type("WeftAccelerator", (WeftAccelerator,), {"default_plan": plan, "newest": newest})
     trainer = with_weft(transformers.Trainer, plan)
     names = [
         (accelerate, "Accelerator", accelerator),
@@ -52,7 +67,7 @@ def bound_to(plan: Plan | AutoPlan) -> Iterator[None]:
     for module, name, replacement in names:
         setattr(module, name, replacement)
     try:
-        yield
+        yield newest
     finally:
         for module, name, original in before:
             setattr(module, name, original)

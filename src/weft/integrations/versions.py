@@ -16,6 +16,9 @@ TESTED: dict[str, tuple[str, str]] = {
     "accelerate": ("1.13", "1.16"),
     "trl": ("1.14", "1.17"),
     "peft": ("0.20", "0.22"),
+    "diffusers": ("0.42", "0.43"),
+    "lightning-fabric": ("2.6", "2.7"),
+    "lightning": ("2.6", "2.7"),
 }
 """First tested version of each package, and the first that is not tested."""
 

@@ -133,10 +133,11 @@ def _reduce_scalars(model: Any, mesh: DeviceMesh, feedback: Feedback | None) -> 
 
 
 def _shard_unit(unit: nn.Module, **settings: Any) -> None:
-    """Apply FSDP2 to a unit. Its class keeps its name, by which Transformers and users' code recognise families of models."""
+    """Apply FSDP2 to a unit. Its class keeps its name and module, by which libraries and users' code recognise models."""
+    module = type(unit).__module__
     fully_shard(unit, **settings)
     sharded = type(unit)  # a subclass that FSDP2 makes for each class
-    sharded.__name__ = sharded.__name__.removeprefix("FSDP")
+    sharded.__name__, sharded.__module__ = sharded.__name__.removeprefix("FSDP"), module
     # For `generate` of Transformers: ranks that have finished their rows go on until all have, as forward is collective.
     sharded._is_fsdp_managed_module = True  # type: ignore[attr-defined]
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -14,7 +14,16 @@ from transformers import (
     PreTrainedTokenizerFast,
     set_seed,
 )
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 kind, out, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
 lora, settings = (
@@ -82,6 +91,23 @@ elif kind == "dpo":
     arguments = DPOConfig(max_length=64, **common)
     trainer = DPOTrainer(
         model, args=arguments, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer, **more
+    )
+elif kind == "kto":
+    # TRL gives each row the completion before it in its batch, for the KL term: in batches of two and of four the same one.
+    rows = [
+        {
+            "prompt": pair["prompt"],
+            "completion": pair["chosen"] if i % 2 == 0 else " " + line(i // 4),
+            "label": i % 3 > 0,
+        }
+        for i, pair in enumerate(pairs)
+    ]
+    arguments = KTOConfig(max_length=64, **common)
+    with arguments.main_process_first(local=False):  # a dataset on the disk: ranks share its precomputed columns
+        if not Path(out, "rows").exists():
+            Dataset.from_list(rows).save_to_disk(out + "/rows")
+    trainer = KTOTrainer(
+        model, args=arguments, train_dataset=load_from_disk(out + "/rows"), processing_class=tokenizer, **more
     )
 else:
     config.num_labels = 1
