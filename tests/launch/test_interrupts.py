@@ -4,10 +4,19 @@ import os
 import signal
 import time
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from weft.launch.interrupts import keep_interrupts
+
+
+@pytest.fixture(autouse=True)
+def python_handler() -> Iterator[None]:
+    """Python's own handler, also where the tests run in the background of a shell and ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class PressesInDel:

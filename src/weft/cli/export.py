@@ -33,7 +33,7 @@ def export(
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if (run / "job.toml").is_file() and has_trainer(run / "job.toml"):
+    if has_trainer(run / "job.toml"):
         _export_trainer(run, to, step, merge, dtype)
         return
     job = None if step is None else Job.load(run / "job.toml")

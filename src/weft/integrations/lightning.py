@@ -27,8 +27,8 @@ try:
     from lightning_fabric.strategies import DDPStrategy
     from lightning_fabric.strategies.strategy import _BackwardSyncControl
 except ImportError:  # the package lightning has the same classes under this name
-    from lightning.fabric.strategies import DDPStrategy
-    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.fabric.strategies import DDPStrategy  # type: ignore[no-redef,unused-ignore]
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl  # type: ignore[no-redef,unused-ignore]
 
 REDUCTIONS: dict[Any, str] = {
     **dict.fromkeys((None, "mean", "avg", dist.ReduceOp.AVG), "mean"),

@@ -123,9 +123,8 @@ class TrainerJob(Table):
 
 
 def has_trainer(path: str | os.PathLike[str]) -> bool:
-    """True if the TOML file is a job of a trainer.
-
-    Raises:
-        JobError: the file is missing or not TOML.
-    """
-    return "trainer" in read_toml(path)
+    """True if a TOML file is a job of a trainer; False if it is missing or not TOML."""
+    try:
+        return "trainer" in read_toml(path)
+    except JobError:
+        return False
