@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.test_imports import PACKAGES
 from weft.cli.app import app
-from weft.job import Job, keys
-from weft.posttraining.job import TrainerJob, has_trainer
+from weft.job import Job, has_trainer, keys
+from weft.posttraining.job import TrainerJob
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))

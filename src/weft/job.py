@@ -428,6 +428,14 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from None
 
 
+def has_trainer(path: str | os.PathLike[str]) -> bool:
+    """True if a TOML file is a job with a trainer of TRL, see `weft.posttraining.job`; False if it is missing or not TOML."""
+    try:
+        return "trainer" in read_toml(path)
+    except JobError:
+        return False
+
+
 def assign(tables: dict[str, Any], assignment: str) -> dict[str, Any]:
     """Copy of the tables with one `dotted.key=value` set. A value that is not TOML is taken as a string.
 

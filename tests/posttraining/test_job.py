@@ -11,7 +11,8 @@ import tomli_w
 
 from tests.posttraining.conftest import PAIRS, ROWS
 from weft.errors import DataError, JobError, PlanError
-from weft.posttraining.job import Rows, TrainerJob, has_trainer
+from weft.job import has_trainer
+from weft.posttraining.job import Rows, TrainerJob
 from weft.posttraining.rows import check_rows, read_rows
 from weft.posttraining.trainers import check_job
 

@@ -28,8 +28,7 @@ def export(
     from weft.checkpoint.huggingface import convert_folder
     from weft.checkpoint.key import read_key
     from weft.errors import JobError
-    from weft.job import Job
-    from weft.posttraining.job import has_trainer
+    from weft.job import Job, has_trainer
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

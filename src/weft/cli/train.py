@@ -41,9 +41,9 @@ def train(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would slow down all other processes
     # For numpy: ranks are forked from this process, which must have no second thread.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from weft.job import Job
+    from weft.job import Job, has_trainer
     from weft.launch.rendezvous import parse_rendezvous
-    from weft.posttraining.job import TrainerJob, has_trainer
+    from weft.posttraining.job import TrainerJob
     from weft.training.run_folder import check_writable
 
     recipe = job or Path(str(files("weft.recipes") / "first.toml"))

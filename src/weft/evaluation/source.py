@@ -15,7 +15,7 @@ from weft.checkpoint.convert import to_huggingface
 from weft.checkpoint.folders import folder_of, list_checkpoints, step_of
 from weft.checkpoint.key import read_key
 from weft.errors import CheckpointError, ModelError
-from weft.job import Job, read_toml
+from weft.job import Job, has_trainer
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def model_folder(source: Path, step: int | None) -> Iterator[tuple[Path, int | N
             )
         yield source, None
         return
-    if "trainer" in read_toml(source / "job.toml"):
+    if has_trainer(source / "job.toml"):
         yield _of_trainer(source, step), None
         return
     settings = Job.load(source / "job.toml").checkpoint

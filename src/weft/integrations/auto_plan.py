@@ -47,7 +47,7 @@ class Rows:
     accumulation: int
     tokens: int
     source: str
-    """Where the length comes from, in words."""
+    """Source of the length, as text."""
     per_row: int = 1
     """Sequences of a row, such as a chosen and a rejected answer."""
 

@@ -43,7 +43,7 @@ class Trainer(Table):
     """dpo: pairs of answers; kto: single judged answers; reward: a reward model from pairs; grpo, rloo: generated answers with
     rewards."""
     rewards: tuple[str, ...] = ()
-    """Of grpo and rloo: functions of yours, "package.module:function", as TRL calls them; or folders of reward models."""
+    """Functions of yours, "package.module:function", as TRL calls them, or folders of reward models; for grpo and rloo."""
     options: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
     """Settings of TRL's own configuration of this trainer, such as `beta`, `learning_rate` and `max_steps`."""
 
@@ -120,11 +120,3 @@ class TrainerJob(Table):
     def to_toml(self) -> str:
         """TOML text of the full job, which `load` reads back to an equal job."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
-
-
-def has_trainer(path: str | os.PathLike[str]) -> bool:
-    """True if a TOML file is a job of a trainer; False if it is missing or not TOML."""
-    try:
-        return "trainer" in read_toml(path)
-    except JobError:
-        return False

@@ -97,7 +97,7 @@ def check_rows(dataset: Any, kind: Kind, where: str, *, has_template: bool) -> N
 
 
 def _problem(value: Any, *, is_answer: bool) -> str:
-    """What is wrong with a text or a list of messages; "" if nothing."""
+    """Problem of a text or a list of messages; "" without one."""
     if isinstance(value, str):
         return "" if value.strip() else "is empty"
     if not isinstance(value, list) or not value:

@@ -11,6 +11,7 @@ from typing import Any
 from weft.device.detect import detect
 from weft.integrations.launch import run_on_ranks
 from weft.job import Job
+from weft.launch.interrupts import keep_interrupts
 from weft.launch.launcher import default_ranks
 from weft.launch.rendezvous import RendezvousConfig
 from weft.posttraining.job import TrainerJob
@@ -60,7 +61,8 @@ def train_with_trainer(
     all_ranks = here * (rendezvous.hosts if rendezvous else 1)
     with HeldFolders(folders) if leads else nullcontext() as held:
         if held:
-            rows = check_job(job, all_ranks)
+            with keep_interrupts():
+                rows = check_job(job, all_ranks)
             if resume is None and (aside := held.move_aside()):
                 log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
             make_run_id(out)

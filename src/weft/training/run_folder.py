@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import JobError
-from weft.job import Job, read_toml
+from weft.job import Job, has_trainer
 from weft.lock import WITHOUT_LOCKS, Lock, read_holder, take_lock
 
 LAUNCHER_LOCK, RANKS_LOCK = ".launcher.lock", ".ranks.lock"
@@ -352,7 +352,8 @@ def _refusal(path: Path) -> str:
         return "a link"
     if not path.is_dir():
         return "not a folder"
-    if _has_trainer(path):
+    job = path / "job.toml"
+    if read_run_id(path) and not job.is_symlink() and has_trainer(job):  # such a run has no prepared.json
         return ""
     missing = [name for name in RUN_FILES if (path / name).is_symlink() or not (path / name).is_file()]
     if missing:
@@ -362,15 +363,3 @@ def _refusal(path: Path) -> str:
     except (OSError, ValueError):
         keys = set()
     return "" if keys >= PREPARED_KEYS else "not a run of Weft: its prepared.json has other content"
-
-
-def _has_trainer(path: Path) -> bool:
-    """True for a run with a trainer of TRL, which has no prepared.json."""
-    job = path / "job.toml"
-    if job.is_symlink() or not job.is_file() or not read_run_id(path):
-        return False
-    try:
-        tables = read_toml(job)
-    except JobError:
-        return False
-    return {"trainer", "model", "data", "plan", "out"} <= set(tables)
