@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 3
+WORKERS ?= 2
 SLICE ?= all
 # Bytecode is kept even if the environment says otherwise: the tests start hundreds of processes that import Weft.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(FLAGS)

@@ -3,6 +3,7 @@
 The test process imports torch and stays single-threaded before any rank is forked from it.
 """
 
+import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -48,6 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             counts[name] += 1
     lanes.keep_slice(config, items, config.getoption("--slice"))
     lanes.arrange(items)
+    gc.freeze()  # the collector, also that of forked ranks, need not scan a million objects of libraries
 
 
 @pytest.hookimpl(optionalhook=True)  # defined by pytest-xdist

@@ -218,6 +218,7 @@ def test_two_hosts_with_a_gigabit_link(tmp_path: Path) -> None:
     check_two_by_two(measured, 1_000_000_000, 0.25)
 
 
+@pytest.mark.sweep
 @pytest.mark.exclusive("measures the rates of links")
 def test_host_with_a_slow_link(tmp_path: Path) -> None:
     with hosts(3, 100_000_000) as made:

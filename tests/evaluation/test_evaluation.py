@@ -129,6 +129,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("plan", PLANS)
 def test_model_in_training_gives_the_results_of_stock_lm_eval_on_its_export(plan: str, tmp_path: Path) -> None:
     ranks, parallel = PLANS[plan]

@@ -76,7 +76,8 @@ def test_training_continues_through_a_temporarily_full_disk(disk: Disk, referenc
     assert (out / "report.html").exists()
 
 
-@pytest.mark.parametrize("disk", [pytest.param("bytes", marks=pytest.mark.sweep), "files"], indirect=True)
+@pytest.mark.sweep
+@pytest.mark.parametrize("disk", ["bytes", "files"], indirect=True)
 @pytest.mark.slow("complete commands: an undisturbed run, a restart on a full disk, and a later resume")
 def test_state_is_kept_in_memory_while_the_disk_is_full_after_a_kill(
     disk: Disk, reference: Path, tmp_path: Path

@@ -141,6 +141,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         yield Lab(emulated, tmp_path)
 
 
+@pytest.mark.sweep
 def test_a_wrong_token_is_refused(lab: Lab) -> None:
     lab.write()
     right, wrong = lab.start(0), lab.start(1, token=new_token())

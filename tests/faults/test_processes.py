@@ -64,6 +64,7 @@ def test_a_run_continues_after_a_rank_is_killed(reference: Path, tmp_path: Path)
         assert not result.problems, result
 
 
+@pytest.mark.sweep
 @pytest.mark.slow("two complete commands, one of them with a restart")
 def test_a_run_survives_kills_of_launcher_and_fork_server(reference: Path, tmp_path: Path) -> None:
     job, out = job_file(tmp_path, LAYOUT, checkpoint={"memory_every": 1}), tmp_path / "run"

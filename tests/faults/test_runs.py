@@ -121,7 +121,7 @@ OTHER_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("kind", OTHER_SETTINGS)
 def test_resume_with_other_settings_is_bit_equal(kind: str, tmp_path: Path) -> None:
     uninterrupted, _ = train_in_the_pool(*job_of(tmp_path, "zero 3 on 2", "uninterrupted", **OTHER_SETTINGS[kind]))
@@ -272,6 +272,7 @@ def test_a_persistent_bit_flip_ends_the_run_with_the_rank(tmp_path: Path) -> Non
         train_in_the_pool(job, ranks, fault=flip_whenever_step_5_is_done)
 
 
+@pytest.mark.sweep
 def test_rollback_skips_batches_of_noise(tmp_path: Path) -> None:
     """Batch 80 causes a spike: training rolls back at least ten steps, and continues with the batches after it."""
     tables: dict[str, dict[str, Any]] = {

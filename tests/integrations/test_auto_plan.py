@@ -64,6 +64,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sweep
 def test_the_command_chooses_a_plan_that_a_file_repeats(reference: Path, tmp_path: Path) -> None:
     done = weft_run(tmp_path, "--plan", "auto", SCRIPTS / "trainer_lm.py", "out", "--batch", BATCH // 2)
     assert done.returncode == 0, done.stderr

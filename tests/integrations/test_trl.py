@@ -60,7 +60,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {key: value for file in (folder / "final").glob("*.safetensors") for key, value in load_file(file).items()}
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("layout", ["zero 3", "zero 0", "tp2", "tp2 without sp", "cp2", "tp2 x zero 2", "zero 2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unmodified_script_equals_one_process(kind: str, layout: str, references: dict[str, Path]) -> None:

@@ -4,17 +4,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.lab.parity import ParityRecord, packed_batches, run_plan
-from tests.lab.pool import close_pools, run_ranks
+from tests.lab.pool import run_ranks
 from weft.job import Model
 from weft.plan import Memory, Plan
 
 
 def records_of(config: dict[str, Any], plan: Plan, ranks: int, micro_batch: int = 2) -> list[ParityRecord]:
-    """Run a plan on fresh ranks: torch caches meshes of earlier runs without their groups, over which norms are summed."""
-    close_pools()
-    return run_ranks(ranks, run_plan, Model(config=config), plan, packed_batches(96), micro_batch, timeout=120)
+    """Run a plan on a number of ranks."""
+    return run_ranks(
+        ranks, run_plan_without_caches, Model(config=config), plan, packed_batches(96), micro_batch, timeout=120
+    )
+
+
+def run_plan_without_caches(rank: int, world_size: int, *args: Any) -> ParityRecord:
+    """Torch caches the meshes of earlier runs, with groups over which norms were summed in another order."""
+    _clear_sharding_prop_cache()
+    return run_plan(rank, world_size, *args)
 
 
 def assert_same_bits(config: dict[str, Any], ranks: int, micro_batch: int, plan: Plan, *others: Plan) -> None:

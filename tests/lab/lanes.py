@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-SLICES = 4
+SLICES = 6
 """Number of slices of the sweep, so that one slice takes less than ten minutes on two cores."""
 SLOWEST = 25
 """Rows of the table of the slowest tests."""

@@ -317,6 +317,7 @@ def launchers() -> Iterator[list[Launcher]]:
         yield started
 
 
+@pytest.mark.sweep
 def test_failed_killed_and_leaving_launchers_are_detected(launchers: list[Launcher]) -> None:
     first, second, third = launchers
     third.command("rank 5 was killed by SIGKILL at step 17")

@@ -211,6 +211,7 @@ print(parameters[-1][0].item())
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.slow("writes and reads more than a process may hold")
 def test_states_larger_than_the_process_memory_limit(tmp_path: Path) -> None:
     def run(tier: str) -> subprocess.CompletedProcess[str]:

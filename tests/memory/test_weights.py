@@ -202,6 +202,7 @@ def test_split_even_is_bit_equal_in_any_layout(name: str, layout: str) -> None:
     assert_split_is_whole({**family(name), "vocab_size": 97}, ranks, **parallel)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_split_even_is_bit_equal_with_experts(layout: str) -> None:
     ranks, parallel = EXPERT_LAYOUTS[layout]

@@ -109,6 +109,7 @@ PLANS: dict[str, tuple[str, int, dict[str, int]]] = {
 }
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", PLANS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parity_with_one_process(name: str, layout: str) -> None:
@@ -184,6 +185,7 @@ def test_chunks_give_the_same_update(name: str) -> None:
     run_ranks(2, step_in_chunks, name)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
 def test_split_weights_and_states_on_disk_give_the_same_bits(name: str, tmp_path: Path) -> None:
     losses = []

@@ -54,7 +54,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.thin(40)
+@pytest.mark.thin(79)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_float32(name: str, layout: str) -> None:
     ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
@@ -69,6 +69,7 @@ def test_float64(name: str, layout: str) -> None:
     assert_parity(Model(config=family(name)), plan_for("fp64", **parallel), world_size=ranks, micro_batch=micro_batch)
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_eight_ranks(name: str) -> None:
     plan = plan_for("fp32", cp=2, ep=2, zero=3)

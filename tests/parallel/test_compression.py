@@ -116,7 +116,7 @@ def assert_converges_like_uncompressed(world_size: int, source: str, plan: Plan)
     assert expected[0] - losses[-1] >= share * (expected[0] - expected[-1])
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(23)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_compressed_training_converges_like_uncompressed(compression: str, zero: int) -> None:
@@ -141,7 +141,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(30)
+@pytest.mark.thin(61)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("compression", ["int8", "2:4", "1-bit"])
 def test_compression_on_every_axis(compression: str, layout: str) -> None:
@@ -149,6 +149,7 @@ def test_compression_on_every_axis(compression: str, layout: str) -> None:
     assert_converges_like_uncompressed(world_size, source, plan_for(compression, **parallel))
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("compression", "zero", "precision"),
     [
@@ -198,6 +199,7 @@ def with_a_skipped_step(
     return gather_weights(trainer.model), runtime(trainer.model).feedback.tensors(), problem
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("compression", "layout"), [("2:4", {"zero": 0}), ("1-bit", {"zero": 0}), ("1-bit", {"zero": 3})]
 )
@@ -240,6 +242,7 @@ def with_unused_parameters(rank: int, world_size: int, source: Model, plan: Plan
 EMBEDDING = "model.embed_tokens.weight"
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize(("source", "zero"), [("mixture", 0), ("untied", 3)])
 def test_unused_parameters_are_not_updated(source: str, zero: int, compression: str) -> None:

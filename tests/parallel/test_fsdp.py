@@ -32,6 +32,7 @@ def test_two_by_two(name: str, dtype: str, zero: int) -> None:
     assert_parity(Model(config=family(name)), plan, world_size=4, micro_batch=1, rows_at_once=rows)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     "degrees",
     [

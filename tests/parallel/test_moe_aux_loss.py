@@ -69,6 +69,7 @@ def test_gradients_and_load(name: str, layout: str) -> None:
     check(source(name, num_hidden_layers=blocks), *LAYOUTS[layout])
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", ["pp2", "pp2 virtual x tp2"])
 @pytest.mark.parametrize("dense", [[0], [0, 1], [2, 3]], ids=str)
 def test_stages_without_experts(dense: list[int], layout: str) -> None:

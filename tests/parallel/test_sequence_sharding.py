@@ -74,7 +74,7 @@ def assert_same(
                 compare(key, found[key], gradient, 1e-6)  # Transformers computes the loss in float32
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "phi3"])
 def test_labels(name: str, layout: str) -> None:
@@ -85,7 +85,7 @@ def padded_source(name: str) -> Model:
     return Model(config=shrunk(name) if name == "opt" else family(name))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["opt", "gpt2", "gpt_oss"])
 def test_padding_on_the_left_and_on_the_right(name: str, layout: str) -> None:
@@ -93,6 +93,7 @@ def test_padding_on_the_left_and_on_the_right(name: str, layout: str) -> None:
     assert_same(padded_source(name), *LAYOUTS[layout], PADDED_LEFT, biases=name != "opt")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", ["tp2 sp", "cp2 ring x dp2", "cp2 ulysses", "tp2 x cp2"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_rows_whose_length_the_ranks_do_not_divide(layout: str, masked: bool) -> None:

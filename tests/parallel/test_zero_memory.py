@@ -63,6 +63,7 @@ def count(
     return total, by_kind, model_state_bytes(dense, plan, experts)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("forward", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_resident_bytes_equal_the_formula(zero: int, forward: str) -> None:

@@ -137,7 +137,7 @@ def test_a_job_equals_trl_in_one_process(
         assert torch.allclose(weights[name], value, atol=2e-4), name
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 @pytest.mark.parametrize("layout", ["zero 2", "tp2"])
 def test_rewards_rise(

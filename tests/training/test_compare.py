@@ -483,6 +483,7 @@ def test_command_locates_the_difference(
     assert code == 0
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("bug", "step", "steps", "first", "runs"),
     [
@@ -568,6 +569,7 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         compare_module.compare(job, job, tmp_path)
 
 
+@pytest.mark.sweep
 def test_launched_ranks(tmp_path: Path) -> None:
     """In bf16; one side is a pipeline."""
     job = job_for(tmp_path, plan={"precision": {"param_dtype": "bf16"}})

@@ -86,6 +86,7 @@ def test_ctrl_c_finishes_the_step_saves_and_prints_the_command_that_resumes(
     assert "lr = 0.005" in (out / "job.toml").read_text()
 
 
+@pytest.mark.sweep
 def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     """Rank 1 is suspended, so that no step can finish."""
     job, out = job_file(tmp_path, LAYOUT, train=LONG, checkpoint=NO_INTERVAL), tmp_path / "run"
@@ -106,6 +107,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert (out / "report.html").exists()
 
 
+@pytest.mark.sweep
 def test_ctrl_c_while_the_ranks_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_MARK_OF_A_TEST", str(tmp_path))
     job, out = job_file(tmp_path, LAYOUT, train=LONG), tmp_path / "run"

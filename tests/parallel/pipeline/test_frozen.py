@@ -190,7 +190,7 @@ def check(case: Case, plan: Plan, ranks: int, has_weights: bool = True, toleranc
         compare(name, traces[0].weights[name], weight, tolerance, at_least=STEPS * SETTINGS.lr)
 
 
-@pytest.mark.thin(23)
+@pytest.mark.thin(97)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -230,6 +230,7 @@ LAYOUTS: dict[str, tuple[str, int, str, dict[str, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_frozen_weights_match_plain_model_with_other_axes_and_techniques(layout: str) -> None:
     name, ranks, schedule, degrees, tables = LAYOUTS[layout]

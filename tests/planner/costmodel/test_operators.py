@@ -114,6 +114,7 @@ def test_operators_that_fail_are_logged_and_count_zero() -> None:
     assert lines == ["not timed, counted as 0 s: aten.mm.default"]
 
 
+@pytest.mark.sweep
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
 def test_every_operator_of_a_dry_run_can_be_timed(model: dict[str, Any]) -> None:

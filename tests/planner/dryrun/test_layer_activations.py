@@ -44,6 +44,7 @@ def traced(model: str) -> LayerActivations:
     return trace_layers(job_of(model), "cuda", with_tp=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("model", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.sweep)])
 def test_recomputed_activations_are_not_saved(model: str) -> None:
     found = traced(model)
@@ -53,6 +54,7 @@ def test_recomputed_activations_are_not_saved(model: str) -> None:
     assert found.ends > 4096 * 8  # a logit and its gradient in float32, at least
 
 
+@pytest.mark.sweep
 def test_a_process_of_its_own_counts_the_same() -> None:
     found = count_activations(job_of("llama"), "cuda")
     assert found is not None
@@ -63,6 +65,7 @@ def test_a_process_of_its_own_counts_the_same() -> None:
     assert count_activations(unknown, "cuda") is None
 
 
+@pytest.mark.sweep
 @pytest.mark.thin(8)
 @pytest.mark.parametrize(
     ("model", "plan"),

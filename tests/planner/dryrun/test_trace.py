@@ -99,7 +99,7 @@ PLANS: list[tuple[dict[str, Any], str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(13)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan[0]['model_type']} {plan[1]} {plan[2]} {plan[3]}")
 def test_dry_run_equals_real_run(plan: tuple[dict[str, Any], str, int, dict[str, Any]]) -> None:
     model, precision, micro_batch, parallel = plan
@@ -152,6 +152,7 @@ def test_split_weights_save_the_casts() -> None:
     assert saved == 2 * found.parameters
 
 
+@pytest.mark.sweep
 def test_offloaded_tensors_are_not_on_the_device(tmp_path: Path) -> None:
     """With offload to disk, activations on the device are lower; with offload to the host they are not on CPU."""
     job = job_for(DENSE, "bf16", 2, zero=3)

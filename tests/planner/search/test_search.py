@@ -39,7 +39,7 @@ def everything(where: Space) -> list[Choice]:
     return sorted(found, key=lambda choice: choice.time.seconds)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 6), (DENSE, 5), (MOE, 80), (MOE, 4.5)])
 def test_search_equals_brute_force(shape: Shape, gib: float) -> None:
     where = space(shape, gib)
@@ -63,7 +63,7 @@ def test_search_equals_brute_force(shape: Shape, gib: float) -> None:
         assert reason(alternative, found.best[0], where.cluster)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 5), (MOE, 4.5)])
 def test_simplest_equals_brute_force(shape: Shape, gib: float) -> None:
     where = space(shape, gib)
