@@ -4,7 +4,8 @@
     python benchmarks/scripts.py --quick
 
 accelerate has no FSDP on CPU: with ACCELERATE_USE_FSDP it trains with DDP there. Systems take turns; each turn is a whole
-command, whose first steps do not count. Peak memory is the largest resident size of rank 0, libraries included.
+command, whose first steps do not count. Peak memory is the largest resident size of rank 0, libraries included. The limit is
+two processes that train side by side without communication, each on its own copy of the model.
 """
 
 import json
@@ -25,13 +26,15 @@ from weft.device.cpu import Cpu
 SCRIPT = Path(__file__).parent / "peers" / "sft_script.py"
 BIN = Path(sys.executable).parent
 TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2", str(SCRIPT)]
+LIMIT = "no communication"
 SYSTEMS = {
     "DDP": "",
+    LIMIT: "",
     "weft zero 0": "zero = 0",
     "weft zero 2": "zero = 2",
     "weft zero 3": "zero = 3",
 }
-"""Plan by system; "": plain under torchrun."""
+"""Plan by system; "": without Weft."""
 
 
 def run(name: str, kind: str, steps: int, folder: Path) -> dict[str, float | list[float]] | None:
@@ -44,11 +47,24 @@ def run(name: str, kind: str, steps: int, folder: Path) -> dict[str, float | lis
     if plan:
         command = [str(BIN / "weft"), "run", "--plan", str(folder / "plan.toml"), "--nproc-per-node", "2", str(SCRIPT)]
     own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*command, str(result), str(steps), kind], env={**os.environ, **own}, cwd=folder, capture_output=True, text=True
-    )
-    if done.returncode or not result.exists():
-        print(f"{name}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+    copies = 1
+    if name == LIMIT:
+        command, copies = [sys.executable, str(SCRIPT)], 2
+    arguments = [*command, str(result), str(steps), kind]
+    processes = [
+        subprocess.Popen(
+            arguments,
+            env={**os.environ, **own},
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(copies)
+    ]
+    errors = [process.communicate()[1] for process in processes]
+    if any(process.returncode for process in processes) or not result.exists():
+        print(f"{name}: {errors[0].strip().splitlines()[-1:]}", file=sys.stderr)
         return None
     return json.loads(result.read_text())
 

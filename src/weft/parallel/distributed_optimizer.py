@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.device.device import Device
-from weft.errors import PlanError
+from weft.errors import ModelError, PlanError
 from weft.job import BF16_STEP
 from weft.memory.chunked_step import chunked_step, mesh_of
 from weft.memory.live_bytes import LiveBytes
@@ -95,7 +95,11 @@ class DistributedOptimizer:
 
         Args:
             factor: factor of the unscaled gradients: clipping times the weight of micro-batches, at most 1.
+
+        Raises:
+            ModelError: a parameter has a gradient of this rank alone.
         """
+        self._check_reduced()
         scale_gradients(self.parameters, factor / self.loss_scale.value)
         if self.in_chunks:
             at_least = max(map(ranks_of, self.parameters), default=1) if isinstance(self.inner, Muon) else 1
@@ -106,6 +110,25 @@ class DistributedOptimizer:
             self.inner.step()
         if self.runtime.feedback is not None:
             self.runtime.feedback.commit(factor)
+
+    def _check_reduced(self) -> None:
+        """Refuse gradients that no reduction covers: those of weights that were frozen when the model was parallelized."""
+        plan, reducer = self.runtime.plan, self.runtime.gradient_reducer
+        if plan.parallel.gradient_ranks == 1:
+            return
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.grad is not None]
+        if plan.parallel.zero == 0 and reducer is not None:
+            reduced = {id(parameter) for bucket in reducer.buckets for parameter in bucket.parameters}
+            alone = [name for name, parameter in trained if id(parameter) not in reduced]
+        else:
+            alone = [name for name, _ in trained if name in self.runtime.whole_frozen_weights]
+        if alone:
+            raise ModelError(
+                f"{alone[0]} trains, but was frozen in weft.parallelize or in the first step",
+                where="DistributedOptimizer.step",
+                rule="the gradients of weights that are frozen at first are not averaged over the data ranks",
+                fix="set its requires_grad before weft.parallelize, or use plan.parallel.zero = 3",
+            )
 
     def zero_grad(self) -> None:
         """Free the gradients."""

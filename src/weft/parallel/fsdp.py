@@ -14,6 +14,7 @@ With context parallelism d includes the cp ranks. P counts the parameters of one
 Experts have another d: the number of ranks that hold the same experts.
 
 ZeRO stages 1 and 2 gather weights once per step, keep them until the last backward, and free them before the optimizer update.
+Frozen weights (those under adapters) are not gathered there, but whole on each rank, if forward has the dtype of the weights.
 Stages 2 and 3 also hold the unreduced gradient of one FSDP unit until the gradient of the next unit is reduced.
 
 Compressed reductions hold error feedback twice, because a step may be skipped: 8 P. If they reduce momentum (1-bit Adam), they
@@ -79,6 +80,8 @@ def apply_fsdp(
     settings["shard_placement_fn"] = partial(_placement, shards.size())
     scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     settings["ignored_params"] = scalars | set(quantized_weights(model))
+    if keeps_frozen_weights(plan):
+        settings["ignored_params"] |= {parameter for parameter in model.parameters() if not parameter.requires_grad}
     for block in anatomy.blocks:
         for name in block.experts if expert_mesh else ():
             assert expert_mesh is not None
@@ -111,6 +114,14 @@ def apply_fsdp(
     ):
         return None, overlap_reduce_scatter(model)
     return None, None
+
+
+def keeps_frozen_weights(plan: Plan) -> bool:
+    """True if each data rank keeps the frozen weights whole: ZeRO stages 1 and 2 would gather them again in every step.
+
+    With another dtype in forward, shards and their gathered copy in that dtype take less memory than whole weights.
+    """
+    return plan.parallel.zero < 3 and plan.precision.param_dtype == plan.precision.update
 
 
 def _reduce_scalars(model: Any, mesh: DeviceMesh, feedback: Feedback | None) -> GradientReducer:
@@ -331,13 +342,15 @@ def model_state_bytes(
         frozen: both counts for frozen parameters, which have neither gradients nor optimizer state.
     """
     states = 2 + (plan.comm.compression == "1-bit") if states is None else states
-    p, precision = plan.parallel, plan.precision.resolve(native_bf16=True)
+    plan = plan.resolve_precision(native_bf16=True)
+    p, precision = plan.parallel, plan.precision
     shards = 1 if p.zero == 0 else p.dp_shard * p.cp
     expert_shards = 1 if p.zero == 0 else p.dp_shard * p.cp * p.tp // p.ep
     sharded = parameters / shards + experts / expert_shards
     unsharded = float(parameters + experts)
-    frozen_shards = frozen[0] / shards + frozen[1] / expert_shards
-    gathered = 0.0 if p.zero in (0, 3) else unsharded + sum(frozen)
+    keeps = keeps_frozen_weights(plan)
+    frozen_shards = sum(frozen) if keeps else frozen[0] / shards + frozen[1] / expert_shards
+    gathered = 0.0 if p.zero in (0, 3) else unsharded + sum(frozen) * (not keeps)
     return {
         "parameters": BYTES[precision.update] * (sharded + frozen_shards),
         "gathered parameters": BYTES[precision.param_dtype] * gathered,

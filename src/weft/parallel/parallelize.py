@@ -24,7 +24,7 @@ from weft.parallel.ddp import apply_ddp
 from weft.parallel.documents import check_masks
 from weft.parallel.dropout import replace_dropout
 from weft.parallel.expert import check_experts, overlap_shared_experts, split_experts
-from weft.parallel.fsdp import apply_fsdp, prefetch_backward, prefetch_forward
+from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
@@ -122,6 +122,9 @@ def parallelize(
     if p.zero == 0:
         runtime.gradient_reducer = apply_ddp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
     else:
+        if keeps_frozen_weights(plan):
+            names = (name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+            runtime.whole_frozen_weights = frozenset(names)
         sharded = apply_fsdp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
         runtime.gradient_reducer, runtime.reduce_scatters = sharded
     stages = [range(len(full_anatomy.blocks))] if p.pp == 1 else [stage_io.stages[stage] for stage in stage_io.own]

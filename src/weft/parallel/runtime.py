@@ -54,6 +54,8 @@ class Runtime:
     """State of compressed gradient reductions; None without compression."""
     gradient_reducer: GradientReducer | None = None
     """Buckets of gradients that are all-reduced: with zero = 0, and between the replicas of compressed shards."""
+    whole_frozen_weights: frozenset[str] = frozenset()
+    """Names of frozen weights that ZeRO stages 1 and 2 leave whole, and whose gradients are not reduced."""
     reduce_scatters: PendingReduceScatters | None = None
     """Reduce-scatters of FSDP2 in flight; None where FSDP2 overlaps them itself."""
     pipeline: PipelineRuntime | None = None
