@@ -34,6 +34,10 @@ def test_a_job_is_read_and_written(tmp_path: Path) -> None:
     assert TrainerJob.load(tmp_path / "again.toml") == job
     assert TrainerJob.load(tmp_path / "again.toml", ["trainer.options.beta=0.3"]).trainer.options["beta"] == 0.3
     assert has_trainer(tmp_path / "again.toml")
+    auto = load(tmp_path, plan="auto")
+    assert auto.plan is None
+    (tmp_path / "again.toml").write_text(auto.to_toml())
+    assert TrainerJob.load(tmp_path / "again.toml") == auto
 
 
 @pytest.mark.parametrize(

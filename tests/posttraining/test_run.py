@@ -1,6 +1,8 @@
 """Jobs with a trainer: their ranks have the losses and weights of TRL alone, and the command prints what training changes."""
 
+import html
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +23,12 @@ from tests.lab.pool import run_ranks
 from tests.posttraining.conftest import ROWS
 from weft.errors import CheckpointError
 from weft.evaluation.source import model_folder
-from weft.job import Adapter
+from weft.job import Adapter, read_plan
 from weft.plan import Parallel, Plan, Precision
 from weft.posttraining.export import export_model
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.rank import train
+from weft.posttraining.report import write_report
 from weft.posttraining.run import changes
 from weft.posttraining.trainers import check_job
 
@@ -52,7 +55,7 @@ def count_weft(completions: list[str], **_: Any) -> list[float]:
     return [text.split().count("weft") / 8 for text in completions]
 
 
-def job_of(kind: str, model: Path, rows: Path, out: Path, plan: Plan, **options: Any) -> TrainerJob:
+def job_of(kind: str, model: Path, rows: Path, out: Path, plan: Plan | None, **options: Any) -> TrainerJob:
     rewards = ["tests.posttraining.test_run:count_weft"] if kind in ("grpo", "rloo") else []
     own = {"num_generations": 4, "max_completion_length": 8} if rewards else {"max_length": 64}
     tables = {
@@ -61,7 +64,7 @@ def job_of(kind: str, model: Path, rows: Path, out: Path, plan: Plan, **options:
         "data": {"path": str(rows), "held_out": 0.25},
         "trainer": {"kind": kind, "rewards": rewards, "options": {**OPTIONS, **own, **options}},
     }
-    return TrainerJob.model_validate({**tables, "plan": plan.model_dump()})
+    return TrainerJob.model_validate({**tables, "plan": plan.model_dump() if plan else None})
 
 
 def _on_rank(rank: int, ranks: int, job: TrainerJob, checkpoint: str | None) -> None:
@@ -137,6 +140,19 @@ def test_a_job_equals_trl_in_one_process(
         assert torch.allclose(weights[name], value, atol=2e-4), name
 
 
+def test_the_planner_chooses_the_plan_of_a_job(
+    small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    rows, out = write_rows(ROWS["dpo"]), tmp_path / "auto"
+    job = job_of("dpo", small_model, rows, out, None)
+    check_job(job, 2)
+    run_ranks(2, _on_rank, job, None, timeout=120)
+    chosen = read_plan(out / "plan.toml")
+    assert chosen.resolve(2).parallel.data_ranks == 2
+    run_ranks(2, _on_rank, job_of("dpo", small_model, rows, tmp_path / "given", chosen), None, timeout=120)
+    assert logs_of(out) == logs_of(tmp_path / "given")
+
+
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 @pytest.mark.parametrize("layout", ["zero 2", "tp2"])
@@ -182,7 +198,7 @@ def test_the_command_trains_evaluates_and_exports(
     printed = [line.text for line in command.lines]
     assert "data        24 rows to train on, 8 to evaluate on" in printed
     assert "evaluation  after step 0 -> after step 3" in printed
-    assert printed[-1] == f"model       {out / 'export'}"
+    assert printed[-2:] == [f"model       {out / 'export'}", f"report      {out / 'report.html'}"]
     assert not any("Warning" in line or "Traceback" in line for line in printed), command.printed()
     assert (out / "export" / "adapter_config.json").is_file()
     assert TrainerJob.load(out / "job.toml").adapter.r == 4
@@ -202,6 +218,8 @@ def test_adapters_are_exported_and_merged(
     run_ranks(2, _on_rank, job, None, timeout=120)
     with pytest.raises(CheckpointError, match="has adapters at its end"), model_folder(out, None):
         pass
+    code = html.unescape(re.findall(r"<pre[^>]*>(.*?)</pre>", write_report(out).read_text(), re.DOTALL)[0])
+    exec(code.replace('"..."', '"weft"'), {})  # as the report prints it
     export_model(out, tmp_path / "adapters", merge=False, dtype="fp32")
     export_model(out, tmp_path / "merged", merge=True, dtype="fp32")
     loader = AutoModelForCausalLM if kind == "dpo" else AutoModelForSequenceClassification

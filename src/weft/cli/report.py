@@ -8,6 +8,13 @@ import typer
 
 def report(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     """Rewrite report.html of a run from its files."""
+    from weft.job import has_trainer
+
+    if has_trainer(run / "job.toml"):
+        from weft.posttraining.report import write_report as write_report_of_trainer
+
+        print(write_report_of_trainer(run))
+        return
     from weft.observe.report import write_report
 
     print(write_report(run))

@@ -9,7 +9,6 @@ from rich.table import Column, Table
 from weft.evaluation.results import ModelResults, TaskEvaluation, TaskResult
 from weft.observe import page
 from weft.observe.chart import TONES, Series, line_chart, linear_axis
-from weft.observe.record import RunRecord
 
 COLUMNS = ("task", "metric", "value", "standard error", "records")
 
@@ -22,11 +21,10 @@ def print_results(results: ModelResults) -> None:
     Console().print(table)
 
 
-def evaluation_section(run: RunRecord) -> list[str]:
+def evaluation_section(results: ModelResults | None, evaluations: Sequence[TaskEvaluation] = ()) -> list[str]:
     """Section of a report: results of `weft eval`, and values over the steps of training; empty without any."""
     parts = []
-    if run.model_results:
-        results = run.model_results
+    if results:
         of_step = f"Step {results.step}" if results.step is not None else "Weights of the folder"
         settings = [
             f"at most {results.limit} records per task" if results.limit is not None else "",
@@ -34,9 +32,9 @@ def evaluation_section(run: RunRecord) -> list[str]:
         ]
         about = ", ".join(filter(None, [f"{of_step}, evaluated with lm-eval {results.versions['lm_eval']}", *settings]))
         parts += [page.lead(f"{about}."), page.table(COLUMNS, _rows(results.tasks))]
-    if run.task_evaluations:
-        last = run.task_evaluations[-1]
-        parts.append(page.group("plots", _plots(run.task_evaluations)))
+    if evaluations:
+        last = evaluations[-1]
+        parts.append(page.group("plots", _plots(evaluations)))
         parts.append(page.folded(f"Values at step {last.step}", page.table(COLUMNS, _rows(last.tasks))))
     return [page.section("Evaluation", *parts)] if parts else []
 

@@ -66,6 +66,23 @@ def loss_figure(rows: Sequence[StepMetrics], evaluations: Sequence[Evaluation], 
     return line_chart(series, _step_axis(series), y, ("step", "loss (nats per token)"), levels=levels)
 
 
+def history_figure(points: Mapping[str, Sequence[tuple[int, float]]], title: str) -> str:
+    """Chart of one metric over the steps.
+
+    Args:
+        points: (step, value) by the name of their source; the first source is drawn first.
+        title: title of the vertical axis.
+    """
+    series = []
+    for (name, own), tone in zip(points.items(), (ACCENT, CONTRAST), strict=True):
+        if own:
+            steps, values = np.array(own, dtype=np.float64).T
+            series.append(Series(name, steps, values, tone, "line" if len(own) > 1 else "points"))
+    return line_chart(
+        series, _step_axis(series), linear_axis(np.concatenate([one.y for one in series])), ("step", title)
+    )
+
+
 def grad_norm_figure(rows: Sequence[StepMetrics], clip_norm: float) -> str:
     """Chart of the gradient norm before clipping, with the clipping threshold (0: none) and the skipped steps."""
     steps = _steps(rows)

@@ -47,7 +47,7 @@ def write_report(run: Path) -> Path:
         page.notice("This run is not complete", missing(record)),
         page.key_figures(key_figures(record)),
         page.section("Training", _loss_plot(record)),
-        *evaluation_section(record),
+        *evaluation_section(record.model_results, record.task_evaluations),
         page.group(
             "columns",
             [

@@ -15,6 +15,7 @@ from weft.job import Adapter, assign, plan_tables, read_toml
 from weft.plan import Plan, Table
 from weft.refusal import explain, refuse_invalid_numbers
 
+AUTO = "auto"
 Kind = Literal["dpo", "kto", "reward", "grpo", "rloo"]
 
 
@@ -55,7 +56,8 @@ class TrainerJob(Table):
     adapter: Adapter = Adapter()
     data: Rows
     trainer: Trainer
-    plan: Plan = Plan()
+    plan: Plan | None = Plan()
+    """None, in TOML "auto": the planner chooses the plan when the ranks have loaded the model."""
     out: str
 
     @classmethod
@@ -68,7 +70,7 @@ class TrainerJob(Table):
         tables = read_toml(path)
         for assignment in assignments:
             tables = assign(tables, assignment)
-        tables = plan_tables(tables)
+        tables = {**tables, "plan": None} if tables.get("plan") == AUTO else plan_tables(tables)
         try:
             job = cls.model_validate(tables)
         except ValidationError as error:
@@ -119,4 +121,4 @@ class TrainerJob(Table):
 
     def to_toml(self) -> str:
         """TOML text of the full job, which `load` reads back to an equal job."""
-        return tomli_w.dumps(self.model_dump(exclude_none=True))
+        return tomli_w.dumps({"plan": AUTO, **self.model_dump(exclude_none=True)})

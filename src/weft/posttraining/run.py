@@ -1,6 +1,5 @@
 """Launch of a job with a trainer: check it, start the ranks, and print what training has changed."""
 
-import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,13 +14,12 @@ from weft.launch.interrupts import keep_interrupts
 from weft.launch.launcher import default_ranks
 from weft.launch.rendezvous import RendezvousConfig
 from weft.posttraining.job import TrainerJob
+from weft.posttraining.report import read_history, write_report
 from weft.posttraining.trainers import EXPORT, check_job
 from weft.precision.dtypes import explain_precision
 from weft.training.run_folder import HeldFolders, check_writable, make_run_id
 from weft.training.startup import describe_device
 
-STATE = "trainer_state.json"
-"""File with the logs of the trainer, in the run folder."""
 TIMES = ("runtime", "per_second")
 
 
@@ -67,8 +65,10 @@ def train_with_trainer(
                 log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
             make_run_id(out)
             (out / "job.toml").write_text(job.to_toml(), encoding="utf-8")
-            log(f"device      {describe_device(device, all_ranks, job.plan.resolve(all_ranks))}")
-            log(f"precision   {explain_precision(job.plan.precision, device)}")
+            plan = job.plan.resolve(all_ranks) if job.plan else None
+            log(f"device      {describe_device(device, all_ranks, plan)}")
+            if plan:
+                log(f"precision   {explain_precision(plan.precision, device)}")
             log(f"model       {job.model.path}, adapter {job.adapter.kind}")
             log(f"data        {rows}")
             log(f"trainer     {job.trainer.kind} of TRL {version('trl')}")
@@ -86,12 +86,16 @@ def train_with_trainer(
     if leads:
         for line in changes(out):
             log(line)
+        try:
+            log(f"report      {write_report(out)}")
+        except OSError as error:  # the model is saved, and a report can be written later
+            log(f"report      not written: {error}; write it later with `weft report {out}`")
     return out
 
 
 def changes(out: Path) -> list[str]:
     """Lines about a finished run: the metrics of the first and of the last evaluation, and the folder of the model."""
-    history: list[dict[str, Any]] = json.loads((out / STATE).read_text(encoding="utf-8"))["log_history"]
+    history: list[dict[str, Any]] = read_history(out)
     evaluations = [row for row in history if "eval_loss" in row or "eval_reward" in row]
     lines = []
     if evaluations:

@@ -11,9 +11,11 @@ import transformers
 from weft.adapters.model import build_model, peft_config
 from weft.device.detect import detect
 from weft.errors import JobError
+from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.trainer import check_trainer, with_weft
 from weft.job import Job, Model
 from weft.own_code import load_function
+from weft.plan import Parallel, Plan
 from weft.posttraining.job import Kind, TrainerJob
 from weft.posttraining.rows import check_rows, read_rows
 
@@ -68,10 +70,11 @@ def check_job(job: TrainerJob, ranks: int) -> str:
         JobError, DataError, PlanError: an option does not exist or is set by another key, a function does not exist, the model
             folder is incomplete, a row is invalid, or the trainer does not take the plan.
     """
-    plan, trl = job.plan.resolve(ranks), import_trl()
+    trl = import_trl()
+    plan = (job.plan or Plan(parallel=Parallel(zero=0))).resolve(ranks)  # the planner chooses none that is refused
     known = {field.name for field in dataclasses.fields(getattr(trl, f"{CLASSES[job.trainer.kind]}Config"))}
     for name, value in job.trainer.options.items():
-        if name in OWNED:
+        if name in OWNED and not (job.plan is None and name in ("bf16", "fp16")):
             raise JobError(
                 f"trainer.options.{name} = {value}",
                 where="trainer.options",
@@ -116,13 +119,13 @@ def make_trainer(job: TrainerJob) -> Any:
     Raises:
         JobError: TRL refuses an option.
     """
-    trl, name = import_trl(), CLASSES[job.trainer.kind]
+    trl, name, device = import_trl(), CLASSES[job.trainer.kind], detect()
+    native_bf16 = device.supports("bf16")
     train, evaluation = read_rows(job.data, _seed(job))
-    options = DEFAULTS | {"eval_on_start": evaluation is not None} | job.trainer.options
+    own = {"eval_on_start": evaluation is not None, "bf16": job.plan is None and native_bf16}
+    options = DEFAULTS | own | job.trainer.options
     try:
-        arguments = getattr(trl, f"{name}Config")(
-            output_dir=job.out, use_cpu=detect().type == "cpu", bf16=False, **options
-        )
+        arguments = getattr(trl, f"{name}Config")(output_dir=job.out, use_cpu=device.type == "cpu", **options)
     except (TypeError, ValueError) as error:
         raise JobError(
             f"TRL refuses the options: {str(error).strip()}",
@@ -137,7 +140,7 @@ def make_trainer(job: TrainerJob) -> Any:
         if job.trainer.kind == "reward":
             adapters.task_type = "SEQ_CLS"
     rewards = [_reward(reward) for reward in job.trainer.rewards]
-    plan = job.plan.resolve_precision(detect().supports("bf16"))
+    plan = job.plan.resolve_precision(native_bf16) if job.plan else AutoPlan(Path(job.out))
     return with_weft(getattr(trl, f"{name}Trainer"), plan)(
         model=job.model.path,
         args=arguments,

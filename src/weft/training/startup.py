@@ -50,10 +50,12 @@ def checkpoint_bytes(job: Job, parameters: int) -> float:
     return parameters * (BYTES[precision.update] + states * bytes_per_state_element(precision))
 
 
-def describe_device(device: Device, ranks: int, plan: Plan) -> str:
-    """Text about the ranks, their hardware and a resolved plan."""
+def describe_device(device: Device, ranks: int, plan: Plan | None) -> str:
+    """Text about the ranks, their hardware and a resolved plan; None: a plan that is not known yet."""
     parts = [device.name, f"{os.cpu_count()} cores" if device.type == "cpu" else "", device.instruction_set]
     hardware = ", ".join(filter(None, parts))
+    if plan is None:
+        return f"{ranks} rank{'s' * (ranks > 1)} on {hardware}; the planner chooses the plan"
     degrees = {name: value for name, value in plan.parallel if name not in ("zero", "sp", "cp_ulysses") and value > 1}
     layout = " x ".join(f"{name} {value}" for name, value in degrees.items())
     return f"{ranks} rank{'s' * (ranks > 1)} on {hardware}" + (
