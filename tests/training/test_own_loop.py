@@ -44,10 +44,14 @@ class Trace(NamedTuple):
     weights: dict[str, Tensor]
 
 
-def untouched() -> Any:
+def untouched(frozen: bool = False) -> Any:
+    """Model; with `frozen`, only its second block and its norms are trained."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(**MODEL)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not frozen or "layers.1." in name or "norm" in name
+    return model
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -77,9 +81,9 @@ def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def reference(own_loss: bool = False) -> Trace:
+def reference(own_loss: bool = False, frozen: bool = False) -> Trace:
     """PyTorch alone, in one process, with all rows at once."""
-    model = untouched()
+    model = untouched(frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     losses, norms = [], []
     for batch in batches():
@@ -97,8 +101,8 @@ def reference(own_loss: bool = False) -> Trace:
     return Trace(losses, norms, model.state_dict())
 
 
-def prepared(plan: Plan) -> weft.Run:
-    return weft.prepare(untouched(), optimizer=lambda own: torch.optim.AdamW(own, lr=LR), plan=plan)
+def prepared(plan: Plan, frozen: bool = False) -> weft.Run:
+    return weft.prepare(untouched(frozen), optimizer=lambda own: torch.optim.AdamW(own, lr=LR), plan=plan)
 
 
 def own_loop(rank: int, ranks: int, plan: Plan, micro_batches: int, own_loss: bool = False) -> Trace:
@@ -171,9 +175,9 @@ def test_train_batch_and_evaluate_equal_one_process(layout: str) -> None:
         check(found, expected)
 
 
-def half(rank: int, ranks: int, plan: Plan, folder: Path, resumed: bool) -> Trace:
+def half(rank: int, ranks: int, plan: Plan, folder: Path, resumed: bool, frozen: bool) -> Trace:
     """Two steps and a checkpoint, or the third step after it. The rate is set by the loop, once."""
-    run, losses, norms = prepared(plan), [], []
+    run, losses, norms = prepared(plan, frozen), [], []
     if not resumed:
         run.optimizer.inner.param_groups[0]["lr"] = LR
     if resumed:
@@ -195,11 +199,20 @@ def half(rank: int, ranks: int, plan: Plan, folder: Path, resumed: bool) -> Trac
     return Trace(losses, norms, gather_weights(run.model))
 
 
-@pytest.mark.parametrize(("first", "second"), [({"zero": 3}, {"tp": 2}), ({"pp": 2}, {"zero": 1})], ids=str)
-def test_a_checkpoint_continues_under_another_plan(first: Any, second: Any, tmp_path: Path) -> None:
-    expected = reference()
-    run_ranks(2, half, plan_for("fp64", **first), tmp_path, False)
-    found = run_ranks(2, half, plan_for("fp64", **second), tmp_path, True)[0]
+@pytest.mark.parametrize(
+    ("first", "second", "frozen"),
+    [
+        ({"zero": 3}, {"tp": 2}, False),
+        ({"pp": 2}, {"zero": 1}, False),
+        ({"zero": 2}, {"tp": 2}, True),
+        ({"zero": 3}, {"zero": 1}, True),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_continues_under_another_plan(first: Any, second: Any, frozen: bool, tmp_path: Path) -> None:
+    expected = reference(frozen=frozen)
+    run_ranks(2, half, plan_for("fp64", **first), tmp_path, False, frozen)
+    found = run_ranks(2, half, plan_for("fp64", **second), tmp_path, True, frozen)[0]
     check(found, Trace(expected.losses[2:], expected.norms[2:], expected.weights))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64).state_dict()
     for name, weight in found.weights.items():
