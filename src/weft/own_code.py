@@ -1,4 +1,4 @@
-"""Python code of the user that a job names: functions as "package.module:function", and packages to import."""
+"""Python code that a job names: functions of the user as "package.module:function", packages to import, and extras of Weft."""
 
 import difflib
 import importlib
@@ -34,6 +34,29 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
             fix=f"did you mean {module_name}:{near[0]}?" if near else f"define it in {module.__file__}",
         )
     return function
+
+
+def import_extra(name: str, extra: str, where: str, rule: str) -> Any:
+    """Import a module of an extra of Weft.
+
+    Args:
+        name: full name of the module.
+        extra: name of the extra.
+        where: key of the job that needs it, for the message.
+        rule: what it is needed for, for the message.
+
+    Raises:
+        JobError: the module cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise JobError(
+            f"{name.partition('.')[0]} cannot be imported: {error}",
+            where=where,
+            rule=rule,
+            fix=f'pip install "weft-train[{extra}]"',
+        ) from None
 
 
 def load_module(name: str, where: str) -> ModuleType:

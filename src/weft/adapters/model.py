@@ -5,7 +5,6 @@ also trains the norm of each row of W. All arithmetic is PEFT's own.
 """
 
 from collections.abc import Iterable
-from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
@@ -19,6 +18,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.model_config import read_config
 from weft.errors import JobError, PlanError, nearest
 from weft.job import Adapter, Job
+from weft.own_code import import_extra
 
 ALL_LINEAR = "all-linear"
 NAME = "default"
@@ -94,7 +94,7 @@ def import_peft() -> Any:
     Raises:
         JobError: it is not installed.
     """
-    return _import_extra("peft", "hf", "adapters are those of PEFT")
+    return import_extra("peft", "hf", "adapter.kind", "adapters are those of PEFT")
 
 
 def import_torchao() -> Any:
@@ -103,19 +103,8 @@ def import_torchao() -> Any:
     Raises:
         JobError: it is not installed.
     """
-    return _import_extra("torchao.quantization", "qlora", 'weights of adapter.kind = "qlora" are quantized by torchao')
-
-
-def _import_extra(module: str, extra: str, rule: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise JobError(
-            f"{module.partition('.')[0]} cannot be imported: {error}",
-            where="adapter.kind",
-            rule=rule,
-            fix=f'pip install "weft-train[{extra}]"',
-        ) from None
+    rule = 'weights of adapter.kind = "qlora" are quantized by torchao'
+    return import_extra("torchao.quantization", "qlora", "adapter.kind", rule)
 
 
 def _quantize(model: PreTrainedModel, adapter: Adapter) -> None:

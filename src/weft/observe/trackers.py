@@ -8,7 +8,6 @@ variables of each library (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI, TRACK
 folder, and the settings of the job as its parameters.
 """
 
-import importlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -16,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from weft.errors import JobError
 from weft.evaluation.results import TaskEvaluation
 from weft.job import Job
+from weft.own_code import import_extra
 from weft.training.metrics import Evaluation, StepMetrics
 
 PROJECT = "weft"  # where the environment names none
@@ -107,15 +106,8 @@ def mlflow(job: Job) -> Tracker:
 
 
 def _load(library: str) -> ModuleType:
-    try:
-        return importlib.import_module(library)
-    except ImportError as error:
-        raise JobError(
-            f"{library} cannot be imported: {error}",
-            where=f"train.callbacks = weft.observe.trackers:{library}",
-            rule="experiment trackers are extras of Weft",
-            fix=f'pip install "weft-train[{library}]"',
-        ) from None
+    where = f"train.callbacks = weft.observe.trackers:{library}"
+    return import_extra(library, library, where, "experiment trackers are extras of Weft")
 
 
 def _is_number(name: str, value: object) -> bool:

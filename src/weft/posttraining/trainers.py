@@ -14,7 +14,7 @@ from weft.errors import JobError
 from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.trainer import check_trainer, with_weft
 from weft.job import Job, Model
-from weft.own_code import load_function
+from weft.own_code import import_extra, load_function
 from weft.plan import Parallel, Plan
 from weft.posttraining.job import Kind, TrainerJob
 from weft.posttraining.rows import check_rows, read_rows
@@ -44,16 +44,7 @@ def import_trl() -> Any:
     Raises:
         JobError: it is not installed.
     """
-    try:
-        import trl
-    except ImportError as error:
-        raise JobError(
-            f"trl cannot be imported: {error}",
-            where="trainer.kind",
-            rule="preference and reinforcement learning use the trainers of TRL",
-            fix='pip install "weft-train[hf]"',
-        ) from None
-    return trl
+    return import_extra("trl", "hf", "trainer.kind", "preference and reinforcement learning use the trainers of TRL")
 
 
 def check_job(job: TrainerJob, ranks: int) -> str:
