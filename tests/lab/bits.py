@@ -20,7 +20,7 @@ def records_of(config: dict[str, Any], plan: Plan, ranks: int, micro_batch: int 
 
 
 def run_plan_without_caches(rank: int, world_size: int, *args: Any) -> ParityRecord:
-    """Torch caches the meshes of earlier runs, with groups over which norms were summed in another order."""
+    """Run a plan without DTensor's caches, which have meshes of earlier runs, whose groups sum norms in another order."""
     _clear_sharding_prop_cache()
     return run_plan(rank, world_size, *args)
 

@@ -32,7 +32,7 @@ def test_curves_have_steps_of_training_and_of_evaluations() -> None:
     assert list(curves) == ["loss", "rewards/margins", "grad_norm", "logps/chosen"]
     assert curves["loss"].evaluation == [(0, 0.7), (2, 0.6)]
     assert [step for step, _ in curves["loss"].training] == [1, 2]
-    assert curves["grad_norm"].best_known == [(1, 2.0), (2, 1.0)]
+    assert curves["grad_norm"].points == [(1, 2.0), (2, 1.0)]
 
 
 def test_the_page_has_figures_plots_and_job(run: Path) -> None:

@@ -4,7 +4,9 @@ Each argument named `html` is markup built by these functions. All other argumen
 """
 
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from html import escape
+from pathlib import Path
 
 from weft.observe.style import STYLE
 
@@ -30,6 +32,32 @@ def document(title: str, html: Iterable[str]) -> str:
 </body>
 </html>
 """
+
+
+def write_report_page(run: Path, title: str, content: Sequence[str]) -> Path:
+    """Write `report.html` into a run folder; an existing page is kept until the new one is complete.
+
+    Args:
+        run: run folder.
+        title: title of the page.
+        content: fragments of the page, without its footer.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
+    written = f"Written by Weft on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files in this folder."
+    path, draft = run / "report.html", run / ".report.html"
+    try:
+        text = document(f"{title} · Weft", [*content, f"<footer>{written}</footer>"])
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    return path
 
 
 def header(kicker: str, title: str, line: str) -> str:

@@ -4,7 +4,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +65,8 @@ def write_report(run: Path) -> Path:
         *_prediction(record),
         page.section("Plan", *_plan_tables(record.job)),
         page.group("columns", _about(facts)),
-        f"<footer>Written by Weft on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files in this folder.</footer>",
     ]
-    path, draft = run / "report.html", run / ".report.html"
-    try:
-        draft.write_text(page.document(f"{title} · Weft", content), encoding="utf-8")
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    return path
+    return page.write_report_page(run, title, content)
 
 
 def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:

@@ -113,15 +113,15 @@ class DistributedOptimizer:
 
     def _check_reduced(self) -> None:
         """Refuse gradients that no reduction covers: those of weights that were frozen when the model was parallelized."""
-        plan, reducer = self.runtime.plan, self.runtime.gradient_reducer
-        if plan.parallel.gradient_ranks == 1:
-            return
-        trained = [(name, p) for name, p in self.model.named_parameters() if p.grad is not None]
-        if plan.parallel.zero == 0 and reducer is not None:
+        parallel, reducer = self.runtime.plan.parallel, self.runtime.gradient_reducer
+        whole = self.runtime.whole_frozen_weights
+        alone: list[str] = []
+        if parallel.zero == 0 and parallel.gradient_ranks > 1 and reducer is not None:
             reduced = {id(parameter) for bucket in reducer.buckets for parameter in bucket.parameters}
-            alone = [name for name, parameter in trained if id(parameter) not in reduced]
-        else:
-            alone = [name for name, _ in trained if name in self.runtime.whole_frozen_weights]
+            parameters = self.model.named_parameters()
+            alone = [name for name, p in parameters if p.grad is not None and id(p) not in reduced]
+        elif whole and parallel.gradient_ranks > 1:
+            alone = [name for name, p in self.model.named_parameters() if p.grad is not None and name in whole]
         if alone:
             raise ModelError(
                 f"{alone[0]} trains, but was frozen in weft.parallelize or in the first step",

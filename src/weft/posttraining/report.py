@@ -1,7 +1,6 @@
 """Report of a run with a trainer of TRL: one self-contained page, `report.html`, from the files of the run folder."""
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from weft.training.metrics import format_seconds
 STATE = "trainer_state.json"
 """File with the logs of the trainer, in the run folder."""
 EVALUATION = "eval_"
-UNPLOTTED = ("epoch", "num_tokens", "total_flos", "learning_rate")
+UNPLOTTED = ("epoch", "num_tokens", "total_flos", "learning_rate", "train_loss")
 TIMES = ("runtime", "per_second", "step_time")
 FIRST = ("loss", "reward", "rewards/accuracies", "accuracy", "rewards/margins", "margin", "completions/mean_length")
 """Metrics that are shown first, in this order; the others follow by name, and are folded."""
@@ -33,7 +32,7 @@ class Curve(NamedTuple):
     """(step, value) of evaluations."""
 
     @property
-    def best_known(self) -> list[tuple[int, float]]:
+    def points(self) -> list[tuple[int, float]]:
         """Points of the evaluations, or of training without any."""
         return self.evaluation or self.training
 
@@ -71,8 +70,7 @@ def curves_of(history: list[dict[str, Any]]) -> list[Curve]:
             curve = found.setdefault(name, Curve(name, [], []))
             (curve.evaluation if key != name else curve.training).append((int(row["step"]), float(value)))
     order = {name: place for place, name in enumerate(FIRST)}
-    kept = [curve for curve in found.values() if curve.name not in ("train_loss", "train_runtime")]
-    return sorted(kept, key=lambda curve: (order.get(curve.name, len(FIRST)), curve.name))
+    return sorted(found.values(), key=lambda curve: (order.get(curve.name, len(FIRST)), curve.name))
 
 
 def write_report(run: Path) -> Path:
@@ -109,18 +107,8 @@ def write_report(run: Path) -> Path:
         content.append(page.section("Other metrics", page.folded(f"{len(others)} metrics of TRL", table)))
     if (run / "plan.toml").is_file():
         content.append(page.section("Plan", page.preformatted((run / "plan.toml").read_text(encoding="utf-8"))))
-    content += [
-        page.section("Job", page.folded("Full job (job.toml)", page.preformatted(job.to_toml()))),
-        f"<footer>Written by Weft on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files in this folder.</footer>",
-    ]
-    path, draft = run / "report.html", run / ".report.html"
-    try:
-        draft.write_text(page.document(f"{title} · Weft", content), encoding="utf-8")
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    return path
+    content.append(page.section("Job", page.folded("Full job (job.toml)", page.preformatted(job.to_toml()))))
+    return page.write_report_page(run, title, content)
 
 
 def _summary(job: TrainerJob, history: list[dict[str, Any]]) -> str:
@@ -134,7 +122,7 @@ def _summary(job: TrainerJob, history: list[dict[str, Any]]) -> str:
 def _key_figures(curves: list[Curve]) -> list[tuple[str, str, str]]:
     cards = []
     for curve in curves:
-        points = curve.best_known
+        points = curve.points
         where = "evaluation" if curve.evaluation else "training"
         cards.append((curve.name, f"{points[-1][1]:.4g}", f"{where}, from {points[0][1]:.4g}"))
     return cards
@@ -142,7 +130,7 @@ def _key_figures(curves: list[Curve]) -> list[tuple[str, str, str]]:
 
 def _plot(curve: Curve) -> str:
     series = {"training": curve.training, "evaluation": curve.evaluation}
-    (first, before), (last, after) = curve.best_known[0], curve.best_known[-1]
+    (first, before), (last, after) = curve.points[0], curve.points[-1]
     where = "In evaluations" if curve.evaluation else "In training"
     return page.plot(
         f"plot-{curve.name.replace('/', '-').replace('_', '-')}",
@@ -153,27 +141,23 @@ def _plot(curve: Curve) -> str:
 
 
 def _row(curve: Curve) -> tuple[str, str, str, str]:
-    points = curve.best_known
+    points = curve.points
     name = f"{EVALUATION}{curve.name}" if curve.evaluation else curve.name
     return name, f"{points[0][1]:.4g}", f"{points[-1][1]:.4g}", f"{points[0][0]} to {points[-1][0]}"
 
 
 def _usage(run: Path, job: TrainerJob) -> str:
     """Code example that loads the model with Transformers, or with PEFT if it has adapters."""
-    folder = str((run / EXPORT).resolve())
+    folder, base = str((run / EXPORT).resolve()), str(Path(job.model.path).resolve())
     classifier = job.trainer.kind == "reward"
     kind = "AutoModelForSequenceClassification" if classifier else "AutoModelForCausalLM"
     lines = [f"from transformers import AutoTokenizer, {kind}", "", f"folder = {folder!r}"]
-    loaded = f"{kind}.from_pretrained({'base' if job.adapter.kind != 'none' else 'folder'}"
-    loaded += ", num_labels=1)" if classifier and job.adapter.kind != "none" else ")"
-    if job.adapter.kind != "none":
-        lines[0] = f"from peft import PeftModel\n{lines[0]}"
-        lines += [
-            f"base = {str(Path(job.model.path).resolve())!r}",
-            f"model = PeftModel.from_pretrained({loaded}, folder)",
-        ]
+    if job.adapter.kind == "none":
+        lines.append(f"model = {kind}.from_pretrained(folder)")
     else:
-        lines.append(f"model = {loaded}")
+        loaded = f"{kind}.from_pretrained(base{', num_labels=1' * classifier})"
+        lines.insert(0, "from peft import PeftModel")
+        lines += [f"base = {base!r}", f"model = PeftModel.from_pretrained({loaded}, folder)"]
     lines += ["tokenizer = AutoTokenizer.from_pretrained(folder)", 'inputs = tokenizer("...", return_tensors="pt")']
     if classifier:
         lines.append("print(model(**inputs).logits)  # the reward")

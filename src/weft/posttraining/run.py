@@ -14,13 +14,11 @@ from weft.launch.interrupts import keep_interrupts
 from weft.launch.launcher import default_ranks
 from weft.launch.rendezvous import RendezvousConfig
 from weft.posttraining.job import TrainerJob
-from weft.posttraining.report import read_history, write_report
+from weft.posttraining.report import TIMES, read_history, write_report
 from weft.posttraining.trainers import EXPORT, check_job
 from weft.precision.dtypes import explain_precision
 from weft.training.run_folder import HeldFolders, check_writable, make_run_id
 from weft.training.startup import describe_device
-
-TIMES = ("runtime", "per_second")
 
 
 def train_with_trainer(
