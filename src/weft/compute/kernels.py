@@ -1,0 +1,362 @@
+"""The table of fused operators, their implementations, and the modules of a model that they replace.
+
+Families compute the same operator with small differences: eps, a weight stored minus one, the order of casts. The variant of a
+module is found by running its own forward on small random inputs, in float32, bfloat16 and float16, and comparing outputs
+and gradients with each variant of the operator. A module that agrees with none keeps its own code.
+
+Two operators are not in the table. LayerNorm is one kernel of torch already. RoPE (`rotary.py`) cannot be replaced on an
+instance: the forward of an attention calls a function of its file, which neither a hook nor an attribute reaches.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.anatomy.roles import Anatomy, standard_name
+from weft.compute.gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
+from weft.compute.jit import has_triton
+from weft.compute.rms_norm import rms_norm
+from weft.errors import PlanError, nearest
+
+Forward = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Variant of an operator that agrees with the forward of a module."""
+
+    label: str
+    forward: Forward
+    """Called with the module and its input; reads the weights when it is called."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Fused operator: where it occurs in a model, and what can compute it."""
+
+    modules: Callable[[nn.Module, Anatomy], dict[str, nn.Module]]
+    """Modules that may contain the operator, by name."""
+    find_variant: Callable[[nn.Module, Any], "Variant | str"]
+    """Variant of a module, or the reason why there is none; called with the module and the configuration of the model."""
+    refusal: Mapping[str, Callable[[str], str]]
+    """By implementation: the reason why it does not run on a device type; "" if it does."""
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """Choice for the modules that share a variant, or the reason for none."""
+
+    op: str
+    modules: tuple[str, ...]
+    implementation: str
+    """Name of the implementation; "reference" is the model's own code."""
+    variant: str
+    """Variant of the operator; "" where the model's own code runs."""
+    reason: str
+    """Reason why the model's own code runs; "" where an operator replaces it."""
+
+
+def apply_kernels(
+    model: nn.Module, anatomy: Anatomy, chosen: str | Mapping[str, str], device_type: str
+) -> list[KernelRow]:
+    """Replace the forward of norms and gated MLPs of a model by fused operators, in place.
+
+    Args:
+        model: model on any device, including meta, before tensor parallelism and recompute; a pipeline may have removed parts.
+        anatomy: anatomy of the full model.
+        chosen: "auto" for the fastest implementation of each operator that the device and the modules allow, "reference" for
+            the model's own code, or implementations by operator; operators that a table leaves out are "auto".
+        device_type: type of the devices that run the model.
+
+    Returns:
+        What was chosen, for the log.
+
+    Raises:
+        PlanError: an operator or an implementation does not exist, or one that is asked for by name does not apply.
+    """
+    names = _implementations(chosen, device_type)
+    rows = []
+    for op, name in names.items():
+        reasons = {known: refusal(device_type) for known, refusal in OPERATORS[op].refusal.items()}
+        if name == "auto":
+            name = next((known for known, reason in reasons.items() if not reason), "reference")
+            reason = "; ".join(reasons.values())
+        else:
+            reason = "the plan asks for it"
+        if name == "reference":
+            rows.append(KernelRow(op, tuple(OPERATORS[op].modules(model, anatomy)), name, "", reason))
+            continue
+        made = replace_forwards(model, anatomy, op, name)
+        if names[op] not in ("auto", "reference") and all(row.reason for row in made):
+            raise PlanError(
+                f"{op} = {name!r} for {anatomy.family}",
+                where=f"plan.compute.kernels.{op}",
+                rule="; ".join(sorted({row.reason for row in made})) or "the model has no such module",
+                fix=f"leave plan.compute.kernels.{op} out, or set it to 'reference'",
+            )
+        rows += made
+    return rows
+
+
+def replace_forwards(model: nn.Module, anatomy: Anatomy, op: str, implementation: str) -> list[KernelRow]:
+    """Replace the forward of all modules that agree with a variant of an operator; the tensors' device decides what runs."""
+    operator, variants = OPERATORS[op], dict[Any, Variant | str]()
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, module in operator.modules(model, anatomy).items():
+        if "forward" in vars(module):
+            variant: Variant | str = "another technique or library replaced its forward"
+        else:
+            kind = _signature(module)
+            if kind not in variants:
+                variants[kind] = operator.find_variant(module, getattr(model, "config", None))
+            variant = variants[kind]
+        if isinstance(variant, Variant):
+            module.forward = partial(variant.forward, module)
+            key = implementation, variant.label, ""
+        else:
+            key = "reference", "", f"{type(module).__name__}: {variant}"
+        groups.setdefault(key, []).append(name)
+    return [KernelRow(op, tuple(names), *key) for key, names in groups.items()]
+
+
+def _implementations(chosen: str | Mapping[str, str], device_type: str) -> dict[str, str]:
+    """Implementation of each operator as the plan names it, checked."""
+    where = "plan.compute.kernels"
+    if isinstance(chosen, str):
+        if chosen not in ("auto", "reference"):
+            raise PlanError(
+                f"kernels = {chosen!r}",
+                where=where,
+                rule='"auto", "reference" or a table of implementations by operator',
+                fix=nearest(chosen, ("auto", "reference")),
+            )
+        return dict.fromkeys(OPERATORS, chosen)
+    for op, name in chosen.items():
+        if op not in OPERATORS:
+            rule = f"the operators are {', '.join(OPERATORS)}"
+            raise PlanError(f"the operator {op!r}", where=where, rule=rule, fix=nearest(op, OPERATORS))
+        known = ("auto", "reference", *OPERATORS[op].refusal)
+        if name not in known:
+            rule = f"the implementations are {', '.join(known)}"
+            raise PlanError(f"{op} = {name!r}", where=f"{where}.{op}", rule=rule, fix=nearest(name, known))
+        if name in OPERATORS[op].refusal and (reason := OPERATORS[op].refusal[name](device_type)):
+            fix = f"leave {where}.{op} out, or set it to 'reference'"
+            raise PlanError(f"{op} = {name!r} on {device_type}", where=f"{where}.{op}", rule=reason, fix=fix)
+    return {op: chosen.get(op, "auto") for op in OPERATORS}
+
+
+def _refuse_triton(device_type: str) -> str:
+    if device_type != "cuda":
+        return f"the Triton kernels run on cuda, not on {device_type}"
+    return "" if has_triton() else "Triton is not installed"
+
+
+# Modules
+
+
+def _norms(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
+    names = {name for block in anatomy.blocks for name in block.norms} | {anatomy.final_norm}
+    return {name: module for name, module in model.named_modules() if name in names}
+
+
+def _gated_mlps(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
+    """Modules in the feed-forward parts with a gate and an up projection: dense MLPs and shared experts."""
+    tops = {name for block in anatomy.blocks for name in block.mlp}
+    below = tuple(f"{name}." for name in tops)
+    config = getattr(model, "config", None)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (name in tops or name.startswith(below)) and _projections(module, config)
+    }
+
+
+def _projections(module: nn.Module, config: Any) -> dict[str, str]:
+    """Name of the child for each role of a gated MLP; empty for another module."""
+    roles = {standard_name(config, name): name for name, _ in module.named_children()}
+    for wanted in (("gate_up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj")):
+        if all(role in roles for role in wanted):
+            return {role: roles[role] for role in wanted}
+    return {}
+
+
+def _signature(module: nn.Module) -> Any:
+    """Key of modules that compute in the same way: class, settings, shapes, and classes of the children."""
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters(recurse=False)]
+    children = [(name, str(child)) for name, child in module.named_children()]
+    return type(module), repr(sorted(settings.items())), repr(shapes), repr(children)
+
+
+# Variants
+
+
+def _find_norm(module: nn.Module, config: Any) -> Variant | str:
+    if reason := _unusual(module):
+        return reason
+    if type(module).__module__.startswith("torch.nn."):
+        return "a module of torch, which is one kernel already"
+    weights = dict(module.named_parameters(recurse=False))
+    if set(weights) - {"weight"} or any(module.buffers()) or any(True for _ in module.children()):
+        return "it has other tensors than a weight"
+    width = weights["weight"].shape[0] if weights else 128
+    own = partial(_probe_norm, module, type(module).forward)
+    small = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.01}
+    for eps in sorted(small):
+        for label, offset, cast_first in NORMS if weights else NORMS[1:2]:
+            run = partial(_run_norm, eps=eps, offset=offset, cast_first=cast_first)
+            if _agrees(own, partial(_probe_norm, module, run), _norm_inputs(width, bool(weights))):
+                return Variant(f"{label if weights else 'no weight'}, eps {eps:g}", run)
+    return "its forward agrees with no variant of RMSNorm"
+
+
+NORMS = (
+    ("weight after the cast", 0.0, True),
+    ("weight before the cast", 0.0, False),
+    ("1 + weight before the cast", 1.0, False),
+)
+"""Variants of RMSNorm: label, offset of the weight, and whether the normalized values are cast first."""
+
+
+def _run_norm(
+    module: nn.Module, *args: Tensor, eps: float, offset: float, cast_first: bool, **kwargs: Tensor
+) -> Tensor:
+    (x,) = (*args, *kwargs.values())
+    return rms_norm(x, getattr(module, "weight", None), eps, offset, cast_first)
+
+
+def _probe_norm(module: nn.Module, forward: Forward, x: Tensor, weight: Tensor | None) -> Tensor:
+    return _run_copy(module, forward, x, {} if weight is None else {"weight": weight}, {})
+
+
+def _norm_inputs(width: int, has_weight: bool) -> Iterator[tuple[Tensor | None, ...]]:
+    """Rows of different sizes, one so small that eps matters, and a weight, in all pairs of dtypes that occur."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    size = torch.tensor([1.0, 1e-3, 20.0, 0.1]).repeat(max(2, 2048 // width))[:, None]
+    x = torch.randn(len(size), width, generator=generator, device="cpu") * size
+    weight = torch.rand(width, generator=generator, device="cpu") + 0.5
+    for of_x, of_weight in DTYPE_PAIRS if has_weight else DTYPE_PAIRS[:3]:
+        yield x.to(of_x), weight.to(of_weight) if has_weight else None
+
+
+DTYPE_PAIRS = (
+    *((dtype, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+)
+
+
+def _find_gated_mlp(module: nn.Module, config: Any) -> Variant | str:
+    if reason := _unusual(module):
+        return reason
+    names = _projections(module, config)
+    others = [child for name, child in module.named_children() if name not in names.values()]
+    if any(module.parameters(recurse=False)) or any(True for child in others for _ in child.parameters()):
+        return "it has other weights than those of its projections"
+    if any(child._forward_hooks or child._forward_pre_hooks for child in others):
+        return "its activation function has hooks"
+    run = _run_packed_mlp if "gate_up_proj" in names else _run_gated_mlp
+    for activation in ACTIVATIONS:
+        forward = partial(run, names=tuple(names.values()), activation=activation)
+        own = partial(_probe_mlp, module, names, type(module).forward)
+        if _agrees(own, partial(_probe_mlp, module, names, forward), _mlp_inputs()):
+            packed = ", packed" if "gate_up_proj" in names else ""
+            return Variant(f"{activation}{packed}", forward)
+    return "its forward agrees with no variant of a gated activation"
+
+
+def _run_gated_mlp(module: nn.Module, *args: Any, names: tuple[str, ...], activation: str, **kwargs: Any) -> Any:
+    (x,) = (*args, *kwargs.values())
+    gate, up, down = (getattr(module, name) for name in names)
+    return down(gated_activation(gate(x), up(x), activation))
+
+
+def _run_packed_mlp(module: nn.Module, *args: Any, names: tuple[str, ...], activation: str, **kwargs: Any) -> Any:
+    (x,) = (*args, *kwargs.values())
+    gate_up, down = (getattr(module, name) for name in names)
+    return down(packed_gated_activation(gate_up(x), activation))
+
+
+def _probe_mlp(module: nn.Module, names: dict[str, str], forward: Forward, x: Tensor) -> Tensor:
+    """Run a forward on a copy of an MLP with small projections."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    small: dict[str, nn.Module] = {}
+    for role, name in names.items():
+        rows, columns = {"gate_up_proj": (2 * HIDDEN, WIDTH), "down_proj": (WIDTH, HIDDEN)}.get(role, (HIDDEN, WIDTH))
+        small[name] = nn.Linear(columns, rows, bias=False, device="meta")
+        weight = torch.randn(rows, columns, generator=generator, device="cpu").to(x.dtype)
+        small[name]._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    return _run_copy(module, forward, x, {}, small)
+
+
+WIDTH, HIDDEN = 16, 24  # sizes of the small projections
+
+
+def _mlp_inputs() -> Iterator[tuple[Tensor, ...]]:
+    x = torch.randn(4, 32, WIDTH, generator=torch.Generator("cpu").manual_seed(0), device="cpu") * 0.5
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield (x.to(dtype),)
+
+
+# Numeric probe
+
+
+def _unusual(module: nn.Module) -> str:
+    """Reason why the forward of a module cannot be called with one tensor; "" if it can."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    if len(parameters) != 1 or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return "its forward takes other arguments than one tensor"
+    return ""
+
+
+def _run_copy(
+    module: nn.Module, forward: Forward, x: Tensor, parameters: dict[str, Any], children: dict[str, nn.Module]
+) -> Tensor:
+    """Run a forward on a shallow copy of a module with other parameters and children."""
+    probe = copy(module)
+    state = vars(probe)
+    state["_parameters"], state["_modules"] = parameters, state["_modules"] | children
+    state["training"] = True  # what is random in training agrees with nothing
+    return forward(probe, x)
+
+
+def _agrees(own: Forward, other: Forward, inputs: Iterator[tuple[Tensor | None, ...]]) -> bool:
+    """True if two functions compute the same: in float32 outputs and gradients, in 16 bits all roundings but a few.
+
+    Two orders of rounding differ in about a quarter of the elements.
+    """
+    try:
+        with torch.enable_grad(), torch.device("cpu"):
+            for values in inputs:
+                tensors = [value.requires_grad_() for value in values if value is not None]
+                outputs = own(*values), other(*values)
+                if outputs[0].dtype != outputs[1].dtype or outputs[0].shape != outputs[1].shape:
+                    return False
+                if any(tensor.dtype != torch.float32 for tensor in tensors):
+                    if (outputs[0] != outputs[1]).float().mean() > 0.01:
+                        return False
+                    continue
+                given = torch.linspace(-1, 1, outputs[0].numel()).view_as(outputs[0])
+                results = [(output, *torch.autograd.grad(output, tensors, given)) for output in outputs]
+                if not all(_is_near(a, b) for a, b in zip(*results, strict=True)):
+                    return False
+    except Exception:  # the code of any library
+        return False
+    return True
+
+
+def _is_near(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= 1e-5 * b.abs().max()) and torch.allclose(a, b, rtol=1e-3, atol=1e-6)
+
+
+OPERATORS: dict[str, Operator] = {
+    "rms_norm": Operator(_norms, _find_norm, {"triton": _refuse_triton}),
+    "gated_activation": Operator(_gated_mlps, _find_gated_mlp, {"triton": _refuse_triton}),
+}
+"""Operators with their implementations beside "reference", the model's own code; "auto" takes the first that runs."""
