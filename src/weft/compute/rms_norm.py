@@ -11,8 +11,8 @@ from torch import Tensor
 
 from weft.compute.jit import DTYPES, as_rows, device_of, has_triton, jit, num_multiprocessors, tl, triton
 
-LONGEST_ROW = 16384
-"""Longest row of the Triton kernel, which holds a row in registers; longer rows use the reference."""
+LONGEST_ROW_BYTES = 32768
+"""Longest row of the Triton kernels, which hold a row in registers; longer rows use the reference."""
 TILE = 2048
 """Elements of several short rows, such as those of query and key norms, that one program computes together."""
 
@@ -109,7 +109,7 @@ rms_norm.register_autograd(_differentiate, setup_context=_save)
 def can_launch(x: Tensor, weight: Tensor | None) -> bool:
     """True if the kernels support tensors of these shapes and dtypes."""
     known = x.dtype in DTYPES and (weight is None or weight.dtype in DTYPES)
-    return has_triton() and known and 0 < x.shape[-1] <= LONGEST_ROW and x.numel() > 0
+    return has_triton() and known and x.numel() > 0 and x.shape[-1] * x.element_size() <= LONGEST_ROW_BYTES
 
 
 @rms_norm.register_kernel("cuda")
@@ -130,7 +130,7 @@ def launch(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_fir
     """RMSNorm in one Triton kernel."""
     rows = as_rows(x)
     y = torch.empty(x.shape, dtype=_output_dtype(x, weight, cast_first), device=x.device)
-    block, tile, warps = _sizes(x.shape[-1])
+    block, tile, warps = sizes(x.shape[-1])
     with device_of(x):
         forward_kernel[(triton.cdiv(len(rows), tile),)](
             *(rows, x if weight is None else weight.contiguous(), y, len(rows), x.shape[-1], rows.stride(0), eps),
@@ -150,8 +150,8 @@ def launch_backward(
     """Gradients of RMSNorm in one Triton kernel, and a sum over its programs."""
     rows, dy, width = as_rows(x), as_rows(gradient), x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block, tile, warps = _sizes(width)
-    programs = min(triton.cdiv(len(rows), tile), num_multiprocessors(x) * max(16 // warps, 1))
+    block, tile, warps = sizes(width)
+    programs = min(triton.cdiv(len(rows), tile), num_multiprocessors(x) * (32 // warps))
     sums = torch.empty(programs if weight_gradient else 0, width, dtype=torch.float32, device=x.device)
     with device_of(x):
         backward_kernel[(programs,)](
@@ -169,11 +169,12 @@ def launch_backward(
     return dx, sums.sum(0).to(weight.dtype) if weight_gradient else weight.new_empty(0)
 
 
-def _sizes(width: int) -> tuple[int, int, int]:
+def sizes(width: int) -> tuple[int, int, int]:
     """Elements of a row rounded up to a power of two, rows per tile, and warps."""
     block = triton.next_power_of_2(width)
     rows = max(TILE // block, 1)
-    return block, rows, min(max(rows * block // 512, 4), 16)
+    elements_per_warp = 512 if block <= 4096 else 256  # the backward of long rows spills with fewer warps
+    return block, rows, max(rows * block // elements_per_warp, 4)
 
 
 @jit

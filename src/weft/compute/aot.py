@@ -1,0 +1,237 @@
+"""Ahead-of-time compilation of all Triton kernels, without a GPU: registers, shared memory and spills on each target.
+
+    python -m weft.compute.aot                # a Markdown table; exit code 1 if a kernel spills or does not compile
+    python -m weft.compute.aot rms_norm 90    # kernels by the start of their names, targets by compute capability
+
+A compilation runs in a process of its own, because a kernel that spills may keep the assembler busy for minutes. Results are
+kept in a folder for temporary files, by a hash of the source and of everything else that decides them.
+"""
+
+import hashlib
+import inspect
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from weft.compute import gated_activation, jit, rms_norm, rotary
+
+TARGETS = (80, 90, 100)
+"""Compute capabilities: A100, H100 and H200, B200."""
+TIME_LIMIT_SECONDS = 120.0
+DIVISIBLE = re.compile(r"width|half|.*_stride")
+"""Integers that are multiples of 16 in real models; pointers are aligned to 16 bytes too."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Kernel with the arguments of one launch."""
+
+    name: str
+    function: Any
+    signature: dict[str, str]
+    """Type of each argument that is no constant."""
+    constants: dict[str, Any]
+    """Values of constexpr arguments, and of arguments that Triton treats as constants because they are 1."""
+    warps: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Resources of a compiled kernel."""
+
+    kernel: str
+    target: int
+    registers: int = 0
+    """Registers per thread."""
+    shared_bytes: int = 0
+    spilled_bytes: int = 0
+    """Stack and local memory per thread."""
+    wide_loads: int = 0
+    """Loads of 16 bytes per thread."""
+    seconds: float = 0
+    error: str = ""
+
+
+def kernels() -> list[Kernel]:
+    """All kernels, as the launch functions start them for common sizes of models."""
+    return [*_norm_kernels(), *_gated_kernels(), *_rotary_kernels()]
+
+
+def _norm_kernels() -> Iterable[Kernel]:
+    numbers = {"rows": "i32", "width": "i32"}
+    for width, dtype in [
+        (128, "bf16"),
+        (4096, "bf16"),
+        (8192, "bf16"),
+        (16384, "bf16"),
+        (4096, "fp32"),
+        (8192, "fp32"),
+    ]:
+        block, rows, warps = rms_norm.sizes(width)
+        shape = {"HAS_WEIGHT": True, "OFFSET": 0.0, "ROWS": rows, "BLOCK": block}
+        forward = _pointers("x weight y", dtype) | numbers | {"x_stride": "i32", "eps": "fp32"}
+        backward = _pointers("dy x weight dx", dtype) | {"sums": "*fp32"} | numbers
+        backward |= {"dy_stride": "i32", "x_stride": "i32", "eps": "fp32"}
+        yield Kernel(f"rms_norm {dtype} {width}", rms_norm.forward_kernel, forward, shape | {"CAST_FIRST": True}, warps)
+        constants = shape | {"WEIGHT_GRADIENT": True}
+        yield Kernel(f"rms_norm_backward {dtype} {width}", rms_norm.backward_kernel, backward, constants, warps)
+
+
+def _gated_kernels() -> Iterable[Kernel]:
+    for activation in gated_activation.ACTIVATIONS:
+        constants = {"ACTIVATION": activation, "SIZE": gated_activation.BLOCK}
+        for name, function in (("", gated_activation.forward_kernel), ("_backward", gated_activation.backward_kernel)):
+            tensors = "dy gate up d_gate d_up" if name else "gate up out"
+            signature = _pointers(tensors, "bf16") | {"width": "i32", "blocks": "i32"}
+            signature |= {f"{tensor}_stride": "i32" for tensor in tensors.split()}
+            yield Kernel(f"gated_activation{name} bf16 {activation}", function, signature, constants, 4)
+
+
+def _rotary_kernels() -> Iterable[Kernel]:
+    for width in (64, 128, 256):
+        half, heads = rotary.sizes(32, width)
+        signature = _pointers("x cos sin y", "bf16") | dict.fromkeys(("heads", "length", "half", "blocks"), "i32")
+        names = inspect.signature(getattr(rotary.rotate_kernel, "fn", rotary.rotate_kernel)).parameters
+        signature |= {name: "i32" for name in names if name.endswith("_stride") and name != "y_element_stride"}
+        for backward in (False, True):
+            constants = {"y_element_stride": 1, "BACKWARD": backward, "HEADS": heads, "HALF": half}
+            name = f"rotary{'_backward' if backward else ''} bf16 {width}"
+            yield Kernel(name, rotary.rotate_kernel, signature, constants, 4)
+
+
+def _pointers(names: str, dtype: str) -> dict[str, str]:
+    return {name: f"*{dtype}" for name in names.split()}
+
+
+def compile_all(
+    kernels: Iterable[Kernel], targets: Iterable[int] = TARGETS, seconds: float = TIME_LIMIT_SECONDS
+) -> list[Usage]:
+    """Compile kernels for targets, each in a process of its own with a time limit; results are read from the cache."""
+    targets = tuple(targets)
+    return [_cached(kernel, target, seconds) for kernel in kernels for target in targets]
+
+
+def _cached(kernel: Kernel, target: int, seconds: float) -> Usage:
+    source = Path(inspect.getfile(kernel.function.fn)).read_text(encoding="utf-8") + Path(__file__).read_text()
+    settings = [kernel.signature, kernel.constants, kernel.warps, target, jit.triton.__version__, source]
+    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+    path = Path(tempfile.gettempdir()) / f"weft-aot-{os.getuid()}" / f"{key}.json"
+    if path.exists():
+        return Usage(**json.loads(path.read_text()) | {"kernel": kernel.name})
+    usage = limit_time(lambda: compile_kernel(kernel, target), seconds) or Usage(
+        kernel.name, target, seconds=seconds, error=f"not compiled after {seconds:g} s"
+    )
+    if not usage.error:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.write_text(json.dumps(asdict(usage)))
+    return usage
+
+
+def limit_time(work: Callable[[], Usage], seconds: float) -> Usage | None:
+    """Result of a function that runs in a forked process; None if it takes too long, after ending all its processes."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(work, send))
+    process.start()
+    send.close()
+    try:
+        return receive.recv() if receive.poll(seconds) else None
+    finally:
+        if process.is_alive() and process.pid and not receive.closed:
+            _end(process.pid)
+        process.join()
+
+
+def _run(work: Callable[[], Usage], send: Connection) -> None:
+    os.setsid()  # the assembler is a child of this process: both end with its group
+    send.send(work())
+
+
+def _end(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def compile_kernel(kernel: Kernel, target: int) -> Usage:
+    """Compile a kernel in this process."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    order = list(kernel.function.arg_names)
+    types = {name: kernel.signature.get(name, "constexpr") for name in order}
+    aligned = [i for i, name in enumerate(order) if types[name][0] == "*" or _is_multiple(name, types[name])]
+    source = ASTSource(
+        fn=kernel.function,
+        signature=types,
+        constexprs={(order.index(name),): value for name, value in kernel.constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    started = time.perf_counter()
+    try:
+        made = jit.triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": kernel.warps})
+    except Exception as error:  # the compiler raises many classes
+        return Usage(kernel.name, target, error=f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}")
+    seconds = round(time.perf_counter() - started, 2)
+    used = read_resources(made.asm["cubin"])
+    wide = len(re.findall(r"ld\.global\S*\.v4\.b32", made.asm["ptx"]))
+    spilled = used["STACK"] + used["LOCAL"]
+    return Usage(kernel.name, target, used["REG"], made.metadata.shared, spilled, wide, seconds)
+
+
+def _is_multiple(name: str, kind: str) -> bool:
+    return kind in ("i32", "i64") and DIVISIBLE.fullmatch(name) is not None
+
+
+def read_resources(cubin: bytes) -> dict[str, int]:
+    """Numbers of registers (REG), and bytes of stack and local memory (STACK, LOCAL), of a compiled kernel."""
+    program = Path(jit.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text.stdout + text.stderr)}
+
+
+def table(usages: Iterable[Usage]) -> str:
+    """Markdown table of resources; a kernel has a row, a target a column."""
+    rows: dict[str, dict[int, Usage]] = {}
+    for usage in usages:
+        rows.setdefault(usage.kernel, {})[usage.target] = usage
+    targets = sorted({target for row in rows.values() for target in row})
+    lines = ["| kernel | " + " | ".join(f"sm_{target}" for target in targets) + " |", "|---" * (len(targets) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(_cell(row[target]) for target in targets)} |" for name, row in rows.items()]
+    return "\n".join(
+        [*lines, "", "Registers per thread, bytes of shared memory per program, spilled bytes per thread."]
+    )
+
+
+def _cell(usage: Usage) -> str:
+    return usage.error or f"{usage.registers} reg, {usage.shared_bytes} B shared, {usage.spilled_bytes} B spilled"
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table of the chosen kernels and targets; all of them without arguments."""
+    if not jit.has_triton():
+        print("Triton is not installed: pip install triton", file=sys.stderr)
+        return 2
+    targets = [int(argument) for argument in arguments if argument.isdigit()] or TARGETS
+    starts = tuple(argument for argument in arguments if not argument.isdigit()) or ("",)
+    usages = compile_all([kernel for kernel in kernels() if kernel.name.startswith(starts)], targets)
+    print(table(usages))
+    return int(any(usage.error or usage.spilled_bytes for usage in usages))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
