@@ -112,7 +112,7 @@ def _rotary_kernels() -> Iterable[Kernel]:
 
 
 def _pointers(names: str, dtype: str) -> dict[str, str]:
-    return {name: f"*{dtype}" for name in names.split()}
+    return dict.fromkeys(names.split(), f"*{dtype}")
 
 
 def compile_all(

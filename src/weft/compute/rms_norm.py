@@ -174,7 +174,7 @@ def sizes(width: int) -> tuple[int, int, int]:
     block = triton.next_power_of_2(width)
     rows = max(TILE // block, 1)
     elements_per_warp = 512 if block <= 4096 else 256  # the backward of long rows spills with fewer warps
-    return block, rows, max(rows * block // elements_per_warp, 4)
+    return block, rows, min(max(rows * block // elements_per_warp, 4), 32)
 
 
 @jit
