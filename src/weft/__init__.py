@@ -94,7 +94,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return import_module("importlib.metadata").version("weft-train")
+        metadata = import_module("importlib.metadata")
+        try:
+            return metadata.version("weft-train")
+        except metadata.PackageNotFoundError:  # run from a source folder on PYTHONPATH
+            return "not installed"
     if name == "errors":
         return import_module("weft.errors")
     if name not in MODULES:

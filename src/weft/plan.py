@@ -185,6 +185,35 @@ class Comm(Table):
     """Error feedback: add the compression error of each message to the next message."""
 
 
+class Kernels(Table):
+    """Implementation of each fused operator."""
+
+    linear_cross_entropy: Literal["auto", "reference", "chunked"] = "auto"
+    """Loss of `weft train` and `Run.train_batch`: from logits (reference), or inside of the head, for chunks of tokens, without
+    keeping logits (chunked)."""
+    rms_norm: Literal["auto", "reference", "triton"] = "auto"
+    """RMSNorm: the model's own code (reference), or one kernel in forward and one in backward (triton, on CUDA)."""
+    gated_activation: Literal["auto", "reference", "triton"] = "auto"
+    """Activation of gated MLPs, act(gate) * up: the model's own code (reference), or one kernel each in forward and backward
+    (triton, on CUDA)."""
+
+
+class Compute(Table):
+    """Implementations of the operators of a model."""
+
+    attention: Literal["auto", "varlen", "sdpa", "eager", "flex"] = "auto"
+    """Attention: "varlen" computes packed rows document by document, without masks; "sdpa", "eager" and "flex" are
+    implementations of Transformers; auto: varlen where the device is fast at it and the model's own result is kept, else the
+    model's own. Context parallelism and attention dropout always compute document by document."""
+    kernels: Literal["auto", "reference"] | Kernels = "auto"
+    """Fused operators: those that apply to the model and the device (auto), none (reference), or a table with a name for each
+    operator."""
+
+    def kernel(self, operator: str) -> str:
+        """Setting of an operator: "auto", "reference" or the name of an implementation."""
+        return self.kernels if isinstance(self.kernels, str) else getattr(self.kernels, operator)
+
+
 class Prediction(Table):
     """Performance and memory that `weft plan` predicts; the report of `weft train` compares them with measurements."""
 
@@ -212,6 +241,7 @@ class Plan(Table):
     precision: Precision = Precision()
     memory: Memory = Memory()
     comm: Comm = Comm()
+    compute: Compute = Compute()
     techniques: tuple[Function, ...] = ()
     """Functions of yours, "package.module:function", that change the model in place before recomputation and ZeRO are applied:
     function(model, anatomy, plan, mesh), on every rank, also in dry runs."""
@@ -480,6 +510,13 @@ RULES: tuple[Rule, ...] = (
         reason="messages are encoded from fp32, and the compression error is kept in fp32",
         fix='set plan.precision.reduce_dtype to "fp32" or "bf16", or leave plan.comm.compression = "none"',
         candidates={"precision.reduce_dtype": ("fp32", "bf16"), "comm.compression": ("none",)},
+    ),
+    Rule(
+        name="compute.attention with cp",
+        broken=lambda plan: plan.parallel.cp > 1 and plan.compute.attention not in ("auto", "varlen"),
+        reason="context parallelism splits attention by itself, document by document",
+        fix='set plan.compute.attention = "auto", or plan.parallel.cp = 1',
+        candidates={"compute.attention": ("auto",)},
     ),
     Rule(
         name="compression settings without compression",

@@ -14,17 +14,21 @@ Backward takes out and lse of the full row, of which the block may be a part: th
 gradients of the row (Dao et al., FlashAttention, 2022).
 """
 
+import inspect
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 FLASH_HEAD_DIM = 256  # largest head dim of the flash operator on CUDA
+# torch 2.11 shares heads of keys without being asked.
+GROUPED_QUERIES = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class Primitive(NamedTuple):
@@ -140,7 +144,7 @@ def cuda_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention by PyTorch's flash operator for CUDA where it applies, else from matrix products."""
-    if not _flash_applies(q, v, bias):
+    if not flash_applies(q, v, bias):
         return plain_forward(q, k, v, bias, causal, scale)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     return out, lse
@@ -158,7 +162,7 @@ def cuda_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `cuda_forward`."""
-    if not _flash_applies(q, v, bias):
+    if not flash_applies(q, v, bias):
         return plain_backward(grad, q, k, v, out, lse, bias, causal, scale)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused: dropout is off
     lengths = (None, None, q.shape[2], k.shape[2])  # one length for all rows
@@ -174,6 +178,30 @@ PRIMITIVES = {"cpu": Primitive(cpu_forward, cpu_backward), "cuda": Primitive(cud
 def primitive(device_type: str) -> Primitive:
     """Fastest implementation without softcap and dropout for a device type ("cpu", "cuda" or any other)."""
     return PRIMITIVES.get(device_type, PLAIN)
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention inside of each document, by PyTorch's variable-length flash operator for CUDA. Differentiable.
+
+    Args:
+        q: [B, Hq, S, D] in bf16 or fp16; `flash_applies` must be true.
+        k: [B, Hkv, S, D].
+        v: [B, Hkv, S, D].
+        borders: int32 [documents + 1] on the device: 0 and the end of each document, counted over the tokens of all rows.
+        longest: tokens of the longest document.
+        scale: factor on the scores.
+        window: maximum number of keys that a token attends to, including itself; None for all.
+
+    Returns:
+        [B, S, Hq, D]
+    """
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    left = -1 if window is None else window - 1
+    kernel: Any = varlen_attn
+    out = kernel(*flat, borders, borders, longest, longest, scale=scale, window_size=(left, 0), **GROUPED_QUERIES)
+    return out.unflatten(0, (q.shape[0], q.shape[2]))
 
 
 def merge_attention(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -232,7 +260,8 @@ def _same_head_dim(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.pad(x, (0, largest - x.shape[-1])) if x.shape[-1] < largest else x for x in tensors)
 
 
-def _flash_applies(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+def flash_applies(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    """True if the flash operators of CUDA take these tensors."""
     half, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
     return half and bias is None and size == v.shape[-1] and size % 8 == 0 and size <= FLASH_HEAD_DIM
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,10 +24,20 @@ class MicroBatch:
     """Position in the document, or in the part of a document that is in the row; restarts at 0 with each document."""
     targets: torch.Tensor
     """Next token of the same document; -100 if there is none, or if it has no loss, as what a user says in a chat."""
+    positions_on_host: torch.Tensor | None = None
+    """`position_ids` in host memory, of a micro-batch that was moved from there."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The micro-batch on a device; from pinned memory without waiting."""
-        return MicroBatch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+        input_ids, position_ids, targets = (
+            tensor.to(device, non_blocking=True) for tensor in (self.input_ids, self.position_ids, self.targets)
+        )
+        on_host = self.position_ids if self.position_ids.device.type == "cpu" else self.positions_on_host
+        return MicroBatch(input_ids, position_ids, targets, on_host)
+
+    def host_positions(self) -> torch.Tensor:
+        """`position_ids` in host memory; waits for the device if the micro-batch was made there."""
+        return self.position_ids.cpu() if self.positions_on_host is None else self.positions_on_host
 
 
 def collate(rows: Rows, positions: Sequence[int], num_rows: int) -> MicroBatch:

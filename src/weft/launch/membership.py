@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Any, Literal
 
 import torch.distributed as dist
 
+import weft
 from weft.errors import RendezvousError
 
 EMPTY = "null"
@@ -115,7 +115,7 @@ class MembershipStore:
         Raises:
             RendezvousError: hosts disagree about the number of hosts, the host number is in use, or a host does not connect.
         """
-        own_version = version("weft-train")
+        own_version = weft.__version__
         if host == 0:
             for key in (ANNOUNCEMENT, *map(_key, range(hosts))):
                 store.set(key, EMPTY)

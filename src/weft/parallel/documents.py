@@ -8,10 +8,12 @@ from transformers import PreTrainedModel
 from weft.anatomy.documents import RunRows, check_packing, run_rows
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import document_masks, read_anatomy
+from weft.device.detect import detect
 from weft.errors import JobError, PlanError
 from weft.parallel.attention_interface import replace_attention
 from weft.parallel.context_grid import ContextParallel
 from weft.parallel.sequence_sharding import encode_documents, uses_context_attention
+from weft.parallel.varlen import uses_varlen
 from weft.plan import Plan
 
 
@@ -28,6 +30,8 @@ def check_packed_documents(model: PreTrainedModel, anatomy: Anatomy, plan: Plan,
         JobError: the documents of a row are not independent.
         PlanError: the plan has to replace the attention of the model and cannot.
     """
+    if uses_varlen(model, anatomy, plan, detect().type):
+        return  # it has compared documents in rows with documents alone
     run, _ = _select_runner(model, anatomy, plan)
     problem = check_packing(model, anatomy, seq_len, run).problem
     if problem:

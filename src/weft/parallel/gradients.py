@@ -25,10 +25,10 @@ def squared_grad_norm_share(parameters: Iterable[torch.Tensor], ranks: int) -> t
     Returns:
         float64 scalar.
     """
-    total = torch.zeros((), dtype=torch.float64)
-    for shards, norms in _local_norms(parameters, 2.0):
-        total = total.to(norms.device) + norms.square().sum() * shards / ranks
-    return total
+    shares = [norms.square().sum() * shards / ranks for shards, norms in _local_norms(parameters, 2.0)]
+    if not shares:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([share.to(shares[0].device) for share in shares]).sum()
 
 
 @torch.no_grad()

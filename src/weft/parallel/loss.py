@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from weft.compute.cross_entropy import Softmax, Vocabulary, softmax_gradient, softmax_losses
 from weft.parallel.weights import part_bounds
 
 
@@ -26,7 +27,14 @@ def cross_entropy_sum(
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     if group is None or group.size() == 1:
         return F.cross_entropy(wide, targets.flatten(), ignore_index=ignored, reduction="sum")
-    return _VocabularyParallel.apply(wide, targets.flatten(), ignored, group, vocab_size)
+    return _VocabularyParallel.apply(wide, targets.flatten(), ignored, own_vocabulary(group, vocab_size))
+
+
+def own_vocabulary(group: dist.ProcessGroup, vocab_size: int) -> Vocabulary:
+    """Part of the vocabulary of this rank, as split by `part_bounds`."""
+    if group.size() == 1:
+        return Vocabulary()
+    return Vocabulary(part_bounds(vocab_size, group.size(), group.rank())[0], group)
 
 
 def vocab_size(model: PreTrainedModel) -> int:
@@ -37,28 +45,12 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 class _VocabularyParallel(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, ignored: int, group: dist.ProcessGroup, vocab_size: int
-    ) -> Tensor:
-        start, length = part_bounds(vocab_size, group.size(), group.rank())
-        counted = targets != ignored
-        local = targets - start
-        is_local = counted & (local >= 0) & (local < length)
-        local = torch.where(is_local, local, 0)
-
-        largest = logits.amax(-1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        exponentials = (logits - largest[:, None]).exp_()
-        # One all-reduce for the sum of exponentials and for the logit of the target, which one rank holds.
-        sums = torch.stack([exponentials.sum(-1), logits.gather(-1, local[:, None])[:, 0] * is_local])
-        dist.all_reduce(sums, group=group)
-        losses = sums[0].log() + largest - sums[1]
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), local, is_local, counted)
-        return (losses * counted).sum()
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int, vocabulary: Vocabulary) -> Tensor:
+        found = softmax_losses(logits.clone(), targets, ignored, vocabulary)
+        ctx.save_for_backward(*found)
+        return found.loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        probabilities, local, is_local, counted = ctx.saved_tensors
-        result = probabilities * counted[:, None]
-        result[torch.arange(len(local), device=local.device), local] -= is_local.to(result.dtype)
-        return result.mul_(gradient), None, None, None, None
+        found = Softmax(*ctx.saved_tensors)
+        return softmax_gradient(found, found.probabilities.dtype).mul_(gradient), None, None, None

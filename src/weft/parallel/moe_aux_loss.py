@@ -21,6 +21,18 @@ from weft.parallel.expert import load_imbalance, takes_indices
 from weft.topology.mesh import AXES, CONTEXT_AXES, ranks_along
 
 
+def count_indices(indices: Tensor, size: int) -> Tensor:
+    """Count of each index below `size`, int64 [size]. `torch.bincount` would wait for the device, to read the largest index.
+
+    Args:
+        indices: integers of any shape; larger indices do not count.
+        size: number of counts.
+    """
+    flat = indices.flatten().long()
+    counts = torch.zeros(size + 1, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(0, flat.clamp(max=size), torch.ones_like(flat))[:size]
+
+
 class RouterStats:
     """Recorder of router logits and expert load during training."""
 
@@ -61,7 +73,7 @@ class RouterStats:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module.training and self.recording:
                 index = args[1] if len(args) > 1 else next(value for key, value in kwargs.items() if "ind" in key)
-                load = torch.bincount(index.flatten(), minlength=num_experts)[:num_experts]
+                load = count_indices(index, num_experts)
                 self.load[name] = self.load[name] + load if name in self.load else load
 
         experts.register_forward_pre_hook(count, with_kwargs=True)

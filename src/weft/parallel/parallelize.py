@@ -13,6 +13,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.objects import all_gather_json
 from weft.comm.overlap import check_chunks
+from weft.compute.kernels import OPERATORS, apply_kernels
 from weft.device.detect import detect
 from weft.errors import ModelError, PlanError
 from weft.memory.offload import build_offload
@@ -26,6 +27,7 @@ from weft.parallel.dropout import replace_dropout
 from weft.parallel.expert import check_experts, overlap_shared_experts, split_experts
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.labels import average_loss_over_targets
+from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
 from weft.parallel.pipeline.partition import (
@@ -42,12 +44,16 @@ from weft.parallel.recompute_context import capture_context
 from weft.parallel.runtime import Runtime
 from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs, uses_context_attention
 from weft.parallel.tensor import apply_tp
+from weft.parallel.varlen import install_varlen, uses_varlen
 from weft.parallel.weights import LocalWeights, TensorLayout, shard_parameter
 from weft.plan import Plan
 from weft.precision.dtypes import DTYPES
 from weft.precision.fp16_backward import begin_fp16_backward_at
 from weft.precision.roles import compute_in_float32
 from weft.topology.mesh import build_expert_mesh, check_mesh, ranks_along
+
+LIBRARY_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
+"""Implementation of Transformers by the name in `plan.compute.attention`."""
 
 
 def parallelize(
@@ -83,8 +89,12 @@ def parallelize(
     chain = None if anatomy.is_plain else check_axes(model, anatomy, plan)
     replaces_attention = not anatomy.is_plain and uses_context_attention(model, anatomy, plan)
     runtime = Runtime(plan, mesh, full_anatomy, RouterStats(model, anatomy, mesh))
+    by_documents = not anatomy.is_plain and set_attention(model, anatomy, plan, mesh.device_type)
+    transform = None if anatomy.is_plain else choose_linear_loss(model, anatomy, plan)
     if chain is not None:
         anatomy, stage_io = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
+    chosen = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
+    runtime.kernels = tuple(apply_kernels(model, full_anatomy, chosen, mesh.device_type))
     expert_mesh = build_expert_mesh(plan, mesh.device_type) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
     if expert_mesh is not None:
         apply_ep(model, anatomy, plan, expert_mesh)
@@ -98,6 +108,8 @@ def parallelize(
         runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan), split_inputs)
     if replaces_attention:
         apply_cp(model, anatomy, mesh, plan.comm.ulysses_chunks, runtime.dropout)
+    if by_documents:  # before `shard_inputs`, which makes masks where there are none
+        runtime.varlen = install_varlen(model, anatomy, flash=mesh.device_type == "cuda")
     runtime.takes_full_rows = p.tp > 1 or replaces_attention
     if runtime.takes_full_rows:
         shard_inputs(model, full_anatomy, plan, mesh)
@@ -105,11 +117,16 @@ def parallelize(
     average_loss_over_targets(model, mesh, multiple, library_num_items)
     if queue is not None:
         defer_weight_gradients(model, anatomy, queue, runtime.tensor_split.copied | runtime.tensor_split.chunked)
+    if transform is not None and (chain is None or stage_io.has_last()):
+        runtime.linear_loss = install_linear_loss(model, anatomy, mesh, transform)
     compute_in_float32(model, full_anatomy, plan.precision.fp32_modules)
     if plan.precision.backward == "fp16":
         begin_fp16_backward_at(model.get_submodule(full_anatomy.head))
+    forwards = forwards_of(model, anatomy) if runtime.linear_loss else None
     for index, name in enumerate(plan.techniques):
         load_function(name, f"plan.techniques[{index}]")(model, anatomy, plan, mesh)
+    if forwards and forwards_of(model, anatomy) != forwards:  # a technique may change the logits
+        runtime.linear_loss = None
     capture = partial(capture_context, runtime.router_stats, runtime.dropout)
     if plan.memory.recompute or plan.memory.offload:
         runtime.offload = build_offload(plan.memory, detect())
@@ -139,6 +156,13 @@ def parallelize(
         )
     model.register_forward_pre_hook(runtime)
     return model
+
+
+def set_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, device_type: str) -> bool:
+    """Set the implementation of Transformers that the plan names; returns True for attention by documents (`varlen.py`)."""
+    if plan.compute.attention in LIBRARY_ATTENTION:
+        model.set_attn_implementation(LIBRARY_ATTENTION[plan.compute.attention])
+    return uses_varlen(model, anatomy, plan, device_type)
 
 
 def _read_anatomy(model: nn.Module, plan: Plan, any_model: bool) -> Anatomy:

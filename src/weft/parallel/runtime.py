@@ -19,14 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.anatomy.roles import Anatomy
 from weft.comm.compression.feedback import Feedback
 from weft.compat import find_hook
+from weft.compute.kernels import KernelRow
 from weft.errors import ModelError
 from weft.memory.offload import Offload
 from weft.memory.quantized_weights import to_empty
 from weft.parallel.async_reduce_scatter import PendingReduceScatters
 from weft.parallel.ddp import GradientReducer
 from weft.parallel.dropout import DropoutContext
+from weft.parallel.linear_loss import LinearLoss
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.runtime import PipelineRuntime
+from weft.parallel.varlen import Varlen
 from weft.parallel.weights import PackedLayout, TensorSplit
 from weft.plan import Plan
 
@@ -60,6 +63,12 @@ class Runtime:
     """Reduce-scatters of FSDP2 in flight; None where FSDP2 overlaps them itself."""
     pipeline: PipelineRuntime | None = None
     """Stages of this rank; None without pipeline parallelism."""
+    kernels: tuple[KernelRow, ...] = ()
+    """Implementations of the fused operators, and why not where there is none."""
+    varlen: Varlen | None = None
+    """Attention of packed rows by documents; None: by masks, or by the attention of context parallelism."""
+    linear_loss: LinearLoss | None = None
+    """Loss computed inside of the head, without logits; None if the head is on another rank or returns logits."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """Custom loss for `weft.training.step`: (full logits, targets) -> sum over the targets; None: cross entropy."""
 

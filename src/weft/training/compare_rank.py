@@ -52,6 +52,7 @@ def record(session: Session, folder: Path, steps: int, recorded: int = 1) -> Non
         recorded: step whose tensors are written, from 1 to `steps`.
     """
     job, model = session.job, session.model
+    runtime(model).linear_loss = None  # logits are among the recorded outputs
     tensors: list[RecordedTensor] = []
     recorded_steps: list[RecordedStep] = []
     for step, micro_batches in enumerate(islice(train_batches(session, session.position), steps), 1):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import weft
 from weft.adapters.folder import load_with_adapter
 from weft.data import Prepared, Rows, scored_pairs, unigram_and_bigram
 from weft.job import Job
@@ -27,7 +28,7 @@ def complete_summary(job: Job, prepared: Prepared, out: Path, log: Callable[[str
     """Add baselines, a generated sample and the software environment to run.json."""
     libraries = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
     environment = {
-        "weft": version("weft-train"),
+        "weft": weft.__version__,
         "python": platform.python_version(),
         **{name: version(name) for name in libraries},
         "system": platform.platform(),

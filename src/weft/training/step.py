@@ -47,18 +47,26 @@ class StepResult:
     """pp ranks with non-finite gradients; (0,) without a pipeline."""
 
 
-def forward(model: PreTrainedModel, batch: MicroBatch) -> Any:
+def forward(model: PreTrainedModel, batch: MicroBatch, *, loss_only: bool = False) -> Any:
     """Run forward on a micro-batch; in a pipeline, only the current stage.
 
     Args:
         model: any causal language model of Transformers, parallelized or not.
         batch: input_ids, position_ids and targets, [rows, seq_len] each; the same on all ranks that share rows.
+        loss_only: True if the output is for `token_loss` alone: the head may compute the loss, and the logits of the output are
+            then empty (`weft.parallel.linear_loss`).
 
     Returns:
         Output of the model, or of the stage.
     """
     parallelized = find_runtime(model)
     makes_masks = parallelized is None or not parallelized.takes_full_rows
+    if parallelized is not None and parallelized.linear_loss is not None:
+        in_head = loss_only and parallelized.loss is None and parallelized.linear_loss.sees_all()
+        parallelized.linear_loss.targets = shard_sequence(batch.targets, parallelized.mesh) if in_head else None
+    if parallelized is not None and parallelized.varlen is not None:
+        parallelized.varlen.set(batch, model.config.get_text_config())
+        makes_masks = False
     return model(input_ids=batch.input_ids, **row_arguments(model, batch.position_ids, masks=makes_masks))
 
 
@@ -67,12 +75,14 @@ def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch) -> Tensor
 
     Args:
         model: any causal language model of Transformers, parallelized or not.
-        output: output of `forward`.
+        output: output of `forward`, with logits or with `loss_only`.
         batch: input of `forward`.
     """
     parallelized, logits = find_runtime(model), output.logits
     if parallelized is None:
         return cross_entropy_sum(logits, batch.targets, IGNORED, None, vocab_size(model))
+    if parallelized.linear_loss is not None and (loss := parallelized.linear_loss.take(logits)) is not None:
+        return loss
     if parallelized.plan.precision.backward == "fp16":
         logits = begin_fp16_backward(logits.float())
     if parallelized.loss is not None:  # the same on all cp ranks, whose losses are added up
@@ -84,7 +94,7 @@ def token_loss(model: PreTrainedModel, output: Any, batch: MicroBatch) -> Tensor
 
 
 def forward_backward(
-    model: PreTrainedModel, batches: Sequence[MicroBatch], factor: float, row_factor: float = 0.0
+    model: PreTrainedModel, batches: Sequence[MicroBatch], factor: float | Tensor, row_factor: float = 0.0
 ) -> Tensor:
     """Run forward and backward of all micro-batches, and accumulate gradients of the scaled loss.
 
@@ -93,7 +103,7 @@ def forward_backward(
     Args:
         model: parallelized model.
         batches: micro-batches of this rank.
-        factor: factor of the sum of cross entropies.
+        factor: factor of the sum of cross entropies; a scalar on the device needs no wait for its value.
         row_factor: factor of the auxiliary loss, summed over rows.
 
     Returns:
@@ -108,17 +118,18 @@ def forward_backward(
         nonlocal loss_sum
         loss = token_loss(model, output, batch)
         loss_sum += loss.detach()
+        scaled = loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor)
         if sums is None:
-            return loss * factor
+            return scaled
         balance = router_stats.loss(sums, router_stats.tokens_per_row(batch.input_ids.shape[1]))
-        return loss * factor + balance * (router_stats.coefficient * row_factor)
+        return scaled + balance * (router_stats.coefficient * row_factor)
 
     if parallelized.pipeline is not None:
-        parallelized.pipeline.train(batches, partial(forward, model), objective)
+        parallelized.pipeline.train(batches, partial(forward, model, loss_only=True), objective)
         return loss_sum
     for index, batch in enumerate(batches):
         begin_micro_batch(model, parallelized.plan, parallelized.gradient_reducer, last=index == len(batches) - 1)
-        output = forward(model, batch)
+        output = forward(model, batch, loss_only=True)
         sums = router_stats.take_sums(len(batch.input_ids), batch.input_ids.device) if router_stats.is_on() else None
         objective(output, batch, sums).backward()
     return loss_sum
@@ -150,17 +161,18 @@ def compute_gradients(
     parallelized, scale = runtime(model), optimizer.loss_scale.value
     parallel, mesh = parallelized.plan.parallel, parallelized.mesh
     counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
-    tokens = int(all_reduce(_own_tokens(counts.sum(), mesh), mesh, AXES))
+    tokens = all_reduce(_own_tokens(counts.sum(), mesh), mesh, AXES)
     rows = parallel.data_ranks * sum(len(batch.input_ids) for batch in batches)
     # Gradients are averaged over ranks with different tokens; the factor turns the mean into a sum.
-    factors = parallel.gradient_ranks * scale / max(tokens, 1), parallel.gradient_ranks * scale / rows
+    factors = parallel.gradient_ranks * scale / tokens.double().clamp(min=1), parallel.gradient_ranks * scale / rows
     optimizer.begin_step()
     loss_sum = forward_backward(model, batches, *factors)
     square_share = optimizer.squared_grad_norm_share()
     sums = torch.stack([_own_loss(loss_sum, mesh), square_share.to(loss_sum.device)])
-    total, square = all_reduce(sums, mesh, AXES).tolist()  # both sums in one message
-    norm, loss = square**0.5 / scale, total / max(tokens, 1)
-    return Gradients(loss, norm, tokens, lambda: forward_backward(model, batches, *factors).item())
+    sums = all_reduce(sums, mesh, AXES)  # both in one message
+    total, square, count = torch.cat([sums, tokens.double()[None]]).tolist()  # the only wait of the host in a step
+    norm, loss = square**0.5 / scale, total / max(count, 1)
+    return Gradients(loss, norm, int(count), lambda: forward_backward(model, batches, *factors).item())
 
 
 def train_step(
@@ -244,10 +256,10 @@ def evaluate(model: PreTrainedModel, batches: Sequence[MicroBatch]) -> float:
 
     try:
         if parallelized.pipeline is not None:
-            parallelized.pipeline.evaluate(batches, partial(forward, model), add_loss)
+            parallelized.pipeline.evaluate(batches, partial(forward, model, loss_only=True), add_loss)
         else:
             for batch in batches:
-                add_loss(forward(model, batch), batch, None)
+                add_loss(forward(model, batch, loss_only=True), batch, None)
     finally:
         model.train()
     tokens = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()

@@ -1,0 +1,196 @@
+"""Attention of packed rows by documents, without masks.
+
+A mask of a packed row has tokens^2 elements, and the kernels that take one compute all pairs of tokens. Here each document is
+a range of tokens: on CUDA for the variable-length kernel of torch (Dao et al., FlashAttention, 2022), elsewhere for blocks of
+visible pairs (`weft.compute.attention`).
+
+The documents of a micro-batch are known on the host, so that no device waits for them. They go through a model in place of its
+attention mask. Any other mask, and rows without one, are computed by Transformers' SDPA as before.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from weft.anatomy.documents import check_packing
+from weft.anatomy.roles import Anatomy
+from weft.anatomy.transformers import read_anatomy
+from weft.compat import find_hook
+from weft.compute.attention import PLAIN, flash_applies, primitive, varlen_attention
+from weft.data import MicroBatch
+from weft.errors import PlanError
+from weft.parallel.attention_interface import check_attention_arguments
+from weft.parallel.context import attend
+from weft.parallel.context_grid import ContextParallel
+from weft.parallel.dropout import has_attention_dropout
+from weft.parallel.sequence_sharding import check_context_attention, encode_documents
+from weft.plan import Plan
+
+IMPLEMENTATION = "weft_varlen"
+"""Name of the function in Transformers' AttentionInterface."""
+ONE_RANK = ContextParallel(None, None, 1, 1, 0)
+
+
+class Ranges(NamedTuple):
+    """Documents of a micro-batch as ranges of its tokens, counted over all rows."""
+
+    borders: Tensor
+    """int32 [documents + 1] on the device: 0 and the end of each document."""
+    longest: int
+    """Tokens of the longest document."""
+    are_rows: bool
+    """True if each row is one document."""
+
+
+@dataclass
+class Varlen:
+    """Documents of the next forward of a model, and the ranges of earlier ones; a forward pre-hook of model and attention."""
+
+    flash: bool
+    """True to use the variable-length kernel where it applies; a dry run sets it for an accelerator that is absent."""
+    documents: Any = None
+    """Mask in place of the attention mask, from `encode_documents`; None: the model makes its own masks."""
+    ranges: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+
+    def set(self, batch: MicroBatch, config: Any) -> None:
+        """Set the documents of the next forward, or of the next forward of each stage."""
+        self.documents = encode_documents(batch.host_positions(), None, config)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Pass the documents to the model; to an attention module, do nothing but be found."""
+        if self.documents is None or not isinstance(module, PreTrainedModel):
+            return None
+        documents, self.documents = self.documents, None
+        return args, kwargs | {"attention_mask": documents}
+
+    def ranges_of(self, documents: Tensor, device: torch.device) -> Ranges:
+        """Ranges of the documents of a mask, made once for all layers."""
+        found = self.ranges.get(documents)
+        if found is None:
+            rows = documents[:, 0, 0]
+            is_start = F.pad(rows.diff() != 0, (1, 0), value=True).flatten()
+            borders = F.pad(is_start.nonzero().flatten(), (0, 1), value=is_start.numel()).to(torch.int32)
+            longest, are_rows = int(borders.diff().max()), len(borders) == len(rows) + 1
+            pinned = borders.pin_memory() if device.type == "cuda" else borders
+            found = self.ranges[documents] = Ranges(pinned.to(device, non_blocking=True), longest, are_rows)
+        return found
+
+
+def uses_varlen(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> bool:
+    """True if attention by documents replaces the masks of packed rows.
+
+    With `plan.compute.attention = "auto"`, it does so where the device has a fast operator and the result is that of the
+    documents alone (tested on a small copy of the model).
+
+    Args:
+        model: full model; may be on the meta device.
+        anatomy: its roles.
+        plan: resolved; its forward dtype may be "auto".
+        device_type: "cpu", "cuda" or "npu".
+
+    Raises:
+        PlanError: the plan asks for it, and it does not apply.
+    """
+    asked = plan.compute.attention
+    if asked not in ("auto", "varlen") or plan.parallel.cp > 1 or has_attention_dropout(model):
+        return False  # context parallelism and attention dropout have an attention by documents already
+    reason = _reason_against(model, anatomy, plan)
+    if asked == "auto":
+        fast = primitive(device_type) is not PLAIN
+        return not reason and fast and (device_type == "cpu" or plan.precision.param_dtype in ("auto", "bf16", "fp16"))
+    if reason:
+        raise PlanError(
+            f'attention = "varlen" for {anatomy.family}: {reason}',
+            where="plan.compute.attention",
+            rule="attention by documents needs causal attention through Transformers' AttentionInterface, with an "
+            "implementation sdpa, and its results must be those of each document alone (tested on a small copy of the model)",
+            fix='set plan.compute.attention = "auto"',
+        )
+    return True
+
+
+def _reason_against(model: Any, anatomy: Anatomy, plan: Plan) -> str:
+    if model.config._attn_implementation != "sdpa":
+        return f"the attention of the model is {model.config._attn_implementation}"
+    try:
+        check_context_attention(model, anatomy, plan)
+    except PlanError as error:
+        return error.what
+    checks = (check_packing(model, anatomy, None, run_documents, packed=packed) for packed in (True, False))
+    return next((check.problem for check in checks if check.problem), "")
+
+
+def run_documents(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Logits of rows of documents, by the attention of this file."""
+    install_varlen(model, read_anatomy(model), flash=False)
+    documents = encode_documents(position_ids, None, model.config.get_text_config())
+    return model(input_ids=input_ids, position_ids=position_ids, attention_mask=documents, use_cache=False).logits
+
+
+def install_varlen(model: Any, anatomy: Anatomy, flash: bool) -> Varlen:
+    """Let the attention modules of a model compute `document_attention`, in place.
+
+    Args:
+        model: model for which `uses_varlen` is true.
+        anatomy: its roles; in a pipeline, those of the blocks of this rank.
+        flash: True on CUDA.
+    """
+    AttentionInterface.register(IMPLEMENTATION, document_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+    model.set_attn_implementation(IMPLEMENTATION)
+    varlen = Varlen(flash)
+    for name in (name for block in anatomy.blocks for name in block.attention):
+        attention: Any = model.get_submodule(name)
+        attention.register_forward_pre_hook(varlen, with_kwargs=True)
+        attention.config._attn_implementation = IMPLEMENTATION  # tensor parallelism may have given it a copy
+    model.register_forward_pre_hook(varlen, with_kwargs=True)
+    return varlen
+
+
+def document_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for Transformers' AttentionInterface.
+
+    Args:
+        module: attention module of `install_varlen`.
+        query, key, value: [B, H, S, D].
+        attention_mask: document indices, int64 [B, 1, 1, S] in host memory; or any mask of Transformers' SDPA, or None.
+        scaling: factor on the scores; 1 / sqrt(D) by default.
+        dropout: ignored with documents: a model with attention dropout has another attention.
+        kwargs: see `weft.parallel.attention_interface.context_attention`.
+
+    Returns:
+        [B, S, Hq, Dv], and None for the probabilities.
+    """
+    if attention_mask is None or attention_mask.dtype != torch.int64:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    varlen = find_hook(module, Varlen)
+    assert varlen is not None
+    check_attention_arguments(module, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window, softcap, sinks = kwargs.get("sliding_window") or None, kwargs.get("softcap"), kwargs.get("s_aux")
+    plain = softcap is None and sinks is None
+    ranges = varlen.ranges_of(attention_mask, query.device)
+    if plain and ranges.are_rows and (window is None or window >= query.shape[2]):
+        return sdpa_attention_forward(module, query, key, value, None, 0.0, scaling, is_causal=True)
+    if varlen.flash and plain and flash_applies(query, value, None):
+        out = varlen_attention(query, key, value, ranges.borders, ranges.longest, scale, window)
+        return out, None
+    documents = attention_mask[:, 0, 0]
+    out = attend(query, key, value, documents, ONE_RANK, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    return out.transpose(1, 2).contiguous(), None
