@@ -18,6 +18,7 @@ from weft.compat import (
     all_fsdp_param_groups,
     call_after_backward,
     end_fsdp_backward,
+    extend_fake_backend,
     find_hook,
     finished_work,
     fsdp_param_groups,
@@ -38,6 +39,7 @@ PRIVATE_IMPORTS = {
     ("torch.distributed.pipelining.schedules", "_Action"): "pipeline: a cell of a schedule",
     ("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime"): "pipeline: runs any schedule",
     ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"): "checkpoints: the box of a shard",
+    ("torch.testing._internal.distributed", "fake_pg"): "axes with one rank: a process group that sends nothing",
     ("torch.testing._internal.distributed.fake_pg", "FakeStore"): "dry runs: a process group that sends nothing",
     ("torch.utils._python_dispatch", "TorchDispatchMode"): "counting of operators and collectives",
     ("torch.utils._python_dispatch", "_disable_current_modes"): "collectives of a recorder that it does not count",
@@ -129,6 +131,14 @@ def test_backends_and_finished_collectives() -> None:
     assert is_registered("weft-test"), "torch no longer lists registered backends: Weft would register its own twice"
     work = finished_work([torch.ones(1)])
     assert work.wait(), "a collective that is complete cannot be awaited: shared memory would need another handle"
+
+
+def test_the_fake_backend_serves_other_types_of_devices() -> None:
+    extend_fake_backend(("npu",))
+    extend_fake_backend(("npu",))
+    devices = dist.Backend.backend_capability["fake"]
+    assert {"cpu", "cuda", "npu"} <= set(devices), "axes with one rank have no process group on an npu"
+    assert devices.count("npu") == 1
 
 
 def test_the_processor_answers() -> None:

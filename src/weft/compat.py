@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed import fake_pg
 
 Hook = TypeVar("Hook")
 
@@ -76,6 +77,12 @@ def end_fsdp_backward(model: Any) -> None:
 def is_registered(backend: str) -> bool:
     """True if `dist.Backend.register_backend` knows the name of a backend."""
     return backend.upper() in dist.Backend._plugins
+
+
+def extend_fake_backend(device_types: tuple[str, ...]) -> None:
+    """Let torch's backend "fake", which sends nothing, also serve tensors on these types of devices."""
+    devices = dict.fromkeys((*dist.Backend.backend_capability["fake"], *device_types))
+    dist.Backend.register_backend("fake", fake_pg._create_fake_pg, extended_api=True, devices=list(devices))
 
 
 def has_cpu_backend(group: Any) -> bool:

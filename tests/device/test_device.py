@@ -222,6 +222,7 @@ def test_features_by_compute_capability(stand_in: FakeTorch, expected: set[str])
     device = detect(stand_in)
     features = ("bf16", "fp16", "fp64", "grouped_matmul", "float8")
     assert {feature for feature in features if device.supports(feature)} == expected
+    assert device.has_grouped_matmul == (device.type != "npu")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,13 @@ from weft.device.device import Device, Feature
 
 COLLECTIVES = {"cuda": "nccl", "npu": "hccl"}
 """Process group backend of each accelerator that Weft knows itself."""
+WITHOUT_FLOAT64 = ("npu",)
+"""Accelerators whose process group backend does not send float64."""
+
+
+def sends_float64(device_type: str) -> bool:
+    """True if collectives of tensors on this type of device accept float64."""
+    return device_type not in WITHOUT_FLOAT64
 
 
 class Accelerator(Device):
@@ -50,6 +57,10 @@ class Accelerator(Device):
             return feature == "fp16" or (feature == "bf16" and self._torch.npu.is_bf16_supported())
         needed = ROCM_NEEDS if self._torch.version.hip else CUDA_NEEDS
         return (self._properties.major, self._properties.minor) >= needed.get(feature, (0, 0))
+
+    @property
+    def has_grouped_matmul(self) -> bool:
+        return self.type != "npu"
 
     def torch_device(self, local_rank: int) -> torch.device:
         return torch.device(self.type, local_rank)

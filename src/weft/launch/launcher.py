@@ -29,6 +29,7 @@ from weft.launch.coordinator import JobCoordinator
 from weft.launch.environment import (
     ATTEMPT_VARIABLE,
     HANG_TIMEOUT_VARIABLE,
+    INTERFACE_VARIABLES,
     LOOPBACK,
     LOOPBACK_INTERFACE,
 )
@@ -41,8 +42,7 @@ from weft.launch.watchdog import REFUSED, Timeouts, Watchdog
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of one rank take cores from the other ranks
-    "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-    "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+    **dict.fromkeys(INTERFACE_VARIABLES, LOOPBACK_INTERFACE),
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

@@ -5,10 +5,11 @@ from math import prod
 
 import numpy as np
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend of axes with one rank)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.backends.hierarchical import register_backend
+from weft.compat import extend_fake_backend
+from weft.device.accelerator import COLLECTIVES
 from weft.errors import PlanError
 from weft.plan import Comm, Plan
 from weft.topology.collective_time import choose
@@ -18,6 +19,7 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 CONTEXT_AXES = ("cp_ring", "cp_ulysses")
 AXES = ("pp", *DATA_AXES, *CONTEXT_AXES, "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
+extend_fake_backend(tuple(COLLECTIVES))  # the backend of axes with one rank, and of dry runs
 TYPICAL_BYTES = 2**24  # message size for the choice of the hierarchy: the gradients of a block
 
 
