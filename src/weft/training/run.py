@@ -12,7 +12,7 @@ from pathlib import Path
 from weft.adapters.base import pin_base
 from weft.adapters.folder import check_folder
 from weft.data import prepare
-from weft.device.detect import detect
+from weft.device.detect import detect_for_launcher
 from weft.device.device import Device
 from weft.errors import JobError, Stopped, WeftError
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
@@ -83,7 +83,7 @@ def train(
     """
     leads = rendezvous is None or rendezvous.host == 0
     check_writable(job, new=resume is None, leads=leads)
-    device = detect()
+    device = detect_for_launcher()
     with early_forkserver(RANK_MODULE, device) as forkserver, HeldFolders(job) if leads else nullcontext() as folders:
         return _train(job, folders, device, forkserver, ranks, resume, accept_changes, max_restarts, rendezvous, log)
 
