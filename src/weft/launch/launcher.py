@@ -56,6 +56,22 @@ def default_ranks(device: Device) -> int:
     return min(2, os.cpu_count() or 1) if device.type == "cpu" else device.count
 
 
+def thread_variables(device: Device, ranks: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables for the threads of ranks on accelerators: the cores of this host, divided by its ranks.
+
+    On accelerators, only work on the host uses them: new weights, data, checkpoints. Ranks on CPU have one thread each.
+
+    Args:
+        device: device of the ranks.
+        ranks: number of ranks of this host.
+        environment: environment of this process; a setting of the user takes precedence.
+    """
+    if device.type == "cpu":
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))}
+
+
 def launch(
     argv: list[str],
     *,

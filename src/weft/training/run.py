@@ -20,7 +20,7 @@ from weft.job import Job
 from weft.launch.coordinator import JobCoordinator
 from weft.launch.forkserver import ForkServer
 from weft.launch.interrupts import keep_interrupts
-from weft.launch.launcher import default_ranks, early_forkserver, launch
+from weft.launch.launcher import default_ranks, early_forkserver, launch, thread_variables
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
@@ -183,7 +183,7 @@ def _lead_run(
             _command(out, resume),
             ranks=ranks,
             log_dir=out / "logs",
-            environment=HARNESS_ENVIRONMENT | _network(coordinator, device, log),
+            environment=HARNESS_ENVIRONMENT | thread_variables(device, ranks) | _network(coordinator, device, log),
             timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
             max_restarts=recovery.max_restarts,
             restart_argv=_command(out, "auto", resume),
@@ -221,7 +221,7 @@ def _join_run(
         _command(out, config["resume"]),
         ranks=ranks,
         log_dir=out / "logs",
-        environment=HARNESS_ENVIRONMENT | _network(coordinator, device, log),
+        environment=HARNESS_ENVIRONMENT | thread_variables(device, ranks) | _network(coordinator, device, log),
         timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
         restart_argv=_command(out, "auto", config["resume"]),
         coordinator=coordinator,
