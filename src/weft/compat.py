@@ -79,10 +79,12 @@ def is_registered(backend: str) -> bool:
     return backend.upper() in dist.Backend._plugins
 
 
-def extend_fake_backend(device_types: tuple[str, ...]) -> None:
-    """Let torch's backend "fake", which sends nothing, also serve tensors on these types of devices."""
-    devices = dict.fromkeys((*dist.Backend.backend_capability["fake"], *device_types))
-    dist.Backend.register_backend("fake", fake_pg._create_fake_pg, extended_api=True, devices=list(devices))
+def extend_fake_backend(device_type: str) -> None:
+    """Let torch's backend "fake", which sends nothing, also serve tensors on a type of device that torch knows here."""
+    devices = dist.Backend.backend_capability["fake"]
+    if device_type not in devices:
+        devices = [*devices, device_type]
+        dist.Backend.register_backend("fake", fake_pg._create_fake_pg, extended_api=True, devices=devices)
 
 
 def has_cpu_backend(group: Any) -> bool:

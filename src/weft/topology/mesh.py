@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.backends.hierarchical import register_backend
 from weft.compat import extend_fake_backend
-from weft.device.accelerator import COLLECTIVES
 from weft.errors import PlanError
 from weft.plan import Comm, Plan
 from weft.topology.collective_time import choose
@@ -19,7 +18,6 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 CONTEXT_AXES = ("cp_ring", "cp_ulysses")
 AXES = ("pp", *DATA_AXES, *CONTEXT_AXES, "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep")
-extend_fake_backend(tuple(COLLECTIVES))  # the backend of axes with one rank, and of dry runs
 TYPICAL_BYTES = 2**24  # message size for the choice of the hierarchy: the gradients of a block
 
 
@@ -126,6 +124,7 @@ def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:
 
 def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], comm: Comm) -> DeviceMesh:
     sizes = dict(zip(names, shape, strict=True))
+    extend_fake_backend(device_type)
     backends = {name: _backend(device_type, sizes, name, comm) if size > 1 else "fake" for name, size in sizes.items()}
     backends = {name: backend for name, backend in backends.items() if backend is not None}
     return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=backends)  # type: ignore[arg-type]
