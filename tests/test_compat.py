@@ -26,6 +26,7 @@ from weft.compat import (
     has_cpu_backend,
     is_in_backward,
     is_registered,
+    issued_collectives,
     onednn_accepts,
 )
 
@@ -140,6 +141,21 @@ def fake_devices(rank: int, ranks: int) -> list[str]:
     for device in ("cpu", "meta"):
         dist.all_reduce(torch.ones(2, device=device), group=group)
     return dist.Backend.backend_capability["fake"]
+
+
+def count_issued(rank: int, ranks: int) -> tuple[int, int]:
+    """Collectives issued by two groups; a group whose backend does not count counts none."""
+    group, alone = dist.new_group(backend="gloo"), dist.new_group(backend="fake")
+    before = issued_collectives(torch.device("cpu"))
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2), group=group)
+    dist.all_reduce(torch.ones(2))
+    dist.all_reduce(torch.ones(2), group=alone)
+    return issued_collectives(torch.device("cpu")) - before, issued_collectives(None)
+
+
+def test_groups_count_the_collectives_that_they_have_issued() -> None:
+    assert run_ranks(2, count_issued) == [(4, 0)] * 2, "hangs on accelerators would not name the rank that is behind"
 
 
 def test_the_fake_backend_serves_other_types_of_devices() -> None:

@@ -5,6 +5,7 @@ test lists them.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -93,6 +94,15 @@ def has_cpu_backend(group: Any) -> bool:
         return group._get_backend(torch.device("cpu")) is not None
     except RuntimeError:
         return False
+
+
+def issued_collectives(device: torch.device | None) -> int:
+    """Number of collectives that this process has issued on a type of device; 0 for None. Does not wait for the device."""
+    total = 0
+    for group in list(dist.distributed_c10d._world.pg_map) if device is not None else []:
+        with suppress(RuntimeError):  # the group has no backend for the device, or one that does not count
+            total += group._get_backend(device)._get_sequence_number_for_group()
+    return total
 
 
 def finished_work(result: Any) -> dist.Work:
