@@ -16,6 +16,8 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from weft.device.cpu import NoEvent, NoStream
+
 aten = torch.ops.aten
 SENT = (torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16)
 """Dtypes of the collectives of HCCL."""
@@ -38,8 +40,10 @@ class _DlpackTensor(ctypes.Structure):
 def install() -> list[torch.library.Library]:
     """Register the device and the backend, once per process; keep the result alive."""
     _setup_privateuseone_for_python_backend("npu")
-    torch.npu.is_bf16_supported = lambda: True  # type: ignore[attr-defined]
     torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]  # of devices from Python, torch has none
+    for name, function in _module().items():
+        setattr(torch.npu, name, function)  # type: ignore[attr-defined]
+    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
     fallback, operators = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     fallback.fallback(_run, "PrivateUse1")
     for name in VIEWS:
@@ -48,6 +52,26 @@ def install() -> list[torch.library.Library]:
     operators.impl("_local_scalar_dense", lambda tensor: on_cpu(tensor).item(), "PrivateUse1")
     dist.Backend.register_backend("hccl", HcclGroup, devices=["npu"])
     return [fallback, operators]
+
+
+def _module() -> dict[str, Any]:
+    """Functions of torch.npu that torch's placeholder lacks; streams are synchronous."""
+    return {
+        "is_bf16_supported": lambda: True,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "Stream": lambda *_, **__: NoStream(),
+        "Event": lambda *_, **__: NoEvent(),
+        "current_stream": lambda *_: NoStream(),
+        "stream": lambda stream: stream,
+    }
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    """FSDP frees gathered weights by a size of 0; storages of devices from Python keep their memory."""
+    assert storage.device.type == "npu"
+    assert size in (0, storage.nbytes())
+    return storage
 
 
 def on_cpu(value: Any) -> Any:

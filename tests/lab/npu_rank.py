@@ -76,7 +76,11 @@ def main() -> None:
         "float64 on the device": reduce_float64(mesh, rank, torch_device),
         "float64 on the host": reduce_float64(mesh, rank, torch.device("cpu")),
         "data parallel": train("llama", torch_device, world_size, zero=0),
-        "tensor parallel": train("qwen3_moe", torch_device, world_size, zero=0, tp=2),
+        "ZeRO 3": train("llama", torch_device, world_size, zero=3),
+        "tensor parallel": train("qwen3_moe", torch_device, world_size, zero=3, tp=2, sp=True),
+        "expert parallel": train("qwen3_moe", torch_device, world_size, zero=3, ep=2),
+        "context parallel": train("llama", torch_device, world_size, zero=3, cp=2),
+        "pipeline": train("llama", torch_device, world_size, zero=1, pp=2),
     }
     if rank == 0:
         print(json.dumps(results))
