@@ -98,10 +98,13 @@ def has_cpu_backend(group: Any) -> bool:
 
 def issued_collectives(device: torch.device | None) -> int:
     """Number of collectives that this process has issued on a type of device; 0 for None. Does not wait for the device."""
+    if device is None:
+        return 0
     total = 0
-    for group in list(dist.distributed_c10d._world.pg_map) if device is not None else []:
+    for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):  # the group has no backend for the device, or one that does not count
-            total += group._get_backend(device)._get_sequence_number_for_group()
+            backend: Any = group._get_backend(device)
+            total += backend._get_sequence_number_for_group()
     return total
 
 
