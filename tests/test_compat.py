@@ -18,6 +18,7 @@ from weft.compat import (
     all_fsdp_param_groups,
     call_after_backward,
     end_fsdp_backward,
+    extend_fake_backend,
     find_hook,
     finished_work,
     fsdp_param_groups,
@@ -25,6 +26,7 @@ from weft.compat import (
     has_cpu_backend,
     is_in_backward,
     is_registered,
+    issued_collectives,
     onednn_accepts,
 )
 
@@ -38,6 +40,7 @@ PRIVATE_IMPORTS = {
     ("torch.distributed.pipelining.schedules", "_Action"): "pipeline: a cell of a schedule",
     ("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime"): "pipeline: runs any schedule",
     ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"): "checkpoints: the box of a shard",
+    ("torch.testing._internal.distributed", "fake_pg"): "axes with one rank: a process group that sends nothing",
     ("torch.testing._internal.distributed.fake_pg", "FakeStore"): "dry runs: a process group that sends nothing",
     ("torch.utils._python_dispatch", "TorchDispatchMode"): "counting of operators and collectives",
     ("torch.utils._python_dispatch", "_disable_current_modes"): "collectives of a recorder that it does not count",
@@ -129,6 +132,36 @@ def test_backends_and_finished_collectives() -> None:
     assert is_registered("weft-test"), "torch no longer lists registered backends: Weft would register its own twice"
     work = finished_work([torch.ones(1)])
     assert work.wait(), "a collective that is complete cannot be awaited: shared memory would need another handle"
+
+
+def fake_devices(rank: int, ranks: int) -> list[str]:
+    extend_fake_backend("meta")
+    extend_fake_backend("meta")
+    group = dist.new_group(backend="fake")
+    for device in ("cpu", "meta"):
+        dist.all_reduce(torch.ones(2, device=device), group=group)
+    return dist.Backend.backend_capability["fake"]
+
+
+def count_issued(rank: int, ranks: int) -> tuple[int, int]:
+    """Collectives issued by two groups; a group whose backend does not count counts none."""
+    group, alone = dist.new_group(backend="gloo"), dist.new_group(backend="fake")
+    before = issued_collectives(torch.device("cpu"))
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2), group=group)
+    dist.all_reduce(torch.ones(2))
+    dist.all_reduce(torch.ones(2), group=alone)
+    return issued_collectives(torch.device("cpu")) - before, issued_collectives(None)
+
+
+def test_groups_count_the_collectives_that_they_have_issued() -> None:
+    assert run_ranks(2, count_issued) == [(4, 0)] * 2, "hangs on accelerators would not name the rank that is behind"
+
+
+def test_the_fake_backend_serves_other_types_of_devices() -> None:
+    (devices,) = run_ranks(1, fake_devices)
+    assert {"cpu", "cuda"} <= set(devices), "torch has another list of the devices of a backend"
+    assert devices.count("meta") == 1, "axes with one rank have no process group on an npu"
 
 
 def test_the_processor_answers() -> None:

@@ -5,11 +5,13 @@ test lists them.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed import fake_pg
 
 Hook = TypeVar("Hook")
 
@@ -78,12 +80,32 @@ def is_registered(backend: str) -> bool:
     return backend.upper() in dist.Backend._plugins
 
 
+def extend_fake_backend(device_type: str) -> None:
+    """Let torch's backend "fake", which sends nothing, also serve tensors on a type of device that torch knows here."""
+    devices = dist.Backend.backend_capability["fake"]
+    if device_type not in devices:
+        devices = [*devices, device_type]
+        dist.Backend.register_backend("fake", fake_pg._create_fake_pg, extended_api=True, devices=devices)
+
+
 def has_cpu_backend(group: Any) -> bool:
     """True if a process group sends tensors in host memory, as Weft's small messages are."""
     try:
         return group._get_backend(torch.device("cpu")) is not None
     except RuntimeError:
         return False
+
+
+def issued_collectives(device: torch.device | None) -> int:
+    """Number of collectives that this process has issued on a type of device; 0 for None. Does not wait for the device."""
+    if device is None:
+        return 0
+    total = 0
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # the group has no backend for the device, or one that does not count
+            backend: Any = group._get_backend(device)
+            total += backend._get_sequence_number_for_group()
+    return total
 
 
 def finished_work(result: Any) -> dist.Work:

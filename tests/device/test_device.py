@@ -12,10 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weft.device.accelerator import Accelerator, published_rates
+from weft.device.accelerator import Accelerator, Properties, published_rates
 from weft.device.cpu import Cpu, has_bf16_instructions
-from weft.device.detect import detect
+from weft.device.detect import detect, detect_for_launcher, read_in_child
 from weft.device.device import Device
+from weft.errors import DeviceError
+from weft.launch.launcher import default_ranks
+from weft.plan import Plan
+from weft.precision.dtypes import check_dtypes, explain_precision
+from weft.training.startup import describe_device
 
 
 class FakeTorch:
@@ -179,6 +184,50 @@ def test_accelerator_is_detected_without_initializing_it(type: str, backend: str
     assert stand_in.calls == []
 
 
+PROPERTIES = Properties("NVIDIA H200", 150_000_000_000, 9, 0, True)
+
+
+def test_a_launcher_does_not_initialize_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading properties initializes CUDA; a launcher that did so would hold memory of the ranks' devices."""
+    stand_in, children = FakeTorch(), []
+
+    def raises(*_: Any) -> None:
+        raise AssertionError("the launcher reads the properties of the device")
+
+    stand_in.get_device_module = lambda kind: SimpleNamespace(get_device_properties=raises)
+    monkeypatch.setattr("weft.device.detect.read_in_child", lambda: children.append("child") or PROPERTIES)
+    device = detect_for_launcher(stand_in)
+    assert default_ranks(device) == 2
+    assert children == [], "the number of devices needs no child process"
+    plan = Plan().resolve(2).resolve_precision(device.supports("bf16"))
+    check_dtypes(plan.precision, device)
+    assert explain_precision(Plan().precision, device) == "forward in bf16, which this device computes natively"
+    assert describe_device(device, 2, plan) == "2 ranks on NVIDIA H200: dp_shard 2, zero 3"
+    assert device.total_memory_bytes == PROPERTIES.total_memory
+    assert children == ["child"], "the child process runs once"
+    assert stand_in.calls == []
+
+
+TORCH_NPU = """
+import torch
+from types import SimpleNamespace
+from tests.lab import npu
+libraries = npu.install()
+properties = SimpleNamespace(name="Ascend910B3", total_memory=2**36)
+torch.npu.get_device_properties = lambda index: properties if index == 0 else None
+"""
+
+
+def test_a_child_process_reads_the_properties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch_npu.py").write_text(TORCH_NPU)
+    paths = [str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    assert read_in_child() == Properties("Ascend910B3", 2**36, 0, 0, True)
+    (tmp_path / "torch_npu.py").write_text("raise RuntimeError('driver too old')")
+    with pytest.raises(DeviceError, match="driver too old"):
+        read_in_child()
+
+
 def test_accelerator_calls() -> None:
     stand_in = FakeTorch()
     device = detect(stand_in)
@@ -222,6 +271,7 @@ def test_features_by_compute_capability(stand_in: FakeTorch, expected: set[str])
     device = detect(stand_in)
     features = ("bf16", "fp16", "fp64", "grouped_matmul", "float8")
     assert {feature for feature in features if device.supports(feature)} == expected
+    assert device.has_grouped_matmul == (device.type != "npu")
 
 
 @pytest.mark.parametrize(

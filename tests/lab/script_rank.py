@@ -35,7 +35,10 @@ def script(folder: Path, code: str) -> list[str]:
 
 def script_server() -> ForkServer:
     """Fork server for `launch_script`."""
-    return ForkServer(__name__, {**os.environ, "PYTHONPATH": str(ROOT)})
+    paths = os.pathsep.join(
+        (str(ROOT / "src"), str(ROOT))
+    )  # the code of this checkout, wherever Weft is installed from
+    return ForkServer(__name__, {**os.environ, "PYTHONPATH": paths})
 
 
 def launch_script(server: ForkServer, folder: Path, code: str, *arguments: str, **options: Any) -> None:

@@ -20,8 +20,9 @@ from weft.device.accelerator import Accelerator
 from weft.device.cpu import Cpu
 from weft.errors import DeviceError, RankFailure, Stopped
 from weft.launch import agent as agent_module
+from weft.launch.environment import LOOPBACK_INTERFACE
 from weft.launch.forkserver import ForkServer
-from weft.launch.launcher import default_ranks, launch
+from weft.launch.launcher import RANK_ENVIRONMENT, default_ranks, launch, thread_variables
 from weft.launch.rank_entry import connect
 from weft.launch.watchdog import Timeouts, process_state
 
@@ -60,6 +61,16 @@ def test_environment_arguments_and_output(tmp_path: Path, capfd: pytest.CaptureF
     assert (tmp_path / "logs/rank-1.err").read_text() == "warned\n"
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-1.err", "rank-1.out"]
     assert "EXTRA" not in os.environ
+
+
+def test_ranks_of_accelerators_share_the_cores_and_find_each_other_through_the_loopback_interface() -> None:
+    cores = len(os.sched_getaffinity(0))
+    device = Accelerator("npu", SimpleNamespace(accelerator=SimpleNamespace(device_count=lambda: 8)))
+    assert thread_variables(device, 1, {}) == {"OMP_NUM_THREADS": str(cores)}
+    assert thread_variables(device, 10 * cores, {}) == {"OMP_NUM_THREADS": "1"}
+    assert thread_variables(device, 1, {"OMP_NUM_THREADS": "3"}) == {"OMP_NUM_THREADS": "3"}
+    assert thread_variables(Cpu(), 1, {}) == {}, "ranks on CPU keep one thread"
+    assert {RANK_ENVIRONMENT[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL", "HCCL")} == {LOOPBACK_INTERFACE}
 
 
 def test_a_failed_rank_is_named_with_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -305,6 +305,18 @@ def test_find_straggler(rank_2: dict[str, Any], word: str) -> None:
     assert word in reason
 
 
+def test_find_straggler_on_accelerators() -> None:
+    """Ranks that wait for an accelerator are in no call of torch.distributed; they have issued more collectives."""
+    waiting = {"location": "step.py:161 compute_gradients", "issued": 43}
+    tracks = {0: track(**waiting), 1: track(location="batches.py:7 load", issued=41), 2: track(**waiting)}
+    rank, reason, waits = find_straggler(tracks, now=100.0)
+    assert (rank, waits) == (1, False)
+    assert reason == (
+        "its main thread is at batches.py:7 load, not in a collective; it has issued 41 collectives, and ranks 0, 2 have "
+        "issued 43 and last ran step.py:161 compute_gradients"
+    )
+
+
 # Restarts
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.memory.pool import STEPS, Pool, block_size, mapped_files, pinned_memory, typed_view
+from weft.device.pinned import pinned_memory
+from weft.memory.pool import STEPS, Pool, block_size, mapped_files, typed_view
 
 
 def test_released_block_is_reused_for_a_similar_size() -> None:

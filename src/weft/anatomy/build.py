@@ -4,6 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from weft.anatomy.transformers import refuse_kind
+from weft.device.detect import detect
 from weft.errors import ModelError
 
 
@@ -38,5 +39,5 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
 
 
 def implementations(dtype: torch.dtype) -> dict[str, str]:
-    """Arguments that choose operator implementations: eager experts for float64, which grouped matmul does not support."""
-    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    """Arguments that choose operator implementations: eager experts where torch has no grouped matmul, as for float64."""
+    return {"experts_implementation": "eager"} if dtype == torch.float64 or not detect().has_grouped_matmul else {}

@@ -5,7 +5,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from weft.checkpoint.manifest import CHUNK, DTYPE_BYTES, FileEntry
+from weft.device.pinned import pinned_memory
 from weft.errors import CheckpointError
 
 SAFETENSORS_DTYPES = {
@@ -54,10 +55,10 @@ class ShardBuffer:
 
     Args:
         slots: tensors of the buffer. The widest dtypes come first, so that every tensor is aligned.
-        pinned: allocate pinned memory, for asynchronous copies from an accelerator.
+        allocate: size in bytes -> memory, [bytes] uint8; pinned memory for asynchronous copies from an accelerator.
     """
 
-    def __init__(self, slots: Sequence[SlotSpec], *, pinned: bool = False):
+    def __init__(self, slots: Sequence[SlotSpec], allocate: Callable[[int], Tensor] = pinned_memory("cpu")):  # noqa: B008
         table, end = {}, 0
         slots = sorted(slots, key=lambda slot: (-slot.dtype.itemsize, slot.key))
         for slot in slots:
@@ -70,7 +71,7 @@ class ShardBuffer:
         header = json.dumps(table).encode()
         header += b" " * (-len(header) % 8)
         size = 8 + len(header) + end
-        memory = torch.zeros(size + BLOCK, dtype=torch.uint8, pin_memory=pinned)
+        memory = allocate(size + BLOCK)
         self.buffer = memory[-memory.data_ptr() % BLOCK :][:size]
         self.buffer[: 8 + len(header)] = torch.frombuffer(
             bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8

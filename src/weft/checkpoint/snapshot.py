@@ -53,6 +53,7 @@ from weft.checkpoint.slices import (
 from weft.comm.collectives import all_reduce
 from weft.comm.objects import broadcast_json
 from weft.device.device import Device
+from weft.device.pinned import pinned_memory
 from weft.job import Job
 from weft.memory.storages import local_part
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -234,7 +235,7 @@ class Snapshots:
         states = rng_states(self.device, self.rank)
         slots += [SlotSpec(name, tuple(state.shape), state.dtype) for name, state in states.items()]
         if self.shard is None or slots != self.slots:
-            self.shard, self.slots = ShardBuffer(slots, pinned=self.device.type != "cpu"), slots
+            self.shard, self.slots = ShardBuffer(slots, pinned_memory(self.device.type)), slots
         self.targets = [self.shard.tensors[_key(tensor_slice)] for tensor_slice in self.slices]
         self.parts = self._describe(self.shard)
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.collectives import Pending
+from weft.comm.collectives import Pending, all_reduce_group
 from weft.comm.recorder import unrecorded
 
 CANDIDATES = (1, 2, 4, 8, 16, 32)
@@ -258,7 +258,7 @@ def choose_count(
         costs = schedule.measure({count: split_rows(rows, count) for count in counts}, timer)
         seconds = [schedule.predict(costs, count) for count in counts]
         predicted = torch.tensor(seconds, dtype=torch.float64, device=timer.device)
-        dist.all_reduce(predicted, dist.ReduceOp.MAX, group)
+        all_reduce_group(predicted, group, "max")
     return fewest_chunks(dict(zip(counts, predicted.tolist(), strict=True)))
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.backends.hierarchical import all_gather_single, reduce_scatter_single
+from weft.device.accelerator import sends_float64
 from weft.topology.mesh import group_of_all
 
 
@@ -42,6 +43,29 @@ def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, axes: tuple[str, ...], op
     over = [axis for axis in axes if axis in wide]
     groups = [group_of_all(mesh)] if len(over) == len(wide) > 1 else [mesh.get_group(axis) for axis in over]
     for group in groups:
+        all_reduce_group(tensor, group, op)
+    return tensor
+
+
+def all_reduce_group(tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str = "sum") -> torch.Tensor:
+    """Reduce a tensor in place over the ranks of a group; all of these ranks get the same values.
+
+    On a device whose collectives do not send float64, float64 values are gathered as pairs of int32 and reduced on each rank,
+    in rank order: the same precision, for the small tensors that are float64 there.
+
+    Args:
+        tensor: any shape, the same on all ranks.
+        group: group of ranks; None for all ranks.
+        op: "sum" or "max".
+    """
+    if tensor.dtype == torch.float64 and not sends_float64(tensor.device.type):
+        ranks = dist.get_world_size(group)
+        bits = tensor.detach().reshape(1, -1).view(torch.int32)
+        gathered = bits.new_empty(ranks, bits.shape[1])
+        all_gather_single(gathered, bits, group)
+        values = gathered.view(torch.float64)
+        tensor.copy_((values.sum(0) if op == "sum" else values.amax(0)).view_as(tensor))
+    else:
         dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group)
     return tensor
 

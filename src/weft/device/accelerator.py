@@ -4,6 +4,7 @@ Their number is counted without initializing one, so that a launcher can leave a
 """
 
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,40 @@ from weft.device.device import Device, Feature
 
 COLLECTIVES = {"cuda": "nccl", "npu": "hccl"}
 """Process group backend of each accelerator that Weft knows itself."""
+WITHOUT_FLOAT64 = ("npu",)
+"""Accelerators whose process group backend does not send float64."""
+
+
+def sends_float64(device_type: str) -> bool:
+    """True if collectives of tensors on this type of device accept float64."""
+    return device_type not in WITHOUT_FLOAT64
+
+
+class Properties(NamedTuple):
+    """Properties of one accelerator."""
+
+    name: str
+    total_memory: int
+    """Bytes."""
+    major: int
+    """Compute capability; 0 on npu."""
+    minor: int
+    native_bf16: bool
+    """True on npu if the device computes bf16; on cuda the compute capability says so."""
 
 
 class Accelerator(Device):
-    """Accelerators of one type, through torch.accelerator and the device module of the type."""
+    """Accelerators of one type, through torch.accelerator and the device module of the type.
 
-    def __init__(self, type: str, torch_module: Any):
+    Args:
+        type: "cuda" or "npu".
+        torch_module: torch, or a stand-in for it in tests.
+        read: reads the properties of the device; None: this process reads them, which initializes the current device.
+    """
+
+    def __init__(self, type: str, torch_module: Any, read: Callable[[], Properties] | None = None):
         self.type = type
+        self._read = read
         self.backend = f"cpu:gloo,{type}:{COLLECTIVES[type]}"
         self.count = torch_module.accelerator.device_count()
         self._torch = torch_module
@@ -26,11 +54,11 @@ class Accelerator(Device):
 
     @property
     def name(self) -> str:
-        return self._properties.name
+        return self.properties.name
 
     @property
     def total_memory_bytes(self) -> int:
-        return self._properties.total_memory
+        return self.properties.total_memory
 
     @property
     def memory_bandwidth(self) -> float | None:
@@ -47,9 +75,13 @@ class Accelerator(Device):
 
     def supports(self, feature: Feature) -> bool:
         if self.type == "npu":
-            return feature == "fp16" or (feature == "bf16" and self._torch.npu.is_bf16_supported())
+            return feature == "fp16" or (feature == "bf16" and self.properties.native_bf16)
         needed = ROCM_NEEDS if self._torch.version.hip else CUDA_NEEDS
-        return (self._properties.major, self._properties.minor) >= needed.get(feature, (0, 0))
+        return self.properties[2:4] >= needed.get(feature, (0, 0))
+
+    @property
+    def has_grouped_matmul(self) -> bool:
+        return self.type != "npu"
 
     def torch_device(self, local_rank: int) -> torch.device:
         return torch.device(self.type, local_rank)
@@ -79,8 +111,16 @@ class Accelerator(Device):
         self._accelerator.reset_peak_memory_stats()
 
     @property
-    def _properties(self) -> Any:
-        return self._torch.get_device_module(self.type).get_device_properties(self._accelerator.current_device_index())
+    def properties(self) -> Properties:
+        """Properties of the current device."""
+        if self._read is not None:
+            return self._read()
+        module = self._torch.get_device_module(self.type)
+        found = module.get_device_properties(self._accelerator.current_device_index())
+        capability = getattr(found, "major", 0), getattr(found, "minor", 0)
+        return Properties(
+            found.name, found.total_memory, *capability, self.type != "npu" or self._torch.npu.is_bf16_supported()
+        )
 
 
 # Minimum compute capability for bf16 and float8 on tensor cores, and for the fused grouped matmul of torch.

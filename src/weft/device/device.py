@@ -59,6 +59,11 @@ class Device(ABC):
         """True if the device computes the feature natively."""
 
     @property
+    def has_grouped_matmul(self) -> bool:
+        """True if torch computes `grouped_mm` on this device, natively or group by group."""
+        return True
+
+    @property
     def emulates(self) -> bool:
         """True if dtypes without native support are emulated, slowly, instead of refused."""
         return False

@@ -13,7 +13,7 @@ from weft.evaluation.harness import HARNESS_ENVIRONMENT
 from weft.evaluation.results import RESULTS, ModelResults
 from weft.evaluation.source import load_tokenizer, model_folder
 from weft.evaluation.tasks import load_tasks
-from weft.launch.launcher import default_ranks, early_forkserver, launch
+from weft.launch.launcher import default_ranks, early_forkserver, launch, thread_variables
 
 RANK_MODULE = "weft.evaluation.rank"
 
@@ -90,7 +90,7 @@ def evaluate_model(
             [sys.executable, "-m", RANK_MODULE, str(path)],
             ranks=ranks,
             log_dir=logs,
-            environment=HARNESS_ENVIRONMENT,
+            environment=HARNESS_ENVIRONMENT | thread_variables(device, ranks),
             forkserver=forkserver,
         )
         shutil.rmtree(logs, ignore_errors=True)  # kept after a failure

@@ -5,7 +5,7 @@ from pathlib import Path
 from weft.device.detect import detect
 from weft.errors import WeftError
 from weft.launch.coordinator import JobCoordinator
-from weft.launch.launcher import default_ranks, launch
+from weft.launch.launcher import default_ranks, launch, thread_variables
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.watchdog import Timeouts
 from weft.plan import Plan
@@ -41,7 +41,8 @@ def run_on_ranks(
     device = detect()
     ranks = ranks or default_ranks(device)
     # Trainer and accelerate train on several processes of a CPU only if this variable says so.
-    environment = environment | ({"ACCELERATE_USE_CPU": "true"} if device.type == "cpu" else {})
+    own = {"ACCELERATE_USE_CPU": "true"} if device.type == "cpu" else thread_variables(device, ranks)
+    environment = environment | own
     timeouts = Timeouts(other=hang_timeout, hang=hang_timeout)
     coordinator = JobCoordinator.join(rendezvous, ranks, node_rejoin_seconds=0) if rendezvous else None
     failure: WeftError | None = None

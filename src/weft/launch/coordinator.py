@@ -21,6 +21,7 @@ from typing import Any
 
 from weft.errors import RankFailure, RendezvousError, WeftError
 from weft.launch.attempt import AttemptSpec, FailureRecord
+from weft.launch.environment import INTERFACE_VARIABLES
 from weft.launch.membership import HostState, MembershipStore, known_fields
 from weft.launch.rendezvous import RendezvousConfig, interface_address, interface_of, own_address
 from weft.launch.scratch import scratch_folder
@@ -114,7 +115,7 @@ class JobCoordinator:
         Raises:
             RendezvousError: TLS needs a library that is not installed.
         """
-        variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.interface)
+        variables = dict.fromkeys(INTERFACE_VARIABLES, self.interface)
         if self.rendezvous.encrypt:
             variables |= gloo_variables(self.rendezvous.token, self._folder, self.interface)
         return variables

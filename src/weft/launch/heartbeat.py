@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from weft.backends.shared_memory import SharedMemoryGroup
+from weft.compat import issued_collectives
 
 HEARTBEAT_VARIABLE = "WEFT_HEARTBEAT"  # environment variable of a rank: path of its heartbeat file
 SAMPLE_SECONDS = 0.2
@@ -73,6 +74,8 @@ class RankStatus:
     """Last collective called through shared memory: operation, bytes, dtype and group."""
     in_collective: bool = False
     """True if the rank had not returned from the last collective."""
+    issued: int = 0
+    """Number of collectives issued to accelerators at the last sample; the calls return before the collectives complete."""
     location: str = ""
     """Location of the main thread at the last sample: "FILE:LINE FUNCTION", outside torch and the standard library."""
     communication: str = ""
@@ -139,11 +142,12 @@ class Heartbeat:
 
     def _sample(self) -> None:
         """Record the location of the main thread periodically."""
-        main = threading.main_thread().ident
+        main, accelerator = threading.main_thread().ident, torch.accelerator.current_accelerator()
         while True:
             if sample := _sample_thread(main or 0):
                 location, communication = sample
-                self._records[SAMPLE].write(f"{time.monotonic()}\n{communication}\n{location}")
+                issued = issued_collectives(accelerator)
+                self._records[SAMPLE].write(f"{time.monotonic()}\n{issued}\n{communication}\n{location}")
             time.sleep(SAMPLE_SECONDS)
 
 
@@ -180,7 +184,7 @@ def read_status(path: Path) -> RankStatus:
     else:
         return RankStatus()
     pid, phase_start, median, step, name = phase.split("\n", 4)
-    sampled_at, communication, location = sample.split("\n", 2) if sample else ("0", "", "")
+    sampled_at, issued, communication, location = sample.split("\n", 3) if sample else ("0", "0", "", "")
     (finished,) = memoryview(data)[FINISHED : FINISHED + 8].cast("q")
     return RankStatus(
         pid=int(pid),
@@ -191,6 +195,7 @@ def read_status(path: Path) -> RankStatus:
         collectives=collectives,
         last_collective=last_collective,
         in_collective=finished < collectives,
+        issued=int(issued),
         location=location,
         communication=communication,
         sampled_at=float(sampled_at),

@@ -29,6 +29,7 @@ from weft.launch.coordinator import JobCoordinator
 from weft.launch.environment import (
     ATTEMPT_VARIABLE,
     HANG_TIMEOUT_VARIABLE,
+    INTERFACE_VARIABLES,
     LOOPBACK,
     LOOPBACK_INTERFACE,
 )
@@ -41,8 +42,7 @@ from weft.launch.watchdog import REFUSED, Timeouts, Watchdog
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of one rank take cores from the other ranks
-    "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
-    "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+    **dict.fromkeys(INTERFACE_VARIABLES, LOOPBACK_INTERFACE),
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -54,6 +54,22 @@ MAX_DELAY_SECONDS = 60  # between two attempts
 def default_ranks(device: Device) -> int:
     """Default number of ranks of this host: one per accelerator; on CPU two, or one on a single core."""
     return min(2, os.cpu_count() or 1) if device.type == "cpu" else device.count
+
+
+def thread_variables(device: Device, ranks: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables for the threads of ranks on accelerators: the cores of this host, divided by its ranks.
+
+    On accelerators, only work on the host uses them: new weights, data, checkpoints. Ranks on CPU have one thread each.
+
+    Args:
+        device: device of the ranks.
+        ranks: number of ranks of this host.
+        environment: environment of this process; a setting of the user takes precedence.
+    """
+    if device.type == "cpu":
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))}
 
 
 def launch(

@@ -188,7 +188,7 @@ def interface_address(name: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Network interface whose first IPv4 address is `address`, for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (Linux).
+    """Network interface whose first IPv4 address is `address`, for `INTERFACE_VARIABLES` (Linux).
 
     Raises:
         RendezvousError: no interface of this host has this address.

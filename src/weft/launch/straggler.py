@@ -1,6 +1,6 @@
 """The rank that the other ranks of a host wait for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.launch.heartbeat import RankStatus
@@ -30,7 +30,8 @@ def find_straggler(tracks: Mapping[int, RankTrack], now: float) -> tuple[int, st
     """Find the rank that the other ranks wait for.
 
     The candidates are, in this order: ranks that are stopped, ranks whose heartbeat ended, ranks whose main thread is not in a
-    collective, ranks that have exited, all ranks. Among them it is the rank that has called the fewest collectives.
+    collective, ranks that have exited, all ranks. Among them it is the rank that has called the fewest collectives. Collectives
+    of accelerators count when they are issued: ranks that wait for the accelerator are not in a collective.
 
     Returns:
         rank: the straggler.
@@ -44,7 +45,10 @@ def find_straggler(tracks: Mapping[int, RankTrack], now: float) -> tuple[int, st
     busy = [rank for rank, track in running.items() if track.status.pid and not track.status.waits_in]
     exited = [rank for rank in tracks if rank not in running]
     suspects = stopped or silent or busy or exited or list(tracks)
-    rank = min(suspects, key=lambda rank: (tracks[rank].status.collectives, tracks[rank].phase_start))
+    rank = min(
+        suspects,
+        key=lambda rank: (tracks[rank].status.collectives + tracks[rank].status.issued, tracks[rank].phase_start),
+    )
     status = tracks[rank].status
     at = f" at {status.location}" if status.location else ""
     if stopped:
@@ -64,8 +68,20 @@ def find_straggler(tracks: Mapping[int, RankTrack], now: float) -> tuple[int, st
         )
         return rank, reason, True
     others = [other for other in waiting if other != rank]
+    ahead = [other for other, track in running.items() if track.status.issued > status.issued]
     if others:
-        names = ", ".join(map(str, others[:8])) + (" ..." if len(others) > 8 else "")
-        verb = f"rank {names} waits" if len(others) == 1 else f"ranks {names} wait"
-        reason += f", while {verb} in {tracks[others[0]].status.waits_in} at {tracks[others[0]].status.location}"
+        first = tracks[others[0]].status
+        reason += f", while {_subject(others, 'waits', 'wait')} in {first.waits_in} at {first.location}"
+    elif ahead:
+        first = tracks[ahead[0]].status
+        reason += (
+            f"; it has issued {status.issued} collectives, and {_subject(ahead, 'has', 'have')} issued {first.issued} "
+            f"and last ran {first.location}"
+        )
     return rank, reason, False
+
+
+def _subject(ranks: Sequence[int], singular: str, plural: str) -> str:
+    """Subject and verb of a clause about some ranks."""
+    names = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"rank {names} {singular}" if len(ranks) == 1 else f"ranks {names} {plural}"

@@ -376,7 +376,7 @@ def _progress(status: RankStatus) -> tuple[Any, ...]:
 
     In a step whose usual duration is known, the location does not count: a loop within the step is no progress.
     """
-    return status.phase_start, status.collectives, "" if _has_step_time(status) else status.location
+    return status.phase_start, status.collectives, status.issued, "" if _has_step_time(status) else status.location
 
 
 def _phase(status: RankStatus) -> str:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.device.device import Device
+from weft.device.pinned import pinned_memory
 from weft.errors import PlanError
-from weft.memory.pool import Pool, mapped_files, pinned_memory, typed_view
+from weft.memory.pool import Pool, mapped_files, typed_view
 from weft.plan import Memory
 
 SMALLEST = 4096  # bytes

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from weft.comm.objects import all_gather_json
 from weft.device.device import Device
+from weft.device.pinned import pinned_memory
 from weft.errors import PlanError
 from weft.job import states_of
 from weft.memory.packed import copy_parts, with_parts
-from weft.memory.pool import Pool, mapped_files, pinned_memory, typed_view
+from weft.memory.pool import Pool, mapped_files, typed_view
 from weft.memory.quantized_state import quantize_states
 from weft.memory.storages import local_part, plain_parts, put_local
 from weft.plan import Plan, bytes_per_state_element

@@ -77,11 +77,6 @@ def block_size(size: int) -> int:
     return -(-size // step) * step
 
 
-def pinned_memory(device_type: str) -> Callable[[int], Tensor]:
-    """Allocator of host memory that supports asynchronous copies from and to this type of device."""
-    return lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=device_type != "cpu")
-
-
 def mapped_files(folder: Path) -> Callable[[int], Tensor]:
     """Allocator of memory-mapped unnamed files, whose pages the system may write back to disk.
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from weft.comm.collectives import all_reduce_group
 from weft.errors import ModelError, WeftError
 from weft.parallel.weights import to_local
 
@@ -69,7 +70,7 @@ def clip_grad_norm_(
             torch.maximum(total, norms.max()) if is_max_norm else total + norms.pow(norm_type).sum() * shards / ranks
         )
     if ranks > 1:
-        dist.all_reduce(total, dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM)
+        all_reduce_group(total, None, "max" if is_max_norm else "sum")
     norm = total if is_max_norm else total.pow(1 / norm_type)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise WeftError(

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from weft.device.detect import detect
+from weft.device.detect import detect_for_launcher
 from weft.integrations.launch import run_on_ranks
 from weft.job import Job
 from weft.launch.interrupts import keep_interrupts
@@ -52,7 +52,7 @@ def train_with_trainer(
     leads, out = rendezvous is None or rendezvous.host == 0, Path(job.out)
     folders = Job(out=job.out)
     check_writable(folders, new=resume is None, leads=leads)
-    device = detect()
+    device = detect_for_launcher()
     here = ranks or default_ranks(device)
     all_ranks = here * (rendezvous.hosts if rendezvous else 1)
     with HeldFolders(folders) if leads else nullcontext() as held:

@@ -5,10 +5,10 @@ from math import prod
 
 import numpy as np
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend of axes with one rank)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.backends.hierarchical import register_backend
+from weft.compat import extend_fake_backend
 from weft.errors import PlanError
 from weft.plan import Comm, Plan
 from weft.topology.collective_time import choose
@@ -124,6 +124,7 @@ def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:
 
 def _named_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], comm: Comm) -> DeviceMesh:
     sizes = dict(zip(names, shape, strict=True))
+    extend_fake_backend(device_type)
     backends = {name: _backend(device_type, sizes, name, comm) if size > 1 else "fake" for name, size in sizes.items()}
     backends = {name: backend for name, backend in backends.items() if backend is not None}
     return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=backends)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from weft.checkpoint.model_config import read_config
 from weft.data import Prepared, prepare
-from weft.device.detect import detect
+from weft.device.detect import detect_for_launcher
 from weft.errors import DataError, JobError
 from weft.job import Job, keys
 from weft.launch.launcher import launch
@@ -91,8 +91,9 @@ def compare(
             fix=f"choose a --step of at most {job_a.train.steps}",
         )
     ranks = ranks_a or min_ranks(job_a.plan), ranks_b or min_ranks(job_b.plan)
+    native_bf16 = detect_for_launcher().supports("bf16")
     jobs = [
-        job.model_copy(update={"plan": job.plan.resolve(count).resolve_precision(detect().supports("bf16"))})
+        job.model_copy(update={"plan": job.plan.resolve(count).resolve_precision(native_bf16)})
         for job, count in zip((job_a, job_b), ranks, strict=True)
     ]
     (config, anatomy), _ = (check_model(job) for job in jobs)
@@ -132,7 +133,7 @@ def _run_side(job: Job, prepared: Prepared, folder: Path, ranks: int, steps: int
     (folder / "job.toml").write_text(job.to_toml(), encoding="utf-8")
     (folder / "prepared.json").write_text(prepared.to_json(), encoding="utf-8")
     argv = [sys.executable, "-m", "weft.training.compare_rank", str(folder), str(steps), str(recorded)]
-    launch(argv, ranks=ranks, log_dir=folder / "logs", use_forkserver=detect().supports_fork)
+    launch(argv, ranks=ranks, log_dir=folder / "logs", use_forkserver=detect_for_launcher().supports_fork)
 
 
 def check_same_job(a: Job, b: Job) -> None:

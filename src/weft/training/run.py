@@ -12,7 +12,7 @@ from pathlib import Path
 from weft.adapters.base import pin_base
 from weft.adapters.folder import check_folder
 from weft.data import prepare
-from weft.device.detect import detect
+from weft.device.detect import detect_for_launcher
 from weft.device.device import Device
 from weft.errors import JobError, Stopped, WeftError
 from weft.evaluation.harness import HARNESS_ENVIRONMENT
@@ -20,7 +20,7 @@ from weft.job import Job
 from weft.launch.coordinator import JobCoordinator
 from weft.launch.forkserver import ForkServer
 from weft.launch.interrupts import keep_interrupts
-from weft.launch.launcher import default_ranks, early_forkserver, launch
+from weft.launch.launcher import default_ranks, early_forkserver, launch, thread_variables
 from weft.launch.rendezvous import RendezvousConfig
 from weft.launch.tls import GLOO_TRANSPORT
 from weft.launch.watchdog import Timeouts
@@ -83,7 +83,7 @@ def train(
     """
     leads = rendezvous is None or rendezvous.host == 0
     check_writable(job, new=resume is None, leads=leads)
-    device = detect()
+    device = detect_for_launcher()
     with early_forkserver(RANK_MODULE, device) as forkserver, HeldFolders(job) if leads else nullcontext() as folders:
         return _train(job, folders, device, forkserver, ranks, resume, accept_changes, max_restarts, rendezvous, log)
 
@@ -183,7 +183,7 @@ def _lead_run(
             _command(out, resume),
             ranks=ranks,
             log_dir=out / "logs",
-            environment=HARNESS_ENVIRONMENT | _network(coordinator, device, log),
+            environment=HARNESS_ENVIRONMENT | thread_variables(device, ranks) | _network(coordinator, device, log),
             timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
             max_restarts=recovery.max_restarts,
             restart_argv=_command(out, "auto", resume),
@@ -221,7 +221,7 @@ def _join_run(
         _command(out, config["resume"]),
         ranks=ranks,
         log_dir=out / "logs",
-        environment=HARNESS_ENVIRONMENT | _network(coordinator, device, log),
+        environment=HARNESS_ENVIRONMENT | thread_variables(device, ranks) | _network(coordinator, device, log),
         timeouts=Timeouts(hang=job.guard.hang_timeout_seconds),
         restart_argv=_command(out, "auto", config["resume"]),
         coordinator=coordinator,

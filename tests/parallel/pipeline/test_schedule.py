@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from weft.errors import PlanError
 from weft.parallel.pipeline.formulas import max_in_flight_formula
 from weft.parallel.pipeline.plan_schedule import load_schedule
-from weft.parallel.pipeline.schedule import Schedule, parse_schedule, peak_in_flight, slot_text
+from weft.parallel.pipeline.schedule import Schedule, forward_order, parse_schedule, peak_in_flight, slot_text
 from weft.parallel.pipeline.schedules import SCHEDULES, build_schedule, rounds
 from weft.parallel.pipeline.verify import verify
 from weft.plan import Parallel, Pipeline, Plan
@@ -241,3 +241,25 @@ def test_schedule_modules_do_not_import_torch() -> None:
     code = "; ".join(f"import weft.parallel.pipeline.{module}" for module in modules)
     code += "; import sys; print({name.split('.')[0] for name in sys.modules} & {'torch', 'transformers', 'numpy'})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@fast
+@given(st.integers(1, 8), st.integers(1, 3), st.booleans(), st.integers(1, 40))
+def test_forwards_of_an_evaluation_follow_their_inputs_with_few_micro_batches_in_flight(
+    ranks: int, virtual_stages: int, v_shape: bool, micro_batches: int
+) -> None:
+    there, back = list(range(ranks)), list(reversed(range(ranks)))
+    rank_of_stage = [rank for chunk in range(virtual_stages) for rank in (back if v_shape and chunk % 2 else there)]
+    last, done, in_flight, end = len(rank_of_stage) - 1, set[tuple[int, int]](), 0, dict.fromkeys(there, 0)
+    arrived: dict[tuple[int, int], int] = {}
+    for stage, _, micro_batch in forward_order(rank_of_stage, micro_batches):
+        assert stage == 0 or (stage - 1, micro_batch) in done
+        assert micro_batch == 0 or (stage, micro_batch - 1) in done
+        done.add((stage, micro_batch))
+        in_flight += (stage == 0) - (stage == last)
+        assert in_flight <= 2 * len(rank_of_stage)
+        rank = rank_of_stage[stage]
+        end[rank] = arrived[stage, micro_batch] = max(end[rank], arrived.get((stage - 1, micro_batch), 0)) + 1
+    assert len(done) == len(rank_of_stage) * micro_batches
+    if micro_batches >= ranks:  # no rank waits, but while the pipeline fills and drains
+        assert max(end.values()) <= virtual_stages * (micro_batches + 2 * ranks)

@@ -1,12 +1,14 @@
 """Computations and memory of a stage follow its schedule; steps may differ in length; a schedule may be user-defined."""
 
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lab.families import family
@@ -29,7 +31,7 @@ from weft.parallel.runtime import runtime
 from weft.plan import Parallel, Pipeline, Plan
 from weft.topology.mesh import build_mesh
 from weft.training.optimizer import build_optimizer
-from weft.training.step import forward_backward
+from weft.training.step import evaluate, forward_backward
 
 # All weight sizes differ from each other and from the number of tokens.
 SIZES = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
@@ -183,6 +185,37 @@ def test_steps_may_differ_in_length(schedule: str, stages: int) -> None:
     plan = plan_for("fp32", Pipeline(schedule=schedule, virtual_stages=stages), pp=2, zero=1)
     alone = run_ranks(1, run_lengths, plan_for("fp32", zero=1))[0]
     for losses in run_ranks(2, run_lengths, plan):
+        assert losses == pytest.approx(alone, rel=1e-6)
+
+
+def evaluate_without_buffers(rank: int, ranks: int, plan: Plan) -> list[float]:
+    """Held-out losses, with messages as those of NCCL that exceed its buffers: a rank waits for each one when it is issued."""
+    store, issued, transfer = dist.group.WORLD.get_group_store(), Counter[str](), dist.batch_isend_irecv
+
+    def rendezvous(ops: list[dist.P2POp]) -> list[dist.Work]:
+        for op in ops:
+            sends = op.op is dist.isend
+            route = f"{rank} to {op.group_peer}" if sends else f"{op.group_peer} to {rank}"
+            key, issued[route] = f"{plan.pipeline.schedule}, {route}, message {issued[route]}", issued[route] + 1
+            if sends:
+                store.wait([key], timedelta(seconds=20))
+            else:
+                store.set(key, "the receive is issued")
+        works = transfer(ops)
+        for work in works:
+            work.wait()
+        return works
+
+    model, plan, _ = open_model(rank, ranks, plan, LLAMA)
+    with mock.patch.object(dist, "batch_isend_irecv", rendezvous):
+        return [evaluate(model, share(packed_batches(96, rows)[0], 0, 1, 1)) for rows in (4, 5)]
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("interleaved", 2), ("zbv", 2), ("1f1b", 1)])
+def test_evaluation_needs_no_buffers_of_the_transport(schedule: str, stages: int) -> None:
+    plan = plan_for("fp32", Pipeline(schedule=schedule, virtual_stages=stages), pp=2, zero=1)
+    alone = run_ranks(1, evaluate_without_buffers, plan_for("fp32", zero=1))[0]
+    for losses in run_ranks(2, evaluate_without_buffers, plan):
         assert losses == pytest.approx(alone, rel=1e-6)
 
 

@@ -17,7 +17,7 @@ from weft.parallel.fsdp import accumulate_gradients, begin_pipelined_step, reduc
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.partition import StageIO, stage_modules
 from weft.parallel.pipeline.plan_schedule import load_schedule, stage_ranks
-from weft.parallel.pipeline.schedule import Schedule
+from weft.parallel.pipeline.schedule import Schedule, forward_order
 from weft.parallel.pipeline.stage import Runtime, Stage
 from weft.parallel.pipeline.weight_gradients import WeightGradientQueue
 from weft.parallel.weights import to_local
@@ -113,19 +113,22 @@ class PipelineRuntime:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], forward: Forward, finish: Finish) -> None:
-        """Run forward of all micro-batches, one stage after the other. Arguments as in `train`."""
+        """Run forward of all micro-batches, in the order of `forward_order`. Arguments as in `train`."""
         self._begin(batches, forward, finish)
         stages = {stage.stage_index: stage for stage in self._stages()}
-        for index, stage in stages.items():
-            for micro_batch in range(len(batches)):
-                if index and index - 1 not in stages:
-                    for work in dist.batch_isend_irecv(stage.get_fwd_recv_ops(micro_batch)):
-                        work.wait()
-                outputs = stage.forward_one_chunk(micro_batch)
-                if index + 1 in stages:
-                    stages[index + 1].set_local_fwd_input(outputs, micro_batch)
+        receiving: dict[tuple[int, int], list[dist.Work]] = {}
+        for index, _, micro_batch in forward_order(self.ranks, len(batches)):
+            following = stages.get(index + 1)
+            if index in stages:
+                for work in receiving.pop((index, micro_batch), []):
+                    work.wait()
+                outputs = stages[index].forward_one_chunk(micro_batch)
+                if following is not None:
+                    following.set_local_fwd_input(outputs, micro_batch)
                 else:
-                    stage.get_fwd_send_ops(micro_batch)
+                    stages[index].get_fwd_send_ops(micro_batch)
+            elif following is not None:
+                receiving[index + 1, micro_batch] = dist.batch_isend_irecv(following.get_fwd_recv_ops(micro_batch))
         for stage in stages.values():
             stage.finish_sending()
 

@@ -15,7 +15,7 @@ A rank runs its slots in order and starts a slot when all dependencies of the sl
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -258,3 +258,30 @@ def peak_in_flight(schedule: Schedule, released_by: str = "BW") -> tuple[int, ..
         held[rank] += (action.kind == "F") - (action.kind in released_by)
         peaks[rank] = max(peaks[rank], held[rank])
     return tuple(peaks)
+
+
+def forward_order(rank_of_stage: Sequence[int], num_micro_batches: int) -> list[Action]:
+    """Order of all forwards of an evaluation, over all ranks.
+
+    Each rank runs a forward whenever an input is ready, of its last stage that has one, so that few micro-batches are in
+    flight. If every rank issues its sends and receives in this order, each message has a later place than the messages that it
+    depends on, and no rank waits for a rank that waits for it, even where a send blocks until it is received.
+
+    Args:
+        rank_of_stage: rank of each stage.
+        num_micro_batches: micro-batches of the evaluation.
+    """
+    order: list[Action] = []
+    done = [0] * len(rank_of_stage)
+    """Micro-batches that each stage has run."""
+    while done[-1] < num_micro_batches:
+        ready = {
+            rank: stage
+            for stage, rank in enumerate(rank_of_stage)
+            if done[stage] < (done[stage - 1] if stage else num_micro_batches)
+        }
+        for stage in sorted(ready.values()):
+            order.append(Action(stage, "F", done[stage]))
+        for stage in ready.values():
+            done[stage] += 1
+    return order

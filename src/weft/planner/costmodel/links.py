@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.backends.hierarchical import all_gather_single, reduce_scatter_single
+from weft.comm.collectives import all_reduce_group
 from weft.device.detect import detect
 from weft.launch.launcher import launch
 from weft.launch.rank_entry import connect, rank_main
@@ -96,8 +97,7 @@ def time_collectives() -> list[tuple[float, float]]:
                 reduce_scatter_single(part, full, dist.ReduceOp.SUM, group)
         device.synchronize()
         slowest = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=torch_device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return float(slowest)
+        return float(all_reduce_group(slowest, None, "max"))
 
     rows = []
     for size in SIZES:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.anatomy.roles import Anatomy
 from weft.comm.recorder import find_group, find_tensors
+from weft.compat import extend_fake_backend
 from weft.compute.attention import FLASH_HEAD_DIM
 from weft.errors import JobError
 from weft.parallel.expert import takes_indices
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[None]:
+def fake_world(rank: int, world_size: int, device_type: str = "cpu") -> Iterator[None]:
     """Default process group of `world_size` ranks that sends nothing; this process is one of the ranks.
 
     Raises:
@@ -43,6 +44,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
             rule="a dry run initializes its own fake process group",
             fix="call weft.planner.dryrun.trace.trace, which starts one process per rank",
         )
+    extend_fake_backend(device_type)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

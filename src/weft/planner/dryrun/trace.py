@@ -152,7 +152,7 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
     absent = device_type not in ("cpu", detect().type)
     device = torch.device("cpu" if absent else device_type)
     with ExitStack() as stack:
-        stack.enter_context(fake_world(rank, world_size))
+        stack.enter_context(fake_world(rank, world_size, device.type))
         mesh = build_mesh(plan, device.type, world_size)
         model = build_model(job, DTYPES[plan.precision.update])
         anatomy = read_anatomy(model)
