@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py --quick    # small models, half a minute
 
 Each system trains the same packed rows, documents of about 300 tokens, in turn. Times are CPU seconds of the process, so that
-other programs on the machine change them little; ratios are of the steps side by side, median (smallest to largest). Activations
-are the live bytes at the peak of a step, counted by storage.
+other programs on the machine change them little. Ratios are of steps side by side, median (smallest to largest). Activations are
+the live bytes at the peak of a step, counted by storage.
 """
 
 import argparse
@@ -27,8 +27,13 @@ MODELS: dict[str, tuple[dict[str, Any], int, int]] = {  # configuration, rows, t
     "recipe: 8 layers of 256, 4,096 tokens of vocabulary": (
         {
             **LLAMA,
-            **{"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 4096},
-            **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 8,
+            "vocab_size": 4096,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
         },
         2,
         2048,
@@ -36,8 +41,13 @@ MODELS: dict[str, tuple[dict[str, Any], int, int]] = {  # configuration, rows, t
     "SmolLM2-135M": (
         {
             **LLAMA,
-            **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
-            **{"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "vocab_size": 49152,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
         },
         1,
         2048,

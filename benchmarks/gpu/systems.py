@@ -12,7 +12,7 @@ from weft.checkpoint.huggingface import scatter_weights
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.device.detect import detect
-from weft.job import Model, Optimizer
+from weft.job import Job, Model, Optimizer
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import allocate
@@ -46,12 +46,51 @@ LLAMA_1B = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+BLOCKS_OF_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32768,
+    "max_position_embeddings": 8192,
+}
+"""Four blocks with the widths of Llama-3-8B."""
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 32768,
+    "max_position_embeddings": 8192,
+}
+"""Four blocks with the widths of Qwen3-30B-A3B."""
 _SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 TINY = {
     "llama": {"model_type": "llama", **_SMALL, **_HEADS},
     "qwen3_moe": {"model_type": "qwen3_moe", **_SMALL, **_HEADS, "num_experts": 8, "moe_intermediate_size": 64},
 }
+
+
+def job_of(config: dict[str, Any], plan: Plan, num_rows: int, seq_len: int) -> Job:
+    """Job of one micro-batch a step, for dry runs."""
+    return Job.parse(
+        {
+            "model": {"config": config},
+            "data": {"source": "python", "vocab_size": 2048, "seq_len": seq_len},
+            "train": {"global_batch_size": num_rows, "micro_batch_size": num_rows},
+            "optimizer": SETTINGS.model_dump(exclude_defaults=True),
+        }
+    ).model_copy(update={"plan": plan})
 
 
 def random_batch(vocab: int, rows: int, seq_len: int, device: torch.device, seed: int, document: int = 0) -> MicroBatch:

@@ -1,0 +1,130 @@
+"""Stages of single operators: rates of the device, Triton kernels, attention."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench import Bench, Rows
+from systems import random_batch
+from torch import Tensor
+
+from weft.compute import gated_activation, rms_norm
+from weft.compute.attention import varlen_attention
+from weft.compute.cross_entropy import LogitTransform, Vocabulary, fused_loss_and_gradient, loss_and_gradient
+from weft.compute.cross_entropy_kernels import can_launch
+
+
+def ceilings(bench: Bench) -> Rows:
+    """Rates of a large matmul and of a copy."""
+    size = 512 if bench.small else 8192
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=bench.torch_device) for _ in range(2))
+    flops = 2 * size**3 / bench.seconds(torch.mm, a, b)
+    x = torch.randn(2**20 if bench.small else 2**30, device=bench.torch_device)
+    y = torch.empty_like(x)
+    rate = 2 * x.numel() * 4 / bench.seconds(y.copy_, x)
+    return [{"bf16 matmul, TFLOP/s": flops / 1e12, "copy, TB/s": rate / 1e12}]
+
+
+def kernels(bench: Bench) -> Rows:
+    """Triton kernels beside operations of torch: error relative to float32, ms, and TB/s of the bytes that must be moved."""
+    tokens, width, hidden, vocabulary = (64, 96, 160, 512) if bench.small else (16384, 2048, 8192, 128256)
+    half: Any = {"dtype": torch.bfloat16, "device": bench.torch_device}
+    x, dy = (torch.randn(tokens, width, **half) for _ in range(2))
+    weight = torch.rand(width, **half) + 0.5
+    gate, up, dh = (torch.randn(tokens, hidden, **half) for _ in range(3))
+    logits = torch.randn(tokens // 8, vocabulary, **half)
+    targets = torch.randint(vocabulary, (tokens // 8,), device=bench.torch_device)
+    loss = (targets, -100, LogitTransform(), Vocabulary(), True)
+    made = {
+        "rms_norm": (rms_norm.rms_norm, rms_norm.reference, (x, weight, 1e-6, 0.0, True), 2 * x.nbytes),
+        "rms_norm backward": (
+            rms_norm.rms_norm_backward,
+            rms_norm.reference_backward,
+            (dy, x, weight, 1e-6, 0.0, True),
+            3 * x.nbytes,
+        ),
+        "gated_activation": (
+            gated_activation.gated_activation,
+            gated_activation.reference,
+            (gate, up, "silu"),
+            3 * gate.nbytes,
+        ),
+        "gated_activation backward": (
+            gated_activation.gated_activation_backward,
+            gated_activation.reference_backward,
+            (dh, gate, up, "silu"),
+            5 * gate.nbytes,
+        ),
+        "cross entropy with gradient": (
+            fused_loss_and_gradient if can_launch(logits) else loss_and_gradient,
+            loss_and_gradient,
+            (logits, *loss),
+            3 * logits.nbytes,
+        ),
+    }
+    rows: Rows = []
+    for name, (fused, plain, arguments, size) in made.items():
+        wide = [a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
+        expected = plain(*wide)
+        copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+        found, errors = fused(*copies), []
+        for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, expected)), strict=True):
+            errors.append(((a.float() - b).norm() / b.norm()).item())
+        del wide, expected, found, copies
+        seconds, own = bench.seconds(plain, *arguments), bench.seconds(fused, *arguments)
+        rows.append(
+            {
+                "kernel": name,
+                "error": f"{max(errors):.1e}",
+                "torch, ms": f"{seconds * 1e3:.3f}",
+                "Triton, ms": f"{own * 1e3:.3f}",
+                "TB/s": f"{size / own / 1e12:.2f}",
+            }
+        )
+        bench.free()
+    return rows
+
+
+def attention(bench: Bench) -> Rows:
+    """Attention of packed rows, forward and backward, in ms."""
+    rows: Rows = []
+    batch, length, heads, kv_heads, size = (1, 256, 4, 2, 64) if bench.small else (4, 4096, 32, 8, 64)
+    shape: Any = {"dtype": torch.bfloat16, "device": bench.torch_device}
+    for document in (300, 1024, 4096):
+        positions = random_batch(16, batch, length, torch.device("cpu"), 0, document).position_ids
+        if document >= length:
+            positions = torch.arange(length).repeat(batch, 1)
+        q, k, v = (torch.randn(batch, h, length, size, **shape).requires_grad_() for h in (heads, kv_heads, kv_heads))
+        ids = ((positions == 0).cumsum(1)).to(bench.torch_device)
+        mask = (ids[:, :, None] == ids[:, None]).tril()[:, None]
+        ends = torch.cat([(positions.flatten() == 0).nonzero().flatten(), torch.tensor([batch * length])])
+        borders, longest = ends.int().to(bench.torch_device), int(ends.diff().max())
+        systems: dict[str, tuple[Any, ...]] = {
+            "SDPA with a mask": (_with_mask, q, k, v, mask),
+            "SDPA, causal, without documents": (_causal, q, k, v),
+            "by documents": (_by_documents, q, k, v, borders, longest),
+        }
+        row: dict[str, Any] = {"documents of": document}
+        for title, (run, *arguments) in systems.items():
+            try:
+                row[title] = f"{bench.seconds(run, *arguments) * 1e3:.2f}"
+            except NotImplementedError:  # the operator of CUDA on another device
+                row[title] = "-"
+        rows.append(row)
+    return rows
+
+
+def _with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    repeated = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))  # as Transformers does
+    out = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask)
+    torch.autograd.grad(out.sum(), (q, k, v))
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> None:
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.autograd.grad(out.sum(), (q, k, v))
+
+
+def _by_documents(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int) -> None:
+    out = varlen_attention(q, k, v, borders, longest, q.shape[-1] ** -0.5, None)
+    torch.autograd.grad(out.sum(), (q, k, v))

@@ -1,0 +1,187 @@
+"""Stages of training steps: parity with the CPU, host waits, speed beside other systems, kernels of a step."""
+
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench import Bench, Rows
+from systems import LLAMA_1B, MOE, TINY, System, plain_trainer, random_batch, weft_trainer
+
+from weft.anatomy.build import build_on_meta
+from weft.anatomy.flops import training_flops_per_token
+from weft.anatomy.transformers import read_anatomy
+from weft.checkpoint.huggingface import gather_weights
+from weft.checkpoint.model_config import read_config
+from weft.job import Model
+from weft.plan import Compute, Kernels, Parallel, Plan, Precision
+
+REFERENCE = Compute(kernels="reference", attention="sdpa")
+LOSS_ONLY = Kernels(rms_norm="reference", gated_activation="reference")
+LADDER = {
+    "Weft, reference kernels, masks": Plan(compute=REFERENCE),
+    "+ linear cross entropy": Plan(compute=Compute(attention="sdpa", kernels=LOSS_ONLY)),
+    "+ attention by documents": Plan(compute=Compute(kernels=LOSS_ONLY)),
+    "+ Triton norms and activations": Plan(),
+    "zero 0": Plan(parallel=Parallel(zero=0)),
+}
+
+TWICE = ("+ Triton norms and activations", "zero 0")
+"""Systems that are measured with twice the rows too; plain Transformers does not fit 80 GB."""
+
+
+def parity(bench: Bench) -> Rows:
+    """Three steps in float32 on the accelerator and on the CPU."""
+    rows: Rows = []
+    for name, config in TINY.items():
+        for document in (0, 24):
+            plan, found = Plan(precision=Precision(param_dtype="fp32")), []
+            for where in (torch.device("cpu"), bench.torch_device):
+                step, model, _ = weft_trainer(config, plan, where, on_host=True)
+                losses = [step([random_batch(512, 4, 64, where, seed, document)]) for seed in range(3)]
+                found.append((torch.tensor(losses), {k: w.cpu() for k, w in gather_weights(model).items()}))
+            (losses, weights), (own_losses, own_weights) = found
+            error = max(((own_weights[k] - w).abs().max() / w.abs().max()).item() for k, w in weights.items())
+            rows.append(
+                {
+                    "model": name,
+                    "documents of": document or "a row",
+                    "loss": f"{((own_losses - losses).abs() / losses).max().item():.1e}",
+                    "weights": f"{error:.1e}",
+                }
+            )
+    return rows
+
+
+def waits(bench: Bench) -> Rows:
+    """Calls for which the host waits for the device in one step, by line."""
+    rows: Rows = []
+    plans = {"zero 0": Plan(parallel=Parallel(zero=0)), "zero 3": Plan()}
+    for name, config in TINY.items():
+        for title, plan in plans.items():
+            step, *_ = weft_trainer(config, plan, bench.torch_device)
+            batches = [random_batch(512, 4, 64, bench.torch_device, seed, 24) for seed in range(2)]
+            for _ in range(2):
+                step(batches)
+            found: Counter[str] = Counter()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if bench.device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("warn")
+                step(batches)
+                if bench.device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+            for warning in caught:
+                if "synchroniz" in str(warning.message):
+                    found[f"{'/'.join(Path(warning.filename).parts[-2:])}:{warning.lineno}"] += 1
+            lines = ", ".join(f"{count} x {line}" for line, count in found.most_common())
+            rows.append({"model": name, "plan": title, "waits": sum(found.values()), "lines": lines})
+    return rows
+
+
+def speed(bench: Bench) -> Rows:
+    """Tokens/s, MFU and peak memory of a Llama of 1.2 billion parameters, with one document a row and packed."""
+    systems: dict[str, Callable[..., System]] = {
+        title: partial(weft_trainer, plan=plan) for title, plan in LADDER.items()
+    }
+    systems["plain, bf16 autocast"] = partial(plain_trainer, weights=torch.float32, autocast=True)
+    systems["plain, bf16 weights"] = partial(plain_trainer, weights=torch.bfloat16, autocast=False)
+    config, num_rows, seq_len = (TINY["llama"], 2, 128) if bench.small else (LLAMA_1B, 2, 4096)
+    twice = {f"{title}, twice the rows": system for title, system in systems.items() if title in TWICE}
+    rows = _compare(bench, systems, config, num_rows, seq_len) + _compare(bench, twice, config, 2 * num_rows, seq_len)
+    if not bench.small:
+        liger = partial(plain_trainer, weights=torch.float32, autocast=True, liger=True)
+        rows += _compare(bench, {"plain + Liger, bf16 autocast": liger}, config, num_rows, seq_len)
+        rows += _compare(bench, {"plain + Liger, twice the rows": liger}, config, 2 * num_rows, seq_len)
+    return rows
+
+
+def _compare(
+    bench: Bench, systems: dict[str, Callable[..., System]], config: dict[str, Any], num_rows: int, seq_len: int
+) -> Rows:
+    """Rows of each system, with one document a row and with documents of about 300 tokens."""
+    source = read_config(Model(config=config))
+    flops = training_flops_per_token(read_anatomy(build_on_meta(source, torch.float32)), source, seq_len)
+    rows: Rows = []
+    for title, make in systems.items():
+        try:
+            found = _rates(bench, make, config, num_rows, seq_len, flops)
+        except Exception as error:  # such as too little memory: the other systems still run
+            what = f"{type(error).__name__}: {str(error)[:60]}"
+            found = [{"documents of": "", "tokens/s": what, "MFU": "", "GiB": ""}]
+        rows += [{"system": title, **row} for row in found]
+        bench.free()
+    return rows
+
+
+def _rates(
+    bench: Bench, make: Callable[..., System], config: dict[str, Any], num_rows: int, seq_len: int, flops: float
+) -> Rows:
+    step, *_ = make(config=config, device=bench.torch_device)
+    peak, rows = bench.device.peak_flops(torch.bfloat16), Rows()
+    for document in (0, 300):
+        batches = [
+            random_batch(config["vocab_size"], num_rows, seq_len, bench.torch_device, seed, document)
+            for seed in range(8)
+        ]
+        for batch in batches[:2]:
+            step([batch])
+        bench.device.reset_peak_memory()
+        found = []
+        for batch in batches[2:]:
+            bench.device.synchronize()
+            start = time.perf_counter()
+            step([batch])
+            bench.device.synchronize()
+            found.append(num_rows * seq_len / (time.perf_counter() - start))
+        median = statistics.median(found)
+        rows.append(
+            {
+                "documents of": document or "a row",
+                "tokens/s": f"{median:.0f} ({min(found):.0f}-{max(found):.0f})",
+                "MFU": f"{flops * median / peak:.1%}" if peak else "",
+                "GiB": f"{bench.device.peak_memory_bytes() / 2**30:.1f}",
+            }
+        )
+    return rows
+
+
+def experts(bench: Bench) -> Rows:
+    """Tokens/s and peak memory of four blocks of Qwen3-30B-A3B."""
+    config, num_rows, seq_len = (TINY["qwen3_moe"], 2, 128) if bench.small else (MOE, 2, 4096)
+    systems: dict[str, Callable[..., System]] = {
+        "Weft": partial(weft_trainer, plan=Plan()),
+        "plain, bf16 weights": partial(plain_trainer, weights=torch.bfloat16, autocast=False),
+    }
+    return _compare(bench, systems, config, num_rows, seq_len)
+
+
+def profile(bench: Bench) -> Rows:
+    """Kernels of one packed step of Weft, by time."""
+    config, rows_of, seq_len = (TINY["llama"], 2, 128) if bench.small else (LLAMA_1B, 2, 4096)
+    step, *_ = weft_trainer(config, Plan(), bench.torch_device)
+    batch = random_batch(config["vocab_size"], rows_of, seq_len, bench.torch_device, 0, 300)
+    for _ in range(2):
+        step([batch])
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if bench.device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    bench.device.synchronize()
+    begin = time.perf_counter()
+    with torch.profiler.profile(activities=kinds) as profiler:
+        step([batch])
+        bench.device.synchronize()
+    wall = time.perf_counter() - begin
+    events: Any = profiler.key_averages()
+    on_device = [event for event in events if event.self_device_time_total > 0]
+    busy = sum(event.self_device_time_total for event in on_device if event.device_type.name == "CUDA") / 1e6
+    rows: Rows = [{"kernel": f"busy {busy * 1e3:.0f} of {wall * 1e3:.0f} ms under the profiler", "ms": "", "calls": ""}]
+    kernels = [event for event in on_device if event.device_type.name == "CUDA"]
+    for event in sorted(kernels, key=lambda event: -event.self_device_time_total)[:45]:
+        rows.append({"kernel": event.key[:75], "ms": f"{event.self_device_time_total / 1e3:.2f}", "calls": event.count})
+    return rows
