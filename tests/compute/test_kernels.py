@@ -94,6 +94,14 @@ def test_logits_in_bfloat16_differ_by_few_roundings(family: str) -> None:
     assert (logits != expected).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_float64_equals_the_untouched_model(family: str) -> None:
+    model = build(family, torch.float64)
+    original = deepcopy(model)
+    replace_all(model)
+    assert_equal_runs(model, original, 1e-12)
+
+
 def test_modules_that_agree_with_no_variant_keep_their_code() -> None:
     model = build("llama")
 

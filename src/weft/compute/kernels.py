@@ -80,7 +80,7 @@ def apply_kernels(
     Raises:
         PlanError: an operator or an implementation does not exist, or one that is asked for by name does not apply.
     """
-    names = _implementations(chosen, device_type)
+    names = resolve_kernels(chosen, device_type)
     rows = []
     for op, name in names.items():
         reasons = {known: refusal(device_type) for known, refusal in OPERATORS[op].refusal.items()}
@@ -125,8 +125,12 @@ def replace_forwards(model: nn.Module, anatomy: Anatomy, op: str, implementation
     return [KernelRow(op, tuple(names), *key) for key, names in groups.items()]
 
 
-def _implementations(chosen: str | Mapping[str, str], device_type: str) -> dict[str, str]:
-    """Implementation of each operator as the plan names it, checked."""
+def resolve_kernels(chosen: str | Mapping[str, str], device_type: str) -> dict[str, str]:
+    """Implementation of each operator as the plan names it, checked without a model; arguments as for `apply_kernels`.
+
+    Raises:
+        PlanError: an operator or an implementation does not exist, or does not run on the device type.
+    """
     where = "plan.compute.kernels"
     if isinstance(chosen, str):
         if chosen not in ("auto", "reference"):
@@ -228,6 +232,8 @@ def _run_norm(
     module: nn.Module, *args: Tensor, eps: float, offset: float, cast_first: bool, **kwargs: Tensor
 ) -> Tensor:
     (x,) = (*args, *kwargs.values())
+    if x.dtype == torch.float64:  # of which each family rounds other parts to float32
+        return type(module).forward(module, x)
     return rms_norm(x, getattr(module, "weight", None), eps, offset, cast_first)
 
 

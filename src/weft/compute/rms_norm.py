@@ -173,8 +173,8 @@ def sizes(width: int) -> tuple[int, int, int]:
     """Elements of a row rounded up to a power of two, rows per tile, and warps."""
     block = triton.next_power_of_2(width)
     rows = max(TILE // block, 1)
-    elements_per_warp = 512 if block <= 4096 else 256  # the backward of long rows spills with fewer warps
-    return block, rows, min(max(rows * block // elements_per_warp, 4), 32)
+    warps = {8192: 32, 16384: 16}.get(block, max(rows * block // 512, 4))  # others spill in the backward of long rows
+    return block, rows, warps
 
 
 @jit
