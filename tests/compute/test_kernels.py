@@ -181,6 +181,16 @@ def test_operator_that_no_module_has_is_refused(monkeypatch: pytest.MonkeyPatch)
             apply_kernels(model, read_anatomy(model), {op: "triton"}, "cuda")
 
 
+def test_a_stage_without_modules_of_an_operator_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "has_triton", lambda: True)
+    model = build("llama")
+    anatomy = read_anatomy(model)
+    for layer in range(2):
+        model.model.layers[layer] = nn.Identity()
+    rows = apply_kernels(model, anatomy, {"gated_activation": "triton"}, "cuda")
+    assert [(row.op, row.modules) for row in rows] == [("rms_norm", ("model.norm",))]
+
+
 def test_weights_that_are_made_later_are_used() -> None:
     original = build("olmo2")
     model = build_on_meta(original.config, torch.float32)

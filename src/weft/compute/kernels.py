@@ -93,7 +93,8 @@ def apply_kernels(
             rows.append(KernelRow(op, tuple(OPERATORS[op].modules(model, anatomy)), name, "", reason))
             continue
         made = replace_forwards(model, anatomy, op, name)
-        if names[op] not in ("auto", "reference") and all(row.reason for row in made):
+        is_named = names[op] not in ("auto", "reference")
+        if is_named and all(row.reason for row in made) and not _is_stage(model, anatomy):
             raise PlanError(
                 f"{op} = {name!r} for {anatomy.family}",
                 where=f"plan.compute.kernels.{op}",
@@ -123,6 +124,12 @@ def replace_forwards(model: nn.Module, anatomy: Anatomy, op: str, implementation
             key = "reference", "", f"{type(module).__name__}: {variant}"
         groups.setdefault(key, []).append(name)
     return [KernelRow(op, tuple(names), *key) for key, names in groups.items()]
+
+
+def _is_stage(model: nn.Module, anatomy: Anatomy) -> bool:
+    """True if a pipeline has removed modules, so that other ranks may have those of an operator."""
+    names = {name for name, _ in model.named_modules()}
+    return any(name not in names for block in anatomy.blocks for name in (*block.norms, *block.mlp))
 
 
 def resolve_kernels(chosen: str | Mapping[str, str], device_type: str) -> dict[str, str]:
