@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py --quick    # small models, half a minute
 
 Each system trains the same packed rows, documents of about 300 tokens, in turn. Times are CPU seconds of the process, so that
-other programs on the machine change them little. Ratios are of steps side by side, median (smallest to largest). Activations are
-the live bytes at the peak of a step, counted by storage.
+other programs on the machine change them little. Ratios are of steps side by side, median (smallest to largest).
+Activations are the live bytes at the peak of a step, counted by storage.
 """
 
 import argparse

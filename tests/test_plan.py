@@ -68,6 +68,7 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(memory=Memory(optimizer_device="host", optimizer_bytes=(1000, 2000))),
         Plan(comm=Comm(compression="2:4"), precision=Precision(update="fp64", reduce_dtype="fp64")),
         Plan(comm=Comm(error_feedback=False)),
+        Plan(parallel=Parallel(cp=2), compute=Compute(attention="sdpa")),
     ]
     for rule in RULES:
         assert any(rule.broken(plan.resolve_precision(native_bf16=False)) for plan in breaking), rule.name

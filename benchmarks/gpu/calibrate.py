@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dryrun import MODELS
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -31,6 +30,35 @@ from weft.planner.costmodel.operator_timing import time_step
 from weft.planner.dryrun.trace import trace_stages
 from weft.training.run import train
 
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama 1.2B": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-MoE 3.1B": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 1536,
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 48,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+}
 STEPS, SEQ_LEN = 8, 4096
 SECONDS_OFF, BYTES_OFF = 0.10, 0.05
 SMALL = {

@@ -255,11 +255,32 @@ def chunk_bounds(tokens: int, vocabulary: int, device_type: str) -> list[tuple[i
 
 
 def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + left.T @ right in a wider dtype, in place, without rounding the product to a narrower one if the device can."""
+    """total + left.T @ right in a wider dtype, in place."""
     if total is None:
         total = torch.zeros(left.shape[1], right.shape[1], dtype=dtype, device=left.device)
     if left.dtype == dtype:
         return torch.addmm(total, left.T, right, out=total)
-    if total.device.type == "cuda":
-        return torch.addmm(total, left.T, right, out_dtype=dtype, out=total)
-    return total.add_(left.T @ right)
+    add_matmul(total, left, right)
+    return total
+
+
+@torch.library.custom_op("weft::add_matmul", mutates_args=("total",))
+def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left.T @ right for a float32 sum of matmuls in 16 bits; on CUDA the product is not rounded to 16 bits.
+
+    An operator of its own, because torch 2.11 knows no shapes of the matmul with `out_dtype` for fake tensors.
+
+    Args:
+        total: float32 [n, m].
+        left: [k, n] in bf16 or fp16.
+        right: [k, m] in the dtype of left.
+    """
+    if total.is_cuda:
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left.T @ right)
+
+
+@add_matmul.register_fake
+def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+    return None

@@ -117,6 +117,8 @@ def uses_varlen(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> b
 
 
 def _reason_against(model: Any, anatomy: Anatomy, plan: Plan) -> str:
+    if not anatomy.head:
+        return "the model has no output embeddings, with which rows and documents are compared"
     if model.config._attn_implementation != "sdpa":
         return f"the attention of the model is {model.config._attn_implementation}"
     try:

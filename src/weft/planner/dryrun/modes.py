@@ -23,8 +23,10 @@ from weft.anatomy.roles import Anatomy
 from weft.comm.recorder import find_group, find_tensors
 from weft.compat import extend_fake_backend
 from weft.compute.attention import FLASH_HEAD_DIM
+from weft.compute.kernels import OPERATORS, replace_forwards
 from weft.errors import JobError
 from weft.parallel.expert import takes_indices
+from weft.plan import Kernels, Plan
 
 LARGEST_CONTROL_BYTES = 2**26  # largest real tensor; masks of long rows are larger, but the host never reads them
 aten = torch.ops.aten
@@ -113,6 +115,21 @@ def fuse_attention(model: nn.Module, anatomy: Anatomy) -> None:
     for name in (name for block in anatomy.blocks for name in block.attention):
         attention = model.get_submodule(name)
         attention.forward = partial(_fused, attention.forward)
+
+
+def fuse_operators(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Plan:
+    """Let a model compute with the Triton operators of CUDA, in place; on fake tensors only their shapes are computed.
+
+    Returns:
+        The plan for `parallelize`, which would refuse these operators on a CPU.
+    """
+    settings = {"linear_cross_entropy": plan.compute.kernel("linear_cross_entropy")}
+    for operator in OPERATORS:
+        if plan.compute.kernel(operator) != "reference":
+            replace_forwards(model, anatomy, operator, "triton")
+        settings[operator] = "reference"
+    compute = plan.compute.model_copy(update={"kernels": Kernels.model_validate(settings)})
+    return plan.model_copy(update={"compute": compute})
 
 
 def _fused(forward: Any, *args: Any, **kwargs: Any) -> Any:

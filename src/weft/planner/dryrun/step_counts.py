@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+import weft.compute.attention  # noqa: F401  (defines the operators of attention by documents)
 from weft.anatomy.roles import Anatomy
 from weft.comm.recorder import Message, Recorder
+from weft.compute.cross_entropy import add_matmul
 from weft.data import MicroBatch
 from weft.memory.live_bytes import LiveBytes, Moment
 from weft.parallel.distributed_optimizer import DistributedOptimizer
@@ -205,10 +207,35 @@ def _attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *ar
     return sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
 
 
+def _varlen_flops(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of attention by documents, [tokens, heads, width] each: every document counts as the longest one."""
+    longest = args[3]
+    return sdpa_flop_count(*_varlen_shapes(q, k, v, longest))
+
+
+def _varlen_backward_flops(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    query, *keys = _varlen_shapes(q, k, v, args[3])
+    return sdpa_backward_flop_count((*query[:-1], v.shape[-1]), query, *keys)
+
+
+def _varlen_shapes(q: Tensor, k: Tensor, v: Tensor, longest: int) -> tuple[tuple[int, ...], ...]:
+    tokens, heads, width = q.shape
+    return (1, heads, tokens, width), (1, heads, longest, width), (1, heads, longest, v.shape[-1])
+
+
+def _add_matmul_flops(total: Tensor, left: Tensor, right: Tensor, **kwargs: Any) -> int:
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
+
 # FLOP formulas of operations for which torch 2.13 has none.
 aten = torch.ops.aten
 FORMULAS: dict[Any, Callable[..., int]] = {
     aten._grouped_mm: _grouped_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.torch_attn._varlen_attn: _varlen_flops,
+    torch.ops.torch_attn._varlen_attn_backward: _varlen_backward_flops,
+    add_matmul._opoverload.overloadpacket: _add_matmul_flops,
 }

@@ -34,7 +34,7 @@ from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.parallel.runtime import allocate, runtime
 from weft.parallel.weights import to_local
 from weft.plan import Plan
-from weft.planner.dryrun.modes import RealControlTensors, fake_world, fuse_attention, route_evenly
+from weft.planner.dryrun.modes import RealControlTensors, fake_world, fuse_attention, fuse_operators, route_evenly
 from weft.planner.dryrun.step_counts import StepCounts, count_calls, count_step, extrapolate
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh
@@ -159,7 +159,10 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         route_evenly(model, anatomy)
         if absent:
             fuse_attention(model, anatomy)
-        parallelize(model, plan, mesh)
+        fused = absent and device_type == "cuda"
+        parallelize(model, fuse_operators(model, anatomy, plan) if fused else plan, mesh)
+        if fused and (varlen := runtime(model).varlen):
+            varlen.flash = True
         use_loss(model, job.train.loss)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(RealControlTensors())
