@@ -3,7 +3,7 @@
 import pytest
 
 from weft.errors import PlanError
-from weft.plan import RULES, Comm, Memory, Parallel, Pipeline, Plan, Precision
+from weft.plan import RULES, Comm, Compute, Memory, Parallel, Pipeline, Plan, Precision
 
 
 def test_dp_shard_takes_the_remaining_ranks() -> None:

@@ -178,10 +178,14 @@ def profile(bench: Bench) -> Rows:
         bench.device.synchronize()
     wall = time.perf_counter() - begin
     events: Any = profiler.key_averages()
-    on_device = [event for event in events if event.self_device_time_total > 0]
-    busy = sum(event.self_device_time_total for event in on_device if event.device_type.name == "CUDA") / 1e6
-    rows: Rows = [{"kernel": f"busy {busy * 1e3:.0f} of {wall * 1e3:.0f} ms under the profiler", "ms": "", "calls": ""}]
-    kernels = [event for event in on_device if event.device_type.name == "CUDA"]
-    for event in sorted(kernels, key=lambda event: -event.self_device_time_total)[:45]:
-        rows.append({"kernel": event.key[:75], "ms": f"{event.self_device_time_total / 1e3:.2f}", "calls": event.count})
+    kernels = [
+        event
+        for event in events
+        if event.device_type.name != "CPU" and not event.is_user_annotation and event.self_device_time_total > 0
+    ]
+    busy = sum(event.self_device_time_total for event in kernels) / 1e3
+    rows: Rows = [{"kernel": f"all, in {wall * 1e3:.0f} ms under the profiler", "ms": f"{busy:.1f}", "calls": ""}]
+    for event in sorted(kernels, key=lambda event: -event.self_device_time_total)[:30]:
+        time_ms = f"{event.self_device_time_total / 1e3:.2f}"
+        rows.append({"kernel": event.key[:100], "ms": time_ms, "calls": event.count})
     return rows

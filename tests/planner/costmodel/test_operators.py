@@ -1,5 +1,6 @@
 """Operators of dry runs are recorded, rebuilt and timed; the step time follows from them, communication, schedule and cores."""
 
+import pickle
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -112,6 +113,13 @@ def test_operators_that_fail_are_logged_and_count_zero() -> None:
     job = job_for(DENSE, "fp32", 2, dp_shard=1)
     assert time_step(job, [found], cluster(1, 1), log=lines.append).compute == 0
     assert lines == ["not timed, counted as 0 s: aten.mm.default"]
+
+
+def test_generators_and_streams_are_left_out() -> None:
+    """Streams cannot be pickled, and dry runs on an accelerator record operators that take one."""
+    frozen = freeze(((torch.Generator(), torch.Stream(device="cpu")), {"stream": torch.Stream(device="cpu")}))
+    assert pickle.loads(pickle.dumps(frozen)) == frozen
+    assert thaw(frozen, CPU) == [[None, None], {"stream": None}]
 
 
 @pytest.mark.sweep

@@ -66,7 +66,7 @@ class OperatorLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # DTensor dispatches first; its operations on local tensors then reach this mode
-        if func.namespace not in QUIET and not makes_view(func):
+        if func.namespace not in QUIET and not makes_view(func) and func is not torch.ops.aten.record_stream.default:
             phase = "backward" if is_in_backward() else "forward"
             operation = Operation(str(func), freeze((args, kwargs or {})), phase)
             self.operations.append(self.known.setdefault(operation, operation))
@@ -96,7 +96,7 @@ def freeze(value: Any) -> Any:
         return tuple(map(freeze, value))
     if isinstance(value, dict):
         return KeywordArguments(tuple((name, freeze(item)) for name, item in sorted(value.items())))
-    return None if isinstance(value, torch.Generator) else value
+    return None if isinstance(value, torch.Generator | torch.Stream) else value
 
 
 class KeywordArguments(NamedTuple):
