@@ -9,7 +9,7 @@ import typer
 def anatomy(
     config: Annotated[Path, typer.Argument(help="A Hugging Face config.json, a folder with one, or a job.toml.")],
 ) -> None:
-    """Print the structure of a model: roles and module names.
+    """Print the structure of a model, roles and module names, and the operators that compute it on this device.
 
     Needs no weights.
     """
@@ -20,16 +20,26 @@ def anatomy(
     from weft.anatomy.build import build_on_meta
     from weft.anatomy.transformers import read_anatomy
     from weft.checkpoint.model_config import read_config
+    from weft.device.detect import detect
     from weft.job import Job, Model
+    from weft.parallel.operator_choice import choose_operators
+    from weft.plan import Plan
 
     if config.suffix == ".toml":
         source = Job.load(config).model
     else:
         source = Model(path=str(config)) if config.is_dir() else Model(config=str(config))
-    found = read_anatomy(build_on_meta(read_config(source), torch.float32))
+    model = build_on_meta(read_config(source), torch.float32)
+    found = read_anatomy(model)
     table = Table("role", "module", "count", title=f"{found.family}, {len(found.blocks)} blocks")
     for role, pattern, count in found.table():
         table.add_row(role, pattern, str(count))
     console = Console()
     console.print(table)
     console.print(f"{found.parameters:,} parameters, {found.active_parameters:,} active for one token", highlight=False)
+    device = detect()
+    operators = Table("operator", "implementation", "", title=f"operators on {device.type}, with a plan of one rank")
+    plan = Plan().resolve(1).resolve_precision(device.supports("bf16"))
+    for row in choose_operators(model, found, plan, device.type):
+        operators.add_row(*row)
+    console.print(operators)

@@ -101,7 +101,7 @@ def uses_varlen(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> b
     asked = plan.compute.attention
     if asked not in ("auto", "varlen") or plan.parallel.cp > 1 or has_attention_dropout(model):
         return False  # context parallelism and attention dropout have an attention by documents already
-    reason = _reason_against(model, anatomy, plan)
+    reason = reason_against(model, anatomy, plan)
     if asked == "auto":
         fast = primitive(device_type) is not PLAIN
         return not reason and fast and (device_type == "cpu" or plan.precision.param_dtype in ("auto", "bf16", "fp16"))
@@ -116,7 +116,8 @@ def uses_varlen(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> b
     return True
 
 
-def _reason_against(model: Any, anatomy: Anatomy, plan: Plan) -> str:
+def reason_against(model: Any, anatomy: Anatomy, plan: Plan) -> str:
+    """Reason why attention by documents does not apply to a model; "" if it does. Arguments as for `uses_varlen`."""
     if not anatomy.head:
         return "the model has no output embeddings, with which rows and documents are compared"
     if model.config._attn_implementation != "sdpa":

@@ -40,7 +40,7 @@ from weft.training.run_folder import (
     make_run_id,
 )
 from weft.training.run_summary import complete_summary
-from weft.training.startup import startup_screen
+from weft.training.startup import describe_operators, startup_screen
 from weft.training.task_evaluation import check_tasks
 
 RANK_MODULE = "weft.training.rank"
@@ -152,10 +152,11 @@ def _lead_run(
         plan = job.plan.resolve(all_ranks)
         resolved = job.model_copy(update={"plan": plan})
         config, anatomy = check_model(resolved)
+        operators = describe_operators(resolved, anatomy, device.type)
         job = pin_base(job)
         check_folder(job)
         resolved = job.model_copy(update={"plan": plan})
-        lines = explain_links(plan, coordinator.ranks_by_host() if coordinator else [ranks])
+        lines = [operators, *explain_links(plan, coordinator.ranks_by_host() if coordinator else [ranks])]
         prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
         check_tokens(resolved, prepared, config)
         check_tasks(job.eval, prepared)

@@ -4,10 +4,14 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
+
+from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
 from weft.data import Prepared
 from weft.device.device import Device
 from weft.job import Job, states_of
+from weft.parallel.operator_choice import choose_operators
 from weft.plan import BYTES, Plan, bytes_per_state_element
 from weft.training.metrics import format_count
 
@@ -37,6 +41,23 @@ def startup_screen(
         "output": str(out),
     }
     return [f"{name:<12}{text}" for name, text in table.items()]
+
+
+def describe_operators(job: Job, anatomy: Anatomy, device_type: str) -> str:
+    """Line with the implementation of each operator; `weft anatomy` prints the reasons.
+
+    Args:
+        job: job with a resolved plan.
+        anatomy: anatomy of the full model.
+        device_type: "cpu", "cuda" or "npu".
+
+    Raises:
+        PlanError: an implementation that the plan names does not apply.
+    """
+    names: dict[str, list[str]] = {}
+    for row in choose_operators(build_model(job, torch.float32), anatomy, job.plan, device_type):
+        names.setdefault(row.operator, []).append(row.implementation)
+    return f"{'operators':<12}" + ", ".join(f"{name} {' and '.join(dict.fromkeys(own))}" for name, own in names.items())
 
 
 def checkpoint_bytes(job: Job, parameters: int) -> float:

@@ -1,0 +1,66 @@
+"""Choice of the operators of a model: the implementation of each, and the reason where it is the model's own code."""
+
+from typing import Any, NamedTuple
+
+from weft.anatomy.roles import Anatomy
+from weft.compute.kernels import OPERATORS, apply_kernels
+from weft.parallel.attention_interface import IMPLEMENTATION as CONTEXT
+from weft.parallel.linear_loss import choose_linear_loss, find_transform
+from weft.parallel.sequence_sharding import uses_context_attention
+from weft.parallel.varlen import reason_against, uses_varlen
+from weft.plan import Plan
+
+
+class OperatorChoice(NamedTuple):
+    """Implementation of an operator."""
+
+    operator: str
+    implementation: str
+    detail: str
+    """Variant or number of modules; the reason where the model's own code runs."""
+
+
+def choose_operators(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> list[OperatorChoice]:
+    """Choices of a plan for a model on a type of device, as `parallelize` makes them.
+
+    Args:
+        model: full model on the meta device; its forwards are replaced, so that it cannot be used afterwards.
+        anatomy: its roles.
+        plan: resolved; its forward dtype may be "auto".
+        device_type: "cpu", "cuda" or "npu".
+
+    Raises:
+        PlanError: an implementation that the plan names does not apply.
+    """
+    rows = [_attention(model, anatomy, plan, device_type), _loss(model, anatomy, plan)]
+    chosen = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
+    for row in apply_kernels(model, anatomy, chosen, device_type):
+        count = f"{len(row.modules)} module{'s' * (len(row.modules) != 1)}"
+        rows.append(OperatorChoice(row.op, row.implementation, f"{count}, {row.variant or row.reason}"))
+    return rows
+
+
+def _attention(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> OperatorChoice:
+    if uses_context_attention(model, anatomy, plan):
+        return OperatorChoice(
+            "attention", CONTEXT, "document by document, for context parallelism or attention dropout"
+        )
+    if uses_varlen(model, anatomy, plan, device_type):
+        return OperatorChoice("attention", "varlen", "packed rows document by document, without masks")
+    asked, own = plan.compute.attention, model.config._attn_implementation
+    reason = "the plan asks for it"
+    if asked == "auto":
+        reason = reason_against(model, anatomy, plan) or f"no faster operator for {device_type} in this dtype"
+    return OperatorChoice("attention", own if asked == "auto" else asked, reason)
+
+
+def _loss(model: Any, anatomy: Anatomy, plan: Plan) -> OperatorChoice:
+    name = "linear_cross_entropy"
+    transform = choose_linear_loss(model, anatomy, plan)
+    if transform is not None:
+        scale = f", scale {transform.scale:g}" if transform.scale != 1 else ""
+        softcap = f", softcap {transform.softcap:g}" if transform.softcap is not None else ""
+        return OperatorChoice(name, "chunked", f"inside of the head, without logits{scale}{softcap}")
+    if plan.compute.kernel(name) == "reference":
+        return OperatorChoice(name, "reference", "the plan asks for it")
+    return OperatorChoice(name, "reference", find_transform(model, anatomy, plan)[1])
