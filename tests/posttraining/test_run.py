@@ -24,6 +24,7 @@ from tests.posttraining.conftest import ROWS
 from weft.errors import CheckpointError
 from weft.evaluation.source import model_folder
 from weft.job import Adapter, read_plan
+from weft.launch.heartbeat import Heartbeat
 from weft.plan import Parallel, Plan, Precision
 from weft.posttraining.export import export_model
 from weft.posttraining.job import TrainerJob
@@ -31,6 +32,7 @@ from weft.posttraining.rank import train
 from weft.posttraining.report import write_report
 from weft.posttraining.run import changes
 from weft.posttraining.trainers import check_job
+from weft.training.metrics import read_task_evaluations
 
 OPTIONS = {
     "max_steps": 3,
@@ -67,11 +69,11 @@ def job_of(kind: str, model: Path, rows: Path, out: Path, plan: Plan | None, **o
     return TrainerJob.model_validate({**tables, "plan": plan.model_dump() if plan else None})
 
 
-def _on_rank(rank: int, ranks: int, job: TrainerJob, checkpoint: str | None) -> None:
+def train_on_rank(rank: int, ranks: int, job: TrainerJob, checkpoint: str | None) -> None:
     AcceleratorState._reset_state(True)
     try:
         with mock.patch.dict("os.environ", variables_of(rank, ranks)):
-            train(job, checkpoint)
+            train(job, checkpoint, Heartbeat.open())
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
@@ -127,7 +129,7 @@ def test_a_job_equals_trl_in_one_process(
     own = {name: size // data_ranks for name, size in batches.items()}
     job = job_of(kind, small_model, rows, tmp_path / "weft", plan, **own)
     check_job(job, ranks)
-    run_ranks(ranks, _on_rank, job, None, timeout=120)
+    run_ranks(ranks, train_on_rank, job, None, timeout=120)
     found, expected = logs_of(tmp_path / "weft"), logs_of(tmp_path / "plain")
     assert len(found) == len(expected) == 5
     for now, then in zip(found, expected, strict=True):
@@ -146,10 +148,10 @@ def test_the_planner_chooses_the_plan_of_a_job(
     rows, out = write_rows(ROWS["dpo"]), tmp_path / "auto"
     job = job_of("dpo", small_model, rows, out, None)
     check_job(job, 2)
-    run_ranks(2, _on_rank, job, None, timeout=120)
+    run_ranks(2, train_on_rank, job, None, timeout=120)
     chosen = read_plan(out / "plan.toml")
     assert chosen.resolve(2).parallel.data_ranks == 2
-    run_ranks(2, _on_rank, job_of("dpo", small_model, rows, tmp_path / "given", chosen), None, timeout=120)
+    run_ranks(2, train_on_rank, job_of("dpo", small_model, rows, tmp_path / "given", chosen), None, timeout=120)
     assert logs_of(out) == logs_of(tmp_path / "given")
 
 
@@ -163,7 +165,7 @@ def test_rewards_rise(
     job = job_of(kind, small_model, rows, tmp_path / "run", plan, max_steps=20, learning_rate=2e-2, beta=0.0)
     job = job.model_copy(update={"data": job.data.model_copy(update={"held_out": 0.0})})
     check_job(job, ranks)
-    run_ranks(ranks, _on_rank, job, None, timeout=120)
+    run_ranks(ranks, train_on_rank, job, None, timeout=120)
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     rewards = [row["reward"] for row in history if "reward" in row]
     assert len(rewards) == 20
@@ -176,10 +178,10 @@ def test_a_run_resumes_under_another_plan(
     rows = write_rows(ROWS["dpo"])
     saving = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
     job = job_of("dpo", small_model, rows, tmp_path / "run", LAYOUTS["zero 2"][1], **saving)
-    run_ranks(2, _on_rank, job, None, timeout=120)
+    run_ranks(2, train_on_rank, job, None, timeout=120)
     rest = {**saving, "per_device_train_batch_size": 8}
     again = job_of("dpo", small_model, rows, tmp_path / "again", LAYOUTS["tp2"][1], **rest)
-    run_ranks(2, _on_rank, again, str(tmp_path / "run" / "checkpoint-2"), timeout=120)
+    run_ranks(2, train_on_rank, again, str(tmp_path / "run" / "checkpoint-2"), timeout=120)
     whole, resumed = ([row for row in logs_of(tmp_path / name) if "grad_norm" in row] for name in ("run", "again"))
     assert len(whole) == len(resumed) == 3
     assert resumed[-1] == pytest.approx(whole[-1], rel=1e-4, abs=1e-5)
@@ -192,12 +194,17 @@ def test_the_command_trains_evaluates_and_exports(
     path = tmp_path / "job.toml"
     path.write_text(job_of("dpo", small_model, rows, tmp_path / "not here", LAYOUTS["zero 2"][1]).to_toml())
     weft = str(Path(sys.executable).parent / "weft")
-    lora = ["--set", "adapter.kind=lora", "--set", "adapter.r=4"]
-    with Command([weft, "train", str(path), "--nproc-per-node", "2", "--out", str(out), *lora]) as command:
+    (tmp_path / "texts.jsonl").write_text('{"text": "Say 1 : weft warp"}\n')
+    keys = {"adapter.kind": "lora", "adapter.r": 4, "eval.tasks": [str(tmp_path / "texts.jsonl")], "eval.every": 2}
+    set_ = [part for key, value in keys.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    with Command([weft, "train", str(path), "--nproc-per-node", "2", "--out", str(out), *set_]) as command:
         assert command.wait() == 0, command.printed()
     printed = [line.text for line in command.lines]
     assert "data        24 rows to train on, 8 to evaluate on" in printed
     assert "evaluation  after step 0 -> after step 3" in printed
+    assert "tasks       after step 0 -> after step 3" in printed
+    assert any(line.startswith("step 2  texts/word_perplexity ") for line in printed)
+    assert [row.step for row in read_task_evaluations(out / "eval.jsonl")] == [0, 2, 3]
     assert printed[-2:] == [f"model       {out / 'export'}", f"report      {out / 'report.html'}"]
     assert not any("Warning" in line or "Traceback" in line for line in printed), command.printed()
     assert (out / "export" / "adapter_config.json").is_file()
@@ -215,7 +222,7 @@ def test_adapters_are_exported_and_merged(
     (out / "job.toml").write_text(job.to_toml())
     with pytest.raises(CheckpointError, match="has no model yet"):
         export_model(out, tmp_path / "early", merge=True, dtype="fp32")
-    run_ranks(2, _on_rank, job, None, timeout=120)
+    run_ranks(2, train_on_rank, job, None, timeout=120)
     with pytest.raises(CheckpointError, match="has adapters at its end"), model_folder(out, None):
         pass
     code = html.unescape(re.findall(r"<pre[^>]*>(.*?)</pre>", write_report(out).read_text(), re.DOTALL)[0])

@@ -11,7 +11,7 @@ import tomli_w
 from pydantic import Field, ValidationError
 
 from weft.errors import JobError
-from weft.job import Adapter, assign, plan_tables, read_toml
+from weft.job import Adapter, Eval, assign, plan_tables, read_toml
 from weft.plan import Plan, Table
 from weft.refusal import explain, refuse_invalid_numbers
 
@@ -56,6 +56,7 @@ class TrainerJob(Table):
     adapter: Adapter = Adapter()
     data: Rows
     trainer: Trainer
+    eval: Eval = Eval()
     plan: Plan | None = Plan()
     """None, in TOML "auto": the planner chooses the plan when the ranks have loaded the model."""
     out: str
@@ -101,6 +102,13 @@ class TrainerJob(Table):
                 where=where,
                 rule="the rows to evaluate on have one source",
                 fix="remove one of the two keys",
+            )
+        if self.eval.tasks and self.trainer.kind == "reward":
+            raise JobError(
+                f"trainer.kind = reward with eval.tasks = {list(self.eval.tasks)}",
+                where=where,
+                rule="tasks are evaluated by the probabilities of tokens, and a reward model returns one number for a text",
+                fix="remove eval.tasks; data.held_out evaluates the rewards",
             )
         if self.adapter.kind == "qlora" or self.adapter.path or self.adapter.base:
             key, value = next(

@@ -13,7 +13,9 @@ from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
 from weft.launch.rank_entry import rank_main
 from weft.posttraining.job import TrainerJob
+from weft.posttraining.tasks import TaskCallback
 from weft.posttraining.trainers import EXPORT, make_trainer
+from weft.training.metrics import MetricsWriter
 from weft.training.prepare import init
 from weft.training.run_folder import join_folders
 
@@ -31,27 +33,34 @@ def main() -> None:
     heartbeat = Heartbeat.open()
     heartbeat.phase("script")
     init()
-    train(job, resume)
+    train(job, resume, heartbeat)
     wait_for_writers()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def train(job: TrainerJob, checkpoint: str | bool | None) -> None:
+def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) -> None:
     """Train, evaluate, and save the model and the logs, on this rank. Collective.
 
     Args:
         job: job.
         checkpoint: checkpoint folder to resume from; True: the newest complete one; None: the first step.
+        heartbeat: heartbeat of this rank.
 
     Raises:
         JobError: TRL refuses an option.
     """
-    trainer = make_trainer(job)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer, out = make_trainer(job), Path(job.out)
+    with MetricsWriter(out) as writer:
+        tasks = TaskCallback(trainer, job, writer, heartbeat)
+        if job.eval.tasks:
+            trainer.add_callback(tasks)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if job.eval.tasks:
+            tasks.evaluate(trainer.state.global_step)
     if trainer.eval_dataset is not None:
         trainer.evaluate()
-    trainer.save_model(str(Path(job.out) / EXPORT))
+    trainer.save_model(str(out / EXPORT))
     trainer.save_state()
 
 

@@ -18,6 +18,7 @@ from weft.own_code import import_extra, load_function
 from weft.plan import Parallel, Plan
 from weft.posttraining.job import Kind, TrainerJob
 from weft.posttraining.rows import check_rows, read_rows
+from weft.training.task_evaluation import check_tasks
 
 CLASSES: dict[Kind, str] = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
 """Beginning of the names of the trainer's class and of its configuration in TRL."""
@@ -59,7 +60,7 @@ def check_job(job: TrainerJob, ranks: int) -> str:
 
     Raises:
         JobError, DataError, PlanError: an option does not exist or is set by another key, a function does not exist, the model
-            folder is incomplete, a row is invalid, or the trainer does not take the plan.
+            folder is incomplete, a row or a task is invalid, or the trainer does not take the plan.
     """
     trl = import_trl()
     plan = (job.plan or Plan(parallel=Parallel(zero=0))).resolve(ranks)  # the planner chooses none that is refused
@@ -93,6 +94,7 @@ def check_job(job: TrainerJob, ranks: int) -> str:
     for reward in job.trainer.rewards:
         _reward(reward)
     _check_model(job.model.path)
+    check_tasks(job.eval, job.model.path)
     if job.adapter.kind != "none":  # a model without memory, whose layers are those of the targets
         build_model(Job(model=Model(path=job.model.path), adapter=job.adapter), torch.float32)
     train, evaluation = read_rows(job.data, _seed(job))
