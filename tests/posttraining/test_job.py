@@ -9,7 +9,7 @@ import datasets
 import pytest
 import tomli_w
 
-from tests.posttraining.conftest import PAIRS, ROWS
+from tests.posttraining.conftest import PAIRS, ROWS, experts_model
 from weft.errors import DataError, JobError, PlanError
 from weft.job import has_trainer
 from weft.posttraining.job import Rows, TrainerJob
@@ -95,6 +95,18 @@ def test_a_folder_with_adapters_is_refused(
     job = load(tmp_path, model={"path": str(tmp_path)}, data={"path": str(write_rows(PAIRS))})
     with pytest.raises(JobError, match="weft export RUN TO --merge"):
         check_job(job, 2)
+
+
+def test_the_auxiliary_loss_of_routers_is_refused_where_tokens_are_split(
+    small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    model = experts_model(tmp_path / "experts", small_model)
+    changes: dict[str, Any] = {"model": {"path": str(model)}, "data": {"path": str(write_rows(PAIRS))}}
+    job = load(tmp_path, plan={"parallel": {"tp": 2}}, **changes)
+    with pytest.raises(JobError, match=r"router_aux_loss_coef = 0\.001 with plan\.parallel\.tp = 2"):
+        check_job(job, 2)
+    check_job(load(tmp_path, plan={"parallel": {"ep": 2}}, **changes), 2)
+    check_job(TrainerJob.load(tmp_path / "job.toml", ["trainer.options.router_aux_loss_coef=0"]), 2)
 
 
 def messages(*pairs: tuple[str, str]) -> list[dict[str, str]]:

@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.evaluation.stock import flat
 from tests.evaluation.test_evaluation import assert_equal, evaluate_in_the_pool
-from tests.lab.families import family
 from tests.lab.pool import run_ranks
-from tests.posttraining.conftest import ROWS, line
+from tests.posttraining.conftest import ROWS, experts_model, line
 from tests.posttraining.test_run import FP32, job_of, logs_of, train_on_rank
 from weft.errors import JobError
 from weft.job import Adapter, Eval
@@ -53,17 +50,6 @@ def tasks(tmp_path: Path) -> tuple[str, ...]:
 
 def with_tasks(job: TrainerJob, tasks: tuple[str, ...], **settings: Any) -> TrainerJob:
     return job.model_copy(update={"eval": Eval(tasks=tasks, **settings)})
-
-
-def experts_model(folder: Path, small_model: Path) -> Path:
-    """Mixture of experts with the tokenizer of the small model."""
-    tokenizer = AutoTokenizer.from_pretrained(small_model)
-    tokenizer.save_pretrained(folder)
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**family("qwen3_moe"), "vocab_size": len(tokenizer), **tokens})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.thin(3)

@@ -94,6 +94,8 @@ def check_job(job: TrainerJob, ranks: int) -> str:
     for reward in job.trainer.rewards:
         _reward(reward)
     _check_model(job.model.path)
+    if "router_aux_loss_coef" in known:
+        _check_router_loss(job, plan)
     check_tasks(job.eval, job.model.path)
     if job.adapter.kind != "none":  # a model without memory, whose layers are those of the targets
         build_model(Job(model=Model(path=job.model.path), adapter=job.adapter), torch.float32)
@@ -104,6 +106,29 @@ def check_job(job: TrainerJob, ranks: int) -> str:
         return f"{len(train)} rows to train on"
     check_rows(evaluation, job.trainer.kind, job.data.eval_path or job.data.path, has_template=has_template)
     return f"{len(train)} rows to train on, {len(evaluation)} to evaluate on"
+
+
+def _check_router_loss(job: TrainerJob, plan: Plan) -> None:
+    """Refuse the auxiliary loss of routers, which TRL adds to its own, where the tokens of a row are split over ranks.
+
+    Args:
+        job: job whose trainer has the option `router_aux_loss_coef`.
+        plan: resolved.
+
+    Raises:
+        JobError: the coefficient is not 0.
+    """
+    config = transformers.AutoConfig.from_pretrained(job.model.path).get_text_config()
+    coefficient = job.trainer.options.get("router_aux_loss_coef")
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    axis = next((axis for axis in ("tp", "cp") if getattr(plan.parallel, axis) > 1), "")
+    if axis and coefficient and hasattr(config, "output_router_logits"):
+        raise JobError(
+            f"router_aux_loss_coef = {coefficient} with plan.parallel.{axis} = {getattr(plan.parallel, axis)}",
+            where=f"plan.parallel.{axis}",
+            rule="the auxiliary loss of the routers needs all tokens of a row on each rank",
+            fix=f"set trainer.options.router_aux_loss_coef = 0, or plan.parallel.{axis} = 1",
+        )
 
 
 def make_trainer(job: TrainerJob) -> Any:
