@@ -31,7 +31,7 @@ from weft.posttraining.job import TrainerJob
 from weft.posttraining.rank import train
 from weft.posttraining.report import write_report
 from weft.posttraining.run import changes
-from weft.posttraining.trainers import check_job
+from weft.posttraining.trainers import check_job, make_trainer
 from weft.training.metrics import read_task_evaluations
 
 OPTIONS = {
@@ -256,3 +256,75 @@ def test_changes_are_those_of_the_first_and_the_last_evaluation(tmp_path: Path) 
 def test_changes_of_a_run_without_evaluation(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text('{"log_history": [{"loss": 1.0, "step": 1}]}')
     assert changes(tmp_path) == [f"model       {tmp_path / 'export'}"]
+
+
+class Recorder:
+    """Generator of a user: counts what it gets, and returns completions of different lengths."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.calls: list[tuple[int, int]] = []
+
+    def set_weight(self, name: str, weight: torch.Tensor) -> None:
+        assert type(weight) is torch.Tensor
+        self.names.append(name)
+
+    def generate(self, prompts: list[list[int]], settings: dict[str, Any], seed: int) -> list[list[int]]:
+        assert settings["max_new_tokens"] == 8
+        self.calls.append((len(prompts), seed))
+        return [[8, 9, 10, 2][index % 3 :] for index in range(len(prompts))]
+
+
+def _with_recorder(rank: int, ranks: int, job: TrainerJob) -> tuple[list[str], list[tuple[int, int]], list[float]]:
+    AcceleratorState._reset_state(True)
+    try:
+        with mock.patch.dict("os.environ", variables_of(rank, ranks)):
+            trainer, recorder = make_trainer(job), Recorder()
+            trainer.generator = recorder
+            trainer.train()
+            lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "reward" in row]
+            return recorder.names, recorder.calls, lengths
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+@pytest.mark.parametrize("layout", ["zero 3", "tp2"])
+def test_a_generator_of_a_user_gets_each_weight_and_all_prompts(
+    layout: str, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    ranks, plan = LAYOUTS[layout]
+    job = job_of("grpo", small_model, write_rows(ROWS["grpo"]), tmp_path / "run", plan)
+    job = job.model_copy(update={"data": job.data.model_copy(update={"held_out": 0.0})})
+    (names, calls, lengths), (_, others, _) = run_ranks(ranks, _with_recorder, job, timeout=120)
+    weights = dict(AutoModelForCausalLM.from_pretrained(small_model).named_parameters())
+    assert names == list(weights) * 3  # before each of three steps
+    assert [rows for rows, _ in calls] == [4 if layout == "zero 3" else 2] * 6  # of each rank
+    assert len({seed for _, seed in calls}) == 6
+    assert others == []  # rank 0 alone calls it
+    assert all(2 <= length <= 4 for length in lengths)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize(("layout", "adapter"), [("zero 3", "none"), ("zero 2", "lora"), ("tp2", "none")])
+def test_a_process_generates_the_completions_of_a_copy(
+    layout: str, adapter: Any, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    rows, (ranks, plan) = write_rows(ROWS["grpo"]), LAYOUTS[layout]
+    for generator in ("copy", "process"):
+        more = {"learning_rate": 2e-2, "per_device_eval_batch_size": 4}
+        job = job_of("grpo", small_model, rows, tmp_path / generator, plan, **more)
+        trainer = job.trainer.model_copy(update={"generator": generator})
+        job = job.model_copy(update={"trainer": trainer, "adapter": Adapter(kind=adapter, r=4)})
+        job.check("job")
+        run_ranks(ranks, train_on_rank, job, None, timeout=120)
+    found, expected = (
+        [
+            {key: row[key] for key in row if key in (*COUNTED, "reward", "entropy", "eval_reward")}
+            for row in json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        ]
+        for name in ("process", "copy")
+    )
+    assert found == expected
+    assert sum("reward" in row for row in found) == 3
+    assert sum("eval_reward" in row for row in found) == 2

@@ -45,6 +45,9 @@ class Trainer(Table):
     rewards."""
     rewards: tuple[str, ...] = ()
     """Functions of yours, "package.module:function", as TRL calls them, or folders of reward models; for grpo and rloo."""
+    generator: Literal["copy", "process"] = "copy"
+    """Place where completions are generated for grpo and rloo. copy: in each rank, by a copy of the full model that it makes
+    and frees; process: in one process on the host of rank 0, on a device without a rank; no rank holds the full model."""
     options: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
     """Settings of TRL's own configuration of this trainer, such as `beta`, `learning_rate` and `max_steps`."""
 
@@ -96,6 +99,8 @@ class TrainerJob(Table):
                 if generates
                 else "remove trainer.rewards",
             )
+        if self.trainer.generator == "process":
+            self._check_generator(generates, where)
         if self.data.eval_path and self.data.held_out:
             raise JobError(
                 f"data.eval_path with data.held_out = {self.data.held_out}",
@@ -125,6 +130,18 @@ class TrainerJob(Table):
                 where=where,
                 rule="a trainer starts new adapters, lora or dora, on a model folder",
                 fix='merge earlier adapters by `weft export RUN TO --merge`, and set adapter.kind = "lora"',
+            )
+
+    def _check_generator(self, generates: bool, where: str) -> None:
+        """Check the keys beside `trainer.generator = "process"`."""
+        loading = self.trainer.options.get("model_init_kwargs")
+        if not generates or loading:
+            raise JobError(
+                'trainer.generator = "process" '
+                + (f"with model_init_kwargs = {loading}" if generates else f"for trainer.kind = {self.trainer.kind}"),
+                where=where,
+                rule="the process loads model.path by itself, and generates completions for grpo and rloo",
+                fix='set trainer.generator = "copy"' + (", or remove model_init_kwargs" if generates else ""),
             )
 
     def to_toml(self) -> str:

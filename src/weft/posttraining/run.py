@@ -17,7 +17,7 @@ from weft.launch.launcher import default_ranks
 from weft.launch.rendezvous import RendezvousConfig
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.report import TIMES, read_history, write_report
-from weft.posttraining.trainers import EXPORT, check_job
+from weft.posttraining.trainers import EXPORT, check_job, generator_device
 from weft.precision.dtypes import explain_precision
 from weft.training.metrics import read_task_evaluations
 from weft.training.run_folder import HeldFolders, check_writable, make_run_id
@@ -62,6 +62,8 @@ def train_with_trainer(
         if held:
             with keep_interrupts():
                 rows = check_job(job, all_ranks)
+                if job.trainer.generator == "process":
+                    generator_device(device, here)
             if resume is None and (aside := held.move_aside()):
                 log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
             make_run_id(out)

@@ -10,6 +10,7 @@ import transformers
 
 from weft.adapters.model import build_model, peft_config
 from weft.device.detect import detect
+from weft.device.device import Device
 from weft.errors import JobError
 from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.trainer import check_trainer, with_weft
@@ -129,6 +130,26 @@ def _check_router_loss(job: TrainerJob, plan: Plan) -> None:
             rule="the auxiliary loss of the routers needs all tokens of a row on each rank",
             fix=f"set trainer.options.router_aux_loss_coef = 0, or plan.parallel.{axis} = 1",
         )
+
+
+def generator_device(device: Device, ranks: int) -> torch.device:
+    """Device of the process that generates completions: the CPU, or the first accelerator without a rank.
+
+    Args:
+        device: device of this host.
+        ranks: ranks on this host.
+
+    Raises:
+        JobError: each accelerator has a rank.
+    """
+    if device.type != "cpu" and ranks >= device.count:
+        raise JobError(
+            f'trainer.generator = "process" with {ranks} ranks on {device.count} {device.type} devices',
+            where="trainer.generator",
+            rule="the process that generates completions needs a device without a rank",
+            fix=f'set --nproc-per-node {max(device.count - 1, 1)}, or trainer.generator = "copy"',
+        )
+    return device.torch_device(0 if device.type == "cpu" else ranks)
 
 
 def make_trainer(job: TrainerJob) -> Any:
