@@ -85,7 +85,8 @@ class Adapter(Table):
     alpha: Annotated[float, Field(gt=0)] = 16.0
     """The output of an adapter is scaled by alpha / r."""
     targets: str | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Linear layers with an adapter, by the end of their names, such as ["q_proj", "v_proj"]; "all-linear": all in blocks."""
+    """Linear layers with an adapter, by the end of their names, such as ["q_proj", "v_proj"]; "all-linear": all in blocks.
+    "experts.NAME", such as "experts.down_proj", is the weight of all experts of a layer."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability of the input of an adapter."""
     path: str | None = None

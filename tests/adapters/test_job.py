@@ -128,6 +128,34 @@ def test_a_run_starts_from_the_adapter_of_another_run(finished: Path, base: Path
     assert losses(out)[0] < losses(finished)[0] - 0.01
 
 
+def test_adapters_of_experts_train_resume_and_merge(tmp_path: Path) -> None:
+    experts = {**family("qwen3_moe"), "vocab_size": 300}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**experts)).save_pretrained(tmp_path / "base")
+    targets = {"adapter": {"targets": ["experts.gate_up_proj", "experts.down_proj"]}}
+    precision = {"precision": {"param_dtype": "fp32"}}
+    job = job_of(tmp_path / "ep", tmp_path / "base", plan={"parallel": {"ep": 2}, **precision}, **targets)
+    out, _ = train_in_the_pool(job, 2)
+    assert losses(out)[-1] < losses(out)[0] - 1e-3
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    merged: Any = peft.PeftModel.from_pretrained(plain, str(out / "export")).merge_and_unload()
+    result = typer.testing.CliRunner().invoke(app, ["export", str(out), str(tmp_path / "merged"), "--merge"])
+    assert result.exit_code == 0, result.output
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    untouched = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).state_dict()
+    for name, weight in merged.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], weight, rtol=0, atol=1e-6)
+        assert torch.equal(weight, untouched[name]) == (".experts." not in name), name
+    again = job_of(tmp_path / "tp", tmp_path / "base", plan={"parallel": {"tp": 2}, **precision}, **targets)
+    again = again.model_copy(update={"data": job.data})
+    resumed, _ = train_in_the_pool(again, 2, resume=str(folder_of(out, 2)))
+    assert losses(resumed)[-2:] == pytest.approx(losses(out)[-2:], rel=1e-5)
+    started = job_of(tmp_path / "from", tmp_path / "base", train={"steps": 1}, plan=precision)
+    adapter = job.adapter.model_copy(update={"path": str(out / "export")})
+    started = started.model_copy(update={"data": job.data, "adapter": adapter})
+    assert losses(train_in_the_pool(started, 2)[0])[0] < losses(out)[0] - 1e-3
+
+
 # Bad input
 
 

@@ -18,7 +18,7 @@ from tests.lab.families import family
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
 from weft.job import Adapter
-from weft.plan import Pipeline
+from weft.plan import Memory, Pipeline
 
 LLAMA: dict[str, Any] = family("llama")
 Start = tuple[Path, AdapterRecord]
@@ -49,11 +49,15 @@ def test_adapters_equal_those_of_peft(starts: dict[str, Start], kind: Any, paral
     assert_adapter_parity(found, expected, pipeline="pp" in parallel)
 
 
-def parity_of(tmp_path: Path, config: dict[str, Any], kind: Any, targets: Any, ranks: int, **parallel: Any) -> None:
+def parity_of(
+    tmp_path: Path, config: dict[str, Any], kind: Any, targets: Any, ranks: int, memory: Any = None, **parallel: Any
+) -> None:
     folder = start_folder(tmp_path / "adapter", config, kind, targets)
     adapter = Adapter(kind=kind, r=4, alpha=8, path=str(folder), targets=targets)
-    found = run_ranks(ranks, run_job, job_for(config, plan_for("fp32", **parallel), adapter), batches_for(config), 1)
-    assert_adapter_parity(found, reference(config, folder, batches_for(config)))
+    plan = plan_for("fp32", Pipeline(schedule="1f1b") if "pp" in parallel else None, **parallel)
+    job = job_for(config, plan.model_copy(update={"memory": memory or Memory()}), adapter)
+    found = run_ranks(ranks, run_job, job, batches_for(config), 1)
+    assert_adapter_parity(found, reference(config, folder, batches_for(config)), pipeline="pp" in parallel)
 
 
 @pytest.mark.thin(3)
@@ -61,6 +65,28 @@ def parity_of(tmp_path: Path, config: dict[str, Any], kind: Any, targets: Any, r
 @pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "sp": False}], ids=str)
 def test_adapters_of_the_attention_of_a_mixture_of_experts(tmp_path: Path, kind: Any, parallel: dict[str, Any]) -> None:
     parity_of(tmp_path, family("qwen3_moe"), kind, ["q_proj", "o_proj"], 2, **parallel)
+
+
+EXPERTS = ["o_proj", "experts.gate_up_proj", "experts.down_proj"]
+EXPERT_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    *((2, {"zero": stage}) for stage in (0, 2, 3)),
+    *((2, {"ep": 2, "zero": stage}) for stage in (0, 2, 3)),
+    *((2, {"tp": 2}), (2, {"tp": 2, "sp": False}), (2, {"tp": 2, "ep": 2}), (2, {"cp": 2}), (2, {"pp": 2})),
+    *((4, {"tp": 2, "zero": 3}), (4, {"ep": 2, "zero": 2}), (4, {"ep": 4}), (4, {"ep": 2, "tp": 2, "zero": 3})),
+]
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize(("ranks", "parallel"), EXPERT_LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_adapters_of_experts(tmp_path: Path, name: str, ranks: int, parallel: dict[str, Any]) -> None:
+    """Weights [experts, out, in]; [experts, in, out] with biases; shared experts, and a first block without experts."""
+    parity_of(tmp_path, family(name), "lora", EXPERTS, ranks, **parallel)
+
+
+@pytest.mark.parametrize("recompute", ["block", "mlp"])
+def test_adapters_of_recomputed_experts(tmp_path: Path, recompute: Any) -> None:
+    parity_of(tmp_path, family("qwen3_moe"), "lora", EXPERTS[1:], 2, Memory(recompute=(recompute,)), ep=2, zero=3)
 
 
 @pytest.mark.thin(5)

@@ -1,18 +1,23 @@
 """Planner and dry run of jobs with adapters."""
 
+import re
 import sys
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.lab.adapters import job_for
 from tests.lab.families import family
 from tests.lab.parity import plan_for
 from weft.adapters.model import build_model, check_targets
-from weft.errors import JobError
+from weft.anatomy.transformers import read_anatomy
+from weft.errors import JobError, ModelError
 from weft.job import Adapter, Data, Job, Model
+from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.fsdp import model_state_bytes
 from weft.planner.costmodel.cluster_file import choose_cluster
 from weft.planner.dryrun.trace import trace
@@ -49,12 +54,46 @@ def test_the_search_and_the_dry_run_of_qlora_are_refused() -> None:
         trace(job_of("qlora", zero=2), 2, [0])
 
 
-def test_experts_in_one_tensor_are_refused_by_name() -> None:
-    config = family("qwen3_moe")
-    job = Job(model=Model(config=config), adapter=Adapter(kind="lora", targets=("q_proj", "experts.down_proj")))
-    with pytest.raises(JobError, match="is the weight of all experts of a layer") as caught:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"targets": ("q_proj", "down_proj")}, "'down_proj' is the weight of all experts of a layer"),
+        ({"targets": ("experts.up_proj",)}, "'experts.up_proj' matches no weight of experts"),
+        ({"targets": ("experts.down_proj",), "kind": "dora"}, "adapter.kind = 'dora' with the target"),
+        ({"targets": ("experts.down_proj",), "dropout": 0.1}, "adapter.dropout = 0.1 with the target"),
+    ],
+)
+def test_targets_that_are_no_weights_of_experts_are_refused(changes: dict[str, Any], message: str) -> None:
+    job = Job(model=Model(config=family("qwen3_moe")), adapter=Adapter(**{"kind": "lora", **changes}))
+    with pytest.raises(JobError, match=re.escape(message)) as caught:
         check_model(job.model_copy(update={"plan": job.plan.resolve(1)}))
-    assert "k_proj, o_proj, q_proj, v_proj" in str(caught.value)
+    assert "experts.down_proj" in str(caught.value.fix) or "or remove the target" in str(caught.value.fix)
+
+
+def test_a_target_that_peft_takes_for_that_of_experts_is_refused() -> None:
+    targets = ("q_proj", "shared_experts.down_proj", "experts.gate_up_proj")
+    job = Job(model=Model(config=family("glm4_moe")), adapter=Adapter(kind="lora", targets=targets))
+    with pytest.raises(JobError, match=r"PEFT gives .*\.shared_experts\.down_proj no adapter"):
+        check_model(job.model_copy(update={"plan": job.plan.resolve(1)}))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_dry_run_counts_adapters_of_experts(zero: int) -> None:
+    adapter = Adapter(kind="lora", r=4, targets=("experts.gate_up_proj", "experts.down_proj"))
+    job = job_for(family("qwen3_moe"), plan_for("fp32", zero=zero, ep=2), adapter)
+    trained = sum(p.numel() for p in build_model(job, torch.float32).parameters() if p.requires_grad)
+    (found,) = trace(job.model_copy(update={"data": Data(seq_len=32)}), 2, [0])
+    predicted = model_state_bytes(trained, found.plan)["optimizer"]
+    assert found.count.state_bytes["optimizer"] == pytest.approx(predicted, rel=0.02)
+    assert predicted == 2 * 4 * trained / (1 if zero == 0 else 2)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "q_proj.weight"])
+def test_adapters_on_other_parameters_are_refused(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(target_parameters=[name], target_modules=[]))
+    with pytest.raises(ModelError, match="an adapter of PEFT on the parameter weight"):
+        apply_expert_adapters(adapted.get_base_model(), read_anatomy(adapted.get_base_model()), None)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

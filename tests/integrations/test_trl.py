@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "sft dora": ("sft", "dora"),
     "dpo": ("dpo",),
     "dpo lora": ("dpo", "lora"),
+    "dpo experts": ("dpo", "experts", '{"router_aux_loss_coef": 0.0}'),
     "dpo padding-free": ("dpo", '{"padding_free": true}'),
     "kto": ("kto",),
     "kto lora": ("kto", "lora"),
@@ -60,17 +61,8 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {key: value for file in (folder / "final").glob("*.safetensors") for key, value in load_file(file).items()}
 
 
-@pytest.mark.thin(8)
-@pytest.mark.parametrize("layout", ["zero 3", "zero 0", "tp2", "tp2 without sp", "cp2", "tp2 x zero 2", "zero 2"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_unmodified_script_equals_one_process(kind: str, layout: str, references: dict[str, Path]) -> None:
-    if kind == "reward" and "cp" in LAYOUTS[layout][1]:
-        pytest.skip("refused, see below")
-    expected = reference(kind, references)
-    ranks, plan, batch = plan_of(layout)
-    found = references[""] / f"{kind}-{layout}".replace(" ", "-")
-    name, *options = KINDS[kind]
-    under(plan, ranks, "trl_script.py", name, found, batch, *options)
+def assert_equals(found: Path, expected: Path, options: tuple[str, ...]) -> None:
+    """Compare the logs and the saved weights of two runs."""
     rows, others = rows_of(found), rows_of(expected)
     assert len(rows) == len(others) == 3
     for now, then in zip(rows, others, strict=True):
@@ -83,19 +75,52 @@ def test_an_unmodified_script_equals_one_process(kind: str, layout: str, referen
             )
     weights, saved = weights_of(found), weights_of(expected)
     assert weights.keys() == saved.keys()
-    assert any("lora_A" in key for key in weights) == bool({"lora", "dora"} & set(options))
+    assert any("lora_A" in key for key in weights) == bool({"lora", "dora", "experts"} & set(options))
     for key, value in saved.items():
         assert torch.allclose(weights[key], value, atol=2e-4), key
 
 
-def test_a_saved_adapter_loads_in_peft(references: dict[str, Path]) -> None:
+@pytest.mark.thin(8)
+@pytest.mark.parametrize("layout", ["zero 3", "zero 0", "tp2", "tp2 without sp", "cp2", "tp2 x zero 2", "zero 2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unmodified_script_equals_one_process(kind: str, layout: str, references: dict[str, Path]) -> None:
+    if kind == "reward" and "cp" in LAYOUTS[layout][1]:
+        pytest.skip("refused, see below")
+    expected = reference(kind, references)
+    ranks, plan, batch = plan_of(layout)
+    found = references[""] / f"{kind}-{layout}".replace(" ", "-")
+    name, *options = KINDS[kind]
+    under(plan, ranks, "trl_script.py", name, found, batch, *options)
+    assert_equals(found, expected, KINDS[kind])
+
+
+@pytest.mark.parametrize("parallel", [{"ep": 2, "zero": 3}, {"ep": 2, "zero": 0}, {"ep": 2, "tp": 2}], ids=str)
+def test_adapters_of_experts_under_expert_parallelism(parallel: dict[str, Any], references: dict[str, Path]) -> None:
+    expected, plan = reference("dpo experts", references), Plan(parallel=Parallel(**parallel))
+    found = references[""] / f"experts-{'-'.join(map(str, parallel.values()))}"
+    batch = BATCH // plan.resolve(2).parallel.data_ranks
+    under(plan, 2, "trl_script.py", "dpo", found, batch, *KINDS["dpo experts"][1:])
+    assert_equals(found, expected, KINDS["dpo experts"])
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_the_auxiliary_loss_of_routers_is_refused_where_tokens_are_split(
+    axis: str, references: dict[str, Path]
+) -> None:
+    with pytest.raises(RankError, match="output_router_logits = True under tp or cp"):
+        under(Plan(parallel=Parallel(**{axis: 2})), 2, "trl_script.py", "dpo", references[""] / "aux", 4, "experts")
+
+
+@pytest.mark.parametrize("kind", ["sft lora", "dpo experts"])
+def test_a_saved_adapter_loads_in_peft(kind: str, references: dict[str, Path]) -> None:
     from peft import PeftModel
 
-    expected = reference("sft lora", references)
+    expected = reference(kind, references)
     ranks, plan, batch = plan_of("tp2")
-    found = references[""] / "adapter"
-    under(plan, ranks, "trl_script.py", "sft", found, batch, "lora")
-    start = references[""] / "start"
+    found = references[""] / f"adapter-{kind.replace(' ', '-')}"
+    name, *options = KINDS[kind]
+    under(plan, ranks, "trl_script.py", name, found, batch, *options)
+    start = references[""] / ("start-experts" if "experts" in options else "start")
     rows = torch.arange(5, 15)[None]
     logits = []
     for folder in (found, expected):

@@ -41,9 +41,11 @@ class AdapterRecord:
 
 def start_folder(folder: Path, config: dict[str, Any], kind: str, targets: Any = "all-linear", r: int = 4) -> Path:
     """Write an adapter with random matrices by stock PEFT: B is not zero, so that A has gradients from the first step."""
+    experts = [target for target in targets if "experts." in target] if targets != "all-linear" else []
     settings = peft.LoraConfig(
         r=r,
-        target_modules=targets,
+        target_modules=[target for target in targets if target not in experts] if experts else targets,
+        target_parameters=experts or None,
         use_dora=kind == "dora",
         lora_alpha=8,
         init_lora_weights=False,

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from tests.lab.families import family
 
 WORDS = ["weft", "warp", "loom", "shuttle", "thread", "yarn", "cloth", "weave", "reed", "heddle"]
 TEMPLATE = (
@@ -49,6 +58,17 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=len(fast), **sizes, **heads, **tokens)).save_pretrained(folder)
+    return folder
+
+
+def experts_model(folder: Path, small_model: Path) -> Path:
+    """Mixture of experts with the tokenizer of the small model."""
+    tokenizer = AutoTokenizer.from_pretrained(small_model)
+    tokenizer.save_pretrained(folder)
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**family("qwen3_moe"), "vocab_size": len(tokenizer), **tokens})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 

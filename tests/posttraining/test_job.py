@@ -4,22 +4,28 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import pytest
 import tomli_w
+import torch
 
-from tests.posttraining.conftest import PAIRS, ROWS
+from tests.posttraining.conftest import PAIRS, ROWS, experts_model
+from weft.device.detect import detect
 from weft.errors import DataError, JobError, PlanError
 from weft.job import has_trainer
 from weft.posttraining.job import Rows, TrainerJob
 from weft.posttraining.rows import check_rows, read_rows
-from weft.posttraining.trainers import check_job
+from weft.posttraining.trainers import check_job, generator_device
 
 
 def tables(**changes: Any) -> dict[str, Any]:
     start = {"out": "run", "model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "trainer": {"kind": "dpo"}}
     return {**start, **changes}
+
+
+GRPO = {"kind": "grpo", "rewards": ["math:floor"]}
 
 
 def load(folder: Path, **changes: Any) -> TrainerJob:
@@ -49,6 +55,11 @@ def test_a_job_is_read_and_written(tmp_path: Path) -> None:
         ({"trainer": {"kind": "dpo", "rewards": ["a:b"]}}, "dpo with 1 rewards"),
         ({"data": {"path": "a", "eval_path": "b", "held_out": 0.1}}, "data.eval_path with data.held_out"),
         ({"adapter": {"kind": "qlora"}}, "adapter.kind = qlora"),
+        ({"trainer": {"kind": "dpo", "generator": "process"}}, '"process" for trainer.kind = dpo'),
+        (
+            {"trainer": {**GRPO, "generator": "process", "options": {"model_init_kwargs": {"revision": "a"}}}},
+            '"process" with model_init_kwargs',
+        ),
         ({"adapter": {"kind": "lora", "path": "somewhere"}}, "adapter.path = somewhere"),
     ],
 )
@@ -95,6 +106,27 @@ def test_a_folder_with_adapters_is_refused(
     job = load(tmp_path, model={"path": str(tmp_path)}, data={"path": str(write_rows(PAIRS))})
     with pytest.raises(JobError, match="weft export RUN TO --merge"):
         check_job(job, 2)
+
+
+def test_the_auxiliary_loss_of_routers_is_refused_where_tokens_are_split(
+    small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    model = experts_model(tmp_path / "experts", small_model)
+    changes: dict[str, Any] = {"model": {"path": str(model)}, "data": {"path": str(write_rows(PAIRS))}}
+    job = load(tmp_path, plan={"parallel": {"tp": 2}}, **changes)
+    with pytest.raises(JobError, match=r"router_aux_loss_coef = 0\.001 with plan\.parallel\.tp = 2"):
+        check_job(job, 2)
+    check_job(load(tmp_path, plan={"parallel": {"ep": 2}}, **changes), 2)
+    check_job(TrainerJob.load(tmp_path / "job.toml", ["trainer.options.router_aux_loss_coef=0"]), 2)
+
+
+def test_the_process_that_generates_needs_a_device_without_a_rank() -> None:
+    assert generator_device(detect(), 4) == torch.device("cpu")
+    device = mock.Mock(type="cuda", count=4, torch_device=lambda index: torch.device("cuda", index))
+    assert generator_device(device, 3) == torch.device("cuda", 3)
+    with pytest.raises(JobError, match="with 4 ranks on 4 cuda devices") as caught:
+        generator_device(device, 4)
+    assert "--nproc-per-node 3" in str(caught.value.fix)
 
 
 def messages(*pairs: tuple[str, str]) -> list[dict[str, str]]:

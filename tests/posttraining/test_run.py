@@ -24,13 +24,15 @@ from tests.posttraining.conftest import ROWS
 from weft.errors import CheckpointError
 from weft.evaluation.source import model_folder
 from weft.job import Adapter, read_plan
+from weft.launch.heartbeat import Heartbeat
 from weft.plan import Parallel, Plan, Precision
 from weft.posttraining.export import export_model
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.rank import train
 from weft.posttraining.report import write_report
 from weft.posttraining.run import changes
-from weft.posttraining.trainers import check_job
+from weft.posttraining.trainers import check_job, make_trainer
+from weft.training.metrics import read_task_evaluations
 
 OPTIONS = {
     "max_steps": 3,
@@ -67,11 +69,11 @@ def job_of(kind: str, model: Path, rows: Path, out: Path, plan: Plan | None, **o
     return TrainerJob.model_validate({**tables, "plan": plan.model_dump() if plan else None})
 
 
-def _on_rank(rank: int, ranks: int, job: TrainerJob, checkpoint: str | None) -> None:
+def train_on_rank(rank: int, ranks: int, job: TrainerJob, checkpoint: str | None) -> None:
     AcceleratorState._reset_state(True)
     try:
         with mock.patch.dict("os.environ", variables_of(rank, ranks)):
-            train(job, checkpoint)
+            train(job, checkpoint, Heartbeat.open())
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
@@ -127,7 +129,7 @@ def test_a_job_equals_trl_in_one_process(
     own = {name: size // data_ranks for name, size in batches.items()}
     job = job_of(kind, small_model, rows, tmp_path / "weft", plan, **own)
     check_job(job, ranks)
-    run_ranks(ranks, _on_rank, job, None, timeout=120)
+    run_ranks(ranks, train_on_rank, job, None, timeout=120)
     found, expected = logs_of(tmp_path / "weft"), logs_of(tmp_path / "plain")
     assert len(found) == len(expected) == 5
     for now, then in zip(found, expected, strict=True):
@@ -146,10 +148,10 @@ def test_the_planner_chooses_the_plan_of_a_job(
     rows, out = write_rows(ROWS["dpo"]), tmp_path / "auto"
     job = job_of("dpo", small_model, rows, out, None)
     check_job(job, 2)
-    run_ranks(2, _on_rank, job, None, timeout=120)
+    run_ranks(2, train_on_rank, job, None, timeout=120)
     chosen = read_plan(out / "plan.toml")
     assert chosen.resolve(2).parallel.data_ranks == 2
-    run_ranks(2, _on_rank, job_of("dpo", small_model, rows, tmp_path / "given", chosen), None, timeout=120)
+    run_ranks(2, train_on_rank, job_of("dpo", small_model, rows, tmp_path / "given", chosen), None, timeout=120)
     assert logs_of(out) == logs_of(tmp_path / "given")
 
 
@@ -163,7 +165,7 @@ def test_rewards_rise(
     job = job_of(kind, small_model, rows, tmp_path / "run", plan, max_steps=20, learning_rate=2e-2, beta=0.0)
     job = job.model_copy(update={"data": job.data.model_copy(update={"held_out": 0.0})})
     check_job(job, ranks)
-    run_ranks(ranks, _on_rank, job, None, timeout=120)
+    run_ranks(ranks, train_on_rank, job, None, timeout=120)
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     rewards = [row["reward"] for row in history if "reward" in row]
     assert len(rewards) == 20
@@ -176,10 +178,10 @@ def test_a_run_resumes_under_another_plan(
     rows = write_rows(ROWS["dpo"])
     saving = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
     job = job_of("dpo", small_model, rows, tmp_path / "run", LAYOUTS["zero 2"][1], **saving)
-    run_ranks(2, _on_rank, job, None, timeout=120)
+    run_ranks(2, train_on_rank, job, None, timeout=120)
     rest = {**saving, "per_device_train_batch_size": 8}
     again = job_of("dpo", small_model, rows, tmp_path / "again", LAYOUTS["tp2"][1], **rest)
-    run_ranks(2, _on_rank, again, str(tmp_path / "run" / "checkpoint-2"), timeout=120)
+    run_ranks(2, train_on_rank, again, str(tmp_path / "run" / "checkpoint-2"), timeout=120)
     whole, resumed = ([row for row in logs_of(tmp_path / name) if "grad_norm" in row] for name in ("run", "again"))
     assert len(whole) == len(resumed) == 3
     assert resumed[-1] == pytest.approx(whole[-1], rel=1e-4, abs=1e-5)
@@ -192,12 +194,17 @@ def test_the_command_trains_evaluates_and_exports(
     path = tmp_path / "job.toml"
     path.write_text(job_of("dpo", small_model, rows, tmp_path / "not here", LAYOUTS["zero 2"][1]).to_toml())
     weft = str(Path(sys.executable).parent / "weft")
-    lora = ["--set", "adapter.kind=lora", "--set", "adapter.r=4"]
-    with Command([weft, "train", str(path), "--nproc-per-node", "2", "--out", str(out), *lora]) as command:
+    (tmp_path / "texts.jsonl").write_text('{"text": "Say 1 : weft warp"}\n')
+    keys = {"adapter.kind": "lora", "adapter.r": 4, "eval.tasks": [str(tmp_path / "texts.jsonl")], "eval.every": 2}
+    set_ = [part for key, value in keys.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    with Command([weft, "train", str(path), "--nproc-per-node", "2", "--out", str(out), *set_]) as command:
         assert command.wait() == 0, command.printed()
     printed = [line.text for line in command.lines]
     assert "data        24 rows to train on, 8 to evaluate on" in printed
     assert "evaluation  after step 0 -> after step 3" in printed
+    assert "tasks       after step 0 -> after step 3" in printed
+    assert any(line.startswith("step 2  texts/word_perplexity ") for line in printed)
+    assert [row.step for row in read_task_evaluations(out / "eval.jsonl")] == [0, 2, 3]
     assert printed[-2:] == [f"model       {out / 'export'}", f"report      {out / 'report.html'}"]
     assert not any("Warning" in line or "Traceback" in line for line in printed), command.printed()
     assert (out / "export" / "adapter_config.json").is_file()
@@ -215,7 +222,7 @@ def test_adapters_are_exported_and_merged(
     (out / "job.toml").write_text(job.to_toml())
     with pytest.raises(CheckpointError, match="has no model yet"):
         export_model(out, tmp_path / "early", merge=True, dtype="fp32")
-    run_ranks(2, _on_rank, job, None, timeout=120)
+    run_ranks(2, train_on_rank, job, None, timeout=120)
     with pytest.raises(CheckpointError, match="has adapters at its end"), model_folder(out, None):
         pass
     code = html.unescape(re.findall(r"<pre[^>]*>(.*?)</pre>", write_report(out).read_text(), re.DOTALL)[0])
@@ -249,3 +256,75 @@ def test_changes_are_those_of_the_first_and_the_last_evaluation(tmp_path: Path) 
 def test_changes_of_a_run_without_evaluation(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text('{"log_history": [{"loss": 1.0, "step": 1}]}')
     assert changes(tmp_path) == [f"model       {tmp_path / 'export'}"]
+
+
+class Recorder:
+    """Generator of a user: counts what it gets, and returns completions of different lengths."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.calls: list[tuple[int, int]] = []
+
+    def set_weight(self, name: str, weight: torch.Tensor) -> None:
+        assert type(weight) is torch.Tensor
+        self.names.append(name)
+
+    def generate(self, prompts: list[list[int]], settings: dict[str, Any], seed: int) -> list[list[int]]:
+        assert settings["max_new_tokens"] == 8
+        self.calls.append((len(prompts), seed))
+        return [[8, 9, 10, 2][index % 3 :] for index in range(len(prompts))]
+
+
+def _with_recorder(rank: int, ranks: int, job: TrainerJob) -> tuple[list[str], list[tuple[int, int]], list[float]]:
+    AcceleratorState._reset_state(True)
+    try:
+        with mock.patch.dict("os.environ", variables_of(rank, ranks)):
+            trainer, recorder = make_trainer(job), Recorder()
+            trainer.generator = recorder
+            trainer.train()
+            lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "reward" in row]
+            return recorder.names, recorder.calls, lengths
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+@pytest.mark.parametrize("layout", ["zero 3", "tp2"])
+def test_a_generator_of_a_user_gets_each_weight_and_all_prompts(
+    layout: str, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    ranks, plan = LAYOUTS[layout]
+    job = job_of("grpo", small_model, write_rows(ROWS["grpo"]), tmp_path / "run", plan)
+    job = job.model_copy(update={"data": job.data.model_copy(update={"held_out": 0.0})})
+    (names, calls, lengths), (_, others, _) = run_ranks(ranks, _with_recorder, job, timeout=120)
+    weights = dict(AutoModelForCausalLM.from_pretrained(small_model).named_parameters())
+    assert names == list(weights) * 3  # before each of three steps
+    assert [rows for rows, _ in calls] == [4 if layout == "zero 3" else 2] * 6  # of each rank
+    assert len({seed for _, seed in calls}) == 6
+    assert others == []  # rank 0 alone calls it
+    assert all(2 <= length <= 4 for length in lengths)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize(("layout", "adapter"), [("zero 3", "none"), ("zero 2", "lora"), ("tp2", "none")])
+def test_a_process_generates_the_completions_of_a_copy(
+    layout: str, adapter: Any, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
+) -> None:
+    rows, (ranks, plan) = write_rows(ROWS["grpo"]), LAYOUTS[layout]
+    for generator in ("copy", "process"):
+        more = {"learning_rate": 2e-2, "per_device_eval_batch_size": 4}
+        job = job_of("grpo", small_model, rows, tmp_path / generator, plan, **more)
+        trainer = job.trainer.model_copy(update={"generator": generator})
+        job = job.model_copy(update={"trainer": trainer, "adapter": Adapter(kind=adapter, r=4)})
+        job.check("job")
+        run_ranks(ranks, train_on_rank, job, None, timeout=120)
+    found, expected = (
+        [
+            {key: row[key] for key in row if key in (*COUNTED, "reward", "entropy", "eval_reward")}
+            for row in json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        ]
+        for name in ("process", "copy")
+    )
+    assert found == expected
+    assert sum("reward" in row for row in found) == 3
+    assert sum("eval_reward" in row for row in found) == 2

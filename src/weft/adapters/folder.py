@@ -41,7 +41,6 @@ UNSUPPORTED: dict[str, Any] = {
     "rank_pattern": {},
     "alpha_pattern": {},
     "layer_replication": None,
-    "target_parameters": None,
     "trainable_token_indices": None,
     "lora_bias": False,
 }

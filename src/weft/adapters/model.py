@@ -19,6 +19,7 @@ from weft.checkpoint.model_config import read_config
 from weft.errors import JobError, PlanError, nearest
 from weft.job import Adapter, Job
 from weft.own_code import import_extra
+from weft.parallel.expert_adapters import WRAPPER
 
 ALL_LINEAR = "all-linear"
 NAME = "default"
@@ -56,22 +57,40 @@ def add_adapters(model: Any, adapter: Adapter, seed: int | None = None) -> None:
         _quantize(model, adapter)
     if seed is not None:
         torch.manual_seed(seed)
+    layers = [name for name in _linear_layers(model) if is_target(name, adapter)]
     on_meta = next(model.parameters()).is_meta
     try:
         peft.inject_adapter_in_model(peft_config(adapter), model, NAME, low_cpu_mem_usage=on_meta)
     except ValueError as error:
         raise _refused_by_peft(str(error)) from None
-    # PEFT adapts the experts of a family in one tensor, where their names match, by parametrizations of torch in forward.
-    wrapped = [name for name, module in model.named_modules() if type(module).__name__ == "ParamWrapper"]
-    if wrapped:
-        raise _refused_by_peft(f"{wrapped[0]} holds the weights of all its experts in one tensor")
+    _check_conversion(model, adapter, layers)
+
+
+def _check_conversion(model: nn.Module, adapter: Adapter, layers: list[str]) -> None:
+    """Refuse adapters elsewhere than the targets say: PEFT takes names of the layers of experts before Transformers 5, such as
+    w1 or gate_proj, for the weights of all experts.
+
+    Args:
+        model: model with adapters.
+        adapter: table of the job.
+        layers: linear layers that the targets name.
+    """
+    for name in layers:
+        if not hasattr(model.get_submodule(name), "lora_A"):
+            raise _refused_by_peft(f"PEFT gives {name} no adapter, because it takes its name for that of experts")
+    named = {target.rpartition(".")[2] for target in _expert_targets(adapter)}
+    for name, module in model.named_modules():
+        if type(module).__name__ == WRAPPER:
+            wrapper: Any = module
+            if wrapper.parameter_name not in named or wrapper.r[NAME] != adapter.r:
+                raise _refused_by_peft(f"{name} holds the weights of all its experts in one tensor")
 
 
 def _refused_by_peft(problem: str) -> JobError:
     return JobError(
         problem,
         where="adapter.targets",
-        rule="adapters are around linear layers, whose weights are matrices",
+        rule="adapters are around linear layers, and around weights of experts as they are named in the model",
         fix='name the layers without experts, for example adapter.targets = ["q_proj", "k_proj", "v_proj", "o_proj"]',
     )
 
@@ -81,7 +100,8 @@ def peft_config(adapter: Adapter) -> Any:
     return import_peft().LoraConfig(
         r=adapter.r,
         lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
-        target_modules=ALL_LINEAR if adapter.targets == ALL_LINEAR else _targets(adapter),
+        target_modules=ALL_LINEAR if adapter.targets == ALL_LINEAR else _linear_targets(adapter),
+        target_parameters=_expert_targets(adapter) or None,
         lora_dropout=adapter.dropout,
         use_dora=adapter.kind == "dora",
         task_type="CAUSAL_LM",
@@ -156,32 +176,27 @@ def check_plan(job: Job) -> None:
 
 
 def check_targets(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Refuse targets that are not linear layers of the model's blocks.
+    """Refuse targets that are neither linear layers of the model's blocks nor weights of its experts.
 
     Args:
         model: model without adapters.
         adapter: table of the job.
 
     Raises:
-        JobError: a target matches no module, or a module that is no linear layer of a block.
+        JobError: a target matches nothing, or a module that is no linear layer of a block.
     """
-    anatomy = read_anatomy(model)
-    blocks = tuple(f"{block.name}." for block in anatomy.blocks)
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and name.startswith(blocks)
-    }
+    linear = _linear_layers(model)
     if not linear:
         raise JobError(
-            f"adapter.kind = {adapter.kind} for a {anatomy.family} model without linear layers in its blocks",
+            f"adapter.kind = {adapter.kind} for a {model.config.model_type} model without linear layers in its blocks",
             where="adapter.kind",
             rule="adapters are around linear layers",
             fix='set adapter.kind = "none"',
         )
     if adapter.targets == ALL_LINEAR:
         return
-    for target in _targets(adapter):
+    _check_expert_targets(model, adapter)
+    for target in _linear_targets(adapter):
         found = [(name, module) for name, module in model.named_modules() if _matches(name, target)]
         fused = _fused_experts(model, target)
         wrong = next((name for name, _ in found if name not in linear), None)
@@ -191,11 +206,47 @@ def check_targets(model: PreTrainedModel, adapter: Adapter) -> None:
         rule, fix = "a target is the end of the name of a linear layer in a block", nearest(target, _last_names(linear))
         if fused:
             what = f"the target {target!r} is the weight of all experts of a layer, {fused}"
-            rule = "adapters are around linear layers, and this family keeps the weights of its experts in one tensor"
-            fix = f"leave it out of adapter.targets; linear layers are {', '.join(_last_names(linear))}"
+            rule = "weights of experts are named with the module in front, and linear layers by their names alone"
+            fix = f"write {'.'.join(fused.split('.')[-2:])!r}; linear layers are {', '.join(_last_names(linear))}"
         elif wrong is not None:
             what = f"the target {target!r} matches {wrong}, which is no linear layer of a block"
         raise JobError(what, where="adapter.targets", rule=rule, fix=fix)
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Names of the linear layers of the blocks of a model without adapters."""
+    blocks = tuple(f"{block.name}." for block in read_anatomy(model).blocks)
+    modules = model.named_modules()
+    return [name for name, module in modules if isinstance(module, nn.Linear | Conv1D) and name.startswith(blocks)]
+
+
+def _check_expert_targets(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Refuse targets that are no weights of experts, or adapters that PEFT does not have for them.
+
+    Raises:
+        JobError: names the target.
+    """
+    for target in _expert_targets(adapter):
+        if _fused_experts(model, target) is None:
+            ends = {".".join(name.split(".")[-2:]) for name, p in model.named_parameters() if p.ndim == 3}
+            stacked = sorted(end for end in ends if end.startswith("experts."))
+            raise JobError(
+                f"the target {target!r} matches no weight of experts of the model",
+                where="adapter.targets",
+                rule="experts.NAME is a weight of all experts of a layer, [experts, rows, columns]",
+                fix=f"name one of {', '.join(stacked)}" if stacked else "remove it: the model has no such weight",
+            )
+        for key, is_set, allowed in (
+            ("kind", adapter.kind != "lora", "lora"),
+            ("dropout", adapter.dropout > 0, 0.0),
+        ):
+            if is_set:
+                raise JobError(
+                    f"adapter.{key} = {getattr(adapter, key)!r} with the target {target!r}",
+                    where=f"adapter.{key}",
+                    rule="adapters on weights of experts are those of LoRA without dropout, in PEFT as well",
+                    fix=f"set adapter.{key} = {allowed!r}, or remove the target",
+                )
 
 
 def is_target(name: str, adapter: Adapter) -> bool:
@@ -210,6 +261,15 @@ def is_target(name: str, adapter: Adapter) -> bool:
 
 def _targets(adapter: Adapter) -> list[str]:
     return [adapter.targets] if isinstance(adapter.targets, str) else list(adapter.targets)
+
+
+def _expert_targets(adapter: Adapter) -> list[str]:
+    """Targets that are weights of experts, which PEFT calls `target_parameters`."""
+    return [target for target in _targets(adapter) if target.split(".")[-2:-1] == ["experts"]]
+
+
+def _linear_targets(adapter: Adapter) -> list[str]:
+    return [target for target in _targets(adapter) if target not in _expert_targets(adapter)]
 
 
 def _matches(name: str, target: str) -> bool:

@@ -148,8 +148,15 @@ def _read_block(name: str, block: nn.Module, config: Any) -> Block:
                 found.append(full)
         return tuple(found)
 
+    def without_wrappers(full: str) -> str:
+        """Name of the module with the weights, inside of the wrappers of PEFT around it."""
+        while f"{full}.base_layer" in modules:
+            full = f"{full}.base_layer"
+        return full
+
+    modules = {f"{name}.{child}" for child, _ in block.named_modules()}
     mlp = find(MLP)
-    experts = find(EXPERTS, mlp)
+    experts = tuple(map(without_wrappers, find(EXPERTS, mlp)))
     return Block(
         name=name,
         attention=find(ATTENTION),

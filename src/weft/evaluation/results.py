@@ -57,6 +57,10 @@ class TaskEvaluation:
             if metric.value is not None
         }
 
+    def text(self) -> str:
+        """Line with all finite values, for the terminal."""
+        return ", ".join(f"{name} {value:.4f}" for name, value in self.values().items())
+
 
 @dataclass(frozen=True)
 class ModelResults:

@@ -79,6 +79,7 @@ class FullOutputs(ReadOutputs):
         rows = args[0] if args else kwargs.get("input_ids")
         if not isinstance(rows, Tensor):
             return None  # `shard_inputs` refuses it
+        _refuse_router_loss(self.model, kwargs)
         fused = take_arguments(self.model, kwargs)
         self._calls.append(_Call(rows.shape[1], kwargs.pop("logits_to_keep", 0), fused))
         return args, kwargs
@@ -112,6 +113,23 @@ def prepare_outputs(core: Any, is_mixed: bool) -> list[ReadOutputs]:
     if is_mixed and parallelized.plan.precision.param_dtype in ("bf16", "fp16"):
         found.append(Float32Outputs(core))
     return found
+
+
+def _refuse_router_loss(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Refuse the auxiliary loss of routers, which a rank would compute from its own tokens.
+
+    Raises:
+        ModelError: the forward returns router logits; the same on every rank.
+    """
+    wanted = arguments.get("output_router_logits")
+    if getattr(model.config.get_text_config(), "output_router_logits", False) if wanted is None else wanted:
+        raise ModelError(
+            "output_router_logits = True under tp or cp",
+            where="plan.parallel",
+            rule="the auxiliary loss of the routers needs all tokens of a row on each rank",
+            fix="set output_router_logits = False in the configuration of the model, and router_aux_loss_coef = 0 in the "
+            "arguments of a trainer of TRL; or use ZeRO and ep alone",
+        )
 
 
 def _refuse_local(model: PreTrainedModel, output: Any) -> None:

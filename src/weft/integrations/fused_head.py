@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.data import IGNORED
-from weft.errors import ModelError
 from weft.parallel.logits import gather_tokens, tokens_of_rank
 from weft.parallel.loss import vocab_size
 from weft.parallel.runtime import runtime
@@ -59,17 +58,7 @@ def fused_output(model: Any, logits: Tensor, tokens: int, call: dict[str, Any]) 
     Returns:
         `FusedCausalLMOutput` with all fields per token, float32, zero where the label is -100; of TRL 1.14, the output with
         a loss and counts of this data rank.
-
-    Raises:
-        ModelError: the model returns router logits, whose auxiliary loss needs all tokens of a row on each rank.
     """
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise ModelError(
-            "TRL's fused head with output_router_logits = True under tp or cp",
-            where="plan.parallel",
-            rule="the auxiliary loss of the routers needs all tokens of a row on each rank",
-            fix="set output_router_logits = False in the configuration of the model, or use ZeRO and ep alone",
-        )
     targets, counted = call.get("shift_labels"), tokens
     if targets is None:
         targets, counted = F.pad(call["labels"][:, 1:], (0, 1), value=IGNORED), tokens - 1

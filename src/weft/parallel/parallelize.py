@@ -25,6 +25,7 @@ from weft.parallel.ddp import apply_ddp
 from weft.parallel.documents import check_masks
 from weft.parallel.dropout import replace_dropout
 from weft.parallel.expert import check_experts, overlap_shared_experts, split_experts
+from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
@@ -98,6 +99,7 @@ def parallelize(
     expert_mesh = build_expert_mesh(plan, mesh.device_type) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
     if expert_mesh is not None:
         apply_ep(model, anatomy, plan, expert_mesh)
+    apply_expert_adapters(model, anatomy, expert_mesh)
     queue = WeightGradientQueue() if p.pp > 1 and splits_backward(plan) else None
     if p.tp > 1:
         runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)

@@ -11,7 +11,7 @@ import tomli_w
 from pydantic import Field, ValidationError
 
 from weft.errors import JobError
-from weft.job import Adapter, assign, plan_tables, read_toml
+from weft.job import Adapter, Eval, assign, plan_tables, read_toml
 from weft.plan import Plan, Table
 from weft.refusal import explain, refuse_invalid_numbers
 
@@ -45,6 +45,9 @@ class Trainer(Table):
     rewards."""
     rewards: tuple[str, ...] = ()
     """Functions of yours, "package.module:function", as TRL calls them, or folders of reward models; for grpo and rloo."""
+    generator: Literal["copy", "process"] = "copy"
+    """Place where completions are generated for grpo and rloo. copy: in each rank, by a copy of the full model that it makes
+    and frees; process: in one process on the host of rank 0, on a device without a rank; no rank holds the full model."""
     options: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
     """Settings of TRL's own configuration of this trainer, such as `beta`, `learning_rate` and `max_steps`."""
 
@@ -56,6 +59,7 @@ class TrainerJob(Table):
     adapter: Adapter = Adapter()
     data: Rows
     trainer: Trainer
+    eval: Eval = Eval()
     plan: Plan | None = Plan()
     """None, in TOML "auto": the planner chooses the plan when the ranks have loaded the model."""
     out: str
@@ -95,12 +99,21 @@ class TrainerJob(Table):
                 if generates
                 else "remove trainer.rewards",
             )
+        if self.trainer.generator == "process":
+            self._check_generator(generates, where)
         if self.data.eval_path and self.data.held_out:
             raise JobError(
                 f"data.eval_path with data.held_out = {self.data.held_out}",
                 where=where,
                 rule="the rows to evaluate on have one source",
                 fix="remove one of the two keys",
+            )
+        if self.eval.tasks and self.trainer.kind == "reward":
+            raise JobError(
+                f"trainer.kind = reward with eval.tasks = {list(self.eval.tasks)}",
+                where=where,
+                rule="tasks are evaluated by the probabilities of tokens, and a reward model returns one number for a text",
+                fix="remove eval.tasks; data.held_out evaluates the rewards",
             )
         if self.adapter.kind == "qlora" or self.adapter.path or self.adapter.base:
             key, value = next(
@@ -117,6 +130,18 @@ class TrainerJob(Table):
                 where=where,
                 rule="a trainer starts new adapters, lora or dora, on a model folder",
                 fix='merge earlier adapters by `weft export RUN TO --merge`, and set adapter.kind = "lora"',
+            )
+
+    def _check_generator(self, generates: bool, where: str) -> None:
+        """Check the keys beside `trainer.generator = "process"`."""
+        loading = self.trainer.options.get("model_init_kwargs")
+        if not generates or loading:
+            raise JobError(
+                'trainer.generator = "process" '
+                + (f"with model_init_kwargs = {loading}" if generates else f"for trainer.kind = {self.trainer.kind}"),
+                where=where,
+                rule="the process loads model.path by itself, and generates completions for grpo and rloo",
+                fix='set trainer.generator = "copy"' + (", or remove model_init_kwargs" if generates else ""),
             )
 
     def to_toml(self) -> str:

@@ -1,7 +1,9 @@
 """Entry point of each rank of a job with a trainer: python -m weft.posttraining.rank RUN_FOLDER CHECKPOINT|auto|none."""
 
+import os
 import sys
 import warnings
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import datasets
@@ -9,11 +11,15 @@ import torch.distributed as dist
 import transformers
 
 from weft.checkpoint.snapshot import wait_for_writers
+from weft.device.detect import detect
+from weft.integrations.generator import ProcessGenerator
 from weft.job import Job
 from weft.launch.heartbeat import Heartbeat
 from weft.launch.rank_entry import rank_main
 from weft.posttraining.job import TrainerJob
-from weft.posttraining.trainers import EXPORT, make_trainer
+from weft.posttraining.tasks import TaskCallback
+from weft.posttraining.trainers import EXPORT, generator_device, make_trainer
+from weft.training.metrics import MetricsWriter
 from weft.training.prepare import init
 from weft.training.run_folder import join_folders
 
@@ -31,27 +37,38 @@ def main() -> None:
     heartbeat = Heartbeat.open()
     heartbeat.phase("script")
     init()
-    train(job, resume)
+    train(job, resume, heartbeat)
     wait_for_writers()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def train(job: TrainerJob, checkpoint: str | bool | None) -> None:
+def train(job: TrainerJob, checkpoint: str | bool | None, heartbeat: Heartbeat) -> None:
     """Train, evaluate, and save the model and the logs, on this rank. Collective.
 
     Args:
         job: job.
         checkpoint: checkpoint folder to resume from; True: the newest complete one; None: the first step.
+        heartbeat: heartbeat of this rank.
 
     Raises:
         JobError: TRL refuses an option.
     """
-    trainer = make_trainer(job)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    if trainer.eval_dataset is not None:
-        trainer.evaluate()
-    trainer.save_model(str(Path(job.out) / EXPORT))
+    trainer, out = make_trainer(job), Path(job.out)
+    with ExitStack() as stack:
+        if job.trainer.generator == "process":
+            device = generator_device(detect(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            generator = ProcessGenerator(job.model.path, job.adapter, device, out / "logs" / "generator.log")
+            trainer.generator = stack.enter_context(closing(generator))
+        tasks = TaskCallback(trainer, job, stack.enter_context(MetricsWriter(out)), heartbeat)
+        if job.eval.tasks:
+            trainer.add_callback(tasks)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if job.eval.tasks:
+            tasks.evaluate(trainer.state.global_step)
+        if trainer.eval_dataset is not None:
+            trainer.evaluate()
+    trainer.save_model(str(out / EXPORT))
     trainer.save_state()
 
 

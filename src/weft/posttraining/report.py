@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.errors import DataError
-from weft.evaluation.results import RESULTS, ModelResults
+from weft.evaluation.results import HISTORY, RESULTS, ModelResults
 from weft.observe import figures, page
 from weft.observe.chart import format_value
 from weft.observe.evaluation import evaluation_section
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.trainers import EXPORT
-from weft.training.metrics import format_seconds
+from weft.training.metrics import format_seconds, read_task_evaluations
 
 STATE = "trainer_state.json"
 """File with the logs of the trainer, in the run folder."""
@@ -94,12 +94,14 @@ def write_report(run: Path) -> Path:
     has_model = (run / EXPORT).is_dir()
     title = f"{job.trainer.kind} · {Path(job.model.path).name}"
     unfinished = [] if has_model else ["The run has not saved its model: it was interrupted, or it goes on."]
+    results = ModelResults.read(run / RESULTS) if (run / RESULTS).is_file() else None
+    evaluations = read_task_evaluations(run / HISTORY) if (run / HISTORY).is_file() else []
     content = [
         page.header("Weft training run", title, _summary(job, history)),
         page.notice("This run is not complete", unfinished),
         page.key_figures(_key_figures(shown)),
         page.section("Training", page.group("plots", [_plot(curve) for curve in shown])),
-        *evaluation_section(ModelResults.read(run / RESULTS) if (run / RESULTS).is_file() else None),
+        *evaluation_section(results, evaluations),
         page.section("Use this model", _usage(run, job) if has_model else page.absent("There is no model yet.")),
     ]
     if others:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.device.detect import detect_for_launcher
+from weft.evaluation.harness import HARNESS_ENVIRONMENT
+from weft.evaluation.results import HISTORY
 from weft.integrations.launch import run_on_ranks
 from weft.job import Job
 from weft.launch.interrupts import keep_interrupts
@@ -15,8 +17,9 @@ from weft.launch.launcher import default_ranks
 from weft.launch.rendezvous import RendezvousConfig
 from weft.posttraining.job import TrainerJob
 from weft.posttraining.report import TIMES, read_history, write_report
-from weft.posttraining.trainers import EXPORT, check_job
+from weft.posttraining.trainers import EXPORT, check_job, generator_device
 from weft.precision.dtypes import explain_precision
+from weft.training.metrics import read_task_evaluations
 from weft.training.run_folder import HeldFolders, check_writable, make_run_id
 from weft.training.startup import describe_device
 
@@ -59,6 +62,8 @@ def train_with_trainer(
         if held:
             with keep_interrupts():
                 rows = check_job(job, all_ranks)
+                if job.trainer.generator == "process":
+                    generator_device(device, here)
             if resume is None and (aside := held.move_aside()):
                 log(f"the earlier run in {out} is now {aside}; `weft clean {out}` removes runs moved aside")
             make_run_id(out)
@@ -76,7 +81,7 @@ def train_with_trainer(
             job.plan,
             here,
             out / "logs",
-            environment={"HF_HUB_OFFLINE": "1"},
+            environment={"HF_HUB_OFFLINE": "1"} | HARNESS_ENVIRONMENT,
             hang_timeout=1800.0,
             max_restarts=max_restarts,
             rendezvous=rendezvous,
@@ -92,7 +97,7 @@ def train_with_trainer(
 
 
 def changes(out: Path) -> list[str]:
-    """Lines about a finished run: the metrics of the first and of the last evaluation, and the folder of the model."""
+    """Lines about a finished run: the first and the last evaluation of metrics and of tasks, and the folder of the model."""
     history: list[dict[str, Any]] = read_history(out)
     evaluations = [row for row in history if "eval_loss" in row or "eval_reward" in row]
     lines = []
@@ -100,6 +105,18 @@ def changes(out: Path) -> list[str]:
         first, last = evaluations[0], evaluations[-1]
         names = [name for name in last if name.startswith("eval_") and not name.endswith(TIMES) and name in first]
         lines.append(f"evaluation  after step {first['step']} -> after step {last['step']}")
-        width = max(map(len, names)) - len("eval_") + 2
-        lines += [f"  {name.removeprefix('eval_'):<{width}}{first[name]:.4g} -> {last[name]:.4g}" for name in names]
+        lines += _changes([(name.removeprefix("eval_"), first[name], last[name]) for name in names])
+    tasks = read_task_evaluations(out / HISTORY) if (out / HISTORY).is_file() else []
+    if len(tasks) == 1:
+        lines.append(f"tasks       after step {tasks[0].step}: {tasks[0].text()}")
+    elif tasks:
+        before, after = tasks[0].values(), tasks[-1].values()
+        lines.append(f"tasks       after step {tasks[0].step} -> after step {tasks[-1].step}")
+        lines += _changes([(name, before[name], value) for name, value in after.items() if name in before])
     return [*lines, f"model       {out / EXPORT}"]
+
+
+def _changes(values: list[tuple[str, float, float]]) -> list[str]:
+    """Lines of values by name, (name, first value, last value)."""
+    width = max((len(name) for name, _, _ in values), default=0) + 2
+    return [f"  {name:<{width}}{first:.4g} -> {last:.4g}" for name, first, last in values]

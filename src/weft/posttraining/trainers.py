@@ -10,6 +10,7 @@ import transformers
 
 from weft.adapters.model import build_model, peft_config
 from weft.device.detect import detect
+from weft.device.device import Device
 from weft.errors import JobError
 from weft.integrations.auto_plan import AutoPlan
 from weft.integrations.trainer import check_trainer, with_weft
@@ -18,6 +19,7 @@ from weft.own_code import import_extra, load_function
 from weft.plan import Parallel, Plan
 from weft.posttraining.job import Kind, TrainerJob
 from weft.posttraining.rows import check_rows, read_rows
+from weft.training.task_evaluation import check_tasks
 
 CLASSES: dict[Kind, str] = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
 """Beginning of the names of the trainer's class and of its configuration in TRL."""
@@ -59,7 +61,7 @@ def check_job(job: TrainerJob, ranks: int) -> str:
 
     Raises:
         JobError, DataError, PlanError: an option does not exist or is set by another key, a function does not exist, the model
-            folder is incomplete, a row is invalid, or the trainer does not take the plan.
+            folder is incomplete, a row or a task is invalid, or the trainer does not take the plan.
     """
     trl = import_trl()
     plan = (job.plan or Plan(parallel=Parallel(zero=0))).resolve(ranks)  # the planner chooses none that is refused
@@ -93,6 +95,9 @@ def check_job(job: TrainerJob, ranks: int) -> str:
     for reward in job.trainer.rewards:
         _reward(reward)
     _check_model(job.model.path)
+    if "router_aux_loss_coef" in known:
+        _check_router_loss(job, plan)
+    check_tasks(job.eval, job.model.path)
     if job.adapter.kind != "none":  # a model without memory, whose layers are those of the targets
         build_model(Job(model=Model(path=job.model.path), adapter=job.adapter), torch.float32)
     train, evaluation = read_rows(job.data, _seed(job))
@@ -102,6 +107,49 @@ def check_job(job: TrainerJob, ranks: int) -> str:
         return f"{len(train)} rows to train on"
     check_rows(evaluation, job.trainer.kind, job.data.eval_path or job.data.path, has_template=has_template)
     return f"{len(train)} rows to train on, {len(evaluation)} to evaluate on"
+
+
+def _check_router_loss(job: TrainerJob, plan: Plan) -> None:
+    """Refuse the auxiliary loss of routers, which TRL adds to its own, where the tokens of a row are split over ranks.
+
+    Args:
+        job: job whose trainer has the option `router_aux_loss_coef`.
+        plan: resolved.
+
+    Raises:
+        JobError: the coefficient is not 0.
+    """
+    config = transformers.AutoConfig.from_pretrained(job.model.path).get_text_config()
+    coefficient = job.trainer.options.get("router_aux_loss_coef")
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    axis = next((axis for axis in ("tp", "cp") if getattr(plan.parallel, axis) > 1), "")
+    if axis and coefficient and hasattr(config, "output_router_logits"):
+        raise JobError(
+            f"router_aux_loss_coef = {coefficient} with plan.parallel.{axis} = {getattr(plan.parallel, axis)}",
+            where=f"plan.parallel.{axis}",
+            rule="the auxiliary loss of the routers needs all tokens of a row on each rank",
+            fix=f"set trainer.options.router_aux_loss_coef = 0, or plan.parallel.{axis} = 1",
+        )
+
+
+def generator_device(device: Device, ranks: int) -> torch.device:
+    """Device of the process that generates completions: the CPU, or the first accelerator without a rank.
+
+    Args:
+        device: device of this host.
+        ranks: ranks on this host.
+
+    Raises:
+        JobError: each accelerator has a rank.
+    """
+    if device.type != "cpu" and ranks >= device.count:
+        raise JobError(
+            f'trainer.generator = "process" with {ranks} ranks on {device.count} {device.type} devices',
+            where="trainer.generator",
+            rule="the process that generates completions needs a device without a rank",
+            fix=f'set --nproc-per-node {max(device.count - 1, 1)}, or trainer.generator = "copy"',
+        )
+    return device.torch_device(0 if device.type == "cpu" else ranks)
 
 
 def make_trainer(job: TrainerJob) -> Any:

@@ -65,7 +65,8 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
         return checkpoints.close()
     to_metrics, signals = _step_metrics_builder(session), _catch_signals()
     routers, optimizer = runtime(session.model).router_stats, session.optimizer
-    tasks = TaskEvaluator(session, partial(heartbeat.phase, "evaluating"))
+    beat = partial(heartbeat.phase, "evaluating")
+    tasks = TaskEvaluator(session.model, job.eval, session.prepared.tokenizer, session.torch_device, beat)
     recovery = Recovery(job.guard, checkpoints, session.model, optimizer, position, log)
     batches, blocked, stop, has_tracked_memory = train_batches(session, position), 0.0, 0.0, False
     consecutive_skips, interrupted = 0, False

@@ -346,8 +346,7 @@ class TerminalProgress:
 
     def tasks(self, evaluation: TaskEvaluation) -> None:
         """Show the results of tasks."""
-        values = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.values().items())
-        self.message(f"step {evaluation.step}/{self._total}  {values}")
+        self.message(f"step {evaluation.step}/{self._total}  {evaluation.text()}")
 
     def message(self, text: str) -> None:
         """Print a line without markup: above the progress bar, or between the lines."""

@@ -159,7 +159,7 @@ def _lead_run(
         lines = [operators, *explain_links(plan, coordinator.ranks_by_host() if coordinator else [ranks])]
         prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
         check_tokens(resolved, prepared, config)
-        check_tasks(job.eval, prepared)
+        check_tasks(job.eval, prepared.tokenizer)
         if resume and recovery.accept_changes:
             prepared = replace(prepared, accepted=earlier_tokens(job, resume))
         check_resume(job, prepared, resume, accept_changes=recovery.accept_changes)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from weft.comm.collectives import all_reduce
-from weft.data import IGNORED, MicroBatch, Prepared
+from weft.data import IGNORED, MicroBatch
 from weft.errors import JobError
 from weft.evaluation.harness import evaluate_tasks
 from weft.evaluation.results import TaskEvaluation
@@ -25,15 +26,18 @@ from weft.parallel.logits import gather_logits
 from weft.parallel.runtime import runtime
 from weft.parallel.sequence_sharding import pad_rows, row_multiple
 from weft.topology.mesh import AXES, DATA_AXES, data_rank
-from weft.training.session import Session
 from weft.training.step import forward
 
 SHARING_AXES = tuple(axis for axis in AXES if axis not in ("pp", *DATA_AXES))
 """Axes of ranks with the same rows and the same stage."""
 
 
-def check_tasks(settings: Eval, prepared: Prepared) -> None:
+def check_tasks(settings: Eval, tokenizer: str | None) -> None:
     """Load the tasks of a job before its ranks start.
+
+    Args:
+        settings: table `eval` of the job.
+        tokenizer: folder with the tokenizer of the run; None for a run on token ids.
 
     Raises:
         JobError: lm-eval is not installed, a name is no task, or a task generates text.
@@ -50,30 +54,41 @@ def check_tasks(settings: Eval, prepared: Prepared) -> None:
             rule="during training, tasks are evaluated by the forward of the parallelized model, without a KV cache",
             fix=f"remove it from eval.tasks, and run `weft eval RUN --tasks {generating[0]}` after training",
         )
-    if prepared.tokenizer is None:
+    if tokenizer is None:
         raise JobError(
             "eval.tasks for a run on token ids",
             where="eval.tasks",
             rule="tasks are texts, and data.source = tokens has no tokenizer",
             fix="remove eval.tasks",
         )
-    load_tokenizer(Path(prepared.tokenizer))
+    load_tokenizer(Path(tokenizer))
 
 
 class TaskEvaluator:
-    """Evaluation of a training session on the tasks of its job, which are loaded once."""
+    """Evaluation of a model in training on the tasks of its job, which are loaded once."""
 
-    def __init__(self, session: Session, beat: Callable[[int], None]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: Eval,
+        tokenizer: str | None,
+        device: torch.device,
+        beat: Callable[[int], None],
+    ):
         """
         Args:
-            session: training session of this rank.
+            model: parallelized model, whose outputs are those of this rank.
+            settings: table `eval` of the job, which `check_tasks` has accepted.
+            tokenizer: folder with the tokenizer of the run; None without tasks.
+            device: device of this rank.
             beat: called with the step at each forward, so that a long evaluation counts as progress.
         """
-        self.session, self.settings, self.beat, self.step = session, session.job.eval, beat, 0
+        self.model, self.settings, self.tokenizer, self.device = model, settings, tokenizer, device
+        self.beat, self.step = beat, 0
         self.loaded: tuple[Tasks, Any] | None = None
 
     def evaluate(self, step: int) -> TaskEvaluation:
-        """Evaluate the model. Collective. The model is in training mode afterwards, and the random state is unchanged.
+        """Evaluate the model. Collective. The training mode of the model and the random state are unchanged.
 
         Args:
             step: optimizer steps that the model has had.
@@ -81,45 +96,45 @@ class TaskEvaluator:
         self.step = step
         if self.loaded is None:
             self.loaded = load_tasks(self.settings.tasks, self.settings.num_fewshot), self._language_model()
-        model = self.session.model
-        model.eval()
+        was_training = self.model.training
+        self.model.eval()
         try:
             results = evaluate_tasks(self.loaded[1], self.loaded[0], self.settings.limit or None)
         finally:
-            model.train()
+            self.model.train(was_training)
         return TaskEvaluation(step, results)
 
     def _language_model(self) -> Any:
         from weft.evaluation.language_model import DistributedLM  # imports lm-eval, an extra
 
-        session = self.session
-        tokenizer = session.prepared.tokenizer
-        assert tokenizer is not None  # `check_tasks`
-        model = ShardedModel(session, lambda: self.beat(self.step))
+        assert self.tokenizer is not None  # `check_tasks`
+        parallelized = runtime(self.model)
+        mesh, sharded = parallelized.mesh, ShardedModel(self.model, self.device, lambda: self.beat(self.step))
         return DistributedLM(
-            model,
-            load_tokenizer(Path(tokenizer)),
+            sharded,
+            load_tokenizer(Path(self.tokenizer)),
             self.settings.batch_size,
-            part=data_rank(session.mesh),
-            parts=session.job.plan.parallel.data_ranks,
-            leads=model.has_logits and all(session.mesh.get_local_rank(axis) == 0 for axis in SHARING_AXES),
-            finish=model.finish,
+            part=data_rank(mesh),
+            parts=parallelized.plan.parallel.data_ranks,
+            leads=sharded.has_logits and all(mesh.get_local_rank(axis) == 0 for axis in SHARING_AXES),
+            finish=sharded.finish,
         )
 
 
 class ShardedModel:
     """Parallelized model as a callable from rows of tokens to full logits. All ranks make the same number of forwards."""
 
-    def __init__(self, session: Session, beat: Callable[[], None]):
+    def __init__(self, model: PreTrainedModel, device: torch.device, beat: Callable[[], None]):
         """
         Args:
-            session: training session of this rank.
+            model: parallelized model.
+            device: device of this rank.
             beat: called at each forward.
         """
-        self.model, self.config, self.device = session.model, session.model.config, session.torch_device
-        self.mesh, self.beat = session.mesh, beat
-        pipeline = runtime(session.model).pipeline
-        self.has_logits = pipeline is None or pipeline.stage_io.has_last()
+        self.model, self.config, self.device, self.beat = model, model.config, device, beat
+        parallelized = runtime(model)
+        self.mesh = parallelized.mesh
+        self.has_logits = parallelized.pipeline is None or parallelized.pipeline.stage_io.has_last()
         """False on the ranks of a pipeline without its last stage: their logits are zeros."""
 
     def __call__(self, rows: Tensor) -> SimpleNamespace:

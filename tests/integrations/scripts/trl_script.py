@@ -1,4 +1,7 @@
-"""A user's script for TRL, as it is today: knows nothing of Weft. python trl_script.py KIND OUT BATCH [lora | dora] [JSON]"""
+"""A user's script for TRL, as it is today: knows nothing of Weft.
+
+python trl_script.py KIND OUT BATCH [lora | dora | experts] [JSON]
+"""
 
 import json
 import sys
@@ -12,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     set_seed,
 )
 from trl import (
@@ -26,8 +31,9 @@ from trl import (
 )
 
 kind, out, batch = sys.argv[1], sys.argv[2], int(sys.argv[3])
+experts = "experts" in sys.argv
 lora, settings = (
-    "lora" in sys.argv or "dora" in sys.argv,
+    "lora" in sys.argv or "dora" in sys.argv or experts,
     json.loads(sys.argv[-1]) if sys.argv[-1].startswith("{") else {},
 )
 resume = settings.pop("resume", None)
@@ -40,7 +46,9 @@ tokenizer = PreTrainedTokenizerFast(
     tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
 )
 set_seed(0)
-config = LlamaConfig(
+config_class, model_class = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (LlamaConfig, LlamaForCausalLM)
+sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 12} if experts else {}
+config = config_class(
     vocab_size=len(tokenizer),
     hidden_size=48,
     intermediate_size=96,
@@ -51,11 +59,12 @@ config = LlamaConfig(
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=2,
+    **sizes,
 )
-start = Path(out).with_name("start")  # DPO loads its reference model from the path of the model
+start = Path(out).with_name("start-experts" if experts else "start")  # of which DPO loads its reference model
 if not start.exists():
-    LlamaForCausalLM(config).save_pretrained(start)
-model = LlamaForCausalLM.from_pretrained(start)
+    model_class(config).save_pretrained(start)
+model = model_class.from_pretrained(start)
 common = {
     "output_dir": out,
     "max_steps": 3,
@@ -75,7 +84,10 @@ if lora:
     from peft import LoraConfig
 
     dora = "dora" in sys.argv
-    more = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, use_dora=dora)}
+    targets = {"target_modules": "all-linear"}
+    if experts:
+        targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    more = {"peft_config": LoraConfig(r=4, init_lora_weights=False, use_dora=dora, **targets)}
 
 
 def line(index):
