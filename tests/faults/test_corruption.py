@@ -23,7 +23,6 @@ from weft.checkpoint.restore import Reader, first_valid_checkpoint
 from weft.errors import CheckpointError
 from weft.job import Model
 
-FLIPS = 1000
 SOURCE = Model(config=family("llama"))
 
 
@@ -77,8 +76,9 @@ def flip(path: Path, offset: int, bit: int) -> None:
         file.write(bytes([byte ^ bit]))
 
 
-def test_every_flipped_bit_is_detected_and_the_previous_checkpoint_is_used(run: Path) -> None:
-    assert run_ranks(1, flip_and_choose, run, FLIPS, 0, timeout=300) == [FLIPS]
+@pytest.mark.parametrize("flips", [200, pytest.param(1000, marks=pytest.mark.sweep)])
+def test_every_flipped_bit_is_detected_and_the_previous_checkpoint_is_used(flips: int, run: Path) -> None:
+    assert run_ranks(1, flip_and_choose, run, flips, 0, timeout=300) == [flips]
 
 
 def resign(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -1,5 +1,6 @@
 """Runs with compressed gradients: resuming under the same and under another layout, and bytes in the metrics."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,23 @@ def job_of(folder: Path, compression: str, layout: str, out: str = "run", **tabl
     return Job.load(write_job(folder, **settings), [f"out={folder / out}"]), ranks
 
 
+WholeRun = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    """Function that returns the folder of an uninterrupted run with a compression and a layout, trained once."""
+    found: dict[tuple[str, str], Path] = {}
+
+    def trained(compression: str, layout: str) -> Path:
+        if (compression, layout) not in found:
+            job, ranks = job_of(tmp_path_factory.mktemp("whole"), compression, layout)
+            found[compression, layout], _ = train_in_the_pool(job, ranks)
+        return found[compression, layout]
+
+    return trained
+
+
 def losses_of(out: Path) -> list[float]:
     return [row.loss for row in read_metrics(out / "metrics.jsonl")]
 
@@ -49,9 +67,8 @@ def losses_of(out: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("compression", "layout"), [("2:4", "zero 0"), ("int8", "zero 3"), ("1-bit", "zero 3"), ("1-bit", "hsdp")]
 )
-def test_resumed_run_is_bit_equal(compression: str, layout: str, tmp_path: Path) -> None:
-    job, ranks = job_of(tmp_path, compression, layout)
-    whole, _ = train_in_the_pool(job, ranks)
+def test_resumed_run_is_bit_equal(compression: str, layout: str, whole_run: WholeRun, tmp_path: Path) -> None:
+    whole, ranks = whole_run(compression, layout), LAYOUTS[layout][0]
     manifest = read_manifest(folder_of(whole, 6))
     kept = [name for name in manifest.tensors if name.startswith("feedback/")]
     assert {name.split("/")[1] for name in kept} == {f"{rank:05d}" for rank in range(ranks)}
@@ -72,10 +89,9 @@ def test_resumed_run_is_bit_equal(compression: str, layout: str, tmp_path: Path)
     [("2:4", "zero 0", "zero 3"), ("1-bit", "zero 3", "zero 0"), ("1-bit", "hsdp", "tp")],
 )
 def test_error_feedback_is_reset_under_another_layout(
-    compression: str, before: str, after: str, tmp_path: Path
+    compression: str, before: str, after: str, whole_run: WholeRun, tmp_path: Path
 ) -> None:
-    job, ranks = job_of(tmp_path, compression, before)
-    whole, _ = train_in_the_pool(job, ranks)
+    whole = whole_run(compression, before)
     job, ranks = job_of(tmp_path, compression, after, "again")
     again, printed = train_in_the_pool(job, ranks, resume=str(folder_of(whole, 6)))
     assert "".join(printed).count("error feedback is reset") == 1
@@ -85,10 +101,10 @@ def test_error_feedback_is_reset_under_another_layout(
 
 
 def test_momentum_is_carried_over_to_another_layout(tmp_path: Path) -> None:
-    job, ranks = job_of(tmp_path, "1-bit", "zero 3")
+    job, ranks = job_of(tmp_path, "1-bit", "zero 3", train={"steps": 6})
     whole, _ = train_in_the_pool(job, ranks)
     before = tensors_of(folder_of(whole, 6))
-    job, ranks = job_of(tmp_path, "1-bit", "zero 0", "again", checkpoint={"every": 7}, optimizer={"lr": 1e-9})
+    job, ranks = job_of(tmp_path, "1-bit", "zero 0", "again", train={"steps": 7}, optimizer={"lr": 1e-9})
     again, _ = train_in_the_pool(job, ranks, resume=str(folder_of(whole, 6)), accept_changes=True)
     after = tensors_of(folder_of(again, 7))
     names = [name for name in before if name.startswith("exp_avg/")]

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -15,6 +16,8 @@ from weft.planner.costmodel.step_time import step_time
 from weft.planner.search.alternatives import reason, sensitivity
 from weft.planner.search.search import fewest_devices, search, simplest, techniques
 from weft.planner.search.space import MEMORY_OPTIONS, Choice, MemoryOptions, Space, divisors
+
+pytestmark = pytest.mark.together  # the layouts of a space are computed once
 
 DENSE = Shape(12, 1024, 16, 4, 64, 4096, 32000)
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
@@ -39,11 +42,16 @@ def everything(where: Space) -> list[Choice]:
     return sorted(found, key=lambda choice: choice.time.seconds)
 
 
+@cache
+def everything_of(shape: Shape, gib: float) -> list[Choice]:
+    """All layouts that fit, computed once for the tests of this module."""
+    return everything(space(shape, gib))
+
+
 @pytest.mark.thin(6)
 @pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 6), (DENSE, 5), (MOE, 80), (MOE, 4.5)])
 def test_search_equals_brute_force(shape: Shape, gib: float) -> None:
-    where = space(shape, gib)
-    every = everything(where)
+    where, every = space(shape, gib), everything_of(shape, gib)
     fastest: dict[
         tuple[object, ...], float
     ] = {}  # fastest layout for each combination of degrees, over its memory options
@@ -66,8 +74,7 @@ def test_search_equals_brute_force(shape: Shape, gib: float) -> None:
 @pytest.mark.thin(4)
 @pytest.mark.parametrize(("shape", "gib"), [(DENSE, 80), (DENSE, 5), (MOE, 4.5)])
 def test_simplest_equals_brute_force(shape: Shape, gib: float) -> None:
-    where = space(shape, gib)
-    every = everything(where)
+    where, every = space(shape, gib), everything_of(shape, gib)
     for slower in (1.001, 1.03, 1.3):
         limit = every[0].time.seconds * slower
         expected = min((techniques(c.layout), c.time.seconds) for c in every if c.time.seconds < limit)
