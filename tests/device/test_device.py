@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from weft.device import cpu
 from weft.device.accelerator import Accelerator, Properties, published_rates
 from weft.device.cpu import Cpu, has_bf16_instructions
 from weft.device.detect import detect, detect_for_launcher, read_in_child
@@ -118,7 +119,6 @@ import torch
 from weft.device.cpu import Cpu, matmul_rate
 rates = [matmul_rate(dtype, 256, 1) for dtype in (torch.bfloat16, torch.float32)]
 print(Cpu().supports("bf16"), rates[0] > 1.25 * rates[1], "|", Cpu().instruction_set)
-print(Cpu().peak_flops(torch.bfloat16) / max(rates))
 """
 
 
@@ -134,8 +134,31 @@ def test_cpu_supports_bf16_only_where_its_matmuls_are_faster_than_fp32(variables
     assert claimed == faster
     assert ("no native bf16" in found.stdout) == (claimed == "False")
     assert not variables or claimed == "False"
-    # The peak is the rate of the fastest dtype, so that no utilization exceeds 1; emulated bf16 on AVX2 reaches 0.01 of it.
-    assert float(found.stdout.splitlines()[1]) > 0.3
+
+
+def test_cpu_peak_of_bf16_is_the_rate_of_the_fastest_native_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no utilization exceeds 1, and none is relative to an emulated dtype."""
+    rates = {torch.float32: 2e9, torch.bfloat16: 1e9}
+    measured: list[torch.dtype] = []
+    monkeypatch.setattr(cpu, "matmul_rate", lambda dtype, *_: measured.append(dtype) or rates[dtype])
+    for native, dtypes in ((True, [torch.float32, torch.bfloat16]), (False, [torch.float32])):
+        monkeypatch.setattr(Cpu, "_native_bf16", native)
+        measured.clear()
+        assert Cpu().peak_flops(torch.bfloat16) == 2e9
+        assert measured == dtypes
+
+
+@pytest.mark.parametrize(("slowdowns", "native"), [((1, 1, 1), True), ((8, 1, 1), False), ((8, 8, 1), False)])
+def test_one_slow_measurement_does_not_make_emulated_bf16_native(
+    slowdowns: tuple[int, ...], native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other work on the machine slows the measurement of fp32."""
+    bf16 = 2.0 if native else 0.8  # rate relative to that of fp32
+    slow = iter(slowdowns)
+    monkeypatch.setattr(cpu, "onednn_accepts", lambda dtype: True)
+    monkeypatch.setattr(cpu, "has_bf16_instructions", lambda: None)
+    monkeypatch.setattr(cpu, "matmul_rate", lambda dtype, *_: bf16 if dtype == torch.bfloat16 else 1.0 / next(slow))
+    assert Cpu().supports("bf16") == native
 
 
 def test_cpu_streams_and_events_have_the_torch_interface() -> None:

@@ -20,6 +20,7 @@ RATE_DTYPES = (torch.float32, torch.bfloat16)  # fp16 and fp64 are faster than b
 BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86 with AMX, ARM; names of Linux
 PROBE_SIZE, PROBE_SECONDS = 512, 0.05
 EMULATION_SIZE = 128  # size of the matmul that times an emulated dtype: 10 ms at 0.4 GFLOP/s
+PROBES = 3  # comparisons that native bf16 must win: other work on the machine can slow one measurement of fp32
 NATIVE_GAIN = 1.25  # native bf16 is 2 to 16 times faster than fp32, emulated bf16 0.01 to 0.8 times
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # mallopt parameters of malloc.h
@@ -80,7 +81,10 @@ class Cpu(Device):
             return False
         if (stated := has_bf16_instructions()) is not None:
             return stated
-        return matmul_rate(torch.bfloat16, PROBE_SIZE, 1) > NATIVE_GAIN * matmul_rate(torch.float32, PROBE_SIZE, 1)
+        return all(
+            matmul_rate(torch.bfloat16, PROBE_SIZE, 1) > NATIVE_GAIN * matmul_rate(torch.float32, PROBE_SIZE, 1)
+            for _ in range(PROBES)
+        )
 
     @property
     def emulates(self) -> bool:
