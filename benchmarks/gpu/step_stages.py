@@ -21,10 +21,10 @@ from weft.checkpoint.model_config import read_config
 from weft.job import Model
 from weft.plan import Compute, Kernels, Parallel, Plan, Precision
 
-REFERENCE = Compute(kernels="reference", attention="sdpa")
+NONE = Kernels(linear_cross_entropy="reference", rms_norm="reference", gated_activation="reference")
 LOSS_ONLY = Kernels(rms_norm="reference", gated_activation="reference")
 LADDER = {
-    "Weft, reference kernels, masks": Plan(compute=REFERENCE),
+    "Weft, reference kernels, masks": Plan(compute=Compute(kernels=NONE, attention="sdpa")),
     "+ linear cross entropy": Plan(compute=Compute(attention="sdpa", kernels=LOSS_ONLY)),
     "+ attention by documents": Plan(compute=Compute(kernels=LOSS_ONLY)),
     "+ Triton norms and activations": Plan(),

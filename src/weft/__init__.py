@@ -94,11 +94,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        metadata = import_module("importlib.metadata")
-        try:
-            return metadata.version("weft-train")
-        except metadata.PackageNotFoundError:  # run from a source folder on PYTHONPATH
-            return "not installed"
+        return import_module("weft.own_code").package_version()
     if name == "errors":
         return import_module("weft.errors")
     if name not in MODULES:

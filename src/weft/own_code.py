@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
@@ -82,3 +83,11 @@ def load_module(name: str, where: str) -> ModuleType:
             rule="a module of yours is found from the current folder, or is installed",
             fix="start in the folder of the module, or install its package" if is_missing else "mend the module",
         ) from None
+
+
+def package_version() -> str:
+    """Version of Weft; "not installed" if it runs from a source folder on PYTHONPATH."""
+    try:
+        return version("weft-train")
+    except PackageNotFoundError:
+        return "not installed"

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from weft.errors import PlanError
 
@@ -198,6 +198,11 @@ class Kernels(Table):
     (triton, on CUDA)."""
 
 
+def _one_for_all(value: Any) -> Any:
+    """Table of kernels from one word for all operators."""
+    return dict.fromkeys(Kernels.model_fields, value) if value in ("auto", "reference") else value
+
+
 class Compute(Table):
     """Implementations of the operators of a model."""
 
@@ -205,13 +210,12 @@ class Compute(Table):
     """Attention: "varlen" computes packed rows document by document, without masks; "sdpa", "eager" and "flex" are
     implementations of Transformers; auto: varlen where the device is fast at it and the model's own result is kept, else the
     model's own. Context parallelism and attention dropout always compute document by document."""
-    kernels: Literal["auto", "reference"] | Kernels = "auto"
-    """Fused operators: those that apply to the model and the device (auto), none (reference), or a table with a name for each
-    operator."""
+    kernels: Annotated[Kernels, BeforeValidator(_one_for_all)] = Kernels()
+    """Fused operators. In place of the table, "auto" uses all that apply to the model and the device, and "reference" none."""
 
     def kernel(self, operator: str) -> str:
         """Setting of an operator: "auto", "reference" or the name of an implementation."""
-        return self.kernels if isinstance(self.kernels, str) else getattr(self.kernels, operator)
+        return getattr(self.kernels, operator)
 
 
 class Prediction(Table):

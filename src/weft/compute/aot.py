@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from weft.compute import gated_activation, jit, rms_norm, rotary
+from weft.compute import cross_entropy_kernels, gated_activation, jit, rms_norm, rotary
 
 TARGETS = (80, 90, 100)
 """Compute capabilities: A100, H100 and H200, B200."""
@@ -66,7 +66,7 @@ class Usage:
 
 def kernels() -> list[Kernel]:
     """All kernels, as the launch functions start them for common sizes of models."""
-    return [*_norm_kernels(), *_gated_kernels(), *_rotary_kernels()]
+    return [*_norm_kernels(), *_gated_kernels(), *_rotary_kernels(), *_loss_kernels()]
 
 
 def _norm_kernels() -> Iterable[Kernel]:
@@ -109,6 +109,20 @@ def _rotary_kernels() -> Iterable[Kernel]:
             constants = {"y_element_stride": 1, "BACKWARD": backward, "HEADS": heads, "HALF": half}
             name = f"rotary{'_backward' if backward else ''} bf16 {width}"
             yield Kernel(name, rotary.rotate_kernel, signature, constants, 4)
+
+
+def _loss_kernels() -> Iterable[Kernel]:
+    numbers = {"width": "i32", "stride": "i32", "start": "i32", "scale": "fp32", "softcap": "fp32"}
+    for softcap in (False, True):
+        constants = {"SOFTCAP": softcap, "BLOCK": cross_entropy_kernels.BLOCK}
+        tensors = {"logits": "*bf16", "targets": "*i64"}
+        statistics = tensors | {"found": "*fp32", "tokens": "i32"} | numbers
+        gradient = tensors | {"lse": "*fp32", "ignored": "i32"} | numbers
+        name, warps = " softcap" if softcap else "", cross_entropy_kernels.WARPS
+        yield Kernel(
+            f"softmax_statistics bf16{name}", cross_entropy_kernels.statistics_kernel, statistics, constants, warps
+        )
+        yield Kernel(f"softmax_gradient bf16{name}", cross_entropy_kernels.gradient_kernel, gradient, constants, warps)
 
 
 def _pointers(names: str, dtype: str) -> dict[str, str]:

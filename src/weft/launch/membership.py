@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-import weft
 from weft.errors import RendezvousError
+from weft.own_code import package_version
 
 EMPTY = "null"
 ANNOUNCEMENT = "announcement"
@@ -115,7 +115,7 @@ class MembershipStore:
         Raises:
             RendezvousError: hosts disagree about the number of hosts, the host number is in use, or a host does not connect.
         """
-        own_version = weft.__version__
+        own_version = package_version()
         if host == 0:
             for key in (ANNOUNCEMENT, *map(_key, range(hosts))):
                 store.set(key, EMPTY)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import weft
 from weft.adapters.folder import load_with_adapter
 from weft.data import Prepared, Rows, scored_pairs, unigram_and_bigram
 from weft.job import Job
+from weft.own_code import package_version
 from weft.training.run_folder import (
     SUMMARY,
     read_table,
@@ -28,7 +28,7 @@ def complete_summary(job: Job, prepared: Prepared, out: Path, log: Callable[[str
     """Add baselines, a generated sample and the software environment to run.json."""
     libraries = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
     environment = {
-        "weft": weft.__version__,
+        "weft": package_version(),
         "python": platform.python_version(),
         **{name: version(name) for name in libraries},
         "system": platform.platform(),
