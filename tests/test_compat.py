@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lab.pool import run_ranks
 from weft.compat import (
@@ -28,6 +30,7 @@ from weft.compat import (
     is_registered,
     issued_collectives,
     onednn_accepts,
+    varlen_operators,
 )
 
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
@@ -162,6 +165,22 @@ def test_the_fake_backend_serves_other_types_of_devices() -> None:
     (devices,) = run_ranks(1, fake_devices)
     assert {"cpu", "cuda"} <= set(devices), "torch has another list of the devices of a backend"
     assert devices.count("meta") == 1, "axes with one rank have no process group on an npu"
+
+
+def test_attention_of_variable_length_is_seen_as_two_operators() -> None:
+    names = [str(operator) for operator in varlen_operators()]
+    assert names == ["torch_attn._varlen_attn", "torch_attn._varlen_attn_backward"]
+    q, k, v = (torch.empty(8, 2, 16, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    borders, seen = torch.empty(3, dtype=torch.int32, device="meta"), []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        varlen_attn(q, k, v, borders, borders, 4, 4, window_size=(-1, 0))
+    assert varlen_operators()[0] in seen
 
 
 def test_the_processor_answers() -> None:

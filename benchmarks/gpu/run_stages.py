@@ -99,6 +99,7 @@ def snapshot(bench: Bench) -> Rows:
             blocked = time.perf_counter() - begin
             snapshots.finish()
             written = time.perf_counter() - begin
+            print("\n".join(snapshots.take_messages()), flush=True)
             size = verify_folder(folder_of(Path(folder), index)).bytes
             rows.append({"snapshot": index, "GiB": size / 2**30, "blocked, s": blocked, "on disk after, s": written})
     return rows

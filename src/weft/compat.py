@@ -6,6 +6,7 @@ test lists them.
 
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,15 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 def is_in_backward() -> bool:
     """True if this thread is running a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+# Attention
+
+
+def varlen_operators() -> tuple[Any, Any]:
+    """Operators of `torch.nn.attention.varlen.varlen_attn`, forward and backward, as a dispatch mode sees them."""
+    import_module("torch.nn.attention.varlen")  # defines them
+    return torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
 
 
 # FSDP2

@@ -29,6 +29,7 @@ from pydantic import Field, ValidationError
 
 from weft.checkpoint.boxes import find_tiling_error
 from weft.errors import CheckpointError
+from weft.own_code import package_version
 from weft.plan import Table
 from weft.precision.scaling import LossScale
 
@@ -134,7 +135,8 @@ def file_name(index: int) -> str:
 
 def library_versions() -> dict[str, str]:
     """Versions of Weft, PyTorch, Transformers and safetensors, recorded in each manifest."""
-    return {name: version(name) for name in ("weft-train", "torch", "transformers", "safetensors")}
+    libraries = {name: version(name) for name in ("torch", "transformers", "safetensors")}
+    return {"weft-train": package_version(), **libraries}
 
 
 def write_manifest(manifest: Manifest, folder: Path, key: bytes | None = None) -> None:

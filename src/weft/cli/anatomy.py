@@ -9,7 +9,7 @@ import typer
 def anatomy(
     config: Annotated[Path, typer.Argument(help="A Hugging Face config.json, a folder with one, or a job.toml.")],
 ) -> None:
-    """Print the structure of a model, roles and module names, and the operators that compute it on this device.
+    """Print the structure and the operators of a model.
 
     Needs no weights.
     """

@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +27,7 @@ from weft.cli.schema import schema
 from weft.cli.topology import topology
 from weft.cli.train import train
 from weft.errors import Stopped
+from weft.own_code import package_version
 from weft.refusal import RENAMED
 
 NOISE = ("torchao", "torch.utils._pytree")
@@ -65,7 +65,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"weft {version('weft-train')}")
+        print(f"weft {package_version()}")
         raise typer.Exit
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-import weft.compute.attention  # noqa: F401  (defines the operators of attention by documents)
 from weft.anatomy.roles import Anatomy
 from weft.comm.recorder import Message, Recorder
+from weft.compat import varlen_operators
 from weft.compute.cross_entropy import add_matmul
 from weft.data import MicroBatch
 from weft.memory.live_bytes import LiveBytes, Moment
@@ -231,11 +231,12 @@ def _add_matmul_flops(total: Tensor, left: Tensor, right: Tensor, **kwargs: Any)
 
 # FLOP formulas of operations for which torch 2.13 has none.
 aten = torch.ops.aten
+VARLEN, VARLEN_BACKWARD = varlen_operators()
 FORMULAS: dict[Any, Callable[..., int]] = {
     aten._grouped_mm: _grouped_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-    torch.ops.torch_attn._varlen_attn: _varlen_flops,
-    torch.ops.torch_attn._varlen_attn_backward: _varlen_backward_flops,
+    VARLEN: _varlen_flops,
+    VARLEN_BACKWARD: _varlen_backward_flops,
     add_matmul._opoverload.overloadpacket: _add_matmul_flops,
 }
