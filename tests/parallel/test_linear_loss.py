@@ -10,6 +10,7 @@ from tests.lab.families import family
 from tests.lab.parity import SETTINGS, packed_batches, plan_for
 from tests.lab.pool import run_ranks
 from weft.anatomy.build import build_on_meta
+from weft.anatomy.shrink import memo_of
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import materialize
 from weft.checkpoint.model_config import read_config
@@ -77,9 +78,11 @@ def test_a_model_that_changes_its_logits_in_another_way(monkeypatch: pytest.Monk
         return output
 
     monkeypatch.setattr(kind, "forward", scaled)
+    memo_of(model).clear()
     transform, reason = find_transform(model, read_anatomy(model), Plan())
     assert transform is None
     assert "not those of its head" in reason
+    memo_of(model).clear()
 
 
 def halve_logits(module: Any, args: Any, output: Any) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -99,6 +100,16 @@ def small_copy(model: PreTrainedModel, anatomy: Anatomy, seq_len: int | None) ->
         where=f"model_type {anatomy.family}",
         rule=f"a small copy has all kinds of blocks and at most {MAX_COPY_PARAMETERS:,} parameters",
     )
+
+
+def memo_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Results of experiments on small copies, by name of the experiment, for models of one class and configuration."""
+    return _memo(type(model), model.config.to_json_string(use_diff=False))
+
+
+@lru_cache(64)
+def _memo(kind: Any, config: str) -> dict[str, Any]:
+    return {}
 
 
 def block_kinds(model: PreTrainedModel, anatomy: Anatomy) -> list[tuple[Any, ...]]:

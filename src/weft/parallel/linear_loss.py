@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from weft.anatomy.roles import Anatomy
-from weft.anatomy.shrink import VOCABULARY, small_copy
+from weft.anatomy.shrink import VOCABULARY, memo_of, small_copy
 from weft.anatomy.transformers import read_anatomy
 from weft.compute.cross_entropy import LogitTransform, Vocabulary, linear_cross_entropy_sum
 from weft.data import IGNORED
@@ -121,6 +121,15 @@ def find_transform(model: Any, anatomy: Anatomy, plan: Plan) -> tuple[LogitTrans
         return None, f"the head is {'missing' if head is None else f'a {type(head).__name__}'}, not a linear layer"
     if plan.precision.backward == "fp16":
         return None, 'precision.backward = "fp16" begins at the logits'
+    memo = memo_of(model)
+    if "transform" not in memo:
+        memo["transform"] = _try_transforms(model, anatomy)
+    transform, reason = memo["transform"]
+    return transform, reason
+
+
+def _try_transforms(model: Any, anatomy: Anatomy) -> tuple[LogitTransform | None, str]:
+    """Result of `find_transform` for a linear head."""
     config: Any = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
     scales = [getattr(config, "logit_scale", None), getattr(config, "lm_head_multiplier", None)]

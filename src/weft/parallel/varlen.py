@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from weft.anatomy.documents import check_packing
 from weft.anatomy.roles import Anatomy
+from weft.anatomy.shrink import memo_of
 from weft.anatomy.transformers import read_anatomy
 from weft.compat import find_hook
 from weft.compute.attention import PLAIN, flash_applies, primitive, varlen_attention
@@ -126,8 +127,11 @@ def reason_against(model: Any, anatomy: Anatomy, plan: Plan) -> str:
         check_context_attention(model, anatomy, plan)
     except PlanError as error:
         return error.what
-    checks = (check_packing(model, anatomy, None, run_documents, packed=packed) for packed in (True, False))
-    return next((check.problem for check in checks if check.problem), "")
+    memo = memo_of(model)
+    if "documents" not in memo:
+        checks = (check_packing(model, anatomy, None, run_documents, packed=packed) for packed in (True, False))
+        memo["documents"] = next((check.problem for check in checks if check.problem), "")
+    return str(memo["documents"])
 
 
 def run_documents(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
