@@ -155,7 +155,8 @@ def stop(number, frame):
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, stop)
 open(f"{sys.argv[1]}/ready-{rank}", "w")
-time.sleep(60)
+for _ in range(600):  # a signal just before a sleep is handled after it: short sleeps
+    time.sleep(0.1)
 """
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
 
@@ -182,7 +183,7 @@ def test_ranks_that_do_not_end_are_killed_after_a_timeout_or_by_a_second_signal(
 signal.signal(signal.SIGINT, lambda *_: open(f"{sys.argv[1]}/pressed-{rank}", "w"))
 open(f"{sys.argv[1]}/ready-{rank}", "w").write(str(os.getpid()))
 while True:
-    time.sleep(60)
+    time.sleep(0.1)
 """
     monkeypatch.setattr(agent_module, "SECONDS_TO_END", 1 if presses == 1 else 1000)
 
@@ -261,7 +262,8 @@ def stop(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGINT, stop)
 print("terminal", sys.stdout.isatty(), flush=True)
-time.sleep(60)
+for _ in range(600):
+    time.sleep(0.1)
 """
     launcher = tmp_path / "launcher.py"
     launcher.write_text(f"""
