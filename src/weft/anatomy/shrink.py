@@ -104,7 +104,8 @@ def small_copy(model: PreTrainedModel, anatomy: Anatomy, seq_len: int | None) ->
 
 def memo_of(model: PreTrainedModel) -> dict[str, Any]:
     """Results of experiments on small copies, by name of the experiment, for models of one class and configuration."""
-    return _memo(type(model), model.config.to_json_string(use_diff=False))
+    kind: Any = type(model)
+    return _memo(kind, model.config.to_json_string(use_diff=False))
 
 
 @lru_cache(64)
