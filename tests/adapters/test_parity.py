@@ -76,7 +76,7 @@ EXPERT_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize(("ranks", "parallel"), EXPERT_LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_adapters_of_experts(tmp_path: Path, name: str, ranks: int, parallel: dict[str, Any]) -> None:

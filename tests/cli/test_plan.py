@@ -19,6 +19,7 @@ def weft(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow("twenty dry runs, and a run of whole processes")
 def test_a_plan_is_found_and_trains(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

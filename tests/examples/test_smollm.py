@@ -97,6 +97,7 @@ def train_once(rank: int, world_size: int, plan: Plan, folder: Path, tokens: tor
     return Outcome(loss, logits)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow("fetches, loads and trains 135 million parameters")
 def test_first_loss_is_that_of_the_untouched_model(
     smollm: Path, tokens: torch.Tensor, outcomes: tuple[list[Outcome], Path]

@@ -109,7 +109,7 @@ PLANS: dict[str, tuple[str, int, dict[str, int]]] = {
 }
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("layout", PLANS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parity_with_one_process(name: str, layout: str) -> None:

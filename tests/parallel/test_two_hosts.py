@@ -69,7 +69,7 @@ def trained(
     return losses, weights, recorder.bytes_by("link")
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_hosts(layout: str) -> None:
     moe = "ep" in LAYOUTS[layout]

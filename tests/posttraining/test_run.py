@@ -187,6 +187,7 @@ def test_a_run_resumes_under_another_plan(
     assert resumed[-1] == pytest.approx(whole[-1], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.sweep
 def test_the_command_trains_evaluates_and_exports(
     small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path
 ) -> None:
@@ -305,7 +306,7 @@ def test_a_generator_of_a_user_gets_each_weight_and_all_prompts(
     assert all(2 <= length <= 4 for length in lengths)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("layout", "adapter"), [("zero 3", "none"), ("zero 2", "lora"), ("tp2", "none")])
 def test_a_process_generates_the_completions_of_a_copy(
     layout: str, adapter: Any, small_model: Path, write_rows: Callable[[list[Any]], Path], tmp_path: Path

@@ -129,7 +129,7 @@ def test_tokens_and_masks_equal_those_of_trl(kind: str, folders: Callable[[str],
     assert any(len(row["ids"]) == 65 for row in expected) == (kind == "truncated")
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(13)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [(kind, layout) for kind in KINDS for layout in LAYOUTS if kind != "truncated" or layout == "one"],

@@ -195,7 +195,7 @@ def test_state_bytes_match_the_formulas(zero: int) -> None:
     assert state.get("gradients", 0) == (predicted["gradients"] + flags if zero == 0 else 0)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.sweep
 @pytest.mark.slow("traces layers of models of 70 billion parameters and more")
 @pytest.mark.parametrize(
     ("name", "world_size", "layers"), [("llama-70b", 64, 2), ("qwen3-235b", 512, 2), ("deepseek-v3", 2048, 5)]
