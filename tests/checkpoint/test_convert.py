@@ -53,6 +53,7 @@ def names_in(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_checkpoint_to_huggingface_keeps_weights_and_logits(name: str, tmp_path: Path) -> None:
     changes, ranks, degrees = WRITTEN[name]

@@ -148,6 +148,7 @@ def test_the_command_prints_the_anatomy_of_a_job(
     assert "tower.*.mixer" in capsys.readouterr().out
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [

@@ -144,6 +144,7 @@ def test_a_loop_with_an_accelerator_keeps_its_number_of_data_ranks(tmp_path: Pat
         auto(tmp_path, "tp 2", "accelerate_loop.py", tmp_path / "weft", BATCH)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", ["sft", "sft lora", "dpo"])
 def test_trainers_of_trl_equal_one_process(kind: str, tmp_path: Path) -> None:
     name, *options = kind.split()

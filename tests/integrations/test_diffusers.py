@@ -60,6 +60,7 @@ def test_the_main_process_samples_and_saves_alone(layout: str, references: dict[
     assert_same_results(tmp_path, references["unet"], "unet")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", ["zero 2", "zero 3"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_other_models_equal_one_process(kind: str, layout: str) -> None:

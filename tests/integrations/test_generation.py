@@ -50,7 +50,7 @@ def settings(kind: str, **more: Any) -> str:
     return json.dumps({**KINDS[kind], **more})
 
 
-@pytest.mark.thin(11)
+@pytest.mark.thin(22)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unmodified_script_equals_one_process(kind: str, layout: str, start: Path, tmp_path: Path) -> None:

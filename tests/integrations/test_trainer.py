@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 WAYS = ("stream", "two epochs", "early stopping", "loss in fp32 accumulation", "model_init", "own optimizer")
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("layout", ["zero 3", "zero 0", "tp2"])
 @pytest.mark.parametrize("way", [*WAYS, "evaluate first", "train again", "model_init again", "second trainer"])
 def test_ways_to_use_a_trainer_equal_one_process(way: str, layout: str, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 # KTO estimates its divergence within each micro-batch, so that only ranks that share rows have that of one process.
-@pytest.mark.thin(2)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize(
     ("kind", "layout"), [*((kind, layout) for kind in ("dpo", "reward") for layout in LAYOUTS), ("kto", "tp2")]
 )

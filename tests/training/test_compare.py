@@ -308,6 +308,7 @@ def test_pipelines_agree_with_each_other(tmp_path: Path) -> None:
         assert found.agrees, (folder.name, found.first, found.steps)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("bug", "plan", "first", "wrong"),
     [
