@@ -1,4 +1,4 @@
-"""What every stage of the day uses: the accelerator, timing, and tables."""
+"""Shared parts of all stages: the accelerator, timing, and tables."""
 
 import gc
 import statistics

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Column, Table
+from systems import LLAMA_1B
 
 from weft.device.detect import detect
 from weft.job import Job
@@ -31,18 +32,7 @@ from weft.planner.dryrun.trace import trace_stages
 from weft.training.run import train
 
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama 1.2B": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
+    "Llama 1.2B": LLAMA_1B,
     "Qwen3-MoE 3.1B": {
         "model_type": "qwen3_moe",
         "hidden_size": 1536,

@@ -1,4 +1,4 @@
-"""What Weft does on one accelerator: parity with the CPU, kernels, speed beside other systems, memory, runs that are killed.
+"""Measurements on one accelerator: parity with the CPU, kernels, speed beside other systems, memory, killed runs.
 
     python benchmarks/gpu/day.py                       # all stages, eight minutes on an H100
     python benchmarks/gpu/day.py --stages parity,waits

@@ -3,7 +3,7 @@
     python -m weft.compute.aot                # a Markdown table; exit code 1 if a kernel spills or does not compile
     python -m weft.compute.aot rms_norm 90    # kernels by the start of their names, targets by compute capability
 
-A compilation runs in a process of its own, because a kernel that spills may keep the assembler busy for minutes. Results are
+A compilation runs in a separate process, because a kernel that spills may keep the assembler busy for minutes. Results are
 kept in a folder for temporary files, by a hash of the source and of everything else that decides them.
 """
 
@@ -132,7 +132,7 @@ def _pointers(names: str, dtype: str) -> dict[str, str]:
 def compile_all(
     kernels: Iterable[Kernel], targets: Iterable[int] = TARGETS, seconds: float = TIME_LIMIT_SECONDS
 ) -> list[Usage]:
-    """Compile kernels for targets, each in a process of its own with a time limit; results are read from the cache."""
+    """Compile kernels for targets, each in a separate process with a time limit; results are read from the cache."""
     targets = tuple(targets)
     return [_cached(kernel, target, seconds) for kernel in kernels for target in targets]
 

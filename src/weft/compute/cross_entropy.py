@@ -268,7 +268,7 @@ def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.
 def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left.T @ right for a float32 sum of matmuls in 16 bits; on CUDA the product is not rounded to 16 bits.
 
-    An operator of its own, because torch 2.11 knows no shapes of the matmul with `out_dtype` for fake tensors.
+    A custom operator, because torch 2.11 knows no shapes of the matmul with `out_dtype` for fake tensors.
 
     Args:
         total: float32 [n, m].

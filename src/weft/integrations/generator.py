@@ -1,6 +1,6 @@
 """Generation of completions outside of the training ranks: weights go there tensor by tensor, and token ids come back.
 
-`Generator` is the interface: two methods, which rank 0 calls. `ProcessGenerator` is plain Transformers in a process of its own;
+`Generator` is the interface: two methods, which rank 0 calls. `ProcessGenerator` is plain Transformers in a separate process;
 a client of vLLM can have the same methods. `RemoteModel` is what TRL's trainers call in place of their model.
 """
 

@@ -85,7 +85,7 @@ def _origin(hook: Any) -> str:
 
 
 def choose_linear_loss(model: Any, anatomy: Anatomy, plan: Plan) -> LogitTransform | None:
-    """What a model does with the outputs of its head; None if the loss is computed from logits.
+    """Transform from the outputs of a head to logits; None if the loss is computed from logits.
 
     Args:
         model: full model on any device, including meta.
@@ -111,7 +111,7 @@ def choose_linear_loss(model: Any, anatomy: Anatomy, plan: Plan) -> LogitTransfo
 
 
 def find_transform(model: Any, anatomy: Anatomy, plan: Plan) -> tuple[LogitTransform | None, str]:
-    """What a model does with the outputs of its head; None and the reason if the loss cannot be computed inside of the head.
+    """Transform from the outputs of a head to logits; None and the reason if the loss cannot be computed inside of the head.
 
     The candidates from the configuration are tried on a small copy of the model, whose loss must equal that of its logits.
     Arguments as for `choose_linear_loss`.
