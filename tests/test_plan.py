@@ -3,7 +3,7 @@
 import pytest
 
 from weft.errors import PlanError
-from weft.plan import RULES, Comm, Compute, Memory, Parallel, Pipeline, Plan, Precision
+from weft.plan import RULES, Comm, Compute, Kernels, Memory, Parallel, Pipeline, Plan, Precision
 
 
 def test_dp_shard_takes_the_remaining_ranks() -> None:
@@ -69,6 +69,8 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(comm=Comm(compression="2:4"), precision=Precision(update="fp64", reduce_dtype="fp64")),
         Plan(comm=Comm(error_feedback=False)),
         Plan(parallel=Parallel(cp=2), compute=Compute(attention="sdpa")),
+        Plan(memory=Memory(recompute=("mlp",)), compute=Compute(compile="blocks")),
+        Plan(compute=Compute(compile="blocks", kernels=Kernels(rms_norm="triton"))),
     ]
     for rule in RULES:
         assert any(rule.broken(plan.resolve_precision(native_bf16=False)) for plan in breaking), rule.name

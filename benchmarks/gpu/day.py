@@ -25,14 +25,28 @@ import torch.distributed as dist
 from bench import Bench, Rows, markdown
 from kernel_stages import attention, ceilings, kernels
 from run_stages import killed_run, memory, predict_memory, snapshot
-from step_stages import experts, parity, profile, speed, waits
+from step_stages import compiled, experts, parity, profile, profile_experts, speed, waits
 
 from weft.device.detect import detect
 from weft.launch.rank_entry import connect
 
 STAGES: dict[str, Callable[[Bench], Rows]] = {
     stage.__name__: stage
-    for stage in (ceilings, parity, waits, kernels, attention, killed_run, memory, snapshot, profile, experts, speed)
+    for stage in (
+        ceilings,
+        parity,
+        waits,
+        kernels,
+        attention,
+        killed_run,
+        memory,
+        snapshot,
+        profile,
+        profile_experts,
+        experts,
+        compiled,
+        speed,
+    )
 }
 """In this order: the last system of `speed` patches Transformers."""
 

@@ -101,8 +101,30 @@ def speed(bench: Bench) -> Rows:
     return rows
 
 
+def compiled(bench: Bench) -> Rows:
+    """Tokens/s of the Llama of `speed` with compiled blocks, and with four micro-batches a step."""
+    blocks, whole = Compute(compile="blocks"), Parallel(zero=0)
+    systems: dict[str, Callable[..., System]] = {
+        "zero 0": partial(weft_trainer, plan=Plan(parallel=whole)),
+        "zero 0, compiled blocks": partial(weft_trainer, plan=Plan(parallel=whole, compute=blocks)),
+        "zero 3, compiled blocks": partial(weft_trainer, plan=Plan(compute=blocks)),
+    }
+    plain = partial(plain_trainer, weights=torch.float32, autocast=True, compiled=True)
+    config, num_rows, seq_len = (TINY["llama"], 2, 128) if bench.small else (LLAMA_1B, 2, 4096)
+    rows = _compare(bench, systems | {"plain, bf16 autocast, torch.compile": plain}, config, num_rows, seq_len)
+    twice = {f"{title}, twice the rows": system for title, system in systems.items() if title.startswith("zero 0")}
+    rows += _compare(bench, twice, config, 2 * num_rows, seq_len)
+    long = {f"{title}, twice the rows, four micro-batches": system for title, system in systems.items() if "0" in title}
+    return rows + _compare(bench, long, config, 2 * num_rows, seq_len, micro_batches=4)
+
+
 def _compare(
-    bench: Bench, systems: dict[str, Callable[..., System]], config: dict[str, Any], num_rows: int, seq_len: int
+    bench: Bench,
+    systems: dict[str, Callable[..., System]],
+    config: dict[str, Any],
+    num_rows: int,
+    seq_len: int,
+    micro_batches: int = 1,
 ) -> Rows:
     """Rows of each system, with one document a row and with documents of about 300 tokens."""
     source = read_config(Model(config=config))
@@ -110,7 +132,7 @@ def _compare(
     rows: Rows = []
     for title, make in systems.items():
         try:
-            found = _rates(bench, make, config, num_rows, seq_len, flops)
+            found = _rates(bench, make, config, (micro_batches, num_rows, seq_len), flops)
         except Exception as error:  # such as too little memory: the other systems still run
             what = f"{type(error).__name__}: {str(error)[:60]}"
             found = [{"documents of": "", "tokens/s": what, "MFU": "", "GiB": ""}]
@@ -120,9 +142,11 @@ def _compare(
 
 
 def _rates(
-    bench: Bench, make: Callable[..., System], config: dict[str, Any], num_rows: int, seq_len: int, flops: float
+    bench: Bench, make: Callable[..., System], config: dict[str, Any], shape: tuple[int, int, int], flops: float
 ) -> Rows:
+    """Rates with one document a row and packed; `shape`: micro-batches, rows, tokens of a row."""
     step, *_ = make(config=config, device=bench.torch_device)
+    micro_batches, num_rows, seq_len = shape
     peak, rows = bench.device.peak_flops(torch.bfloat16), Rows()
     for document in (0, 300):
         batches = [
@@ -130,15 +154,15 @@ def _rates(
             for seed in range(8)
         ]
         for batch in batches[:2]:
-            step([batch])
+            step([batch] * micro_batches)
         bench.device.reset_peak_memory()
         found = []
         for batch in batches[2:]:
             bench.device.synchronize()
             start = time.perf_counter()
-            step([batch])
+            step([batch] * micro_batches)
             bench.device.synchronize()
-            found.append(num_rows * seq_len / (time.perf_counter() - start))
+            found.append(micro_batches * num_rows * seq_len / (time.perf_counter() - start))
         median = statistics.median(found)
         rows.append(
             {
@@ -155,7 +179,9 @@ def experts(bench: Bench) -> Rows:
     """Tokens/s and peak memory of four blocks of Qwen3-30B-A3B."""
     config, num_rows, seq_len = (TINY["qwen3_moe"], 2, 128) if bench.small else (MOE, 2, 4096)
     systems: dict[str, Callable[..., System]] = {
-        "Weft": partial(weft_trainer, plan=Plan()),
+        "Weft, zero 3": partial(weft_trainer, plan=Plan()),
+        "Weft, zero 0": partial(weft_trainer, plan=Plan(parallel=Parallel(zero=0))),
+        "plain, bf16 autocast": partial(plain_trainer, weights=torch.float32, autocast=True),
         "plain, bf16 weights": partial(plain_trainer, weights=torch.bfloat16, autocast=False),
     }
     return _compare(bench, systems, config, num_rows, seq_len)
@@ -163,8 +189,17 @@ def experts(bench: Bench) -> Rows:
 
 def profile(bench: Bench) -> Rows:
     """Kernels of one packed step of Weft, by time."""
-    config, rows_of, seq_len = (TINY["llama"], 2, 128) if bench.small else (LLAMA_1B, 2, 4096)
-    step, *_ = weft_trainer(config, Plan(), bench.torch_device)
+    return _profile(bench, TINY["llama"] if bench.small else LLAMA_1B, Plan())
+
+
+def profile_experts(bench: Bench) -> Rows:
+    """Kernels of one packed step of four blocks of Qwen3-30B-A3B, by time."""
+    return _profile(bench, TINY["qwen3_moe"] if bench.small else MOE, Plan(parallel=Parallel(zero=0)))
+
+
+def _profile(bench: Bench, config: dict[str, Any], plan: Plan) -> Rows:
+    rows_of, seq_len = (2, 128) if bench.small else (2, 4096)
+    step, *_ = weft_trainer(config, plan, bench.torch_device)
     batch = random_batch(config["vocab_size"], rows_of, seq_len, bench.torch_device, 0, 300)
     for _ in range(2):
         step([batch])
@@ -173,7 +208,7 @@ def profile(bench: Bench) -> Rows:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     bench.device.synchronize()
     begin = time.perf_counter()
-    with torch.profiler.profile(activities=kinds) as profiler:
+    with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler:
         step([batch])
         bench.device.synchronize()
     wall = time.perf_counter() - begin
@@ -188,4 +223,10 @@ def profile(bench: Bench) -> Rows:
     for event in sorted(kernels, key=lambda event: -event.self_device_time_total)[:30]:
         time_ms = f"{event.self_device_time_total / 1e3:.2f}"
         rows.append({"kernel": event.key[:100], "ms": time_ms, "calls": event.count})
+    calls: Any = profiler.key_averages(group_by_input_shape=True)
+    for event in sorted(calls, key=lambda event: -event.self_device_time_total)[:40]:
+        if event.device_type.name == "CPU" and event.self_device_time_total > 0:
+            shapes = ", ".join("x".join(map(str, shape)) for shape in event.input_shapes if shape)[:100]
+            time_ms = f"{event.self_device_time_total / 1e3:.2f}"
+            rows.append({"kernel": f"{event.key} of {shapes}", "ms": time_ms, "calls": event.count})
     return rows

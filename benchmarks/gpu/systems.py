@@ -125,16 +125,25 @@ def weft_trainer(config: dict[str, Any], plan: Plan, device: torch.device, on_ho
 
 
 def plain_trainer(
-    config: dict[str, Any], weights: torch.dtype, autocast: bool, device: torch.device, liger: bool = False
+    config: dict[str, Any],
+    weights: torch.dtype,
+    autocast: bool,
+    device: torch.device,
+    liger: bool = False,
+    compiled: bool = False,
 ) -> System:
     """Training step of plain Transformers, and the model: SDPA, the model's own loss, fused AdamW, clipping.
 
-    `liger` patches Transformers for the rest of the process.
+    Args:
+        liger: patch Transformers for the rest of the process.
+        compiled: compile the whole model.
     """
     if liger:
         importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
     model = build_full(config, weights, device)
     model.train()
+    if compiled:
+        model.compile()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, fused=True
     )

@@ -212,10 +212,18 @@ class Compute(Table):
     model's own. Context parallelism and attention dropout always compute document by document."""
     kernels: Annotated[Kernels, BeforeValidator(_one_for_all)] = Kernels()
     """Fused operators. In place of the table, "auto" uses all that apply to the model and the device, and "reference" none."""
+    compile: Literal["off", "blocks"] = "off"
+    """torch.compile: "blocks" compiles the forward and backward of each block; the operators between its matmuls become a few
+    kernels. The first step of each shape of a batch compiles, for up to a minute."""
 
     def kernel(self, operator: str) -> str:
-        """Setting of an operator: "auto", "reference" or the name of an implementation."""
-        return getattr(self.kernels, operator)
+        """Setting of an operator: "auto", "reference" or the name of an implementation.
+
+        "auto" is "reference" inside of compiled blocks, which fuse norms and activations with what is beside them.
+        """
+        setting = getattr(self.kernels, operator)
+        is_compiled = self.compile == "blocks" and operator != "linear_cross_entropy"
+        return "reference" if is_compiled and setting == "auto" else setting
 
 
 class Prediction(Table):
@@ -521,6 +529,25 @@ RULES: tuple[Rule, ...] = (
         reason="context parallelism splits attention by itself, document by document",
         fix='set plan.compute.attention = "auto", or plan.parallel.cp = 1',
         candidates={"compute.attention": ("auto",)},
+    ),
+    Rule(
+        name="compiled blocks with recompute of attention or mlp",
+        broken=lambda plan: (
+            plan.compute.compile == "blocks" and bool({"attention", "mlp"} & set(plan.memory.recompute))
+        ),
+        reason="a block is compiled as a whole, and torch.compile does not take a recomputed part of it",
+        fix='set plan.memory.recompute = ["block"], or leave plan.compute.compile = "off"',
+        candidates={"compute.compile": ("off",)},
+    ),
+    Rule(
+        name="compiled blocks with Triton operators by name",
+        broken=lambda plan: (
+            plan.compute.compile == "blocks"
+            and "triton" in (plan.compute.kernels.rms_norm, plan.compute.kernels.gated_activation)
+        ),
+        reason="compiled blocks fuse norms and activations with the operators beside them",
+        fix='leave rms_norm and gated_activation out of plan.compute.kernels, or plan.compute.compile = "off"',
+        candidates={"compute.compile": ("off",)},
     ),
     Rule(
         name="compression settings without compression",

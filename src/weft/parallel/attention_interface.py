@@ -54,6 +54,7 @@ def replace_attention(
         attention.config._attn_implementation = IMPLEMENTATION
 
 
+@torch.compiler.disable
 def context_attention(
     module: Any,
     query: Tensor,

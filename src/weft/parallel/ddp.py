@@ -9,6 +9,7 @@ more buckets are in flight.
 """
 
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import torch
 import torch.distributed as dist
@@ -178,16 +179,20 @@ class GradientReducer:
         """
         self.scalars_only = scalars_only
         self.units, self.feedback, self.compress_scope = units, feedback, compress_scope
-        reduces_momentum = feedback is not None and feedback.takes_momentum
-        self.communicates = reduces_momentum or any(unit.group.size() > 1 for unit in units)
+        self.reduces_momentum = feedback is not None and feedback.takes_momentum
         self.last_micro_batch = True
         self.buckets: list[Bucket] = []
+        self.covered = set[int]()
+        """`id` of each parameter whose gradient is the mean over its ranks after backward."""
         self.reducing: list[Bucket] = []
         self.finish_is_queued = False
 
     def prepare(self, model: nn.Module, _: object) -> None:
-        """Forward pre-hook that creates the buckets on its first call, one per unit, in the order of backward."""
-        if self.buckets:
+        """Forward pre-hook that creates the buckets on its first call, one per unit, in the order of backward.
+
+        Gradients of one rank stay in the tensors that autograd makes for them.
+        """
+        if self.covered:
             return
         trained = (p for p in model.parameters() if p.requires_grad)
         remaining = {id(p): p for p in trained if p.ndim == 0 or not self.scalars_only}
@@ -195,11 +200,14 @@ class GradientReducer:
             members = [
                 p for p in model.get_submodule(unit.module).parameters() if remaining.pop(id(p), None) is not None
             ]
+            self.covered.update(map(id, members))
+            if unit.group.size() == 1 and not self.reduces_momentum:
+                continue
             for part in self._split_buckets(members):
                 self.buckets.append(Bucket(part, unit, self.feedback, self.compress_scope))
         for index, bucket in enumerate(self.buckets):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.register_post_accumulate_grad_hook(self._gradient_hook(index, view))
+                parameter.register_post_accumulate_grad_hook(_gradient_hook(proxy(self), index, view))
 
     def _split_buckets(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Parameters of each bucket of a unit.
@@ -212,17 +220,7 @@ class GradientReducer:
         parts = [[p for p in parameters if is_split(p) == split] for split in (True, False)]
         return [part for part in parts if part]
 
-    def _gradient_hook(self, index: int, view: Tensor) -> Any:
-        def store(parameter: Tensor) -> None:
-            if parameter.grad is not view:
-                view.copy_(parameter.grad)  # type: ignore[arg-type]
-                parameter.grad = view
-            if self.last_micro_batch and self.communicates:
-                self._mark_ready(index)
-
-        return store
-
-    def _mark_ready(self, index: int) -> None:
+    def mark_ready(self, index: int) -> None:
         if not self.finish_is_queued:
             call_after_backward(self.finish)
             self.finish_is_queued = True
@@ -248,6 +246,19 @@ class GradientReducer:
             bucket.wait()
         self.reducing.clear()
         self.finish_is_queued = False
+
+
+def _gradient_hook(reducer: GradientReducer, index: int, view: Tensor) -> Any:
+    """Hook that moves a gradient to its bucket. `reducer` is a weak reference: torch would never free a cycle with a hook."""
+
+    def store(parameter: Tensor) -> None:
+        if parameter.grad is not view:
+            view.copy_(parameter.grad)  # type: ignore[arg-type]
+            parameter.grad = view
+        if reducer.last_micro_batch:
+            reducer.mark_ready(index)
+
+    return store
 
 
 def _cast_in_forward(model: nn.Module, anatomy: Anatomy, dtype: torch.dtype) -> None:

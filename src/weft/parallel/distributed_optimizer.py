@@ -117,9 +117,8 @@ class DistributedOptimizer:
         whole = self.runtime.whole_frozen_weights
         alone: list[str] = []
         if parallel.zero == 0 and parallel.gradient_ranks > 1 and reducer is not None:
-            reduced = {id(parameter) for bucket in reducer.buckets for parameter in bucket.parameters}
             parameters = self.model.named_parameters()
-            alone = [name for name, p in parameters if p.grad is not None and id(p) not in reduced]
+            alone = [name for name, p in parameters if p.grad is not None and id(p) not in reducer.covered]
         elif whole and parallel.gradient_ranks > 1:
             alone = [name for name, p in self.model.named_parameters() if p.grad is not None and name in whole]
         if alone:

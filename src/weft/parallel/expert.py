@@ -176,6 +176,7 @@ def split_experts(experts: Any, group: dist.ProcessGroup) -> None:
     experts.forward = partial(expert_parallel_forward, experts.forward, num_experts, group)
 
 
+@torch.compiler.disable
 def expert_parallel_forward(
     local_forward: Callable[[Tensor, Tensor, Tensor], Tensor],
     num_experts: int,

@@ -35,6 +35,9 @@ def choose_operators(model: Any, anatomy: Anatomy, plan: Plan, device_type: str)
     rows = [_attention(model, anatomy, plan, device_type), _loss(model, anatomy, plan)]
     chosen = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
     for row in apply_kernels(model, anatomy, chosen, device_type):
+        if plan.compute.compile == "blocks" and plan.compute.kernels.model_dump()[row.op] == "auto":
+            rows.append(OperatorChoice(row.op, "compiled", "with the operators beside it, by torch.compile"))
+            continue
         count = f"{len(row.modules)} module{'s' * (len(row.modules) != 1)}"
         rows.append(OperatorChoice(row.op, row.implementation, f"{count}, {row.variant or row.reason}"))
     return rows

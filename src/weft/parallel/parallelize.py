@@ -13,6 +13,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.comm.compression.codecs import build_feedback
 from weft.comm.objects import all_gather_json
 from weft.comm.overlap import check_chunks
+from weft.compute.compile import compile_blocks
 from weft.compute.kernels import OPERATORS, apply_kernels
 from weft.device.detect import detect
 from weft.errors import ModelError, PlanError
@@ -129,6 +130,8 @@ def parallelize(
         load_function(name, f"plan.techniques[{index}]")(model, anatomy, plan, mesh)
     if forwards and forwards_of(model, anatomy) != forwards:  # a technique may change the logits
         runtime.linear_loss = None
+    if plan.compute.compile == "blocks":
+        compile_blocks(model, (block.name for block in anatomy.blocks))
     capture = partial(capture_context, runtime.router_stats, runtime.dropout)
     if plan.memory.recompute or plan.memory.offload:
         runtime.offload = build_offload(plan.memory, detect())
@@ -240,6 +243,13 @@ def check_axes(
     if p.pp > 1:
         check_pp_degree(len(anatomy.blocks), plan)
         split_blocks(len(anatomy.blocks), len(stage_ranks(plan)), plan.pipeline)
+        if plan.compute.compile == "blocks" and splits_backward(plan):
+            raise PlanError(
+                f'compute.compile = "blocks" with the schedule {plan.pipeline.schedule}',
+                where="plan.compute.compile",
+                rule="this schedule defers weight gradients, and torch.compile computes both parts of a backward together",
+                fix='set plan.compute.compile = "off", or plan.pipeline.schedule to "1f1b" or "interleaved"',
+            )
         if num_micro_batches is not None:
             load_schedule(plan, num_micro_batches)
     if seq_len is not None:

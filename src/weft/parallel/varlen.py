@@ -161,6 +161,7 @@ def install_varlen(model: Any, anatomy: Anatomy, flash: bool) -> Varlen:
     return varlen
 
 
+@torch.compiler.disable
 def document_attention(
     module: Any,
     query: Tensor,

@@ -51,7 +51,8 @@ def test_recomputed_activations_are_not_saved(model: str) -> None:
     assert found.layer["none"] > found.layer["light"] > found.layer["attention"] > found.layer["full"]
     assert found.layer["none"] > found.layer["mlp"] > found.layer["full"]
     assert found.layer["full"] == pytest.approx(2 * 256, rel=0.05)  # the input of a block, in bf16
-    assert found.ends > 4096 * 8  # a logit and its gradient in float32, at least
+    # The head keeps logits of a part of the tokens; those of all, in float32 and with their gradient, would be 8 bytes each.
+    assert 4096 < found.ends < 4096 * 8
 
 
 @pytest.mark.sweep

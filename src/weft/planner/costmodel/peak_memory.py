@@ -204,6 +204,8 @@ def stage_memory(
     layer = head = 0.0
     if layout.recompute in ("attention", "mlp", "full"):
         layer = kept("none") - kept(layout.recompute) * (layout.recompute != "full")
+    if stack.fsdp2_units and layout.splits_backward:  # the micro-batch in backward keeps what its weight gradients need
+        layer += max(0.0, layers_of_ranks(shape, layout)[rank] * (waiting_bytes(shape, layout) - each))
     if layout.sp and layout.tp > 1:  # in backward: re-gathered input, gradient of the output, gradient of the input
         layer += 6 * layout.tokens * shape.hidden
     if rank == layout.pp - 1:

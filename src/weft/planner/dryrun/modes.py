@@ -117,6 +117,11 @@ def fuse_attention(model: nn.Module, anatomy: Anatomy) -> None:
         attention.forward = partial(_fused, attention.forward)
 
 
+def without_compile(plan: Plan) -> Plan:
+    """Plan without torch.compile, which does not run on fake tensors. Compiled blocks save about what fused operators save."""
+    return plan.model_copy(update={"compute": plan.compute.model_copy(update={"compile": "off"})})
+
+
 def fuse_operators(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Plan:
     """Let a model compute with the Triton operators of CUDA, in place; on fake tensors only their shapes are computed.
 

@@ -34,7 +34,14 @@ from weft.parallel.pipeline.plan_schedule import plan_timeline
 from weft.parallel.runtime import allocate, runtime
 from weft.parallel.weights import to_local
 from weft.plan import Plan
-from weft.planner.dryrun.modes import RealControlTensors, fake_world, fuse_attention, fuse_operators, route_evenly
+from weft.planner.dryrun.modes import (
+    RealControlTensors,
+    fake_world,
+    fuse_attention,
+    fuse_operators,
+    route_evenly,
+    without_compile,
+)
 from weft.planner.dryrun.step_counts import StepCounts, count_calls, count_step, extrapolate
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh
@@ -160,7 +167,8 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         if absent:
             fuse_attention(model, anatomy)
         fused = absent and device_type == "cuda"
-        parallelize(model, fuse_operators(model, anatomy, plan) if fused else plan, mesh)
+        eager = without_compile(plan)
+        parallelize(model, fuse_operators(model, anatomy, eager) if fused else eager, mesh)
         if fused and (varlen := runtime(model).varlen):
             varlen.flash = True
         use_loss(model, job.train.loss)
