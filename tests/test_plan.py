@@ -70,6 +70,9 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(comm=Comm(error_feedback=False)),
         Plan(parallel=Parallel(cp=2), compute=Compute(attention="sdpa")),
         Plan(memory=Memory(recompute=("mlp",)), compute=Compute(compile="blocks")),
+        Plan(precision=Precision(matmul="fp8", param_dtype="fp16", loss_scale="dynamic")),
+        Plan(precision=Precision(matmul="fp8"), parallel=Parallel(tp=2)),
+        Plan(precision=Precision(emulate_fp8=True)),
         Plan(compute=Compute(compile="blocks", kernels=Kernels(rms_norm="triton"))),
     ]
     for rule in RULES:

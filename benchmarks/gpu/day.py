@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench import Bench, Rows, markdown
-from kernel_stages import attention, ceilings, kernels
+from kernel_stages import attention, ceilings, kernels, matmuls
 from run_stages import killed_run, memory, predict_memory, snapshot
-from step_stages import compiled, experts, parity, profile, profile_experts, speed, waits
+from step_stages import compiled, experts, fp8, parity, profile, profile_experts, speed, waits
 
 from weft.device.detect import detect
 from weft.launch.rank_entry import connect
@@ -38,6 +38,7 @@ STAGES: dict[str, Callable[[Bench], Rows]] = {
         waits,
         kernels,
         attention,
+        matmuls,
         killed_run,
         memory,
         snapshot,
@@ -45,6 +46,7 @@ STAGES: dict[str, Callable[[Bench], Rows]] = {
         profile_experts,
         experts,
         compiled,
+        fp8,
         speed,
     )
 }

@@ -12,6 +12,7 @@ from weft.compute import gated_activation, rms_norm
 from weft.compute.attention import varlen_attention
 from weft.compute.cross_entropy import LogitTransform, Vocabulary, fused_loss_and_gradient, loss_and_gradient
 from weft.compute.cross_entropy_kernels import can_launch
+from weft.compute.fp8 import BLOCK, TENSOR, fp8_matmul, quantize
 
 
 def ceilings(bench: Bench) -> Rows:
@@ -128,3 +129,32 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _by_documents(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int) -> None:
     out = varlen_attention(q, k, v, borders, longest, q.shape[-1] ** -0.5, None)
     torch.autograd.grad(out.sum(), (q, k, v))
+
+
+def matmuls(bench: Bench) -> Rows:
+    """Matmuls of a linear layer in bf16 and in FP8: TFLOP/s, alone and with the rounding to FP8, and relative error."""
+    rows: Rows = []
+    for m, n, k in (
+        [(256, 256, 256)] if bench.small else [(16384, 8192, 2048), (16384, 2048, 8192), (8192, 14336, 4096)]
+    ):
+        generator = torch.Generator(bench.torch_device).manual_seed(0)
+        x, w = (
+            torch.randn(size, generator=generator, device=bench.torch_device).to(torch.bfloat16)
+            for size in ((m, k), (n, k))
+        )
+        exact, work = x.float() @ w.float().T, 2 * m * n * k / 1e12
+        plain = bench.seconds(lambda x=x, w=w: x @ w.T)
+        rows.append({"shape": f"{m} x {n} x {k}", "matmul": "bf16", "alone": work / plain, "rounded": "", "error": ""})
+        for title, blocks in (("fp8", (TENSOR, TENSOR)), ("fp8_block", ((1, BLOCK), (BLOCK, BLOCK)))):
+
+            def sides(x: Any = x, w: Any = w, blocks: Any = blocks) -> Any:
+                kinds = zip((x, w), blocks, strict=True)
+                return [part for side, block in kinds for part in quantize(side, torch.float8_e4m3fn, block)]
+
+            parts = sides()
+            alone = bench.seconds(lambda parts=parts: fp8_matmul(*parts, torch.bfloat16))
+            both = bench.seconds(lambda sides=sides: fp8_matmul(*sides(), torch.bfloat16))
+            error = ((fp8_matmul(*parts, torch.bfloat16).float() - exact).norm() / exact.norm()).item()
+            numbers = {"alone": work / alone, "rounded": work / both, "error": f"{error:.1e}"}
+            rows.append({"shape": f"{m} x {n} x {k}", "matmul": title, **numbers})
+    return rows

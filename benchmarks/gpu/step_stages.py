@@ -118,6 +118,29 @@ def compiled(bench: Bench) -> Rows:
     return rows + _compare(bench, long, config, 2 * num_rows, seq_len, micro_batches=4)
 
 
+def fp8(bench: Bench) -> Rows:
+    """Tokens/s of the Llama of `speed` with FP8 matmuls in compiled blocks; the loss of 30 steps beside bf16."""
+    systems: dict[str, Callable[..., System]] = {}
+    for matmul in ("forward", "fp8", "fp8_block"):
+        precision = Precision(matmul=matmul, emulate_fp8=matmul != "forward" and bench.device.type == "cpu")
+        plan = Plan(parallel=Parallel(zero=0), precision=precision, compute=Compute(compile="blocks"))
+        systems[f"zero 0, compiled blocks, matmul = {matmul}"] = partial(weft_trainer, plan=plan)
+    config, num_rows, seq_len = (TINY["llama"], 2, 128) if bench.small else (LLAMA_1B, 4, 4096)
+    rows = _compare(bench, systems, config, num_rows, seq_len, micro_batches=2)
+    config = TINY["llama"] if bench.small else {**LLAMA_1B, "num_hidden_layers": 4}
+    for title, make in systems.items():
+        try:
+            step, *_ = make(config=config, device=bench.torch_device)
+            batches = [random_batch(256, 2, 128, bench.torch_device, seed % 3, 64) for seed in range(30)]
+            losses = ", ".join(f"{loss:.4f}" for loss in [step([batch]) for batch in batches][9::10])
+        except Exception as error:
+            losses = f"{type(error).__name__}: {str(error)[:60]}"
+        rows.append({"system": title, "documents of": "", "tokens/s": f"losses {losses}", "MFU": "", "GiB": ""})
+        del step
+        bench.free()
+    return rows
+
+
 def _compare(
     bench: Bench,
     systems: dict[str, Callable[..., System]],

@@ -114,6 +114,11 @@ class Precision(Table):
     """Storage of fp32 master weights. "whole": fp32 weights and a bf16 copy. "split": bf16 weights and the 16 remaining bits,
     without a copy; ties are rounded away from zero. "split_even": one more bit, so that ties are rounded to even, as in a
     cast."""
+    matmul: Literal["forward", "fp8", "fp8_block"] = "forward"
+    """Matmuls of the linear layers in attention and MLPs: in param_dtype (forward), or in FP8 with one scale a tensor (fp8) or
+    a scale for each 128 values (fp8_block)."""
+    emulate_fp8: bool = False
+    """Compute FP8 matmuls in float32 on devices without FP8: the same numbers, slowly."""
     optimizer_state_dtype: Literal["update", "bf16", "int8", "int4"] = "update"
     """Dtype of optimizer state between updates: "update" uses precision.update; int8 and int4 are quantized in blocks with one
     scale each."""
@@ -531,12 +536,38 @@ RULES: tuple[Rule, ...] = (
         candidates={"compute.attention": ("auto",)},
     ),
     Rule(
-        name="compiled blocks with recompute of attention or mlp",
+        name="FP8 matmuls with another dtype than bf16 or fp32",
         broken=lambda plan: (
-            plan.compute.compile == "blocks" and bool({"attention", "mlp"} & set(plan.memory.recompute))
+            plan.precision.matmul != "forward"
+            and (plan.precision.param_dtype in ("fp16", "fp64") or plan.precision.backward == "fp16")
         ),
-        reason="a block is compiled as a whole, and torch.compile does not take a recomputed part of it",
-        fix='set plan.memory.recompute = ["block"], or leave plan.compute.compile = "off"',
+        reason="FP8 matmuls round from, and return, bf16 or fp32",
+        fix='set plan.precision.param_dtype = "bf16" and backward = "forward", or plan.precision.matmul = "forward"',
+        candidates={"precision.matmul": ("forward",), "precision.param_dtype": ("bf16",)},
+    ),
+    Rule(
+        name="FP8 matmuls with overlapped matmuls of tp",
+        broken=lambda plan: (
+            plan.precision.matmul != "forward" and plan.parallel.tp > 1 and plan.comm.overlap_chunks != 1
+        ),
+        reason="matmuls that overlap with their collective are computed in chunks, in the dtype of forward",
+        fix='set plan.comm.overlap_chunks = 1, or plan.precision.matmul = "forward"',
+        candidates={"comm.overlap_chunks": (1,), "precision.matmul": ("forward",)},
+    ),
+    Rule(
+        name="emulate_fp8 without FP8 matmuls",
+        broken=lambda plan: plan.precision.emulate_fp8 and plan.precision.matmul == "forward",
+        reason="emulate_fp8 has no effect without FP8 matmuls",
+        fix='set plan.precision.matmul = "fp8", or remove plan.precision.emulate_fp8',
+        candidates={"precision.matmul": ("fp8", "fp8_block")},
+    ),
+    Rule(
+        name="compiled blocks with recompute or offload of parts of blocks",
+        broken=lambda plan: (
+            plan.compute.compile == "blocks" and bool({*plan.memory.recompute, *plan.memory.offload} - {"block"})
+        ),
+        reason="a block is compiled as a whole, and torch.compile chooses what is saved inside of it",
+        fix='set plan.memory.recompute and plan.memory.offload to ["block"] or [], or leave plan.compute.compile = "off"',
         candidates={"compute.compile": ("off",)},
     ),
     Rule(

@@ -1,21 +1,29 @@
 """Gradient buckets of DDP: unused parameters, several backwards, and persistent buffers."""
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 from torch import nn
 
-from tests.lab.parity import assert_parity, compare, full_tensor, packed_batches, plan_for, share
+from tests.lab.families import family
+from tests.lab.parity import SETTINGS, assert_parity, compare, full_tensor, packed_batches, plan_for, share
 from tests.lab.pool import run_ranks
 from tests.lab.shrink import shrunk
-from weft.checkpoint.huggingface import build_plain
+from weft.anatomy.build import build_on_meta
+from weft.checkpoint.huggingface import build_plain, materialize
 from weft.checkpoint.model_config import read_config
 from weft.comm.compression.codecs import build_feedback
+from weft.device.detect import detect
 from weft.job import Model
 from weft.parallel.ddp import GradientReducer, Unit
+from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.plan import Comm, Parallel, Plan, Precision
 from weft.topology.mesh import build_mesh
-from weft.training.step import forward_backward
+from weft.training.optimizer import build_optimizer
+from weft.training.step import forward_backward, train_step
 
 
 class TwoBlocks(nn.Module):
@@ -95,6 +103,24 @@ def replicated_steps(rank: int, world_size: int, compression: str) -> dict[str, 
     if feedback is not None:
         model.register_forward_pre_hook(lambda *_: feedback.begin(1.0, None))
     return three_steps(model, range(rank, rank + 1))
+
+
+def forget_model(rank: int, world_size: int, zero: int) -> int:
+    source, plan = Model(config=family("llama")), plan_for("fp32", zero=zero).resolve(world_size)
+    model = parallelize(build_on_meta(read_config(source), torch.float32), plan, build_mesh(plan, "cpu", world_size))
+    materialize(model, source, torch.device("cpu"))
+    optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
+    train_step(model, optimizer, share(packed_batches(96)[0], rank, world_size, 2), SETTINGS.clip_norm)
+    parameters = [ref(parameter) for parameter in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    return sum(parameter() is not None for parameter in parameters)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_nothing_refers_to_is_freed(zero: int, ranks: int) -> None:
+    assert run_ranks(ranks, forget_model, zero) == [0] * ranks
 
 
 @pytest.mark.parametrize("compression", ["none", "bf16"])

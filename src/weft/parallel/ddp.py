@@ -58,7 +58,8 @@ def apply_ddp(
     if expert_mesh is not None:
         experts = expert_mesh.get_group("edp_replicate")
         units = [Unit(name, experts) for block in reversed(anatomy.blocks) for name in block.experts] + units
-    reducer = GradientReducer([*units, Unit("", group)], feedback, plan.comm.compress_scope)
+    wrapped = plan.precision.backward == "fp16"
+    reducer = GradientReducer([*units, Unit("", group)], feedback, plan.comm.compress_scope, wrapped=wrapped)
     # Weights may still be on the meta device, so buckets and gradient hooks are created in the first forward.
     model.register_forward_pre_hook(reducer.prepare)
     if plan.precision.param_dtype != plan.precision.update:
@@ -169,6 +170,7 @@ class GradientReducer:
         compress_scope: str = "all",
         *,
         scalars_only: bool = False,
+        wrapped: bool = False,
     ):
         """
         Args:
@@ -176,10 +178,11 @@ class GradientReducer:
             feedback: error feedback of compressed reductions; None without compression.
             compress_scope: reductions that are compressed, as in the plan.
             scalars_only: reduce parameters without dims alone, which FSDP2 cannot shard.
+            wrapped: gradients are of a subclass of tensors (`fp16_backward.py`), which only buckets unwrap.
         """
         self.scalars_only = scalars_only
         self.units, self.feedback, self.compress_scope = units, feedback, compress_scope
-        self.reduces_momentum = feedback is not None and feedback.takes_momentum
+        self.needs_buckets = wrapped or (feedback is not None and feedback.takes_momentum)
         self.last_micro_batch = True
         self.buckets: list[Bucket] = []
         self.covered = set[int]()
@@ -190,7 +193,7 @@ class GradientReducer:
     def prepare(self, model: nn.Module, _: object) -> None:
         """Forward pre-hook that creates the buckets on its first call, one per unit, in the order of backward.
 
-        Gradients of one rank stay in the tensors that autograd makes for them.
+        Gradients of one rank stay in the tensors that autograd makes for them, where possible.
         """
         if self.covered:
             return
@@ -201,7 +204,7 @@ class GradientReducer:
                 p for p in model.get_submodule(unit.module).parameters() if remaining.pop(id(p), None) is not None
             ]
             self.covered.update(map(id, members))
-            if unit.group.size() == 1 and not self.reduces_momentum:
+            if unit.group.size() == 1 and not self.needs_buckets:
                 continue
             for part in self._split_buckets(members):
                 self.buckets.append(Bucket(part, unit, self.feedback, self.compress_scope))

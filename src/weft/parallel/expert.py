@@ -21,7 +21,6 @@ Shapes: T tokens of this rank, K experts per token, H hidden size, R rows receiv
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,10 +172,16 @@ def split_experts(experts: Any, group: dist.ProcessGroup) -> None:
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
-    experts.forward = partial(expert_parallel_forward, experts.forward, num_experts, group)
+    local_forward = experts.forward
+
+    # A function, because torch.compile would compile each block anew for a `partial`; it cannot compile messages.
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return expert_parallel_forward(local_forward, num_experts, group, *args, **kwargs)
+
+    experts.forward = forward
 
 
-@torch.compiler.disable
 def expert_parallel_forward(
     local_forward: Callable[[Tensor, Tensor, Tensor], Tensor],
     num_experts: int,
@@ -231,13 +236,17 @@ def overlap_shared_experts(model: nn.Module, anatomy: Anatomy) -> None:
             shared: Any = model.get_submodule(name)
             takes_only_tokens = len(inspect.signature(type(shared).forward).parameters) == 2  # self, tokens
             if layer is not None and len(experts) == 1 and takes_only_tokens:
-                early = SharedExperts(shared.forward)
-                shared.forward = early
-                moe: Any = model.get_submodule(layer)
-                # Not a hook, because recompute calls forward without hooks.
-                moe.forward = partial(early.call_layer, moe.forward)
-                routed: Any = experts[0]
-                routed.forward = partial(routed.forward, overlapped=early.compute)
+                _compute_early(shared, model.get_submodule(layer), experts[0])
+
+
+def _compute_early(shared: Any, moe: Any, routed: Any) -> None:
+    """Replace the forwards of a layer, of its shared and of its routed experts; hooks would not run in a recompute."""
+    early, call_layer, call_routed = SharedExperts(shared.forward), moe.forward, routed.forward
+    shared.forward = torch.compiler.disable(lambda hidden: early(hidden))
+    moe.forward = torch.compiler.disable(lambda *args, **kwargs: early.call_layer(call_layer, *args, **kwargs))
+    routed.forward = torch.compiler.disable(
+        lambda *args, **kwargs: call_routed(*args, overlapped=early.compute, **kwargs)
+    )
 
 
 class SharedExperts:

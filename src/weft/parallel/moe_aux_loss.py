@@ -70,6 +70,7 @@ class RouterStats:
             return
         self.counts_load = True
 
+        @torch.compiler.disable  # the name would make another graph for each layer
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module.training and self.recording:
                 index = args[1] if len(args) > 1 else next(value for key, value in kwargs.items() if "ind" in key)
@@ -78,6 +79,7 @@ class RouterStats:
 
         experts.register_forward_pre_hook(count, with_kwargs=True)
 
+    @torch.compiler.disable
     def _store_logits(self, router: nn.Module, args: Any, out: Any) -> None:
         if router.training and self.recording:
             self.logits.append(out[0])

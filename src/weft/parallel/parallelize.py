@@ -27,6 +27,7 @@ from weft.parallel.documents import check_masks
 from weft.parallel.dropout import replace_dropout
 from weft.parallel.expert import check_experts, overlap_shared_experts, split_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
+from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
@@ -49,7 +50,7 @@ from weft.parallel.tensor import apply_tp
 from weft.parallel.varlen import install_varlen, uses_varlen
 from weft.parallel.weights import LocalWeights, TensorLayout, shard_parameter
 from weft.plan import Plan
-from weft.precision.dtypes import DTYPES
+from weft.precision.dtypes import DTYPES, check_dtypes
 from weft.precision.fp16_backward import begin_fp16_backward_at
 from weft.precision.roles import compute_in_float32
 from weft.topology.mesh import build_expert_mesh, check_mesh, ranks_along
@@ -130,6 +131,9 @@ def parallelize(
         load_function(name, f"plan.techniques[{index}]")(model, anatomy, plan, mesh)
     if forwards and forwards_of(model, anatomy) != forwards:  # a technique may change the logits
         runtime.linear_loss = None
+    if plan.precision.matmul != "forward":
+        check_dtypes(plan.precision, detect())
+        apply_fp8(model, anatomy, plan)
     if plan.compute.compile == "blocks":
         compile_blocks(model, (block.name for block in anatomy.blocks))
     capture = partial(capture_context, runtime.router_stats, runtime.dropout)
@@ -243,13 +247,8 @@ def check_axes(
     if p.pp > 1:
         check_pp_degree(len(anatomy.blocks), plan)
         split_blocks(len(anatomy.blocks), len(stage_ranks(plan)), plan.pipeline)
-        if plan.compute.compile == "blocks" and splits_backward(plan):
-            raise PlanError(
-                f'compute.compile = "blocks" with the schedule {plan.pipeline.schedule}',
-                where="plan.compute.compile",
-                rule="this schedule defers weight gradients, and torch.compile computes both parts of a backward together",
-                fix='set plan.compute.compile = "off", or plan.pipeline.schedule to "1f1b" or "interleaved"',
-            )
+        if splits_backward(plan):
+            _check_deferred(plan)
         if num_micro_batches is not None:
             load_schedule(plan, num_micro_batches)
     if seq_len is not None:
@@ -259,6 +258,21 @@ def check_axes(
     # The chain of blocks does not depend on the dtype that replaces "auto".
     forward = plan.precision.resolve(native_bf16=True).param_dtype
     return trace_block_chain(model, anatomy, DTYPES[forward]) if p.pp > 1 else None
+
+
+def _check_deferred(plan: Plan) -> None:
+    """Refuse techniques that compute both parts of a backward together, with a schedule that defers weight gradients."""
+    for key, is_set in (
+        ("plan.compute.compile", plan.compute.compile != "off"),
+        ("plan.precision.matmul", plan.precision.matmul != "forward"),
+    ):
+        if is_set:
+            raise PlanError(
+                f"{key} with the schedule {plan.pipeline.schedule}",
+                where=key,
+                rule="this schedule defers weight gradients, which compiled blocks and FP8 matmuls compute at once",
+                fix=f'leave {key} out, or set plan.pipeline.schedule to "1f1b" or "interleaved"',
+            )
 
 
 def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:

@@ -16,7 +16,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def check_dtypes(precision: Precision, device: Device) -> None:
-    """Refuse dtypes that a device supports neither natively nor by emulation.
+    """Refuse dtypes that a device supports neither natively nor by emulation, and FP8 that the plan does not let it emulate.
 
     Args:
         precision: resolved precision settings.
@@ -25,6 +25,13 @@ def check_dtypes(precision: Precision, device: Device) -> None:
     Raises:
         PlanError: names the key, its dtype, and a supported dtype.
     """
+    if precision.matmul != "forward" and not precision.emulate_fp8 and not device.supports("float8"):
+        raise PlanError(
+            f"matmul = {precision.matmul!r} on {device.type} {device.name}",
+            where="plan.precision.matmul",
+            rule="this device has no FP8 matmuls",
+            fix='set plan.precision.emulate_fp8 = true to compute the same numbers in float32, or matmul = "forward"',
+        )
     if device.emulates:
         return
     known = [name for name in ("bf16", "fp16", "fp64") if device.supports(name)]

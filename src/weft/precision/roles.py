@@ -5,7 +5,7 @@ Transformers, 2021, selective precision). The loss is always in float32.
 """
 
 from collections.abc import Iterable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -34,7 +34,18 @@ def compute_in_float32(model: nn.Module, anatomy: Anatomy, roles: Iterable[str])
     for name in {name for role in roles for name in names_of[role] if name}:
         if name in modules:
             module = modules[name]
-            module.forward = wraps(module.forward)(partial(_run_in_float32, module, module.forward))
+            module.forward = _in_float32(module)
+
+
+def _in_float32(module: nn.Module) -> Any:
+    """Forward of a module in float32. A function, because torch.compile would compile each block anew for a `partial`."""
+    forward = module.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _run_in_float32(module, forward, *args, **kwargs)
+
+    return run
 
 
 def _run_in_float32(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -117,9 +117,14 @@ def fuse_attention(model: nn.Module, anatomy: Anatomy) -> None:
         attention.forward = partial(_fused, attention.forward)
 
 
-def without_compile(plan: Plan) -> Plan:
-    """Plan without torch.compile, which does not run on fake tensors. Compiled blocks save about what fused operators save."""
-    return plan.model_copy(update={"compute": plan.compute.model_copy(update={"compile": "off"})})
+def without_device(plan: Plan) -> Plan:
+    """Plan without what fake tensors on a CPU cannot run: torch.compile, and FP8 matmuls of a device.
+
+    Compiled blocks save about what fused operators save.
+    """
+    compute = plan.compute.model_copy(update={"compile": "off"})
+    precision = plan.precision.model_copy(update={"emulate_fp8": plan.precision.matmul != "forward"})
+    return plan.model_copy(update={"compute": compute, "precision": precision})
 
 
 def fuse_operators(model: nn.Module, anatomy: Anatomy, plan: Plan) -> Plan:

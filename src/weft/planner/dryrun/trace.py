@@ -40,7 +40,7 @@ from weft.planner.dryrun.modes import (
     fuse_attention,
     fuse_operators,
     route_evenly,
-    without_compile,
+    without_device,
 )
 from weft.planner.dryrun.step_counts import StepCounts, count_calls, count_step, extrapolate
 from weft.precision.dtypes import DTYPES
@@ -167,8 +167,8 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         if absent:
             fuse_attention(model, anatomy)
         fused = absent and device_type == "cuda"
-        eager = without_compile(plan)
-        parallelize(model, fuse_operators(model, anatomy, eager) if fused else eager, mesh)
+        traced = without_device(plan)
+        parallelize(model, fuse_operators(model, anatomy, traced) if fused else traced, mesh)
         if fused and (varlen := runtime(model).varlen):
             varlen.flash = True
         use_loss(model, job.train.loss)
