@@ -2,6 +2,7 @@
 
     python benchmarks/convergence.py [--steps 150]       # three quarters of an hour on one core
     python benchmarks/convergence.py --only 0 1 2 3 7    # some rows, each compared with the first one
+    python benchmarks/convergence.py --fp8               # FP8 matmuls beside bf16, in a dense model
 
 A model like that of `weft train` (a Qwen3-MoE of 4 million parameters on the source code of Python's standard library), one
 rank, the same tokens in three orders (seeds). Printed are the mean held-out loss and its distance from that of fp32, mean and
@@ -29,7 +30,19 @@ from weft.training.session import held_out_batches, open_session, train_batches
 from weft.training.step import evaluate, train_step
 
 RECIPE = read_toml(Path(str(files("weft.recipes") / "first.toml")))
-MODEL = {"config": RECIPE["model"]["config"] | {"num_hidden_layers": 4}}  # 4.3 million parameters
+MODEL = RECIPE["model"]["config"] | {"num_hidden_layers": 4}  # 4.3 million parameters
+DENSE = {
+    "model_type": "qwen3",
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+}  # 3.7 million parameters, in sizes that FP8 blocks divide
 RATE = 5e-4
 SEEDS = (0, 1, 2)
 BF16: dict[str, Any] = {"param_dtype": "bf16"}
@@ -52,13 +65,20 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp16 forward and backward, fp32 update": {"param_dtype": "fp16", "loss_scale": "dynamic"},
     "bf16 all through": {**BF16, "update": "bf16", "reduce_dtype": "bf16"},
 }
+FP8: dict[str, dict[str, Any]] = {
+    "bf16": BF16,
+    "fp32": {"param_dtype": "fp32"},
+    "bf16, FP8 matmuls": {**BF16, "matmul": "fp8", "emulate_fp8": True},
+    "bf16, FP8 matmuls in blocks": {**BF16, "matmul": "fp8_block", "emulate_fp8": True},
+}
 
 
-def run(prepared: Prepared, name: str, steps: int, seed: int) -> tuple[float, int]:
+def run(
+    prepared: Prepared, model: dict[str, Any], precision: dict[str, Any], micro_batch: int, steps: int, seed: int
+) -> tuple[float, int]:
     """Held-out loss, and the number of skipped steps."""
-    precision, micro_batch = FORMATS[name], 2 if name == AGAIN else 4
     train = {"steps": steps, "seed": seed, "global_batch_size": 4, "micro_batch_size": micro_batch, "evaluate_rows": 64}
-    job = merge(RECIPE, {"model": MODEL, "train": train, "optimizer": {"lr": RATE, "schedule": "cosine"}})
+    job = merge(RECIPE, {"model": {"config": model}, "train": train, "optimizer": {"lr": RATE, "schedule": "cosine"}})
     session = open_session(Job.parse(merge(job, {"plan": {"parallel": {"zero": 0}, "precision": precision}})), prepared)
     settings = session.job.optimizer
     skipped = 0
@@ -82,15 +102,20 @@ def merge(tables: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--only", nargs="+", type=int, choices=range(len(FORMATS)), default=list(range(len(FORMATS))))
+    parser.add_argument("--only", nargs="+", type=int)
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--fp8", action="store_true")
     chosen = parser.parse_args()
-    table = Table(title=f"{chosen.steps} steps, seeds {', '.join(map(str, SEEDS))}")
-    for column in ("", "held-out loss", "from fp32", "skipped steps"):
+    model, formats = (DENSE, FP8) if chosen.fp8 else (MODEL, FORMATS)
+    names = [list(formats)[index] for index in chosen.only or range(len(formats))]
+    table = Table(title=f"{chosen.steps} steps, seeds {', '.join(map(str, chosen.seeds))}")
+    for column in ("", "held-out loss", f"from {names[0]}", "skipped steps"):
         table.add_column(column, justify="left" if not column else "right")
     prepared = prepare(Job.parse(RECIPE).data, model_folder=None, log=print)
     reference: list[float] = []
-    for name in (list(FORMATS)[index] for index in chosen.only):
-        runs = [run(prepared, name, chosen.steps, seed) for seed in SEEDS]
+    for name in names:
+        rows = 2 if name == AGAIN else 4
+        runs = [run(prepared, model, formats[name], rows, chosen.steps, seed) for seed in chosen.seeds]
         losses = [loss for loss, _ in runs]
         reference = reference or losses
         differences = [loss - base for loss, base in zip(losses, reference, strict=True)]

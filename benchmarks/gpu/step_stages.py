@@ -160,6 +160,7 @@ def _compare(
             what = f"{type(error).__name__}: {str(error)[:60]}"
             found = [{"documents of": "", "tokens/s": what, "MFU": "", "GiB": ""}]
         rows += [{"system": title, **row} for row in found]
+        print(*rows[-len(found) :], sep="\n", flush=True)  # a stage that is cut off has not measured in vain
         bench.free()
     return rows
 

@@ -571,6 +571,13 @@ RULES: tuple[Rule, ...] = (
         candidates={"compute.compile": ("off",)},
     ),
     Rule(
+        name="compiled blocks with an fp16 backward",
+        broken=lambda plan: plan.compute.compile == "blocks" and plan.precision.backward == "fp16",
+        reason="gradients of an fp16 backward declare another dtype than they store, which compiled code does not take",
+        fix='set plan.compute.compile = "off", or leave plan.precision.backward = "forward"',
+        candidates={"compute.compile": ("off",), "precision.backward": ("forward",)},
+    ),
+    Rule(
         name="compiled blocks with Triton operators by name",
         broken=lambda plan: (
             plan.compute.compile == "blocks"
