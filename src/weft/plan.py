@@ -201,6 +201,9 @@ class Kernels(Table):
     gated_activation: Literal["auto", "reference", "triton"] = "auto"
     """Activation of gated MLPs, act(gate) * up: the model's own code (reference), or one kernel each in forward and backward
     (triton, on CUDA)."""
+    experts: Literal["auto", "reference", "triton"] = "auto"
+    """Experts of a Mixture-of-Experts layer: the model's own code (reference), or grouped matmuls between one kernel that
+    gathers rows and one that combines them (triton, on CUDA)."""
 
 
 def _one_for_all(value: Any) -> Any:
@@ -579,12 +582,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="compiled blocks with Triton operators by name",
-        broken=lambda plan: (
-            plan.compute.compile == "blocks"
-            and "triton" in (plan.compute.kernels.rms_norm, plan.compute.kernels.gated_activation)
-        ),
-        reason="compiled blocks fuse norms and activations with the operators beside them",
-        fix='leave rms_norm and gated_activation out of plan.compute.kernels, or plan.compute.compile = "off"',
+        broken=lambda plan: plan.compute.compile == "blocks" and "triton" in plan.compute.kernels.model_dump().values(),
+        reason="compiled blocks fuse norms, activations and experts with the operators beside them",
+        fix='leave "triton" out of plan.compute.kernels, or set plan.compute.compile = "off"',
         candidates={"compute.compile": ("off",)},
     ),
     Rule(

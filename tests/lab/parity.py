@@ -256,6 +256,7 @@ def assert_parity(
     rows: int = 4,
     settings: Optimizer = SETTINGS,
     make: MakeOptimizer = adamw,
+    run: Callable[..., ParityRecord] | None = None,
 ) -> None:
     """Assert parity; the error names the first tensor that differs by more than the tolerance times its largest value.
 
@@ -270,6 +271,7 @@ def assert_parity(
         rows: rows of the global batch.
         settings: optimizer of the plan.
         make: makes the same optimizer for the untouched model, from parameter groups and the model.
+        run: what the ranks run in place of `run_plan`, with the same arguments.
     """
     dtype = plan.precision.update
     batches = packed_batches(read_config(source).vocab_size, rows, packed=rows_at_once is None)
@@ -277,7 +279,7 @@ def assert_parity(
         expected = reference_of_config(json.dumps(source.config), dtype, rows, rows_at_once)
     else:
         expected = reference(source, dtype, batches, rows_at_once or rows, make)
-    traces = run_ranks(world_size, run_plan, source, plan, batches, micro_batch, settings, timeout=120)
+    traces = run_ranks(world_size, run or run_plan, source, plan, batches, micro_batch, settings, timeout=120)
     tolerance = TOLERANCE[dtype]
     largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
 

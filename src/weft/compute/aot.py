@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from weft.compute import cross_entropy_kernels, gated_activation, jit, rms_norm, rotary
+from weft.compute import cross_entropy_kernels, experts, gated_activation, jit, rms_norm, rotary
 
 TARGETS = (80, 90, 100)
 """Compute capabilities: A100, H100 and H200, B200."""
@@ -66,7 +66,7 @@ class Usage:
 
 def kernels() -> list[Kernel]:
     """All kernels, as the launch functions start them for common sizes of models."""
-    return [*_norm_kernels(), *_gated_kernels(), *_rotary_kernels(), *_loss_kernels()]
+    return [*_norm_kernels(), *_gated_kernels(), *_rotary_kernels(), *_expert_kernels(), *_loss_kernels()]
 
 
 def _norm_kernels() -> Iterable[Kernel]:
@@ -109,6 +109,24 @@ def _rotary_kernels() -> Iterable[Kernel]:
             constants = {"y_element_stride": 1, "BACKWARD": backward, "HEADS": heads, "HALF": half}
             name = f"rotary{'_backward' if backward else ''} bf16 {width}"
             yield Kernel(name, rotary.rotate_kernel, signature, constants, 4)
+
+
+def _expert_kernels() -> Iterable[Kernel]:
+    for choices, width in ((2, 4096), (8, 2048)):
+        tensors = _pointers("rows weights", "bf16") | {"position": "*i64", "end": "*i32"}
+        constants = {"CHOICES": choices, "BLOCK": experts.BLOCK}
+        forward = tensors | {"out": "*bf16", "width": "i32"}
+        yield Kernel(
+            f"unpermute bf16 {choices} x {width}",
+            experts.unpermute_kernel,
+            forward,
+            constants | {"HAS_WEIGHTS": True},
+            4,
+        )
+        backward = tensors | _pointers("gradient of_rows of_weights", "bf16") | {"width": "i32"}
+        constants |= {"BLOCKS": -(-width // experts.BLOCK)}
+        name = f"unpermute_backward bf16 {choices} x {width}"
+        yield Kernel(name, experts.unpermute_backward_kernel, backward, constants, 4)
 
 
 def _loss_kernels() -> Iterable[Kernel]:

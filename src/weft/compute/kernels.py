@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy, standard_name
+from weft.compute.experts import experts_forward
 from weft.compute.gated_activation import ACTIVATIONS, gated_activation, packed_gated_activation
 from weft.compute.jit import has_triton
 from weft.compute.rms_norm import rms_norm
@@ -65,7 +66,7 @@ class KernelRow:
 def apply_kernels(
     model: nn.Module, anatomy: Anatomy, chosen: str | Mapping[str, str], device_type: str
 ) -> list[KernelRow]:
-    """Replace the forward of norms and gated MLPs of a model by fused operators, in place.
+    """Replace the forward of norms, gated MLPs and experts of a model by fused operators, in place.
 
     Args:
         model: model on any device, including meta, before tensor parallelism and recompute; a pipeline may have removed parts.
@@ -186,6 +187,11 @@ def _gated_mlps(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if (name in tops or name.startswith(below)) and _projections(module, config)
     }
+
+
+def _experts(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
+    names = {name for block in anatomy.blocks for name in block.experts}
+    return {name: module for name, module in model.named_modules() if name in names}
 
 
 def _projections(module: nn.Module, config: Any) -> dict[str, str]:
@@ -311,10 +317,51 @@ def _probe_mlp(module: nn.Module, names: dict[str, str], forward: Forward, x: Te
 WIDTH, HIDDEN = 16, 24  # sizes of the small projections
 
 
-def _mlp_inputs() -> Iterator[tuple[Tensor, ...]]:
+def _mlp_inputs(
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16),
+) -> Iterator[tuple[Tensor, ...]]:
     x = torch.randn(4, 32, WIDTH, generator=torch.Generator("cpu").manual_seed(0), device="cpu") * 0.5
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in dtypes:
         yield (x.to(dtype),)
+
+
+def _find_experts(module: nn.Module, config: Any) -> Variant | str:
+    kind: Any = module
+    if not hasattr(kind, "is_transposed") or not hasattr(kind, "_apply_gate"):
+        return "it does not use the ExpertsInterface of Transformers"
+    if not kind.has_gate or kind.has_bias or getattr(kind, "has_post_expert_norm", False):
+        return "its experts are not gated, or have biases or norms"
+    if {name for name, _ in module.named_parameters()} != {"gate_up_proj", "down_proj"}:
+        return "it has other weights than gate_up_proj and down_proj"
+    small = copy(kind)
+    vars(small)["num_experts"] = 4
+    own, other = (partial(_probe_experts, small, forward) for forward in (type(module).forward, _run_experts))
+    if not _agrees(own, other, _mlp_inputs((torch.float32, torch.bfloat16))):
+        return "its forward does not agree with that of grouped matmuls"
+    return Variant("one pass to gather, one to combine", _run_experts)
+
+
+def _run_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    if hidden_states.dtype == torch.float64:  # which grouped matmuls do not take
+        return type(module).forward(module, hidden_states, top_k_index, top_k_weights)
+    return experts_forward(module, hidden_states, top_k_index, top_k_weights)
+
+
+def _probe_experts(module: Any, forward: Forward, x: Tensor) -> Tensor:
+    """Run a forward on a copy of an experts module with four small experts."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    x = x.flatten(0, -2)
+    weights: dict[str, Any] = {}
+    for name, rows, columns in (("gate_up_proj", 2 * HIDDEN, WIDTH), ("down_proj", WIDTH, HIDDEN)):
+        weight = torch.randn(4, rows, columns, generator=generator, device="cpu").to(x.dtype)
+        weights[name] = nn.Parameter(weight.mT.contiguous() if module.is_transposed else weight, requires_grad=False)
+    index = torch.rand(len(x), 4, generator=generator, device="cpu").argsort(1)[:, :2]
+    shares = torch.rand(len(x), 2, generator=generator, device="cpu").to(x.dtype)
+
+    def run(probe: nn.Module, x: Tensor) -> Tensor:
+        return forward(probe, x, index, shares)
+
+    return _run_copy(module, run, x, weights, {})
 
 
 # Numeric probe
@@ -371,5 +418,6 @@ def _is_near(a: Tensor, b: Tensor) -> bool:
 OPERATORS: dict[str, Operator] = {
     "rms_norm": Operator(_norms, _find_norm, {"triton": _refuse_triton}),
     "gated_activation": Operator(_gated_mlps, _find_gated_mlp, {"triton": _refuse_triton}),
+    "experts": Operator(_experts, _find_experts, {"triton": _refuse_triton}),
 }
 """Operators with their implementations beside "reference", the model's own code; "auto" takes the first that runs."""

@@ -172,6 +172,8 @@ def split_experts(experts: Any, group: dist.ProcessGroup) -> None:
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
+    if isinstance(group, TwoLevelGroup) and hasattr(experts, "_is_expert_parallel"):
+        experts._is_expert_parallel = True  # some copies are for experts of other hosts, which Transformers then masks
     local_forward = experts.forward
 
     # A function, because torch.compile would compile each block anew for a `partial`; it cannot compile messages.
