@@ -1,9 +1,10 @@
-"""Speed of an unmodified TRL script on two CPU ranks: plain under torchrun (DDP), and under `weft run`.
+"""Speed of an unmodified TRL script on two CPU ranks: plain under torchrun (DDP, FSDP2), and under `weft run`.
 
-    python benchmarks/scripts.py            # about ten minutes on two free cores
+    python benchmarks/scripts.py            # about twelve minutes on two free cores
     python benchmarks/scripts.py --quick
 
-accelerate has no FSDP on CPU: with ACCELERATE_USE_FSDP it trains with DDP there. Systems take turns; each turn is a whole
+accelerate's FSDP2 is set by `peers/fsdp_script.py`, because accelerate reads its settings on accelerators only. It gathers
+weights again in backward (zero 3), or keeps them after forward (zero 2). Systems take turns; each turn is a whole
 command, whose first steps do not count. Peak memory is the largest resident size of rank 0, libraries included. The limit is
 two processes that train side by side without communication, each on its own copy of the model.
 """
@@ -25,13 +26,15 @@ from weft.device.cpu import Cpu
 
 SCRIPT = Path(__file__).parent / "peers" / "sft_script.py"
 BIN = Path(sys.executable).parent
-TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2", str(SCRIPT)]
+TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2"]
 LIMIT = "no communication"
 SYSTEMS = {
     "DDP": "",
     LIMIT: "",
     "weft zero 0": "zero = 0",
+    "FSDP2, zero 2": "",
     "weft zero 2": "zero = 2",
+    "FSDP2, zero 3": "",
     "weft zero 3": "zero = 3",
 }
 """Plan by system; "": without Weft."""
@@ -43,7 +46,9 @@ def run(name: str, kind: str, steps: int, folder: Path) -> dict[str, float | lis
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     (folder / "plan.toml").write_text(f"[parallel]\n{plan}\n")
-    command = TORCHRUN
+    command = [*TORCHRUN, str(SCRIPT)]
+    if name.startswith("FSDP2"):
+        command = [*TORCHRUN, str(SCRIPT.parent / "fsdp_script.py"), name[-1], str(SCRIPT)]
     if plan:
         command = [str(BIN / "weft"), "run", "--plan", str(folder / "plan.toml"), "--nproc-per-node", "2", str(SCRIPT)]
     own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ACCELERATE_USE_CPU": "true"}
@@ -69,12 +74,19 @@ def run(name: str, kind: str, steps: int, folder: Path) -> dict[str, float | lis
     return json.loads(result.read_text())
 
 
+def beside(results: list, others: list | None) -> str:
+    """Median and range of the ratio of tokens per second within each turn; "" beside nothing or itself."""
+    if others is None or None in others or others is results:
+        return ""
+    ratios = sorted(a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(results, others, strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+
+
 def main(quick: Annotated[bool, typer.Option(help="One repeat of few steps.")] = False) -> None:
     """Run all systems in turns, and print tokens per second, ratios and peak memory."""
     repeats, steps = (1, 4) if quick else (3, 12)
-    table = Table(
-        "script", "system", "tokens/s", "beside DDP", "peak MiB", "loss", title=f"{Cpu().name}, two ranks, fp32"
-    )
+    columns = ("script", "system", "tokens/s", "beside DDP", "beside FSDP2", "peak MiB", "loss")
+    table = Table(*columns, title=f"{Cpu().name}, two ranks, fp32")
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("sft", "lora"):
             found: dict[str, list] = {name: [] for name in SYSTEMS}
@@ -82,16 +94,20 @@ def main(quick: Annotated[bool, typer.Option(help="One repeat of few steps.")] =
                 for name in SYSTEMS:
                     found[name].append(run(name, kind, steps, Path(folder)))
             for name, results in found.items():
-                results = [result for result in results if result]
-                if not results:
+                if None in results:
                     table.add_row(kind, name, "does not run")
                     continue
-                speed = statistics.median(result["tokens_per_second"] for result in results)
-                plain = statistics.median(result["tokens_per_second"] for result in found["DDP"] if result)
+                speeds = sorted(result["tokens_per_second"] for result in results)
                 peak = statistics.median(result["peak_mib"] for result in results)
-                ratio = "" if name == "DDP" else f"{speed / plain:.2f}"
-                row = (f"{speed:.0f}", ratio, f"{peak:.0f}", f"{results[0]['losses'][-1]:.5f}")
-                table.add_row(kind, name, *row)
+                table.add_row(
+                    kind,
+                    name,
+                    f"{statistics.median(speeds):.0f} ({speeds[0]:.0f}-{speeds[-1]:.0f})",
+                    beside(results, found["DDP"]),
+                    beside(results, found.get(f"FSDP2, {name.removeprefix('weft ')}")),
+                    f"{peak:.0f}",
+                    f"{results[0]['losses'][-1]:.5f}",
+                )
     Console().print(table)
 
 

@@ -222,7 +222,9 @@ def unpermute_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK], tl.float32)
     for choice in range(CHOICES):
         row = tl.load(position + token * CHOICES + choice)
-        value = tl.load(rows + row * width + column, mask=inside & (row < used), other=0.0).to(tl.float32)
+        # A comparison of scalars is no mask in the interpreter.
+        is_used = row + tl.zeros([BLOCK], tl.int64) < used
+        value = tl.load(rows + row * width + column, mask=inside & is_used, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             value = value * tl.load(weights + token * CHOICES + choice).to(tl.float32)
             value = value.to(out.dtype.element_ty).to(tl.float32)
@@ -247,7 +249,7 @@ def unpermute_backward_kernel(  # type: ignore[no-untyped-def]
     token, choice = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(position + token * CHOICES + choice)
     weight = tl.load(weights + token * CHOICES + choice).to(tl.float32)
-    is_used = row < tl.load(end)
+    is_used = row + tl.zeros([BLOCK], tl.int64) < tl.load(end)
     total = tl.zeros([BLOCK], tl.float32)
     for block in range(BLOCKS):
         column = block * BLOCK + tl.arange(0, BLOCK)
