@@ -7,7 +7,7 @@ SLICE ?= all
 # Bytecode is kept even if the environment says otherwise: the tests start hundreds of processes that import Weft.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(FLAGS)
 
-.PHONY: train test sweep lint smollm clean
+.PHONY: train test sweep lint smollm gpu-wheels clean
 
 train: $(VENV)/ready
 	$(BIN)/weft train
@@ -36,6 +36,14 @@ $(VENV)/ready: pyproject.toml
 $(VENV)/ready-dev: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
 	touch $@
+
+# What benchmarks/gpu needs on a machine with Python 3.12 and torch for its accelerator that has no package registry:
+# python -m pip install --no-index --no-deps --target SITE .gpu-wheels/*.whl, and SITE and src in PYTHONPATH.
+gpu-wheels: $(VENV)/ready
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest .gpu-wheels \
+		$$($(BIN)/python -m pip freeze | grep -iE '^(pydantic|pydantic_core|annotated-types|typing-inspection|tensorboardX|tomli_w|blake3)==') \
+		liger-kernel==0.8.5
 
 clean:
 	rm -rf $(VENV) runs models

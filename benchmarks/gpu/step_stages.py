@@ -103,13 +103,13 @@ def speed(bench: Bench) -> Rows:
 
 def compiled(bench: Bench) -> Rows:
     """Tokens/s of the Llama of `speed` with compiled blocks, and with four micro-batches a step."""
-    blocks, whole = Compute(compile="blocks"), Parallel(zero=0)
+    blocks, whole = _blocks(bench), Parallel(zero=0)
     systems: dict[str, Callable[..., System]] = {
         "zero 0": partial(weft_trainer, plan=Plan(parallel=whole)),
         "zero 0, compiled blocks": partial(weft_trainer, plan=Plan(parallel=whole, compute=blocks)),
         "zero 3, compiled blocks": partial(weft_trainer, plan=Plan(compute=blocks)),
     }
-    plain = partial(plain_trainer, weights=torch.float32, autocast=True, compiled=True)
+    plain = partial(plain_trainer, weights=torch.float32, autocast=True, compiled=not bench.small)
     config, num_rows, seq_len = (TINY["llama"], 2, 128) if bench.small else (LLAMA_1B, 2, 4096)
     rows = _compare(bench, systems | {"plain, bf16 autocast, torch.compile": plain}, config, num_rows, seq_len)
     twice = {f"{title}, twice the rows": system for title, system in systems.items() if title.startswith("zero 0")}
@@ -118,12 +118,17 @@ def compiled(bench: Bench) -> Rows:
     return rows + _compare(bench, long, config, 2 * num_rows, seq_len, micro_batches=4)
 
 
+def _blocks(bench: Bench) -> Compute:
+    """Compiled blocks; not with small models, whose compilation for a CPU takes minutes."""
+    return Compute(compile="off" if bench.small else "blocks")
+
+
 def fp8(bench: Bench) -> Rows:
     """Tokens/s of the Llama of `speed` with FP8 matmuls in compiled blocks; the loss of 30 steps beside bf16."""
     systems: dict[str, Callable[..., System]] = {}
     for matmul in ("forward", "fp8", "fp8_block"):
         precision = Precision(matmul=matmul, emulate_fp8=matmul != "forward" and bench.device.type == "cpu")
-        plan = Plan(parallel=Parallel(zero=0), precision=precision, compute=Compute(compile="blocks"))
+        plan = Plan(parallel=Parallel(zero=0), precision=precision, compute=_blocks(bench))
         systems[f"zero 0, compiled blocks, matmul = {matmul}"] = partial(weft_trainer, plan=plan)
     config, num_rows, seq_len = (TINY["llama"], 2, 128) if bench.small else (LLAMA_1B, 4, 4096)
     rows = _compare(bench, systems, config, num_rows, seq_len, micro_batches=2)

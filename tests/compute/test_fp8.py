@@ -18,6 +18,7 @@ from weft.device.cpu import Cpu
 from weft.errors import PlanError
 from weft.job import Model
 from weft.parallel.fp8_layers import apply_fp8
+from weft.parallel.operator_choice import choose_operators
 from weft.parallel.parallelize import check_axes
 from weft.plan import Comm, Compute, Memory, Parallel, Pipeline, Plan, Precision
 from weft.precision.dtypes import check_dtypes
@@ -114,6 +115,10 @@ def test_layers() -> None:
     assert "self_attn.o_proj" in kinds
     assert "mlp.shared_experts.gate_proj" not in kinds  # 24 features
     assert not any(name.endswith("gate") or "lm_head" in name for name in names)
+    plain = build_on_meta(read_config(Model(config=family("llama"))), torch.float32)
+    plan = Plan(precision=Precision(matmul="fp8", emulate_fp8=True)).resolve(1)
+    rows = {row.operator: row for row in choose_operators(plain, read_anatomy(plain), plan, "cpu")}
+    assert rows["matmul"].detail.startswith("14 linear layers")
 
 
 @pytest.mark.parametrize(

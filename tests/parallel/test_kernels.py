@@ -53,3 +53,10 @@ def test_parity(name: str, axis: str) -> None:
     ranks, parallel, settings = AXES[axis]
     plan = plan_for("fp32", **parallel).model_copy(update=settings)
     assert_parity(Model(config=family(name)), plan, ranks, micro_batch=2, run=run_with_kernels)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parity_of_rows_of_one_document(name: str) -> None:
+    plan = plan_for("fp32", zero=3)
+    assert_parity(Model(config=family(name)), plan, 2, micro_batch=2, rows_at_once=2, run=run_with_kernels)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from weft.anatomy.roles import Anatomy
 from weft.compute.kernels import OPERATORS, apply_kernels
 from weft.parallel.attention_interface import IMPLEMENTATION as CONTEXT
+from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.linear_loss import choose_linear_loss, find_transform
 from weft.parallel.sequence_sharding import uses_context_attention
 from weft.parallel.varlen import reason_against, uses_varlen
@@ -33,6 +34,11 @@ def choose_operators(model: Any, anatomy: Anatomy, plan: Plan, device_type: str)
         PlanError: an implementation that the plan names does not apply.
     """
     rows = [_attention(model, anatomy, plan, device_type), _loss(model, anatomy, plan)]
+    if plan.precision.matmul != "forward":
+        emulated = " (in float32 on devices without FP8)" if plan.precision.emulate_fp8 else ""
+        layers = apply_fp8(model, anatomy, plan)
+        detail = f"{len(layers)} linear layers of blocks{emulated}"
+        rows.append(OperatorChoice("matmul", plan.precision.matmul, detail))
     chosen = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
     for row in apply_kernels(model, anatomy, chosen, device_type):
         if plan.compute.compile == "blocks" and plan.compute.kernels.model_dump()[row.op] == "auto":
