@@ -15,7 +15,9 @@ DAY = Path(__file__).parents[2] / "benchmarks" / "gpu" / "day.py"
 @pytest.mark.timeout(600)
 def test_every_stage_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(DAY), "--small", "--out", str(tmp_path / "day.json")]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     stages = [line.removeprefix("## ").split(" ")[0] for line in done.stdout.splitlines() if line.startswith("## ")]
     assert {"parity", "kernels", "memory", "snapshot", "experts", "fp8", "speed"} <= set(stages)

@@ -65,6 +65,7 @@ def check_kernels() -> dict[str, Any]:
     return errors
 
 
+@pytest.mark.sweep
 @needs_triton
 def test_kernels() -> None:
     assert_within(run_interpreted(check_kernels))
