@@ -1,6 +1,6 @@
 """Attention by documents, the loss inside of the head and compiled blocks, on one CPU core: step time and peak activations.
 
-    OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py            # about five minutes
+    OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py            # about twenty minutes
     OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py --quick    # small models, half a minute
 
 Each system trains the same packed rows, documents of about 300 tokens, in turn. Times are CPU seconds of the process, so that

@@ -1,6 +1,6 @@
 """Measurements on one accelerator: parity with the CPU, kernels, speed beside other systems, memory, killed runs.
 
-    python benchmarks/gpu/day.py                       # all stages, eight minutes on an H100
+    python benchmarks/gpu/day.py                       # all stages, a quarter of an hour on an H100
     python benchmarks/gpu/day.py --stages parity,waits
     python benchmarks/gpu/day.py --small               # every stage with small models, also without an accelerator
 

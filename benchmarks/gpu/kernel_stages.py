@@ -12,7 +12,7 @@ from weft.compute import gated_activation, rms_norm
 from weft.compute.attention import varlen_attention
 from weft.compute.cross_entropy import LogitTransform, Vocabulary, fused_loss_and_gradient, loss_and_gradient
 from weft.compute.cross_entropy_kernels import can_launch
-from weft.compute.fp8 import BLOCK, TENSOR, fp8_matmul, quantize
+from weft.compute.fp8 import block_shapes, fp8_matmul, quantize
 
 
 def ceilings(bench: Bench) -> Rows:
@@ -145,7 +145,7 @@ def matmuls(bench: Bench) -> Rows:
         exact, work = x.float() @ w.float().T, 2 * m * n * k / 1e12
         plain = bench.seconds(lambda x=x, w=w: x @ w.T)
         rows.append({"shape": f"{m} x {n} x {k}", "matmul": "bf16", "alone": work / plain, "rounded": "", "error": ""})
-        for title, blocks in (("fp8", (TENSOR, TENSOR)), ("fp8_block", ((1, BLOCK), (BLOCK, BLOCK)))):
+        for title, blocks in (("fp8", block_shapes(False)), ("fp8_block", block_shapes(True))):
 
             def sides(x: Any = x, w: Any = w, blocks: Any = blocks) -> Any:
                 kinds = zip((x, w), blocks, strict=True)

@@ -69,7 +69,7 @@ def test_linear(in_blocks: bool, shape: tuple[int, ...]) -> None:
     expected = run(torch.nn.functional.linear, torch.float64)
     found = run(lambda *inputs: Fp8Linear.apply(*inputs, in_blocks), torch.float32)
     for ours, exact in zip(found, expected, strict=True):
-        assert (ours - exact).norm() <= 0.07 * exact.norm()  # e5m2 has two bits behind the point
+        assert (ours - exact).norm() <= 0.07 * exact.norm()  # e5m2 has two bits after the point
     assert (found[0] - expected[0]).norm() > 1e-3 * expected[0].norm()
     assert torch.allclose(found[3].double(), expected[3], rtol=1e-5, atol=1e-4)  # the bias has no matmul
 
@@ -106,6 +106,24 @@ def test_training_is_near_that_in_float32(name: str, matmul: str) -> None:
             if exact is not None:  # a router chooses other experts for some tokens
                 near = 0.9 if kind == "qwen3_moe" else 0.97
                 assert torch.cosine_similarity(gradient.flatten(), exact.flatten(), 0) > near, key
+
+
+def test_heads_narrower_than_a_block_keep_their_forward() -> None:
+    config = {
+        **family("llama"),
+        **SIZES,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    precision = Precision(param_dtype="fp32", matmul="fp8_block", emulate_fp8=True)
+    plan = Plan(
+        parallel=Parallel(tp=4), precision=precision, comm=Comm(overlap_chunks=1)
+    )  # half of a 128-wide key each
+    expected = reference_of_config(json.dumps(config), "fp32", 4, None)
+    for found in run_ranks(4, run_plan, Model(config=config), plan, packed_batches(96), 4):
+        assert found.losses == pytest.approx(expected.losses, rel=5e-3)
 
 
 def test_layers() -> None:

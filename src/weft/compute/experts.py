@@ -52,7 +52,7 @@ def permute(hidden: Tensor, order: Tensor, position: Tensor, borders: Tensor) ->
         hidden: [T, H].
         order: int64 [T K]: the copy (token K + choice) of each row.
         position: int64 [T, K]: the row of each copy, the inverse of `order`.
-        borders: int32 [experts]: end of the rows of each expert; rows behind the last end are not used.
+        borders: int32 [experts]: end of the rows of each expert; rows after the last end are not used.
 
     Returns:
         [T K, H].

@@ -23,12 +23,17 @@ TENSOR = (0, 0)
 """Shape of a scaled block that means the whole tensor."""
 
 
+def multiple_of(in_blocks: bool) -> int:
+    """Number that must divide all sizes of a matmul: the block, or the alignment of FP8 matmuls on CUDA."""
+    return BLOCK if in_blocks else 16
+
+
 class Fp8Linear(torch.autograd.Function):
     """Linear layer with all three matmuls in FP8. Saves its input in FP8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, in_blocks: bool) -> Tensor:
-        of_tokens, of_weight = ((1, BLOCK), (BLOCK, BLOCK)) if in_blocks else (TENSOR, TENSOR)
+        of_tokens, of_weight = block_shapes(in_blocks)
         rows = _pad_rows(x.reshape(-1, x.shape[-1]), in_blocks)
         values, scale = quantize(rows, torch.float8_e4m3fn, of_tokens)
         out = fp8_matmul(values, scale, *quantize(weight, torch.float8_e4m3fn, of_weight), x.dtype)
@@ -43,7 +48,7 @@ class Fp8Linear(torch.autograd.Function):
         values, scale, weight = ctx.saved_tensors
         of_x = of_weight = of_bias = None
         rows = _pad_rows(gradient.reshape(-1, gradient.shape[-1]), ctx.in_blocks)
-        of_tokens, of_matrix = ((1, BLOCK), (BLOCK, BLOCK)) if ctx.in_blocks else (TENSOR, TENSOR)
+        of_tokens, of_matrix = block_shapes(ctx.in_blocks)
         # With a scale for each block, the range of e4m3 is enough for gradients too.
         kind = torch.float8_e4m3fn if ctx.in_blocks else torch.float8_e5m2
         given, given_scale = quantize(rows, kind, of_tokens)
@@ -63,9 +68,14 @@ class Fp8Linear(torch.autograd.Function):
         return of_x, of_weight, of_bias, None
 
 
+def block_shapes(in_blocks: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of the scaled blocks of tokens and of weights."""
+    return ((1, BLOCK), (BLOCK, BLOCK)) if in_blocks else (TENSOR, TENSOR)
+
+
 def _pad_rows(x: Tensor, in_blocks: bool) -> Tensor:
     """Add rows of zeros up to a multiple of the block, because the gradient of the weight sums over rows."""
-    missing = -len(x) % (BLOCK if in_blocks else 16)
+    missing = -len(x) % multiple_of(in_blocks)
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 

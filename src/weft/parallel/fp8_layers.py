@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
-from weft.compute.fp8 import BLOCK, Fp8Linear
+from weft.compute.fp8 import Fp8Linear, multiple_of
 from weft.errors import PlanError
 from weft.memory.quantized_weights import is_quantized
 from weft.parallel.weights import to_local
@@ -30,7 +31,7 @@ def apply_fp8(model: nn.Module, anatomy: Anatomy, plan: Plan) -> list[str]:
         PlanError: there is no such layer.
     """
     in_blocks = plan.precision.matmul == "fp8_block"
-    multiple = BLOCK if in_blocks else 16
+    multiple = multiple_of(in_blocks)
     inside = tuple(f"{name}." for block in anatomy.blocks for name in (*block.attention, *block.mlp))
     outside = tuple(f"{name}." for block in anatomy.blocks for name in (*block.router, *block.experts))
     names = []
@@ -56,6 +57,9 @@ def _fp8_forward(module: Any, in_blocks: bool) -> Any:
     """Forward of a linear layer. A function, because torch.compile would compile each block anew for a `partial`."""
 
     def forward(x: Tensor) -> Tensor:
+        # Tensor parallelism may narrow a weight that all its ranks store: key and value heads fewer than ranks.
+        if any(size % multiple_of(in_blocks) for size in module.weight.shape):
+            return F.linear(x, module.weight, module.bias)
         return Fp8Linear.apply(x, module.weight, module.bias, in_blocks)
 
     return forward

@@ -41,7 +41,7 @@ def choose_operators(model: Any, anatomy: Anatomy, plan: Plan, device_type: str)
         rows.append(OperatorChoice("matmul", plan.precision.matmul, detail))
     chosen = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
     for row in apply_kernels(model, anatomy, chosen, device_type):
-        if plan.compute.compile == "blocks" and plan.compute.kernels.model_dump()[row.op] == "auto":
+        if plan.compute.compile == "blocks" and getattr(plan.compute.kernels, row.op) == "auto":
             rows.append(OperatorChoice(row.op, "compiled", "with the operators beside it, by torch.compile"))
             continue
         count = f"{len(row.modules)} module{'s' * (len(row.modules) != 1)}"
