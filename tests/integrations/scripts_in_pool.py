@@ -27,7 +27,7 @@ def variables_of(rank: int, ranks: int) -> dict[str, str]:
     return variables
 
 
-def _script(rank: int, ranks: int, name: str, arguments: list[str], plan: Plan | None) -> None:
+def script_on_rank(rank: int, ranks: int, name: str, arguments: list[str], plan: Plan | None) -> None:
     variables = variables_of(rank, ranks)
     for imported in [module for module in sys.modules if module.partition(".")[0] == "trl"]:
         del sys.modules[imported]  # its trainers inherit from the Trainer of an earlier plan
@@ -50,9 +50,9 @@ def _script(rank: int, ranks: int, name: str, arguments: list[str], plan: Plan |
 
 def plain(name: str, *arguments: Any, timeout: float = 120) -> None:
     """Run a script as `python script` does, in one process."""
-    run_ranks(1, _script, name, list(map(str, arguments)), None, timeout=timeout)
+    run_ranks(1, script_on_rank, name, list(map(str, arguments)), None, timeout=timeout)
 
 
 def under(plan: Plan | None, ranks: int, name: str, *arguments: Any, timeout: float = 120) -> None:
     """Run a script under a plan, on ranks of the pool; None: as it is."""
-    run_ranks(ranks, _script, name, list(map(str, arguments)), plan, timeout=timeout)
+    run_ranks(ranks, script_on_rank, name, list(map(str, arguments)), plan, timeout=timeout)

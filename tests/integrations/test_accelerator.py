@@ -14,11 +14,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.integrations.scripts_in_pool import plain, under, variables_of
+from tests.integrations.scripts_in_pool import plain, script_on_rank, under, variables_of
 from tests.integrations.test_command import weft_run
 from tests.integrations.test_trainer import BATCH, LAYOUTS, assert_same_weights, plan_of
 from tests.lab.families import family
 from tests.lab.pool import RankError, run_ranks
+from weft.checkpoint import snapshot
 from weft.checkpoint.folders import list_checkpoints
 from weft.errors import JobError, ModelError, WeftError
 from weft.integrations.accelerator import WeftAccelerator
@@ -86,6 +87,17 @@ def test_a_state_that_is_saved_last_is_complete(tmp_path: Path) -> None:
     done = weft_run(tmp_path, "--plan", "plan.toml", "--nproc-per-node", "2", "script.py", "state")
     assert done.returncode == 0, done.stderr
     assert list_checkpoints(tmp_path / "state" / "weft")
+
+
+def save_last_on_a_full_disk(rank: int, ranks: int, script: str, state: str) -> None:
+    with mock.patch.object(snapshot, "check_free_space", side_effect=OSError("0 MiB are free")):
+        script_on_rank(rank, ranks, script, [state], Plan())
+
+
+def test_a_state_that_is_saved_last_and_fails_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SAVED_AT_THE_END.replace("sys.exit()", ""))
+    with pytest.raises(RankError, match=r"no checkpoint of step 1: rank 0: 0 MiB are free"):
+        run_ranks(2, save_last_on_a_full_disk, str(tmp_path / "script.py"), str(tmp_path / "state"))
 
 
 def counted(rank: int, ranks: int, plan: Plan) -> dict[str, Any]:

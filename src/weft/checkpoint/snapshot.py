@@ -280,10 +280,10 @@ class Snapshots:
     # Writing thread
 
     def _write(self, position: Position, target: Target, shard: ShardBuffer) -> None:
-        self.copied.synchronize()
-        yield_to_training()
         begin, part = time.perf_counter(), part_of(target.folder, position.step)
         try:
+            self.copied.synchronize()
+            yield_to_training()
             check_free_space(part, shard.buffer.numel())
             file = write_bytes(shard.buffer, part / file_name(self.rank))
             if target.replicate:

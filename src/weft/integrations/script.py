@@ -26,6 +26,9 @@ def run_script(script: Path, arguments: Sequence[str], plan: Plan | AutoPlan) ->
         script: Python file.
         arguments: command-line arguments of the script.
         plan: plan of all models that the script trains, or `AutoPlan`, which chooses one for each trainer.
+
+    Raises:
+        CheckpointError: the last checkpoint could not be written; the same on every rank.
     """
     before = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
@@ -39,8 +42,9 @@ def run_script(script: Path, arguments: Sequence[str], plan: Plan | AutoPlan) ->
                 if error.code:
                     raise
                 ended = error
-            for accelerator in newest:  # rank 0 may still save
-                accelerator.main_process_calls.end()
+            for accelerator in newest:
+                accelerator.main_process_calls.end()  # rank 0 may still save
+                accelerator.training_state.finish()  # a checkpoint that could not be written is an error of the script
             if ended is not None:
                 raise ended
     finally:
