@@ -108,7 +108,7 @@ def main(quick: Annotated[bool, typer.Option(help="One repeat of few steps.")] =
                     f"{peak:.0f}",
                     f"{results[0]['losses'][-1]:.5f}",
                 )
-    Console().print(table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.compute.interpreter import needs_triton
+from weft.cli.app import app
 from weft.compute import aot
 from weft.compute.aot import Usage
 
@@ -62,12 +64,19 @@ def test_a_compilation_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert aot.limit_time(lambda: Usage("fast", 90), 30) == Usage("fast", 90)
 
 
-def test_table_has_a_column_for_each_target() -> None:
-    usages = [Usage("a", 80, 32, 64, 0), Usage("a", 90, 33, 64, 8), Usage("b", 80, error="fails"), Usage("b", 90, 40)]
-    lines = aot.table(usages).splitlines()
-    assert lines[:4] == [
-        "| kernel | sm_80 | sm_90 |",
-        "|---|---|---|",
-        "| a | 32 reg, 64 B shared, 0 B spilled | 33 reg, 64 B shared, 8 B spilled |",
-        "| b | fails | 40 reg, 0 B shared, 0 B spilled |",
-    ]
+@needs_triton
+def test_doctor_prints_a_row_for_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = aot.kernels()[:2]
+    monkeypatch.setattr(aot, "kernels", lambda: [first, second])
+    usages = [Usage(kernel.name, target, 33, 64, 0) for kernel in (first, second) for target in aot.TARGETS]
+    monkeypatch.setattr(aot, "compile_all", lambda kernels: usages)
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--kernels"])
+    assert done.exit_code == 0, done.output
+    assert "experts" in done.output
+    for kernel in (first, second):
+        assert done.output.count(kernel.name) == 1
+    assert done.output.count("33 reg, 64 B shared, 0 B spilled") == len(usages)
+    usages[-1] = Usage(second.name, aot.TARGETS[-1], error="fails")
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--kernels"])
+    assert done.exit_code == 1
+    assert "fails" in done.output

@@ -1,7 +1,6 @@
 """Ahead-of-time compilation of all Triton kernels, without a GPU: registers, shared memory and spills on each target.
 
-    python -m weft.compute.aot                # a Markdown table; exit code 1 if a kernel spills or does not compile
-    python -m weft.compute.aot rms_norm 90    # kernels by the start of their names, targets by compute capability
+    weft doctor --kernels    # a table; exit code 1 if a kernel spills or does not compile
 
 A compilation runs in a separate process, because a kernel that spills may keep the assembler busy for minutes. Results are
 kept in a folder for temporary files, by a hash of the source and of everything else that decides them.
@@ -15,7 +14,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -236,34 +234,6 @@ def read_resources(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text.stdout + text.stderr)}
 
 
-def table(usages: Iterable[Usage]) -> str:
-    """Markdown table of resources; a kernel has a row, a target a column."""
-    rows: dict[str, dict[int, Usage]] = {}
-    for usage in usages:
-        rows.setdefault(usage.kernel, {})[usage.target] = usage
-    targets = sorted({target for row in rows.values() for target in row})
-    lines = ["| kernel | " + " | ".join(f"sm_{target}" for target in targets) + " |", "|---" * (len(targets) + 1) + "|"]
-    lines += [f"| {name} | {' | '.join(_cell(row[target]) for target in targets)} |" for name, row in rows.items()]
-    return "\n".join(
-        [*lines, "", "Registers per thread, bytes of shared memory per program, spilled bytes per thread."]
-    )
-
-
-def _cell(usage: Usage) -> str:
+def describe(usage: Usage) -> str:
+    """Registers per thread, shared memory per program and spilled bytes per thread, or why a kernel was not compiled."""
     return usage.error or f"{usage.registers} reg, {usage.shared_bytes} B shared, {usage.spilled_bytes} B spilled"
-
-
-def main(arguments: list[str]) -> int:
-    """Print the table of the chosen kernels and targets; all of them without arguments."""
-    if not jit.has_triton():
-        print("Triton is not installed: pip install triton", file=sys.stderr)
-        return 2
-    targets = [int(argument) for argument in arguments if argument.isdigit()] or TARGETS
-    starts = tuple(argument for argument in arguments if not argument.isdigit()) or ("",)
-    usages = compile_all([kernel for kernel in kernels() if kernel.name.startswith(starts)], targets)
-    print(table(usages))
-    return int(any(usage.error or usage.spilled_bytes for usage in usages))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

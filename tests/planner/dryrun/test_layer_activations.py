@@ -100,6 +100,6 @@ def test_peak_memory_formula_matches_dry_run(model: str, plan: dict[str, Any]) -
     job = job_of(model, **plan)
     runs = trace(job, 4, [0, 3], "cuda")
     layout = layout_of(runs[0].plan, 1024, 16, 2)
-    stack = replace(stack_for(job.plan.precision), imbalance=1.0)  # a dry run routes evenly
+    stack = replace(stack_for(job.plan.precision, job.plan.compute, "cpu"), imbalance=1.0)  # a dry run routes evenly
     memory = peak_memory(shape_of(job), layout, stack, traced(model))
     assert memory.allocated == pytest.approx(max(run.count.peak for run in runs), rel=0.1)

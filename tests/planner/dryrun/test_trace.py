@@ -263,6 +263,10 @@ def test_invalid_plans_are_refused_before_the_dry_run() -> None:
         trace(job_for(MOE, "fp32", 2, ep=3), 3, [0])
     with pytest.raises(JobError, match="there is no rank 4"):
         trace(job_for(DENSE, "fp32", 2), RANKS, [4])
+    job = job_for(DENSE, "fp32", 2)
+    plan = job.plan.model_copy(update={"precision": job.plan.precision.model_copy(update={"matmul": "fp8"})})
+    with pytest.raises(PlanError, match="matmul = 'fp8' on cpu"):
+        trace(job.model_copy(update={"plan": plan}), RANKS, [0])
 
 
 def refused(rank: int, world_size: int) -> str:

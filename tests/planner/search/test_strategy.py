@@ -4,19 +4,22 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from weft.errors import PlanError
 from weft.parallel.pipeline.schedules import build_schedule
-from weft.plan import Plan, Precision
-from weft.planner.costmodel.frameworks import STACKS
+from weft.plan import Compute, Plan, Precision
+from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec, find_device
+from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.layout import layout_of
 from weft.planner.costmodel.shape import Shape
 from weft.planner.costmodel.timeline import refined, timeline_of, write_trace
 from weft.planner.search.search import search
-from weft.planner.search.space import MEMORY_OPTIONS, Space
-from weft.planner.search.strategy import cost_of, goodput, plan_of, stack_for
+from weft.planner.search.space import MEMORY_OPTIONS, Degrees, Space
+from weft.planner.search.strategy import cost_of, goodput, matmul_dtype, plan_of, stack_for
 
 MOE = Shape(8, 512, 8, 8, 64, 0, 32000, experts=8, top_k=2, expert_ffn=1024)
 SPACE = Space(MOE, 2048, 16, ClusterSpec(find_device("A100-80"), 2, 2), STACKS["weft"])
@@ -42,7 +45,7 @@ def test_layout_to_plan_round_trip() -> None:
 
 def test_dtypes_determine_bytes_per_parameter() -> None:
     def sizes(**dtypes: str) -> tuple[float, float, float]:
-        stack = stack_for(Precision.model_validate(dtypes))
+        stack = stack_for(Precision.model_validate(dtypes), Compute(), "cuda")
         return stack.weight_bytes, stack.gradient_bytes, stack.optimizer_bytes
 
     assert sizes() == (2, 4, 12)
@@ -50,6 +53,57 @@ def test_dtypes_determine_bytes_per_parameter() -> None:
     assert sizes(param_dtype="fp32") == (4, 4, 8)
     assert sizes(reduce_dtype="bf16") == (2, 2, 12)
     assert sizes(optimizer_state_dtype="int8")[2] == pytest.approx(4 + 2 * (1 + 4 / 256))
+
+
+LLAMA = Shape(16, 2048, 32, 8, 64, 8192, 128256, tied=True)
+# Measured tokens/s on one H100, one document of 4,096 tokens a row (docs/compute.md).
+MEASURED = (
+    (LLAMA, {"kernels": "auto"}, "forward", 2, 1, 48_775),
+    (LLAMA, {"kernels": "auto"}, "forward", 4, 1, 54_468),
+    (LLAMA, {"kernels": "auto"}, "forward", 4, 4, 56_320),
+    (LLAMA, {"compile": "blocks"}, "forward", 2, 1, 52_346),
+    (LLAMA, {"compile": "blocks"}, "forward", 4, 1, 57_601),
+    (LLAMA, {"compile": "blocks"}, "forward", 4, 4, 59_890),
+    (LLAMA, {"compile": "blocks"}, "fp8", 4, 2, 68_693),
+    (LLAMA, {"compile": "blocks"}, "fp8_block", 4, 2, 59_025),
+    (replace(KNOWN["qwen330b"], layers=4), {"kernels": "auto"}, "forward", 2, 1, 65_674),
+)
+
+
+@pytest.mark.parametrize(("shape", "compute", "matmul", "rows", "micro_batches", "measured"), MEASURED)
+def test_operators_and_fp8_are_predicted_as_measured(
+    shape: Shape, compute: dict[str, str], matmul: str, rows: int, micro_batches: int, measured: float
+) -> None:
+    precision = Precision.model_validate({"matmul": matmul})
+    cluster = ClusterSpec(find_device("H100"), 1, 1)
+    stack = stack_for(precision, Compute.model_validate(compute), "cuda")
+    dtype = matmul_dtype(precision, cluster.device)
+    space = Space(shape, 4096, rows * micro_batches, cluster, stack, dtype=dtype)
+    layout = space.layout(Degrees(1, 1, 1, 1, 1, 0, 0, rows, "1f1b", 1), MEMORY_OPTIONS[0])
+    tokens = rows * micro_batches * 4096 / space.time(layout).seconds
+    assert tokens == pytest.approx(measured, rel=0.1)
+
+
+def test_the_models_own_code_moves_more_bytes() -> None:
+    def of(device_type: str, **settings: Any) -> FrameworkModel:
+        return stack_for(Precision(), Compute.model_validate(settings), device_type)
+
+    traffic = [
+        of("cuda", **settings).elementwise_traffic for settings in ({"compile": "blocks"}, {}, {"kernels": "reference"})
+    ]
+    assert traffic == sorted(traffic)
+    assert of("npu").elementwise_traffic == traffic[-1]
+    assert of("cuda").fused_loss
+    assert not of("cuda", kernels="reference").fused_loss
+
+
+def test_fp8_needs_a_device_with_fp8() -> None:
+    fp8, emulated = Precision(matmul="fp8"), Precision(matmul="fp8", emulate_fp8=True)
+    assert matmul_dtype(fp8, find_device("H100")) == "fp8"
+    assert matmul_dtype(emulated, find_device("A100-80")) == "fp32"
+    assert matmul_dtype(Precision(), find_device("A100-80")) == "bf16"
+    with pytest.raises(PlanError, match="matmul = 'fp8' on A100-80"):
+        matmul_dtype(fp8, find_device("A100-80"))
 
 
 def test_cost_from_step_time() -> None:

@@ -46,6 +46,8 @@ class FrameworkModel:
     """True if ZeRO 3 prefetches the weights of the next layer."""
     zero3_gathers: int = 1
     """All-gathers per layer under ZeRO 3."""
+    casts_experts: bool = True
+    """True if the matmuls of experts are computed in the dtype of the other layers; else in bf16 where that is FP8."""
     permute_bytes: float = 16.0
     """Bytes moved per element to permute token rows to expert order and back; 8 if the dispatch includes the permutation."""
     ep_overlap: float = 0.0
@@ -279,9 +281,9 @@ STACKS: dict[str, FrameworkModel] = {
         FrameworkModel(
             "weft",
             elementwise_traffic=1.3,
-            portable=True,
             ring_slowdown=1.25,
             dp_overlap=0.7,
+            casts_experts=False,
             logit_bytes=14,
             resident_optimizer_bytes=4,
             shards_hold_copy=False,

@@ -8,6 +8,8 @@ from weft.errors import PlanError
 from weft.plan import Plan
 from weft.planner.costmodel.shape import Recompute, Shape
 
+EIGHT_BITS = ("fp8", "fp8_block", "fp4")
+"""Dtypes of matmuls whose inputs are saved in 8 bits."""
 Schedule = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-2p", "zbv"]
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from weft.planner.costmodel.frameworks import FrameworkModel
-from weft.planner.costmodel.layout import TrainingLayout, layers_of_ranks, local_parameters
+from weft.planner.costmodel.layout import EIGHT_BITS, TrainingLayout, layers_of_ranks, local_parameters
 from weft.planner.costmodel.shape import Recompute, Shape, activation_bytes, model_state_bytes_of
 
 
@@ -158,7 +158,7 @@ def layer_bytes(shape: Shape, layout: TrainingLayout, stack: FrameworkModel, rec
         if recompute in ("light", "attention"):
             row = 2 * (shape.latent or h) + 2 * (shape.matrices - 1) * shape.expert_ffn / layout.etp
         kept += shape.num_moe / shape.layers * (routed * row + 8 * tokens / layout.tp * shape.experts)
-    if layout.dtype in ("fp8", "fp4") and recompute != "full":  # inputs of matmuls are saved in 8 bits
+    if layout.dtype in EIGHT_BITS and recompute != "full":  # inputs of matmuls are saved in 8 bits
         kept_inputs = 2 * h / (layout.tp if layout.sp else 1) + dense.ffn / layout.tp
         kept -= tokens * kept_inputs * (recompute in ("none", "selective"))
     return kept

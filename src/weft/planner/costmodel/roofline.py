@@ -11,7 +11,7 @@ import math
 
 from weft.planner.costmodel.hardware import DeviceSpec
 
-BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
+BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "fp4": 0.5}
 
 
 def matmul(device: DeviceSpec, m: float, n: float, k: float, dtype: str = "bf16", batch: float = 1.0) -> float:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from weft.planner.costmodel import network, roofline
 from weft.planner.costmodel.frameworks import FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec
-from weft.planner.costmodel.layout import TrainingLayout, layers_of_ranks, local_parameters
+from weft.planner.costmodel.layout import EIGHT_BITS, TrainingLayout, layers_of_ranks, local_parameters
 from weft.planner.costmodel.network import exposed
 from weft.planner.costmodel.peak_memory import layer_bytes
 from weft.planner.costmodel.shape import Shape
@@ -137,8 +137,9 @@ def mlp_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stack: 
     if shape.num_moe:
         routed = tokens / (tp // layout.etp) * shape.top_k * (stack.imbalance if layout.ep > 1 else 1.0)
         experts, width = shape.experts / layout.ep, shape.latent or h
-        moe = matmul_times(cluster, routed, wide * shape.expert_ffn / layout.etp, width, dtype, experts)
-        moe = moe.plus(matmul_times(cluster, routed, width, shape.expert_ffn / layout.etp, dtype, experts))
+        inside = dtype if stack.casts_experts or dtype not in EIGHT_BITS else "bf16"
+        moe = matmul_times(cluster, routed, wide * shape.expert_ffn / layout.etp, width, inside, experts)
+        moe = moe.plus(matmul_times(cluster, routed, width, shape.expert_ffn / layout.etp, inside, experts))
         if shape.shared_ffn:
             moe = moe.plus(matmul_times(cluster, tokens, wide * shape.shared_ffn / tp, h, dtype))
             moe = moe.plus(matmul_times(cluster, tokens, h, shape.shared_ffn / tp, dtype))
@@ -170,9 +171,12 @@ def stream_time(shape: Shape, layout: TrainingLayout, cluster: ClusterSpec, stac
     if shape.mamba_layers:
         inside += shape.mamba_layers / shape.layers * 120 * shape.mamba_inner * tokens / tp
     cast = 0.0
-    if layout.dtype in ("fp8", "fp4"):  # quantization: read once, written row-wise and column-wise
+    if layout.dtype in EIGHT_BITS:  # quantization: read once, written row-wise and column-wise
         cast = 4 * tokens * (2 * h / (tp if layout.sp else 1) + (shape.v_width * attended + dense) / tp)
-        cast += 4 * tokens / tp * shape.top_k * ((shape.latent or h) + shape.expert_ffn) * shape.num_moe / shape.layers
+        if stack.casts_experts:
+            cast += (
+                4 * tokens / tp * shape.top_k * ((shape.latent or h) + shape.expert_ffn) * shape.num_moe / shape.layers
+            )
     forward = roofline.stream(cluster.device, (outside + inside) * stack.elementwise_traffic + cast)
     return ForwardBackward(forward, 1.7 * forward)
 

@@ -25,6 +25,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.data import MicroBatch
 from weft.device.cpu import Cpu
 from weft.device.detect import detect
+from weft.device.device import Device
 from weft.errors import JobError, PlanError
 from weft.job import Job
 from weft.memory.pool import Pool
@@ -43,7 +44,7 @@ from weft.planner.dryrun.modes import (
     without_device,
 )
 from weft.planner.dryrun.step_counts import StepCounts, count_calls, count_step, extrapolate
-from weft.precision.dtypes import DTYPES
+from weft.precision.dtypes import DTYPES, check_dtypes
 from weft.topology.mesh import build_mesh
 from weft.training.functions import use_loss
 from weft.training.job_checks import check_model
@@ -77,11 +78,13 @@ def trace(job: Job, world_size: int, ranks: Sequence[int], device_type: str = "c
 
     Raises:
         JobError: a rank does not exist, the rows of the job do not fit the model, or the job quantizes weights.
-        PlanError: the plan does not fit the model or the number of ranks.
+        PlanError: the plan does not fit the model, the number of ranks, or the devices of this machine.
         ModelError: the model cannot be built or read.
     """
     _refuse_quantized(job)
     plan = job.plan.resolve(world_size).resolve_precision(native_bf16(device_type))
+    if (device := local_device(device_type)) is not None:
+        check_dtypes(plan.precision, device)
     check_model(job.model_copy(update={"plan": plan}))
     if wrong := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise JobError(
@@ -105,8 +108,14 @@ def _refuse_quantized(job: Job) -> None:
 
 def native_bf16(device_type: str) -> bool:
     """True if devices of a type compute bf16 natively; detected for this machine's devices, assumed True for other types."""
+    device = local_device(device_type)
+    return device is None or device.supports("bf16")
+
+
+def local_device(device_type: str) -> Device | None:
+    """Device of a type on this machine; None if it has none."""
     device = Cpu() if device_type == "cpu" else detect()
-    return device.type != device_type or device.supports("bf16")
+    return device if device.type == device_type else None
 
 
 def trace_stages(job: Job, world_size: int, device_type: str = "cpu") -> list[Trace]:

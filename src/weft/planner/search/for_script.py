@@ -18,7 +18,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.errors import ModelError, PlanError, WeftError
 from weft.job import Data, Job, Model
 from weft.parallel.parallelize import check_axes
-from weft.plan import BYTES, Parallel, Plan, Precision
+from weft.plan import BYTES, Compute, Parallel, Plan, Precision
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config
 from weft.planner.costmodel.peak_memory import LayerActivations
@@ -198,7 +198,8 @@ def _priced(script: ScriptModel) -> tuple[Shape, Anatomy] | str:
 def _spaces(script: ScriptModel, cluster: ClusterSpec, shape: Shape, anatomy: Anatomy) -> Iterator[Space]:
     """Search spaces by number of data ranks, the largest first; with a pipeline, which runs one row per micro-batch, last."""
     world_size = cluster.num_devices
-    stack = stack_for(script.precision, script.trained / script.parameters, script.references / script.parameters)
+    shares = script.trained / script.parameters, script.references / script.parameters
+    stack = stack_for(script.precision, Compute(), type_of(cluster), *shares)
     rows = script.micro_batch * script.accumulation
     unsplit: dict[str, str] | None = None
     for data_ranks in [world_size] if script.one_data_rank_each else divisors(world_size)[::-1]:
@@ -301,7 +302,8 @@ def _by_bytes(script: ScriptModel, cluster: ClusterSpec, why: str) -> ScriptPlan
         PlanError: not even ZeRO 3 fits, or the script can run under no stage.
     """
     ranks, memory = cluster.num_devices, cluster.device.memory
-    stack = stack_for(script.precision, script.trained / script.parameters, script.references / script.parameters)
+    shares = script.trained / script.parameters, script.references / script.parameters
+    stack = stack_for(script.precision, Compute(), type_of(cluster), *shares)
     refused = ""
     for zero in (0, 1, 2, 3) if ranks > 1 else (0,):
         plan = Plan(parallel=Parallel(zero=zero))

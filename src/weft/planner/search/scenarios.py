@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
-from weft.plan import Precision
+from weft.plan import Compute, Precision
 from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.known_shapes import KNOWN
 from weft.planner.costmodel.shape import Shape
 from weft.planner.search.search import search
 from weft.planner.search.space import MARGIN, Choice, Space
+from weft.planner.search.space_of_job import type_of
 from weft.planner.search.strategy import Cost, cost_of, stack_for
 
 TOKENS_PER_PARAMETER = 20.0  # tokens per parameter of compute-optimal training (Hoffmann et al., Chinchilla, 2022)
@@ -140,7 +141,7 @@ def plan_scenario(
         log: callable that prints a progress line.
     """
     precision = Precision().resolve(cluster.device.native_bf16)
-    stack, found = stack_for(precision), []
+    stack, found = stack_for(precision, Compute(), type_of(cluster)), []
     for name, shape in scenario.models.items():
         log(f"searching a plan for {name}")
         batch = batch_of(scenario.seq, cluster.num_devices)

@@ -236,6 +236,7 @@ class Space:
             schedule=schedule,
             optimizer_on_host=options.optimizer_on_host,
             dtype=self.dtype,
+            fused_loss=self.stack.fused_loss,
         )
         return self._with_ulysses(layout)
 

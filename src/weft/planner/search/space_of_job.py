@@ -17,7 +17,7 @@ from weft.planner.costmodel.hardware import ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config
 from weft.planner.costmodel.shape import Shape
 from weft.planner.search.space import MARGIN, Space
-from weft.planner.search.strategy import stack_for
+from weft.planner.search.strategy import matmul_dtype, stack_for
 
 
 def check_local_device(device_type: str, cluster: str) -> None:
@@ -42,6 +42,7 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
     Raises:
         ModelError: the model's configuration cannot be read.
         JobError: the job trains adapters.
+        PlanError: FP8 matmuls on a device without FP8.
     """
     if job.adapter.kind != "none":
         raise JobError(
@@ -52,8 +53,8 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
             fix="count the memory and traffic of one plan: weft dryrun JOB.toml --world-size N",
         )
     precision = job.plan.precision.resolve(cluster.device.native_bf16)
-    dtype = "bf16" if precision.param_dtype in ("bf16", "fp16") else "fp32"
-    stack = stack_for(precision)
+    dtype = matmul_dtype(precision, cluster.device)
+    stack = stack_for(precision, job.plan.compute, type_of(cluster))
     return Space(
         shape_of(job),
         job.data.seq_len,

@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.plan import BYTES, Plan, Precision, Prediction, bytes_per_state_element
+from weft.errors import PlanError
+from weft.plan import BYTES, Compute, Plan, Precision, Prediction, bytes_per_state_element
 from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
-from weft.planner.costmodel.hardware import ClusterSpec
+from weft.planner.costmodel.hardware import ClusterSpec, DeviceSpec
 from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.shape import Shape
 from weft.planner.dryrun.trace import Trace
@@ -23,11 +24,46 @@ WRITE_SECONDS = 30.0  # maximum time of a background checkpoint write; before it
 RESTART_SECONDS = 180.0  # from a failure to the next step: detection, restart, loading
 
 
-def stack_for(precision: Precision, trained: float = 1.0, references: float = 0.0) -> FrameworkModel:
-    """Framework model of Weft with the dtypes of a plan; param_dtype "auto" counts as bf16.
+TRAFFIC = {"reference": 2.2, "triton": 1.3, "compiled": 1.0}
+"""Memory traffic of norms, activations and sums, relative to Megatron-Core, by what computes them on an accelerator."""
+
+
+def matmul_dtype(precision: Precision, device: DeviceSpec) -> str:
+    """Dtype of the matmuls of the layers, a key of `roofline.BYTES`.
 
     Args:
         precision: dtypes of the plan.
+        device: device to plan for.
+
+    Raises:
+        PlanError: FP8 matmuls on a device without FP8 that the plan does not let it emulate.
+    """
+    if precision.matmul != "forward" and "fp8" in device.peak:
+        return precision.matmul
+    if precision.matmul != "forward" and not precision.emulate_fp8:
+        raise PlanError(
+            f"matmul = {precision.matmul!r} on {device.name}",
+            where="plan.precision.matmul",
+            rule="this device has no FP8 matmuls",
+            fix='set plan.precision.emulate_fp8 = true to compute the same numbers in float32, or matmul = "forward"',
+        )
+    is_fp32 = precision.matmul != "forward" or precision.resolve(device.native_bf16).param_dtype in ("fp32", "fp64")
+    return "fp32" if is_fp32 else "bf16"
+
+
+def stack_for(
+    precision: Precision,
+    compute: Compute,
+    device_type: str,
+    trained: float = 1.0,
+    references: float = 0.0,
+) -> FrameworkModel:
+    """Framework model of Weft with the dtypes and the operators of a plan; param_dtype "auto" counts as bf16.
+
+    Args:
+        precision: dtypes of the plan.
+        compute: operators of the plan; a model whose modules have no fused operator counts as if it had them.
+        device_type: "cpu", "cuda" or "npu".
         trained: share of the parameters that is trained; the others have no gradients and no moments.
         references: parameters of further models that are not trained, relative to those of the model.
     """
@@ -36,8 +72,15 @@ def stack_for(precision: Precision, trained: float = 1.0, references: float = 0.
     master = BYTES[precision.update] - (copy if precision.weights != "whole" else 0)
     masters = (1 + references) * (master if copy else 0)
     gradient = trained * BYTES[precision.reduce_dtype]
+    norms = compute.kernel("rms_norm")
+    kind = "compiled" if compute.compile == "blocks" else norms
+    if kind == "auto":
+        kind = "triton" if device_type == "cuda" else "reference"
+    own = STACKS["weft"]
     return replace(
-        STACKS["weft"],
+        own,
+        elementwise_traffic=own.elementwise_traffic if device_type == "cpu" else TRAFFIC[kind],
+        fused_loss=compute.kernel("linear_cross_entropy") != "reference",
         weight_bytes=(1 + references) * (copy or BYTES[precision.update]),
         optimizer_bytes=masters + trained * 2 * bytes_per_state_element(precision),
         resident_optimizer_bytes=masters,
@@ -119,7 +162,7 @@ def cost_of(
     """
     device, devices = cluster.device, layout.num_devices
     tokens = layout.global_batch * layout.seq / (seconds * scalar)
-    peak = device.peak.get(layout.dtype, device.peak["bf16"]) * devices
+    peak = device.peak[device.peak_dtype(layout.dtype)] * devices
     good, between = goodput(failure_hours * 3600 / devices if failure_hours else math.inf)
     dollars = device.dollars_per_hour * devices
     return Cost(

@@ -1,0 +1,44 @@
+"""weft doctor"""
+
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    kernels: Annotated[
+        bool, typer.Option(help="Compile all Triton kernels for A100, H100 and B200; no GPU is needed.")
+    ] = False,
+) -> None:
+    """Show the device of this machine, and what computes its fused operators.
+
+    The exit code is 1 if a kernel does not compile or spills registers.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.compute import aot, jit
+    from weft.compute.kernels import OPERATORS
+    from weft.device.detect import detect
+
+    device, console = detect(), Console(highlight=False)
+    dtypes = [name for name in ("bf16", "fp16", "fp64", "float8") if device.supports(name)]
+    console.print(f"{device.type} {device.name}; native dtypes: {', '.join(['fp32', *dtypes])}")
+    table = Table("operator", "implementation", "", title="fused operators")
+    for name, operator in OPERATORS.items():
+        for implementation, refusal in operator.refusal.items():
+            table.add_row(name, implementation, refusal(device.type) or "used where the modules of a model agree")
+    console.print(table)
+    if not kernels:
+        return
+    if not jit.has_triton():
+        console.print("Triton is not installed, so that no kernel can be compiled: pip install triton")
+        raise typer.Exit(2)
+    usages = aot.compile_all(aot.kernels())
+    resources = Table("kernel", *(f"sm_{target}" for target in aot.TARGETS), title="kernels, compiled ahead of time")
+    for first in range(0, len(usages), len(aot.TARGETS)):
+        row = usages[first : first + len(aot.TARGETS)]
+        resources.add_row(row[0].kernel, *map(aot.describe, row))
+    console.print(resources)
+    if any(usage.error or usage.spilled_bytes for usage in usages):
+        raise typer.Exit(1)
