@@ -1,6 +1,6 @@
 """Speed of an unmodified TRL script on two CPU ranks: plain under torchrun (DDP, FSDP2), and under `weft run`.
 
-    python benchmarks/scripts.py            # about twelve minutes on two free cores
+    python benchmarks/scripts.py            # about 15 minutes on two free cores
     python benchmarks/scripts.py --quick
 
 accelerate's FSDP2 is set by `peers/fsdp_script.py`, because accelerate reads its settings on accelerators only. It gathers
