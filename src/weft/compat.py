@@ -7,11 +7,12 @@ test lists them.
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.testing._internal.distributed import fake_pg
 
 Hook = TypeVar("Hook")
@@ -24,6 +25,14 @@ def find_hook(module: nn.Module, kind: type[Hook]) -> Hook | None:
     """
     hooks: Any = module._forward_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, kind)), None)
+
+
+def hook_objects(model: nn.Module, kind: type[Hook]) -> list[Hook]:
+    """Objects of a class whose methods are forward pre-hooks of modules of a model."""
+    owners = (
+        getattr(hook, "__self__", None) for module in model.modules() for hook in module._forward_pre_hooks.values()
+    )
+    return [owner for owner in owners if isinstance(owner, kind)]
 
 
 # Autograd
@@ -80,6 +89,53 @@ def end_fsdp_backward(model: Any) -> None:
     for group in all_fsdp_param_groups(model):
         group.post_backward()
     model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+class FsdpUse(NamedTuple):
+    """What FSDP2 notes about a forward or backward that is running."""
+
+    root: Any
+    """Module state that began the forward."""
+    ends: bool
+    """True if the end of the backward is arranged."""
+    states: list[Any]
+    """Training state of each unit."""
+    groups: list[Any]
+    """Training state of each group of parameters."""
+
+
+def fsdp_use(model: Any) -> FsdpUse:
+    """What FSDP2 notes about the forward or backward that is running."""
+    shared = model._get_fsdp_state()._state_ctx
+    return FsdpUse(
+        shared.iter_forward_root,
+        shared.post_backward_final_callback_queued,
+        [state._training_state for state in shared.all_states],
+        [group._training_state for group in all_fsdp_param_groups(model)],
+    )
+
+
+def set_fsdp_use(model: Any, use: FsdpUse, other: FsdpUse, kept: dict[int, tuple[bool, Any]]) -> None:
+    """Continue a forward or backward beside another one, which is suspended.
+
+    Args:
+        model: model of which a forward and a backward run in turns.
+        use: what FSDP2 has noted about the one that continues.
+        other: the same about the one that is suspended; the weights that it uses are not freed.
+        kept: settings of the groups whose weights are not freed, by index; updated.
+    """
+    shared = model._get_fsdp_state()._state_ctx
+    shared.iter_forward_root, shared.post_backward_final_callback_queued = use.root, use.ends
+    for state, value in zip(shared.all_states, use.states, strict=True):
+        state._training_state = value
+    groups = all_fsdp_param_groups(model)
+    for index, (group, value, others) in enumerate(zip(groups, use.groups, other.groups, strict=True)):
+        group._training_state = value
+        if others in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD):
+            kept.setdefault(index, (group.reshard_after_backward, group.post_forward_mesh_info))
+            group.reshard_after_backward, group.post_forward_mesh_info = False, None
+        elif index in kept:
+            group.reshard_after_backward, group.post_forward_mesh_info = kept.pop(index)
 
 
 # Process groups

@@ -175,6 +175,9 @@ class Comm(Table):
     prefetch: Annotated[int, Field(ge=0)] = 1
     """Blocks whose weights are all-gathered ahead of computation, with zero = 3. Ranks on one CPU prefetch none, because there
     an all-gather takes cores from computation."""
+    expert_overlap: Literal["auto", "off", "joint"] = "auto"
+    """Overlap of the messages of experts: "joint" runs the backward of a micro-batch together with the forward of the next one,
+    and each computes while the other one waits for rows; auto: in the joint slots of a pipeline schedule."""
     ulysses_chunks: Degree = 1
     """Head chunks per Ulysses all-to-all, so that attention overlaps with it; 1: no overlap."""
     topology: str = ""
@@ -454,6 +457,13 @@ RULES: tuple[Rule, ...] = (
         broken=lambda plan: plan.comm.overlap_chunks not in ("auto", 1) and plan.parallel.tp == 1,
         reason="overlap_chunks cuts the matmuls and collectives of tensor parallelism",
         fix="set plan.parallel.tp, or leave plan.comm.overlap_chunks at auto",
+    ),
+    Rule(
+        name="expert_overlap without ep",
+        broken=lambda plan: plan.comm.expert_overlap == "joint" and plan.parallel.ep == 1,
+        reason="experts exchange rows only where expert parallelism splits them",
+        fix="set plan.parallel.ep, or leave plan.comm.expert_overlap at auto",
+        candidates={"comm.expert_overlap": ("auto",)},
     ),
     Rule(
         name="dp_shard = 0",

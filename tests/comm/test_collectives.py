@@ -27,8 +27,10 @@ def apply(rank: int, ranks: int, name: str, dim: int, shared: bool, same: bool) 
     function = getattr(collectives, name)
     if name == "copy":
         (out,) = function(group, x)
+    elif name == "start_all_to_all":
+        out = function(x, group)()
     else:
-        out = function(x, group) if name in ("reduce", "all_to_all") else function(x, group, dim)
+        out = function(x, group) if name == "reduce" else function(x, group, dim)
     out.backward(weights(out.shape, 0 if same and name != "split" else rank))
     assert x.grad is not None
     return out.detach(), x.grad
@@ -44,13 +46,13 @@ DEFINITIONS: dict[str, Callable[[list[Tensor], int], list[Tensor]]] = {
     "reduce": lambda xs, dim: [torch.stack(xs).sum(0)] * len(xs),
     "gather": lambda xs, dim: [torch.cat(xs, dim)] * len(xs),
     "reduce_scatter": lambda xs, dim: list(torch.stack(xs).sum(0).chunk(len(xs), dim)),
-    "all_to_all": lambda xs, dim: [torch.cat([x.chunk(len(xs))[i] for x in xs]) for i in range(len(xs))],
+    "start_all_to_all": lambda xs, dim: [torch.cat([x.chunk(len(xs))[i] for x in xs]) for i in range(len(xs))],
 }
 
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("name", ["gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("name", ["gather", "reduce_scatter", "start_all_to_all"])
 def test_collectives_into_different_work_sum_gradients(name: str, dim: int, shared: bool) -> None:
     """The input gradient is that of the sum of the losses of all ranks."""
     xs = inputs(2)
@@ -94,7 +96,7 @@ def async_and_sync(rank: int, ranks: int, shared: bool) -> tuple[list[Tensor], l
     group = dist.new_group(backend=register_backend() if shared else "gloo")
     rows = [[2, 1], [3, 0]]
     input_splits, output_splits = rows[rank], [peer[rank] for peer in rows]
-    events, found = [], []
+    events: list[str] = []
     issue, wait = collectives.AsyncAllToAll.start, collectives.AsyncAllToAll.wait
 
     def started(self: collectives.AsyncAllToAll, *args: object) -> Tensor:
@@ -117,19 +119,16 @@ def async_and_sync(rank: int, ranks: int, shared: bool) -> tuple[list[Tensor], l
             return gradient * 2
 
     with mock.patch.multiple(collectives.AsyncAllToAll, start=started, wait=waited):
-        for is_async in (True, False):
-            x = inputs(ranks, (3, 5))[rank]
-            if is_async:
-                wait_output = collectives.start_all_to_all(x, group, output_splits, input_splits)
-                between = Between.apply(x)
-                out = wait_output()
-            else:
-                between, out = x * 2, collectives.all_to_all(x, group, output_splits, input_splits)
-            total = (out * weights(out.shape, rank)).sum() + (between * weights(between.shape, rank)).sum()
-            total.backward()
-            assert x.grad is not None
-            found.append([out.detach(), x.grad])
-    return found[0], found[1], events
+        x = inputs(ranks, (3, 5))[rank]
+        wait_output = collectives.start_all_to_all(x, group, output_splits, input_splits)
+        between = Between.apply(x)
+        out = wait_output()
+        factors = weights(out.shape, rank), weights(between.shape, rank)
+        ((out * factors[0]).sum() + (between * factors[1]).sum()).backward()
+    assert x.grad is not None
+    expected = collectives.exchange(x.detach(), group, output_splits, input_splits)
+    gradient = collectives.exchange(factors[0], group, input_splits, output_splits) + 2 * factors[1]
+    return [out.detach(), x.grad], [expected, gradient], events
 
 
 @pytest.mark.parametrize("shared", [True, False])

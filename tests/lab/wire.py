@@ -210,7 +210,8 @@ class Wire(SharedMemoryGroup):
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
         def prepare() -> Parts:
-            outgoing, incoming = list(input.split(input_splits)), list(output.split(output_splits))
+            equal = [len(input) // self.ranks] * self.ranks
+            outgoing, incoming = list(input.split(input_splits or equal)), list(output.split(output_splits or equal))
             incoming[self.group_rank].copy_(outgoing[self.group_rank])
             return Parts(outgoing, incoming, lambda received: None, is_placed=True)
 

@@ -10,10 +10,10 @@ reduce-scatter. `x` is any float tensor on the group's device; gradients may be 
     reduce_scatter  reduce-scatter  all-gather      output of a tensor-parallel region, to a sharded sequence
     split           own part        all-gather      from the same work on all ranks to a part per rank
     unsplit         all-gather      own part        from a part per rank to the same work on all ranks
-    all_to_all      all-to-all      all-to-all      exchange of rows
+    all-to-all      all-to-all      all-to-all      exchange of rows
 
-`start_all_to_all` is an asynchronous all_to_all: other work may run before its wait. Autograd runs the backward functions in
-reverse order, so that the backward of that work likewise overlaps with the all-to-all of the gradient.
+`start_all_to_all` is asynchronous: other work may run before its wait. Autograd runs the backward functions in reverse order,
+so that the backward of that work likewise overlaps with the all-to-all of the gradient.
 """
 
 from collections.abc import Callable
@@ -148,28 +148,18 @@ class _AlongDim(torch.autograd.Function):
         return ctx.transpose(gradient, ctx.group, ctx.dim), None, None, None, None
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        group: dist.ProcessGroup,
-        output_splits: list[int] | None,
-        input_splits: list[int] | None,
-    ) -> torch.Tensor:
-        ctx.group, ctx.output_splits, ctx.input_splits = group, output_splits, input_splits
-        return exchange(x, group, output_splits, input_splits)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return exchange(gradient, ctx.group, ctx.input_splits, ctx.output_splits), None, None, None
-
-
 class AsyncAllToAll:
     """Asynchronous all-to-all of rows; in backward, the all-to-all of the gradient."""
 
-    def __init__(self, group: dist.ProcessGroup, output_splits: list[int] | None, input_splits: list[int] | None):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        output_splits: list[int] | None,
+        input_splits: list[int] | None,
+        before_wait: Callable[[], object],
+    ):
         self.group, self.output_splits, self.input_splits = group, output_splits, input_splits
+        self.before_wait = before_wait
         self.input: torch.Tensor | None = None
         """Input of the all-to-all in flight; kept alive until completion."""
         self.work: dist.Work | None = None
@@ -184,6 +174,7 @@ class AsyncAllToAll:
     def wait(self) -> None:
         """Wait for the all-to-all in flight, if any."""
         if self.work is not None:
+            self.before_wait()
             self.work.wait()
         self.input = self.work = None
 
@@ -222,7 +213,7 @@ def exchange(
     output_splits: list[int] | None = None,
     input_splits: list[int] | None = None,
 ) -> torch.Tensor:
-    """All-to-all of rows. Not differentiable; see `all_to_all`."""
+    """All-to-all of rows (dim 0). Not differentiable; arguments as for `start_all_to_all`."""
     out = x.new_empty((sum(output_splits) if output_splits is not None else len(x), *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group)
     return out
@@ -258,24 +249,10 @@ def unsplit(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor
     return _AlongDim.apply(x, group, dim, gather_dim, part_of_dim)
 
 
-def all_to_all(
-    x: torch.Tensor,
-    group: dist.ProcessGroup,
-    output_splits: list[int] | None = None,
-    input_splits: list[int] | None = None,
-) -> torch.Tensor:
-    """All-to-all of rows (dim 0).
-
-    Args:
-        x: rows for all ranks, in rank order.
-        group: group of the ranks.
-        output_splits: number of rows from each rank; None: equal numbers.
-        input_splits: number of rows to each rank; None: equal numbers.
-    """
-    return _AllToAll.apply(x, group, output_splits, input_splits)
-
-
 Wait = Callable[[], torch.Tensor]
+
+
+def _no_op() -> None: ...
 
 
 def start_all_to_all(
@@ -283,12 +260,20 @@ def start_all_to_all(
     group: dist.ProcessGroup,
     output_splits: list[int] | None = None,
     input_splits: list[int] | None = None,
+    before_wait: Callable[[], object] = _no_op,
 ) -> Wait:
-    """Start an `all_to_all` and return a function that waits for it and returns its output.
+    """Start an all-to-all of rows (dim 0) and return a function that waits for it and returns its output. Differentiable.
 
     The function is called once. All ranks wait for their collectives in the same order.
+
+    Args:
+        x: rows for all ranks, in rank order.
+        group: group of the ranks.
+        output_splits: number of rows from each rank; None: equal numbers.
+        input_splits: number of rows to each rank; None: equal numbers.
+        before_wait: called before each wait, in forward and in backward.
     """
-    collective, outputs = AsyncAllToAll(group, output_splits, input_splits), list[torch.Tensor]()
+    collective, outputs = AsyncAllToAll(group, output_splits, input_splits, before_wait), list[torch.Tensor]()
     started = _Start.apply(x, collective, outputs)
     return lambda: _Wait.apply(started, collective, outputs)
 

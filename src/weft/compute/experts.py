@@ -6,6 +6,7 @@ are gathered in one pass and combined in one (as in Megatron-Core's permutation 
 additions: results have the same bits in every run.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,28 @@ from torch import Tensor
 from weft.compute.jit import DTYPES, device_of, has_triton, jit, tl, triton
 
 
-def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, rows_first: bool, borders: Tensor) -> Tensor:
+    """Multiply the rows of each expert by its matrix.
+
+    Args:
+        rows: [R, inputs], sorted by expert.
+        weight: [experts, outputs, inputs] if `rows_first`, else [experts, inputs, outputs].
+        rows_first: True if a row of a matrix has the weights of one output.
+        borders: int32 [experts]: end of the rows of each expert.
+
+    Returns:
+        [R, outputs] in the dtype of the weight.
+    """
+    return F.grouped_mm(rows.to(weight.dtype), weight.transpose(-2, -1) if rows_first else weight, offs=borders)
+
+
+def experts_forward(
+    module: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    linear: Callable[[Tensor, Tensor, bool, Tensor], Tensor] = grouped_linear,
+) -> Tensor:
     """Forward of gated experts without biases, with the activation of the module.
 
     Args:
@@ -23,6 +45,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         hidden_states: [T, H].
         top_k_index: [T, K] integer: experts of each token; a copy for expert `num_experts` contributes zero.
         top_k_weights: [T, K] float.
+        linear: `grouped_linear`, or another function with its arguments and result.
 
     Returns:
         [T, H] in the dtype of hidden_states.
@@ -34,14 +57,9 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     known = torch.arange(module.num_experts, dtype=experts.dtype, device=experts.device)
     borders = torch.searchsorted(experts, known, right=True).to(torch.int32)
     rows = permute(hidden_states, order, position, borders)
-    outputs = _grouped_linear(module, rows, module.gate_up_proj, borders)
-    outputs = _grouped_linear(module, module._apply_gate(outputs), module.down_proj, borders)
+    outputs = linear(rows, module.gate_up_proj, not module.is_transposed, borders)
+    outputs = linear(module._apply_gate(outputs), module.down_proj, not module.is_transposed, borders)
     return unpermute(outputs, position, top_k_weights, borders).to(hidden_states.dtype)
-
-
-def _grouped_linear(module: Any, rows: Tensor, weight: Tensor, borders: Tensor) -> Tensor:
-    weight = weight if module.is_transposed else weight.transpose(-2, -1)
-    return F.grouped_mm(rows.to(weight.dtype), weight, offs=borders)
 
 
 @torch.library.custom_op("weft::permute", mutates_args=())
@@ -97,7 +115,8 @@ def reference_backward(
     """`unpermute_backward` in operations of torch."""
     of_copies = (gradient[:, None] * weights[..., None]).to(rows.dtype)
     of_rows = torch.zeros_like(rows).index_copy(0, position.flatten(), of_copies.flatten(0, 1))
-    of_weights = (gradient[:, None].float() * _used_rows(rows, position, borders).float()).sum(-1)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    of_weights = (gradient[:, None].to(wide) * _used_rows(rows, position, borders).to(wide)).sum(-1)
     return of_rows, of_weights.to(weights.dtype)
 
 

@@ -3,9 +3,12 @@
 Each of the `ep` ranks of a group holds num_experts / ep complete experts, in order, and routes its own tokens:
 
     counts      all-to-all of int64     number of copies for each expert of the receiver
-    dispatch    all-to-all of rows      one row for each (token, expert) copy, and its router weight
-                forward of the experts module on the local experts, each row with one expert
-    combine     all-to-all of rows      inverse of dispatch, then the sum over the copies of a token
+    dispatch    all-to-all of rows      one row for each (token, expert) copy
+                forward of the experts module on the local experts, each row with one expert, without router weights
+    combine     all-to-all of rows      inverse of dispatch, then the sum over the copies of a token, with router weights
+
+Router weights stay on the rank of their token: experts multiply their outputs by them, which the rank of the token can do as
+well, and no message carries them or their gradients.
 
 No copy is dropped or padded, whatever the router chooses (Gale et al., MegaBlocks, 2022). With balanced routing a rank sends
 T K H (ep - 1) / ep elements in dispatch and the same number in combine, and again in backward.
@@ -25,11 +28,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.anatomy.roles import Anatomy
 from weft.backends.hierarchical import TwoLevelGroup
-from weft.comm.collectives import all_to_all, exchange, start_all_to_all
+from weft.comm.collectives import Wait, exchange, start_all_to_all
+from weft.comm.lanes import Lanes
+from weft.compute.experts import unpermute
 from weft.errors import PlanError
 from weft.parallel.checks import divisors, one_of
 
@@ -43,15 +49,34 @@ SIGNATURES = (
 def _no_op() -> None: ...
 
 
+class Channel(NamedTuple):
+    """Expert-parallel group, and what a layer does while it waits for a message of rows."""
+
+    group: dist.ProcessGroup
+    """Group with more than one rank."""
+    lanes: Lanes | None = None
+    """Lanes of joint forwards and backwards, which hand over before each wait for rows."""
+    counts_group: dist.ProcessGroup | None = None
+    """Group of the same ranks for counts, which must not queue behind the rows of the other lane; None: `group`."""
+
+    def start(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Wait:
+        """Start an all-to-all of rows."""
+        before_wait = self.lanes.hand_over if self.lanes else _no_op
+        return start_all_to_all(rows, self.group, output_splits, input_splits, before_wait)
+
+    def exchange_counts(self, counts: Tensor) -> Tensor:
+        """All-to-all of counts, [ranks, *] int64."""
+        return exchange(counts, self.counts_group or self.group)
+
+
 class Route(NamedTuple):
     """Routing of one micro-batch through one layer: the row order and split sizes that `combine` inverts."""
 
-    group: dist.ProcessGroup
-    num_tokens: int
-    top_k: int
-    """Maximum number of copies of a token: K experts, or the number of hosts."""
+    channel: Channel
     order: Tensor
-    """[copies sent] int64: index (token * K + k) of the copy in each sent row."""
+    """[T K] int64: index (token * K + k) of the copy in each row; rows after those that are sent have the other copies."""
+    top_k: int
+    """Number of copies of a token."""
     input_splits: list[int]
     """Rows sent to each rank in dispatch."""
     output_splits: list[int]
@@ -61,43 +86,38 @@ class Route(NamedTuple):
 def dispatch(
     hidden: Tensor,
     index: Tensor,
-    weights: Tensor,
     num_experts: int,
-    group: dist.ProcessGroup,
+    channel: Channel,
     overlapped: Callable[[], object] = _no_op,
-) -> tuple[Tensor, Tensor, Tensor, Route]:
-    """Send each copy of each token to the rank of its expert. Differentiable in hidden and weights.
+) -> tuple[Tensor, Tensor, Route]:
+    """Send each copy of each token to the rank of its expert. Differentiable in hidden.
 
     Args:
         hidden: [T, H] float; T may differ between ranks and be 0.
         index: [T, K] integer: global expert indices of each token. A copy for expert `num_experts` is not sent and
             contributes zero, as in the experts of Transformers.
-        weights: [T, K] float, of any dtype.
         num_experts: number of experts of the group, a multiple of its size.
-        group: expert-parallel group with more than one rank. Expert e is on rank e // (num_experts / ep).
+        channel: its group has more than one rank. Expert e is on rank e // (num_experts / ep).
         overlapped: function to call while the all-to-all is in flight.
 
     Returns:
-        received [R, H] in the dtype of hidden; local_index [R, 1] int64 below num_experts / ep; received_weights [R, 1]
-        in the dtype of weights; and the route. Rows are sorted by source rank, then expert, then token. R may be 0.
+        received [R, H]; local_index [R, 1] int64 below num_experts / ep; and the route. Rows are sorted by source rank, then
+        expert, then token. R may be 0.
     """
-    ranks, (num_tokens, top_k) = group.size(), index.shape
+    ranks, top_k = channel.group.size(), index.shape[1]
     experts, order = index.flatten().sort(stable=True)
     boundaries = torch.arange(num_experts + 1, dtype=index.dtype, device=index.device)
     # Unlike bincount, searchsorted does not synchronise with the device.
     counts = torch.searchsorted(experts, boundaries).diff().view(ranks, -1)
-    receive_counts = exchange(counts, group)
+    receive_counts = channel.exchange_counts(counts)
     # The only device synchronisation of a layer.
     input_splits, output_splits = torch.stack([counts.sum(1), receive_counts.sum(1)]).tolist()
-    order = order[: sum(input_splits)]
-    wait = start_all_to_all(hidden[order // top_k], group, output_splits, input_splits)
-    wait_weights = start_all_to_all(weights.flatten()[order, None], group, output_splits, input_splits)
+    wait = channel.start(hidden[order[: sum(input_splits)] // top_k], output_splits, input_splits)
     overlapped()
-    received, received_weights = wait(), wait_weights()
+    received = wait()
     local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
     local_index = local.repeat_interleave(receive_counts.flatten(), output_size=sum(output_splits))[:, None]
-    route = Route(group, num_tokens, top_k, order, input_splits, output_splits)
-    return received, local_index, received_weights, route
+    return received, local_index, Route(channel, order, top_k, input_splits, output_splits)
 
 
 def dispatch_to_hosts(
@@ -105,59 +125,73 @@ def dispatch_to_hosts(
     index: Tensor,
     weights: Tensor,
     num_experts: int,
-    outer: dist.ProcessGroup,
+    channel: Channel,
     overlapped: Callable[[], object] = _no_op,
 ) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Send each token once to each host that holds any of its experts. Differentiable in hidden and weights.
 
     Args:
-        hidden, index, weights: as in `dispatch`.
+        hidden, index: as in `dispatch`.
+        weights: [T, K] float, of any dtype.
         num_experts: number of experts of all hosts, a multiple of the number of hosts.
-        outer: group of one rank per host. Expert e is on host e // (num_experts / hosts).
+        channel: its group has one rank per host. Expert e is on host e // (num_experts / hosts).
         overlapped: function to call while the all-to-all is in flight.
 
     Returns:
         received [R, H], sorted by source rank, then token; local_index [R, K] int64, with num_experts / hosts for experts of
         other hosts and for copies that are not sent; received_weights [R, K]; and the route for `combine`. R may be 0.
     """
-    hosts, num_tokens = outer.size(), len(index)
+    hosts = channel.group.size()
     per_host = num_experts // hosts
     host_ids = torch.arange(hosts, device=index.device)
     is_local = index[None] // per_host == host_ids[:, None, None]  # [hosts, T, K]
     is_sent = is_local.any(2)
     counts = is_sent.sum(1)
-    receive_counts = exchange(counts, outer)
+    receive_counts = channel.exchange_counts(counts)
     input_splits, output_splits = torch.stack([counts, receive_counts]).tolist()  # synchronises with the device
-    host, token = torch.nonzero_static(is_sent, size=sum(input_splits)).unbind(1)
+    # Rows by host, then token; then the copies that are not sent.
+    by_host = torch.argsort((~is_sent).flatten(), stable=True)
+    host, token = by_host // len(index), by_host % len(index)
+    order = token * hosts + host
+    host, token = (ids[: sum(input_splits)] for ids in (host, token))
     local = torch.where(is_local, index[None] - per_host * host_ids[:, None, None], per_host)[host, token]
-    received_index = exchange(local, outer, output_splits, input_splits)
-    wait = start_all_to_all(hidden[token], outer, output_splits, input_splits)
-    wait_weights = start_all_to_all(weights[token], outer, output_splits, input_splits)
+    received_index = exchange(local, channel.group, output_splits, input_splits)
+    wait_weights = start_all_to_all(weights[token], channel.group, output_splits, input_splits)
+    wait = channel.start(hidden[token], output_splits, input_splits)
     overlapped()
     received, received_weights = wait(), wait_weights()
-    route = Route(outer, num_tokens, hosts, token * hosts + host, input_splits, output_splits)
-    return received, received_index, received_weights, route
+    return received, received_index, received_weights, Route(channel, order, hosts, input_splits, output_splits)
 
 
-def combine(outputs: Tensor, route: Route) -> Tensor:
-    """Send rows back to the ranks of their tokens, and sum the copies of each token. Differentiable.
+def combine(outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
+    """Send rows back to the ranks of their tokens, and sum the weighted copies of each token. Differentiable.
 
     Copies are added in the order of K (in hierarchical dispatch, in the order of hosts).
 
     Args:
-        outputs: [R, H], multiplied by the router weights, in the row order of dispatch.
+        outputs: [R, H], in the row order of dispatch.
+        weights: [T, K] float: factors of the copies.
         route: route returned by dispatch.
 
     Returns:
-        [T, H].
+        [T, H] in the wider dtype of outputs and weights.
     """
-    rows = all_to_all(outputs, route.group, route.input_splits, route.output_splits)
-    copies = rows.new_zeros(route.num_tokens * route.top_k, rows.shape[1])
-    copies = copies.index_put((route.order,), rows)  # unlike index_copy, saves no rows for backward
-    return copies.unflatten(0, (route.num_tokens, route.top_k)).sum(1)  # in a fixed order, unlike atomic additions
+    num_sent, device = sum(route.input_splits), outputs.device
+    rows = route.channel.start(outputs, route.input_splits, route.output_splits)()
+    if num_sent < len(route.order):
+        rows = F.pad(rows, (0, 0, 0, len(route.order) - num_sent))
+    position = torch.empty_like(route.order)
+    position[route.order] = torch.arange(len(route.order), device=device)
+    end = torch.full((1,), num_sent, dtype=torch.int32, device=device)
+    return unpermute(rows, position.view(-1, route.top_k), weights, end)
 
 
-def split_experts(experts: Any, group: dist.ProcessGroup) -> None:
+def split_experts(
+    experts: Any,
+    group: dist.ProcessGroup,
+    lanes: Lanes | None = None,
+    counts_group: dist.ProcessGroup | None = None,
+) -> None:
     """Apply expert parallelism to an experts module, in place.
 
     The module keeps its class, its parameters and the implementation that Transformers chose; its `forward` is wrapped with
@@ -169,17 +203,21 @@ def split_experts(experts: Any, group: dist.ProcessGroup) -> None:
     Args:
         experts: module accepted by `check_experts`.
         group: expert-parallel group with more than one rank.
+        lanes: see `Channel`.
+        counts_group: see `Channel`; not for a group on several hosts.
     """
     num_experts = experts.num_experts
     experts.num_experts = num_experts // group.size()
-    if isinstance(group, TwoLevelGroup) and hasattr(experts, "_is_expert_parallel"):
+    levels = (group.outer, group.inner) if isinstance(group, TwoLevelGroup) else (group,)
+    if len(levels) == 2 and hasattr(experts, "_is_expert_parallel"):
         experts._is_expert_parallel = True  # some copies are for experts of other hosts, which Transformers then masks
+    channels = tuple(Channel(level, lanes, counts_group) for level in levels)
     local_forward = experts.forward
 
     # A function, because torch.compile would compile each block anew for a `partial`; it cannot compile messages.
     @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return expert_parallel_forward(local_forward, num_experts, group, *args, **kwargs)
+        return expert_parallel_forward(local_forward, num_experts, channels, *args, **kwargs)
 
     experts.forward = forward
 
@@ -187,7 +225,7 @@ def split_experts(experts: Any, group: dist.ProcessGroup) -> None:
 def expert_parallel_forward(
     local_forward: Callable[[Tensor, Tensor, Tensor], Tensor],
     num_experts: int,
-    group: dist.ProcessGroup,
+    channels: tuple[Channel, ...],
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -197,32 +235,31 @@ def expert_parallel_forward(
 
     Args:
         local_forward: original forward of the module, called on rows with one local expert each.
-        num_experts: number of experts of the group.
-        group: expert-parallel group.
+        num_experts: number of experts of the channels.
+        channels: channel of the group, or the channel between hosts and the one inside of a host.
         hidden_states, top_k_index, top_k_weights: [T, H], [T, K], [T, K], as in the original forward.
         overlapped: function to call while the all-to-all of dispatch is in flight.
 
     Returns:
         [T, H].
     """
-    if isinstance(group, TwoLevelGroup):
-        rows, index, weights, host_route = dispatch_to_hosts(
-            hidden_states, top_k_index, top_k_weights, num_experts, group.outer, overlapped
+    channel, *inside = channels
+    if inside:
+        rows, index, weights, route = dispatch_to_hosts(
+            hidden_states, top_k_index, top_k_weights, num_experts, channel, overlapped
         )
-        sums = expert_parallel_forward(
-            local_forward, num_experts // group.outer.size(), group.inner, rows, index, weights
-        )
-        return combine(sums, host_route)
-    rows, index, weights, route = dispatch(hidden_states, top_k_index, top_k_weights, num_experts, group, overlapped)
+        per_host = num_experts // channel.group.size()
+        sums = expert_parallel_forward(local_forward, per_host, tuple(inside), rows, index, weights)
+        return combine(sums, sums.new_ones(len(hidden_states), route.top_k), route)
+    rows, index, route = dispatch(hidden_states, top_k_index, num_experts, channel, overlapped)
     num_rows = len(rows)
     if num_rows == 0:  # backward must run here too: it exchanges gradients, and the parameters need zero gradients
-        rows, index, weights = (
-            torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])]) for tensor in (rows, index, weights)
-        )
-    return combine(local_forward(rows, index, weights)[:num_rows], route)
+        rows, index = (torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])]) for tensor in (rows, index))
+    outputs = local_forward(rows, index, rows.new_ones(len(rows), 1))[:num_rows]
+    return combine(outputs, top_k_weights, route).to(hidden_states.dtype)
 
 
-def overlap_shared_experts(model: nn.Module, anatomy: Anatomy) -> None:
+def overlap_shared_experts(model: nn.Module, anatomy: Anatomy) -> list["SharedExperts"]:
     """Overlap shared experts with the dispatch of routed experts, in place, if the model calls shared experts after them.
 
     In backward, the shared experts overlap with the all-to-all of the gradients of dispatch.
@@ -230,7 +267,11 @@ def overlap_shared_experts(model: nn.Module, anatomy: Anatomy) -> None:
     Args:
         model: model with split experts; later changes must not change the arguments of its MoE modules.
         anatomy: its roles.
+
+    Returns:
+        The shared experts that may be computed early.
     """
+    early = []
     for block in anatomy.blocks:
         for name in block.shared_experts:
             layer = next((mlp for mlp in block.mlp if name.startswith(f"{mlp}.")), None)
@@ -238,10 +279,11 @@ def overlap_shared_experts(model: nn.Module, anatomy: Anatomy) -> None:
             shared: Any = model.get_submodule(name)
             takes_only_tokens = len(inspect.signature(type(shared).forward).parameters) == 2  # self, tokens
             if layer is not None and len(experts) == 1 and takes_only_tokens:
-                _compute_early(shared, model.get_submodule(layer), experts[0])
+                early.append(_compute_early(shared, model.get_submodule(layer), experts[0]))
+    return early
 
 
-def _compute_early(shared: Any, moe: Any, routed: Any) -> None:
+def _compute_early(shared: Any, moe: Any, routed: Any) -> "SharedExperts":
     """Replace the forwards of a layer, of its shared and of its routed experts; hooks would not run in a recompute."""
     early, call_layer, call_routed = SharedExperts(shared.forward), moe.forward, routed.forward
     shared.forward = torch.compiler.disable(lambda hidden: early(hidden))
@@ -249,6 +291,7 @@ def _compute_early(shared: Any, moe: Any, routed: Any) -> None:
     routed.forward = torch.compiler.disable(
         lambda *args, **kwargs: call_routed(*args, overlapped=early.compute, **kwargs)
     )
+    return early
 
 
 class SharedExperts:
@@ -260,6 +303,14 @@ class SharedExperts:
         self.out: Tensor | None = None
         self.input_is_layer_input = True
         """True unless the model has called the shared experts with another tensor than the input of the layer."""
+
+    def take(self) -> Any:
+        """See `weft.comm.lanes.Registers`."""
+        return self.hidden, self.out
+
+    def give(self, values: Any, other: Any) -> None:
+        """See `weft.comm.lanes.Registers`."""
+        self.hidden, self.out = values
 
     def call_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Forward of the MoE layer; stores its input, the expected input of the shared experts."""

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 from weft.anatomy.plain import read_plain_anatomy
 from weft.anatomy.roles import Anatomy
 from weft.anatomy.transformers import read_anatomy
+from weft.backends.hierarchical import TwoLevelGroup
 from weft.comm.compression.codecs import build_feedback
+from weft.comm.lanes import Lanes
 from weft.comm.objects import all_gather_json
 from weft.comm.overlap import check_chunks
 from weft.compute.compile import compile_blocks
@@ -30,6 +32,7 @@ from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.labels import average_loss_over_targets
+from weft.parallel.lane_registers import FsdpRegisters, local_weights_registers
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
@@ -40,9 +43,9 @@ from weft.parallel.pipeline.partition import (
     partition_model,
     trace_block_chain,
 )
-from weft.parallel.pipeline.plan_schedule import load_schedule, splits_backward, stage_ranks
+from weft.parallel.pipeline.plan_schedule import load_schedule, runs_jointly, splits_backward, stage_ranks
 from weft.parallel.pipeline.runtime import PipelineRuntime
-from weft.parallel.pipeline.weight_gradients import WeightGradientQueue, defer_weight_gradients
+from weft.parallel.pipeline.weight_gradients import WeightGradientQueue, defer_expert_gradients, defer_weight_gradients
 from weft.parallel.recompute_context import capture_context
 from weft.parallel.runtime import Runtime
 from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs, uses_context_attention
@@ -53,7 +56,7 @@ from weft.plan import Plan
 from weft.precision.dtypes import DTYPES, check_dtypes
 from weft.precision.fp16_backward import begin_fp16_backward_at
 from weft.precision.roles import compute_in_float32
-from weft.topology.mesh import build_expert_mesh, check_mesh, ranks_along
+from weft.topology.mesh import build_counts_group, build_expert_mesh, check_mesh, ranks_along
 
 LIBRARY_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 """Implementation of Transformers by the name in `plan.compute.attention`."""
@@ -98,15 +101,20 @@ def parallelize(
         anatomy, stage_io = cut_for_rank(model, anatomy, chain, plan, mesh.get_local_rank("pp"))
     chosen = {operator: plan.compute.kernel(operator) for operator in OPERATORS}
     runtime.kernels = tuple(apply_kernels(model, full_anatomy, chosen, mesh.device_type))
-    expert_mesh = build_expert_mesh(plan, mesh.device_type) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
-    if expert_mesh is not None:
-        apply_ep(model, anatomy, plan, expert_mesh)
-    apply_expert_adapters(model, anatomy, expert_mesh)
     queue = WeightGradientQueue() if p.pp > 1 and splits_backward(plan) else None
+    if queue is not None and full_anatomy.has_experts:
+        defer_expert_gradients(model, anatomy, queue)
+    expert_mesh = build_expert_mesh(plan, mesh.device_type) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
+    lanes = runtime.lanes = Lanes() if runs_jointly(plan) else None
+    if expert_mesh is not None:
+        apply_ep(model, anatomy, plan, expert_mesh, lanes)
+    apply_expert_adapters(model, anatomy, expert_mesh)
     if p.tp > 1:
         runtime.tensor_split = apply_tp(model, anatomy, plan, mesh, queue)
     if p.ep > 1:
-        overlap_shared_experts(model, anatomy)
+        early = overlap_shared_experts(model, anatomy)
+        if lanes is not None:
+            lanes.registers += early
     split_inputs = runtime.tensor_split.split_inputs
     if not full_anatomy.is_plain:  # whose dropout acts on tokens
         runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan), split_inputs)
@@ -136,7 +144,7 @@ def parallelize(
         apply_fp8(model, anatomy, plan)
     if plan.compute.compile == "blocks":
         compile_blocks(model, (block.name for block in anatomy.blocks))
-    capture = partial(capture_context, runtime.router_stats, runtime.dropout)
+    capture = partial(capture_context, runtime.router_stats, runtime.dropout, lanes)
     if plan.memory.recompute or plan.memory.offload:
         runtime.offload = build_offload(plan.memory, detect())
         own_blocks = {block.name for block in anatomy.blocks}
@@ -161,8 +169,14 @@ def parallelize(
             prefetch_backward(model, [[full_anatomy.blocks[index].name for index in stage] for stage in stages])
         install_stage_switch(model, full_anatomy, stage_io)
         runtime.pipeline = PipelineRuntime(
-            model, full_anatomy, stage_io, plan, mesh, queue, runtime.router_stats, runtime.gradient_reducer
+            model, full_anatomy, stage_io, plan, mesh, queue, runtime.router_stats, runtime.gradient_reducer, lanes
         )
+    elif lanes is not None and p.zero == 3:
+        prefetch_backward(model, [[block.name for block in full_anatomy.blocks]])
+    if lanes is not None:
+        lanes.registers += local_weights_registers(model)
+        if p.zero > 0:
+            lanes.registers.append(FsdpRegisters(model))
     model.register_forward_pre_hook(runtime)
     return model
 
@@ -291,7 +305,9 @@ def _check_row_length(seq_len: int, anatomy: Anatomy, plan: Plan) -> None:
     )
 
 
-def apply_ep(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh) -> None:
+def apply_ep(
+    model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: DeviceMesh, lanes: Lanes | None = None
+) -> None:
     """Shard the experts of each layer over the ranks of ep, and scale their gradients.
 
     Data parallelism averages the gradients of an expert over the ranks that hold it. On each of these ranks the gradient is a
@@ -299,12 +315,14 @@ def apply_ep(model: PreTrainedModel, anatomy: Anatomy, plan: Plan, expert_mesh: 
     the result is the mean over all ranks with different tokens, as for other weights.
     """
     holders = ranks_along(expert_mesh, "edp_replicate", "edp_shard")
+    is_flat = not isinstance(expert_mesh.get_group("ep"), TwoLevelGroup)
+    counts_group = build_counts_group(expert_mesh) if lanes is not None and is_flat else None
     for name in (name for block in anatomy.blocks for name in block.experts):
         experts = model.get_submodule(name)
         names = [parameter for parameter, _ in experts.named_parameters()]
         if plan.parallel.ep > 1:
             for parameter in names:
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
-            split_experts(experts, expert_mesh.get_group("ep"))
+            split_experts(experts, expert_mesh.get_group("ep"), lanes, counts_group)
         layouts = dict.fromkeys(names, TensorLayout("shard"))
         LocalWeights(experts, layouts, expert_mesh.get_group("ep"), holders / plan.parallel.gradient_ranks)

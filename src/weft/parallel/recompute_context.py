@@ -1,7 +1,7 @@
 """State of a parallelized model that recompute must restore: local weights, dropout context, router statistics."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from weft.comm.lanes import Lanes
 from weft.parallel.dropout import DropoutContext
 from weft.parallel.moe_aux_loss import RouterStats
 
@@ -17,13 +18,14 @@ Weights = list[tuple[dict[str, Any], str, Any]]
 
 
 def capture_context(
-    router_stats: RouterStats, dropout: DropoutContext | None, module: nn.Module
+    router_stats: RouterStats, dropout: DropoutContext | None, lanes: Lanes | None, module: nn.Module
 ) -> Callable[[], AbstractContextManager[None]]:
     """Capture the context of a module during its forward.
 
     Args:
         router_stats: router statistics of the model.
         dropout: seed and rows of its layout-invariant dropout, if it has dropout.
+        lanes: lanes of joint forwards and backwards; a recompute does not hand over, because it changes the model for a while.
         module: module of the model whose forward is running.
 
     Returns:
@@ -37,19 +39,24 @@ def capture_context(
         for name, value in part._parameters.items()
         if value is not None
     ]
-    return partial(_restored, router_stats, weights, dropout, dropout and replace(dropout))
+    return partial(_restored, router_stats, weights, dropout, dropout and replace(dropout), lanes)
 
 
 @contextmanager
 def _restored(
-    router_stats: RouterStats, weights: Weights, dropout: DropoutContext | None, captured: DropoutContext | None
+    router_stats: RouterStats,
+    weights: Weights,
+    dropout: DropoutContext | None,
+    captured: DropoutContext | None,
+    lanes: Lanes | None,
 ) -> Iterator[None]:
     current_weights = [(table, name, table[name]) for table, name, _ in weights]
     current = dropout and replace(dropout)
     _set(weights, dropout, captured)
     router_stats.recording = False
     try:
-        yield
+        with lanes.held() if lanes else nullcontext():
+            yield
     finally:
         _set(current_weights, dropout, current)
         router_stats.recording = True

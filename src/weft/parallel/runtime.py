@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.roles import Anatomy
 from weft.comm.compression.feedback import Feedback
+from weft.comm.lanes import Lanes
 from weft.compat import find_hook
 from weft.compute.kernels import KernelRow
 from weft.errors import ModelError
@@ -61,6 +62,8 @@ class Runtime:
     """Names of frozen weights that ZeRO stages 1 and 2 leave whole, and whose gradients are not reduced."""
     reduce_scatters: PendingReduceScatters | None = None
     """Reduce-scatters of FSDP2 in flight; None where FSDP2 overlaps them itself."""
+    lanes: Lanes | None = None
+    """Lanes of joint forwards and backwards; None where they run one after the other."""
     pipeline: PipelineRuntime | None = None
     """Stages of this rank; None without pipeline parallelism."""
     kernels: tuple[KernelRow, ...] = ()

@@ -109,7 +109,8 @@ class LocalWeights:
         owners = {name: unit.get_submodule(name.rpartition(".")[0]) for name in layouts}
         self.slots = [(owners[name], name.rpartition(".")[2], layout) for name, layout in layouts.items()]
         self.group = group
-        self.stored: list[tuple[nn.Module, str, Any]] = []
+        self.stored: list[list[tuple[nn.Module, str, Any]]] = []
+        """Stored parameters of each forward of the unit that is running: a recompute may run inside of one."""
         unit.register_forward_pre_hook(self._enter)
         unit.register_forward_hook(self._leave, always_call=True)
 
@@ -117,7 +118,7 @@ class LocalWeights:
         parameters: list[tuple[nn.Module, str, Any]] = [
             (owner, name, owner._parameters[name]) for owner, name, _ in self.slots
         ]
-        self.stored = [entry for entry in parameters if entry[2] is not None]
+        self.stored.append([entry for entry in parameters if entry[2] is not None])
         layouts = [layout for _, _, layout in self.slots]
         values: list[Any] = [to_local(value) for _, _, value in parameters]
         copied = [i for i, layout in enumerate(layouts) if layout.kind != "shard"]
@@ -134,9 +135,8 @@ class LocalWeights:
             owner._parameters[name] = _ScaleGradient.apply(value, self.gradient_factor) if is_scaled else value
 
     def _leave(self, *_: object) -> None:
-        for owner, name, value in self.stored:
+        for owner, name, value in self.stored.pop():
             owner._parameters[name] = value
-        self.stored = []
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -114,6 +114,16 @@ def build_expert_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     return _named_mesh(device_type, expert_mesh_shape(plan), EXPERT_AXES, plan.comm)
 
 
+def build_counts_group(expert_mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Further group of the ep ranks, for small messages that must not queue behind large ones. Collective."""
+    backend = "gloo" if expert_mesh.device_type == "cpu" else None
+    if dist.get_backend() == "fake":
+        backend = "fake"
+    ranks = expert_mesh.mesh.reshape(-1, expert_mesh.shape[-1]).tolist()
+    own, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)
+    return own
+
+
 def expert_mesh_shape(plan: Plan) -> tuple[int, ...]:
     """Number of ranks along each of `EXPERT_AXES` for a resolved plan, outermost first."""
     p = plan.parallel

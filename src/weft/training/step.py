@@ -127,11 +127,24 @@ def forward_backward(
     if parallelized.pipeline is not None:
         parallelized.pipeline.train(batches, partial(forward, model, loss_only=True), objective)
         return loss_sum
-    for index, batch in enumerate(batches):
-        begin_micro_batch(model, parallelized.plan, parallelized.gradient_reducer, last=index == len(batches) - 1)
+
+    def run(batch: MicroBatch) -> Tensor:
         output = forward(model, batch, loss_only=True)
         sums = router_stats.take_sums(len(batch.input_ids), batch.input_ids.device) if router_stats.is_on() else None
-        objective(output, batch, sums).backward()
+        return objective(output, batch, sums)
+
+    plan, reducer = parallelized.plan, parallelized.gradient_reducer
+    if parallelized.lanes is not None:  # F1, F2 with B1, ... B of the last one
+        begin_micro_batch(model, plan, reducer, last=False)
+        loss = run(batches[0])
+        for batch in batches[1:]:
+            loss = parallelized.lanes.run(partial(run, batch), loss.backward)
+        begin_micro_batch(model, plan, reducer, last=True)
+        loss.backward()
+        return loss_sum
+    for index, batch in enumerate(batches):
+        begin_micro_batch(model, plan, reducer, last=index == len(batches) - 1)
+        run(batch).backward()
     return loss_sum
 
 

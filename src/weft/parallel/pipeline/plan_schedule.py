@@ -66,6 +66,28 @@ def splits_backward(plan: Plan) -> bool:
     return any(action.kind == "W" for *_, action in schedule.actions())
 
 
+def runs_jointly(plan: Plan) -> bool:
+    """True if forwards and backwards of different micro-batches run together, in two lanes.
+
+    Raises:
+        PlanError: the plan asks for it in a pipeline whose schedule has no joint slots; see also `load_schedule`.
+    """
+    if plan.parallel.ep == 1 or plan.comm.expert_overlap == "off":
+        return False
+    if plan.parallel.pp == 1:
+        return plan.comm.expert_overlap == "joint"
+    schedule = _read_table(plan, 1) if is_schedule_file(plan) else load_schedule(plan, 2 * plan.parallel.pp)
+    has_joint_slots = any(len(slot) > 1 for slots in schedule.slots for slot in slots)
+    if not has_joint_slots and plan.comm.expert_overlap == "joint":
+        raise PlanError(
+            f'expert_overlap = "joint" with the schedule {plan.pipeline.schedule}',
+            where="plan.comm.expert_overlap",
+            rule="in a pipeline, the schedule says which forward and backward run together",
+            fix='set plan.pipeline.schedule to "interleaved-overlap" or "dualpipev", or leave plan.comm.expert_overlap at auto',
+        )
+    return has_joint_slots
+
+
 def _read_table(plan: Plan, num_micro_batches: int) -> Schedule:
     file = plan.pipeline.schedule
     try:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.anatomy.roles import Anatomy
+from weft.comm.lanes import Lanes
 from weft.data import MicroBatch
 from weft.errors import ModelError
 from weft.parallel.ddp import GradientReducer
@@ -43,6 +44,7 @@ class PipelineRuntime:
         queue: WeightGradientQueue | None,
         router_stats: RouterStats,
         reducer: GradientReducer | None,
+        lanes: Lanes | None,
     ):
         """
         Args:
@@ -54,8 +56,9 @@ class PipelineRuntime:
             queue: queue of deferred weight gradients, if the schedule splits backwards.
             router_stats: statistics of the model's routers.
             reducer: reducer of the model's gradients, if data parallelism made one.
+            lanes: lanes of joint forwards and backwards, if they run together.
         """
-        self.router_stats, self.reducer = router_stats, reducer
+        self.router_stats, self.reducer, self.lanes = router_stats, reducer, lanes
         self.model, self.stage_io, self.plan, self.queue = model, stage_io, plan, queue
         self.group, self.rank, self.ranks = mesh.get_group("pp"), mesh.get_local_rank("pp"), stage_ranks(plan)
         self.is_stage_leader = all(mesh.get_local_rank(axis) == 0 for axis in AXES if axis != "pp")
@@ -104,7 +107,7 @@ class PipelineRuntime:
         self._begin(batches, forward, finish)
         self.before_reduction = before_reduction
         if len(batches) not in self.runtimes:
-            self.runtimes[len(batches)] = Runtime(self.schedule_of(len(batches)), self._stages())
+            self.runtimes[len(batches)] = Runtime(self.schedule_of(len(batches)), self._stages(), self.lanes)
         self.unreduced = set(self.stage_io.own)
         begin_pipelined_step(self.model, self.plan, self.reducer)
         self.runtimes[len(batches)].step_all()

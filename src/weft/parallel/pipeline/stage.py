@@ -17,8 +17,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining.schedules import OVERLAP_F_B, _Action, _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from weft.comm.lanes import Lanes
 from weft.parallel.pipeline.schedule import Schedule, slot_text
-from weft.parallel.pipeline.weight_gradients import DeferredMatmul, WeightGradientQueue
+from weft.parallel.pipeline.weight_gradients import Deferred, WeightGradientQueue
 from weft.precision.fp16_backward import from_message, to_message
 
 Run = Callable[[int, int, list[Tensor]], list[Tensor]]
@@ -72,7 +73,7 @@ class Stage(_PipelineStageBase):
         self.output_gradients: dict[int, list[Tensor]] = {}
         self.input_gradients: dict[int, list[Tensor]] = {}
         self.sending: list[dist.Work] = []
-        self.deferred: dict[int, list[DeferredMatmul]] = {}
+        self.deferred: dict[int, list[Deferred]] = {}
         """Weight gradients between the two parts of a backward, by micro-batch."""
 
     # Communication
@@ -188,8 +189,14 @@ class Stage(_PipelineStageBase):
 class Runtime(_PipelineScheduleRuntime):
     """torch's pipeline runtime, with the action order of a Weft schedule."""
 
-    def __init__(self, schedule: Schedule, stages: list[Stage]):
-        self.own_stages = stages
+    def __init__(self, schedule: Schedule, stages: list[Stage], lanes: Lanes | None = None):
+        """
+        Args:
+            schedule: order of the actions.
+            stages: stages of this rank.
+            lanes: lanes of the forward and the backward of a joint slot; None to run one after the other.
+        """
+        self.own_stages, self.lanes = stages, lanes
         super().__init__(stages=stages, n_microbatches=schedule.num_micro_batches, scale_grads=False)
         self.pipeline_order = {
             rank: [_Action.from_str(slot_text(slot)) for slot in slots] for rank, slots in enumerate(schedule.slots)
@@ -207,21 +214,31 @@ class Runtime(_PipelineScheduleRuntime):
             stage.finish_sending()
 
     def _run_jointly(self, action: Any, ctx: Any) -> None:
-        """Run an independent forward and backward; at present one after the other."""
+        """Run an independent forward and backward: together in two lanes, or one after the other."""
         forward, backward = action.sub_actions
         stages = {stage.stage_index: stage for stage in self.own_stages}
-        index, micro_batch = forward.stage_index, forward.microbatch_index
-        for work in self.fwd_recv_ops.pop((index, micro_batch), []):
-            work.wait()
-        outputs = stages[index].forward_one_chunk(micro_batch)
-        if index + 1 in stages:
-            stages[index + 1].set_local_fwd_input(outputs, micro_batch)
-        index, micro_batch = backward.stage_index, backward.microbatch_index
-        for work in self.bwd_recv_ops.pop((index, micro_batch), []):
-            work.wait()
-        stages[index].backward_one_chunk(micro_batch)
-        if index - 1 in stages:
-            stages[index - 1].set_local_bwd_input(stages[index].get_local_bwd_output(micro_batch), micro_batch)
+
+        def run_forward() -> None:
+            index, micro_batch = forward.stage_index, forward.microbatch_index
+            for work in self.fwd_recv_ops.pop((index, micro_batch), []):
+                work.wait()
+            outputs = stages[index].forward_one_chunk(micro_batch)
+            if index + 1 in stages:
+                stages[index + 1].set_local_fwd_input(outputs, micro_batch)
+
+        def run_backward() -> None:
+            index, micro_batch = backward.stage_index, backward.microbatch_index
+            for work in self.bwd_recv_ops.pop((index, micro_batch), []):
+                work.wait()
+            stages[index].backward_one_chunk(micro_batch)
+            if index - 1 in stages:
+                stages[index - 1].set_local_bwd_input(stages[index].get_local_bwd_output(micro_batch), micro_batch)
+
+        if self.lanes is not None:
+            self.lanes.run(run_forward, run_backward)
+        else:
+            run_forward()
+            run_backward()
 
 
 @contextmanager

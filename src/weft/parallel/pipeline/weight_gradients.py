@@ -1,14 +1,14 @@
 """Split backward: input gradients immediately, weight gradients deferred (Qi et al., Zero Bubble, 2023).
 
-The backward of a linear module in a block computes the input gradient and queues the matmul of the weight gradient. Nothing is
-computed twice. Some gradients are computed immediately, together with the input gradients:
+The backward of a linear module in a block, and of its experts, computes the input gradient and queues the matmul of the weight
+gradient. Nothing is computed twice. Some gradients are computed immediately, together with the input gradients:
 
-- vectors (norms, biases), embeddings and experts
+- vectors (norms, biases), embeddings, and experts with biases or norms, or in float64
 - matrices whose gradient is shared by tp ranks
 - matrices whose input has no gradient, because everything before them is frozen
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,9 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from weft.anatomy.roles import Anatomy
+from weft.compute.experts import experts_forward, grouped_linear
+from weft.compute.variants import Variant, find_experts
 
 
 class DeferredMatmul(NamedTuple):
@@ -35,19 +38,38 @@ class DeferredMatmul(NamedTuple):
         return self.left.T @ self.right
 
 
+class DeferredGroupedMatmul(NamedTuple):
+    """Deferred weight gradient of the matrices of several experts."""
+
+    weight: Tensor
+    """The weights that forward used, [experts, rows, columns]; their graph leads to the parameter."""
+    left: Tensor
+    """[copies, rows of a weight], sorted by expert"""
+    right: Tensor
+    """[copies, columns of a weight]"""
+    borders: Tensor
+    """End of the copies of each expert."""
+
+    def compute(self) -> Tensor:
+        return F.grouped_mm(self.left.T, self.right, offs=self.borders)
+
+
+Deferred = DeferredMatmul | DeferredGroupedMatmul
+
+
 class WeightGradientQueue:
     """Queue of weight gradients between the two parts of a backward."""
 
     def __init__(self) -> None:
-        self.pending: list[DeferredMatmul] = []
+        self.pending: list[Deferred] = []
 
-    def take_pending(self) -> list[DeferredMatmul]:
+    def take_pending(self) -> list[Deferred]:
         """Remove and return the matmuls queued since the last call."""
         pending, self.pending = self.pending, []
         return pending
 
     @staticmethod
-    def finish(pending: list[DeferredMatmul]) -> None:
+    def finish(pending: list[Deferred]) -> None:
         """Compute the weight gradients in order and accumulate them; each matmul is freed before the next one runs."""
         pending.reverse()
         while pending:
@@ -70,6 +92,66 @@ def defer_weight_gradients(
         for module in model.get_submodule(block.name).modules():
             if type(module) in (nn.Linear, Conv1D) and module not in excluded:
                 module.forward = partial(_linear, module, queue)
+
+
+def defer_expert_gradients(model: PreTrainedModel, anatomy: Anatomy, queue: WeightGradientQueue) -> None:
+    """Make the experts of all blocks queue their weight gradients, in place, where they are gated and without biases.
+
+    Args:
+        model: before expert parallelism, which calls the forward of the experts.
+        anatomy: anatomy of the blocks on this rank.
+        queue: queue of this rank.
+    """
+    linear = partial(_grouped_linear, queue)
+    for name in (name for block in anatomy.blocks for name in block.experts):
+        experts: Any = model.get_submodule(name)
+        if isinstance(find_experts(experts, model.config), Variant):
+            experts.forward = partial(_experts, experts, experts.forward, linear)
+
+
+def _experts(
+    module: Any,
+    plain: Callable[[Tensor, Tensor, Tensor], Tensor],
+    linear: Callable[[Tensor, Tensor, bool, Tensor], Tensor],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    if hidden_states.dtype == torch.float64:  # which grouped matmuls do not take
+        return plain(hidden_states, top_k_index, top_k_weights)
+    return experts_forward(module, hidden_states, top_k_index, top_k_weights, linear)
+
+
+def _grouped_linear(
+    queue: WeightGradientQueue, rows: Tensor, weight: Tensor, rows_first: bool, borders: Tensor
+) -> Tensor:
+    if torch.is_grad_enabled() and weight.requires_grad and rows.requires_grad:
+        return _GroupedLinear.apply(rows.to(weight.dtype), weight.detach(), rows_first, borders, (weight,), queue)
+    return grouped_linear(rows, weight, rows_first, borders)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        rows_first: bool,
+        borders: Tensor,
+        owner: tuple[Tensor],
+        queue: WeightGradientQueue,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, borders)
+        ctx.rows_first, ctx.owner, ctx.queue = rows_first, owner, queue
+        return grouped_linear(rows, weight, rows_first, borders)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        rows, weight, borders = ctx.saved_tensors
+        sides = (gradient, rows) if ctx.rows_first else (rows, gradient)
+        ctx.queue.pending.append(DeferredGroupedMatmul(ctx.owner[0], *sides, borders))
+        return grouped_linear(gradient, weight, not ctx.rows_first, borders), None, None, None, None, None
 
 
 def _linear(module: Any, queue: WeightGradientQueue, x: Tensor) -> Tensor:
