@@ -17,7 +17,7 @@ Steady: without the first forward and the last backward, which have no partner. 
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,6 +30,7 @@ from peers.figures import choose, spread
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from weft.anatomy.transformers import read_anatomy
@@ -37,7 +38,7 @@ from weft.comm.lanes import Lanes
 from weft.device.detect import detect
 from weft.parallel.expert import overlap_shared_experts, split_experts
 
-RANKS, MICRO_BATCHES, TOKENS, ALPHA = 8, 4, 256, 20e-6
+RANKS, MICRO_BATCHES, ALPHA = 8, 4, 20e-6
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -161,11 +162,9 @@ def build(name: str, wire: Any, counts: Any, lanes: Lanes, recompute: bool) -> A
 
 def hold_in_recompute(model: Any, anatomy: Any, lanes: Lanes) -> None:
     """Recompute blocks in backward, as `weft.memory.recompute` does, without hand-overs."""
-    from torch.utils.checkpoint import checkpoint
-
     for block in anatomy.blocks:
         module = model.get_submodule(block.name)
-        contexts = lambda: (torch.enable_grad(), lanes.held())  # noqa: E731
+        contexts = lambda: (nullcontext(), lanes.held())  # noqa: E731
         module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
 
 
@@ -173,7 +172,7 @@ def step(model: Any, batches: list[Tensor], lanes: Lanes | None, mark: Callable[
     """Losses of the micro-batches of a step; `mark` is called at both ends of its steady part."""
 
     def forward(ids: Tensor) -> Tensor:
-        return model(input_ids=ids, labels=ids).loss / len(batches)
+        return model(input_ids=ids, labels=ids, use_cache=False).loss / len(batches)
 
     losses = []
     if lanes is None:
@@ -190,7 +189,7 @@ def step(model: Any, batches: list[Tensor], lanes: Lanes | None, mark: Callable[
     return losses
 
 
-def measure(name: str, recompute: bool, ratios: list[float], repeats: int) -> dict[tuple[float, str], Any]:
+def measure(name: str, recompute: bool, tokens: int, ratios: list[float], repeats: int) -> dict[tuple[float, str], Any]:
     """Figures of both orders by wire / compute; and whether both have the same bits."""
     from tests.lab.wire import new_mirror
 
@@ -201,7 +200,7 @@ def measure(name: str, recompute: bool, ratios: list[float], repeats: int) -> di
     lanes = TimedLanes(clock)
     model = build(name, wire, counts, lanes, recompute)
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, 512, (1, TOKENS), generator=generator) for _ in range(MICRO_BATCHES)]
+    batches = [torch.randint(0, 512, (1, tokens), generator=generator) for _ in range(MICRO_BATCHES)]
     marks: list[tuple[float, float]] = []
 
     def run(order: str, per_byte: float) -> tuple[Figures, list[Tensor]]:
@@ -241,14 +240,13 @@ def main(
     quick: Annotated[bool, typer.Option(help="One repeat, few tokens.")] = False,
 ) -> None:
     """Measure both orders side by side, and print hidden shares, seconds and bits."""
-    global TOKENS
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    TOKENS, repeats = (32, 1) if quick else (TOKENS, 5)
+    tokens, repeats = (32, 1) if quick else (256, 5)
     columns = ("model", "wire / compute", "order", "hidden", "steady", "ms a step", "beside plain", "same bits")
     table = Table(*columns, title=f"{detect().name}, one thread, float32")
     for name in choose("--models", models, list(MODELS)):
         for recompute in (False, True):
-            for (ratio, order), (figures, same) in measure(name, recompute, [0.25, 0.4], repeats).items():
+            for (ratio, order), (figures, same) in measure(name, recompute, tokens, [0.25, 0.4], repeats).items():
                 if order == "plain":
                     base = [one.total for one in figures]
                 times = [one.total for one in figures]

@@ -68,8 +68,6 @@ def config_of(name: str, layout: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parity(name: str, layout: str) -> None:
     ranks, rows, plan = plan_of(layout)
-    if name == "gpt_oss" and "tp" in layout:
-        pytest.skip("gpt_oss has 2 key heads and windows; its tp is in test_axes.py")
     assert_parity(Model(config=config_of(name, layout)), plan, ranks, 1, rows=rows)
 
 

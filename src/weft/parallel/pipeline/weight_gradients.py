@@ -149,8 +149,8 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         rows, weight, borders = ctx.saved_tensors
-        sides = (gradient, rows) if ctx.rows_first else (rows, gradient)
-        ctx.queue.pending.append(DeferredGroupedMatmul(ctx.owner[0], *sides, borders))
+        left, right = (gradient, rows) if ctx.rows_first else (rows, gradient)
+        ctx.queue.pending.append(DeferredGroupedMatmul(ctx.owner[0], left, right, borders))
         return grouped_linear(gradient, weight, not ctx.rows_first, borders), None, None, None, None, None
 
 
