@@ -36,7 +36,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from weft.anatomy.transformers import read_anatomy
 from weft.comm.lanes import Lanes
 from weft.device.detect import detect
-from weft.parallel.expert import overlap_shared_experts, split_experts
+from weft.parallel.expert import split_experts
+from weft.parallel.shared_experts import overlap_shared_experts
 
 RANKS, MICRO_BATCHES, ALPHA = 8, 4, 20e-6
 SIZES: dict[str, Any] = {

@@ -24,12 +24,14 @@ from weft.compat import (
     find_hook,
     finished_work,
     fsdp_param_groups,
+    fsdp_use,
     has_amx,
     has_cpu_backend,
     is_in_backward,
     is_registered,
     issued_collectives,
     onednn_accepts,
+    set_fsdp_use,
     varlen_operators,
 )
 
@@ -38,6 +40,7 @@ PRIVATE_IMPORTS = {
     ("torch._subclasses.fake_tensor", "FakeTensor"): "dry runs: tensors without memory",
     ("torch._subclasses.fake_tensor", "FakeTensorMode"): "dry runs",
     ("torch._subclasses.fake_tensor", "unset_fake_temporarily"): "dry runs: small real tensors inside of one",
+    ("torch.distributed.fsdp._fully_shard._fsdp_common", "TrainingState"): "lanes: whether a unit of FSDP2 is in use",
     ("torch.distributed", "_symmetric_memory"): "tensor parallelism: fused matmuls of CUDA",
     ("torch.distributed.pipelining.stage", "_PipelineStageBase"): "pipeline: a stage that moves its own tensors",
     ("torch.distributed.pipelining.schedules", "_Action"): "pipeline: a cell of a schedule",
@@ -47,6 +50,7 @@ PRIVATE_IMPORTS = {
     ("torch.testing._internal.distributed.fake_pg", "FakeStore"): "dry runs: a process group that sends nothing",
     ("torch.utils._python_dispatch", "TorchDispatchMode"): "counting of operators and collectives",
     ("torch.utils._python_dispatch", "_disable_current_modes"): "collectives of a recorder that it does not count",
+    ("torch.utils._python_dispatch", "is_in_torch_dispatch_mode"): "lanes: a mode belongs to one thread",
     ("torch.utils._pytree", "tree_leaves"): "tensors in nested arguments",
     ("torch.utils._pytree", "tree_map"): "tensors in nested arguments",
     ("torch.utils._pytree", "tree_map_only"): "tensors in nested arguments",
@@ -123,6 +127,30 @@ def use_fsdp(rank: int, world_size: int) -> None:
         assert gradient.to_local().numel() == parameter.to_local().numel()
     expected = 2 * model[1].weight.full_tensor().sum(0)[:, None].expand(3, 2)
     torch.testing.assert_close(model[0].weight.grad.full_tensor(), expected, rtol=0.02, atol=0.02)
+
+
+def suspend_fsdp(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
+    for unit in (model[0], model):
+        fully_shard(unit, mesh=init_device_mesh("cpu", (world_size,)), reshard_after_forward=True)
+    expected = model(torch.ones(1, 2)).detach()
+    idle, seen, kept = fsdp_use(model), [], dict[int, Any]()
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        use = fsdp_use(model)
+        set_fsdp_use(model, idle, use, kept)
+        seen.append((use.root is not None, len(kept), all_fsdp_param_groups(model)[1].reshard_after_backward))
+        set_fsdp_use(model, use, idle, kept)
+        assert not kept
+        assert all(group.reshard_after_backward for group in all_fsdp_param_groups(model))
+
+    model[0].register_forward_pre_hook(interrupt)
+    assert torch.equal(model(torch.ones(1, 2)).detach(), expected)
+    assert seen == [(True, 2, False)], "a forward of FSDP2 can no longer be suspended for another one"
+
+
+def test_a_forward_of_fsdp_can_be_suspended() -> None:
+    run_ranks(2, suspend_fsdp)
 
 
 def test_gradients_of_fsdp_units_are_accumulated_and_reduced_on_demand() -> None:

@@ -49,6 +49,7 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(parallel=Parallel(cp=2, cp_ulysses=3)),
         Plan(parallel=Parallel(dp_shard=0)),
         Plan(comm=Comm(overlap_chunks=2)),
+        Plan(comm=Comm(expert_overlap="joint")),
         Plan(precision=Precision(param_dtype="fp16")),
         Plan(precision=Precision(update="fp16")),
         Plan(precision=Precision(backward="fp16")),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from tests.integrations.scripts_in_pool import SCRIPTS, _script, plain, under
+from tests.integrations.scripts_in_pool import SCRIPTS, plain, script_on_rank, under
 from tests.integrations.test_command import weft_run
 from tests.integrations.test_trainer import BATCH, assert_same_logs, assert_same_weights, log_of
 from tests.integrations.test_trl import rows_of
@@ -46,7 +46,7 @@ def _auto_script(rank: int, ranks: int, name: str, arguments: list[str], logs: P
         mock.patch("weft.integrations.auto_plan.count_activations", return_value=None),
         redirect_stdout(printed),
     ):
-        _script(rank, ranks, name, arguments, AutoPlan(logs))  # type: ignore[arg-type]
+        script_on_rank(rank, ranks, name, arguments, AutoPlan(logs))  # type: ignore[arg-type]
     return next((line for line in printed.getvalue().splitlines() if line.startswith("weft: plan auto")), "")
 
 

@@ -136,5 +136,5 @@ def test_no_logits_are_kept_but_for_those_who_ask(axes: dict[str, Any]) -> None:
     assert found["logits"] == plain["logits"] == plain["empty"]
     assert found["empty"] == (*plain["empty"][:2], 1)
     logits = 4 * 8 * 256 * 4096 // world_size
-    # The reference keeps logits and their log-softmax, and makes a gradient of logits; a chunk is a quarter of each.
-    assert found["peak"] < plain["peak"] - logits
+    # The reference keeps the log-softmax of the logits, and makes their gradient; a chunk is a quarter of each.
+    assert found["peak"] < plain["peak"] - 0.9 * logits

@@ -10,7 +10,7 @@ def doctor(
         bool, typer.Option(help="Compile all Triton kernels for A100, H100 and B200; no GPU is needed.")
     ] = False,
 ) -> None:
-    """Show the device of this machine, and what computes its fused operators.
+    """Show the device of this machine and its fused operators.
 
     The exit code is 1 if a kernel does not compile or spills registers.
     """

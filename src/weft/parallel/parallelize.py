@@ -27,7 +27,7 @@ from weft.parallel.checks import check_head, check_tp
 from weft.parallel.ddp import apply_ddp
 from weft.parallel.documents import check_masks
 from weft.parallel.dropout import replace_dropout
-from weft.parallel.expert import check_experts, overlap_shared_experts, split_experts
+from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
@@ -49,6 +49,7 @@ from weft.parallel.pipeline.weight_gradients import WeightGradientQueue, defer_e
 from weft.parallel.recompute_context import capture_context
 from weft.parallel.runtime import Runtime
 from weft.parallel.sequence_sharding import apply_cp, row_multiple, shard_inputs, uses_context_attention
+from weft.parallel.shared_experts import overlap_shared_experts
 from weft.parallel.tensor import apply_tp
 from weft.parallel.varlen import install_varlen, uses_varlen
 from weft.parallel.weights import LocalWeights, TensorLayout, shard_parameter

@@ -252,7 +252,7 @@ def test_a_loss_of_ones_own_is_in_the_account() -> None:
     own = job.model_copy(update={"train": job.train.model_copy(update={"loss": f"{__name__}:wide_loss"})})
     plain, wide = (trace(which, RANKS, [0])[0].count for which in (job, own))
     logits = 2 * 32 * SIZES["vocab_size"]  # of a micro-batch of two rows
-    assert wide.peak - plain.peak >= 8 * logits - 4 * logits
+    assert wide.peak - plain.peak >= 2 * logits
     assert wide.flops == plain.flops
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.lab.families import family
 from weft.job import Job
+from weft.plan import Compute
 from weft.planner.costmodel.frameworks import STACKS
 from weft.planner.costmodel.hardware import GB, GIB, ClusterSpec, LinkModel, find_device
 from weft.planner.costmodel.layout import TrainingLayout
@@ -82,9 +83,10 @@ def test_simplest_equal_layout_is_first_and_others_are_sorted_by_time() -> None:
 
 
 def test_small_model_gets_plain_data_parallelism() -> None:
-    found = propose(
-        job_of(dict(family("llama"))), ClusterSpec(find_device("CPU"), 1, 2), confirm=False, log=lambda _: None
-    )
+    job = job_of(dict(family("llama")))  # whose logits take most of the time
+    own = Compute.model_validate({"kernels": {"linear_cross_entropy": "reference"}})
+    job = job.model_copy(update={"plan": job.plan.model_copy(update={"compute": own})})
+    found = propose(job, ClusterSpec(find_device("CPU"), 1, 2), confirm=False, log=lambda _: None)
     assert describe(found.best[0]).startswith("dp 2, zero 0, micro-batch")
     assert found.slower[0] == 0
     assert min(found.slower) > -EQUAL

@@ -14,8 +14,6 @@ GB = 1e9
 GIB = 2**30
 MIB = 2**20
 TERA = 1e12
-FP8_BLOCK_RATE = 0.8
-"""Rate of FP8 matmuls with a scale for each 128 values, relative to one scale a tensor (cuBLAS on an H100)."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,7 @@ class DeviceSpec:
     def rate(self, dtype: str) -> float:
         """FLOP/s of large matmuls in a dtype; a dtype that the device does not support runs in bf16."""
         known = self.peak_dtype(dtype)
-        blocks = FP8_BLOCK_RATE if dtype == "fp8_block" and known == "fp8" else 1.0
-        return self.peak[known] * self.efficiency.get(known, self.efficiency["bf16"]) * blocks
+        return self.peak[known] * self.efficiency.get(known, self.efficiency["bf16"])
 
     def peak_dtype(self, dtype: str) -> str:
         """Key of `peak` for a dtype of matmuls; "bf16" for one that the device does not support."""

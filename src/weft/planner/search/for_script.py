@@ -18,7 +18,7 @@ from weft.anatomy.transformers import read_anatomy
 from weft.errors import ModelError, PlanError, WeftError
 from weft.job import Data, Job, Model
 from weft.parallel.parallelize import check_axes
-from weft.plan import BYTES, Compute, Parallel, Plan, Precision
+from weft.plan import BYTES, Compute, Kernels, Parallel, Plan, Precision
 from weft.planner.costmodel.hardware import GIB, ClusterSpec
 from weft.planner.costmodel.known_shapes import from_config
 from weft.planner.costmodel.peak_memory import LayerActivations
@@ -39,6 +39,10 @@ ROUNDING = 64  # the length of rows is rounded up to a multiple of 64 tokens, wh
 
 Count = Callable[[Job, str, bool], LayerActivations | None]
 """Function such as `count_activations`."""
+
+
+WITH_LOGITS = Compute(kernels=Kernels(linear_cross_entropy="reference"))
+"""Operators of a script, whose own code computes the loss."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ def _spaces(script: ScriptModel, cluster: ClusterSpec, shape: Shape, anatomy: An
     """Search spaces by number of data ranks, the largest first; with a pipeline, which runs one row per micro-batch, last."""
     world_size = cluster.num_devices
     shares = script.trained / script.parameters, script.references / script.parameters
-    stack = stack_for(script.precision, Compute(), type_of(cluster), *shares)
+    stack = stack_for(script.precision, WITH_LOGITS, type_of(cluster), *shares)
     rows = script.micro_batch * script.accumulation
     unsplit: dict[str, str] | None = None
     for data_ranks in [world_size] if script.one_data_rank_each else divisors(world_size)[::-1]:
@@ -303,7 +307,7 @@ def _by_bytes(script: ScriptModel, cluster: ClusterSpec, why: str) -> ScriptPlan
     """
     ranks, memory = cluster.num_devices, cluster.device.memory
     shares = script.trained / script.parameters, script.references / script.parameters
-    stack = stack_for(script.precision, Compute(), type_of(cluster), *shares)
+    stack = stack_for(script.precision, WITH_LOGITS, type_of(cluster), *shares)
     refused = ""
     for zero in (0, 1, 2, 3) if ranks > 1 else (0,):
         plan = Plan(parallel=Parallel(zero=zero))

@@ -80,6 +80,7 @@ def stack_for(
     return replace(
         own,
         elementwise_traffic=own.elementwise_traffic if device_type == "cpu" else TRAFFIC[kind],
+        portable=device_type == "cpu",
         fused_loss=compute.kernel("linear_cross_entropy") != "reference",
         weight_bytes=(1 + references) * (copy or BYTES[precision.update]),
         optimizer_bytes=masters + trained * 2 * bytes_per_state_element(precision),
