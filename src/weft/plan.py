@@ -53,6 +53,11 @@ class Parallel(Table):
     """Ulysses degree within cp (all-to-all between sequence and heads); ring attention runs over cp / cp_ulysses ranks."""
     ep: Degree = 1
     """Expert parallelism: ranks over which the experts of a layer are split; must divide dp_shard x cp x tp."""
+    expert_balance: Literal["off", "replicate"] = "off"
+    """Load of the ranks of ep: as the router chooses (off), or evened out: in each layer and micro-batch ranks with few rows
+    also compute replicas of the experts with the most rows (replicate). Nothing is dropped, and the result is the same."""
+    expert_slots: Degree = 2
+    """Most experts of other ranks that a rank computes in a layer, with expert_balance = "replicate"."""
     pp: Degree = 1
     """Pipeline parallelism: ranks over which the blocks are split."""
 
@@ -464,6 +469,20 @@ RULES: tuple[Rule, ...] = (
         reason="experts exchange rows only where expert parallelism splits them",
         fix="set plan.parallel.ep, or leave plan.comm.expert_overlap at auto",
         candidates={"comm.expert_overlap": ("auto",)},
+    ),
+    Rule(
+        name="expert_balance without ep",
+        broken=lambda plan: plan.parallel.expert_balance != "off" and plan.parallel.ep == 1,
+        reason="all experts are on each rank, so that the load of ranks does not depend on the router",
+        fix='set plan.parallel.ep, or leave plan.parallel.expert_balance = "off"',
+        candidates={"parallel.expert_balance": ("off",)},
+    ),
+    Rule(
+        name="expert_slots without expert_balance",
+        broken=lambda plan: plan.parallel.expert_slots != 2 and plan.parallel.expert_balance == "off",
+        reason="a rank computes experts of other ranks with expert_balance alone",
+        fix='set plan.parallel.expert_balance = "replicate", or leave out plan.parallel.expert_slots',
+        candidates={"parallel.expert_balance": ("replicate",)},
     ),
     Rule(
         name="dp_shard = 0",

@@ -31,6 +31,7 @@ from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
 from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
+from weft.parallel.hot_experts import split_and_balance_experts
 from weft.parallel.labels import average_loss_over_targets
 from weft.parallel.lane_registers import FsdpRegisters, local_weights_registers
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
@@ -324,6 +325,10 @@ def apply_ep(
         if plan.parallel.ep > 1:
             for parameter in names:
                 shard_parameter(experts, parameter, 0, expert_mesh["ep"])
-            split_experts(experts, expert_mesh.get_group("ep"), lanes, counts_group)
+            if plan.parallel.expert_balance == "replicate":
+                slots = plan.parallel.expert_slots
+                split_and_balance_experts(experts, expert_mesh.get_group("ep"), slots, lanes, counts_group)
+            else:
+                split_experts(experts, expert_mesh.get_group("ep"), lanes, counts_group)
         layouts = dict.fromkeys(names, TensorLayout("shard"))
         LocalWeights(experts, layouts, expert_mesh.get_group("ep"), holders / plan.parallel.gradient_ranks)

@@ -1,0 +1,169 @@
+"""Expert parallelism in which ranks compute replicas of the hot experts of others, so that all ranks compute equally much.
+
+    counts      all-gather of int64     copies of each rank's tokens for each expert; every rank makes the same plan from them
+    weights     all-to-all              weights of the replicated experts, from their home to the ranks that compute them
+    dispatch    all-to-all of rows      as in `expert.py`, to the rank that the plan names
+    combine     all-to-all of rows
+
+In backward the gradients of replicas return to the home of their expert and are added to its gradient there: parameters,
+optimizer and checkpoints know nothing of replicas. A replica lives as long as its micro-batch. The products of an expert do not
+depend on where they are computed; the sum of the gradients of its weights is rounded in another order.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.comm.collectives import gather_dim, start_all_to_all
+from weft.comm.lanes import Lanes
+from weft.parallel.expert import Channel, Route, combine
+from weft.parallel.expert_balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
+
+
+def split_and_balance_experts(
+    experts: Any,
+    group: dist.ProcessGroup,
+    slots: int,
+    lanes: Lanes | None = None,
+    counts_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Apply expert parallelism with replicas to an experts module, in place; otherwise like `split_experts`.
+
+    Args:
+        experts: module accepted by `check_experts`, whose forward is that of its class.
+        group: expert-parallel group with more than one rank.
+        slots: most experts of other ranks that a rank computes in a layer.
+        lanes, counts_group: see `Channel`.
+    """
+    num_experts = experts.num_experts
+    experts.num_experts = num_experts // group.size()
+    channel, local_forward = Channel(group, lanes, counts_group), experts.forward
+    replicas = copy(experts)
+
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return balanced_forward(experts, local_forward, replicas, num_experts, slots, channel, *args, **kwargs)
+
+    experts.forward = forward
+
+
+def balanced_forward(
+    experts: Any,
+    local_forward: Callable[[Tensor, Tensor, Tensor], Tensor],
+    replica_module: Any,
+    num_experts: int,
+    slots: int,
+    channel: Channel,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    overlapped: Callable[[], object] = lambda: None,
+) -> Tensor:
+    """Forward of an expert-parallel module with replicas.
+
+    Args:
+        experts: the module.
+        replica_module: copy of the module, whose weights are those of the replicas while it runs.
+        slots: most replicas of a rank.
+        local_forward, num_experts, hidden_states, top_k_index, top_k_weights, overlapped: as for `expert_parallel_forward`.
+        channel: channel of the group.
+
+    Returns:
+        [T, H].
+    """
+    ranks, rank, device = channel.group.size(), channel.group.rank(), hidden_states.device
+    own, top_k = num_experts // ranks, top_k_index.shape[1]
+    sorted_experts, order = top_k_index.flatten().sort(stable=True)
+    boundaries = torch.arange(num_experts + 1, dtype=top_k_index.dtype, device=device)
+    counts = torch.searchsorted(sorted_experts, boundaries).diff()
+    # The only device synchronisation of a layer.
+    all_counts = gather_dim(counts, channel.counts_group or channel.group, 0).view(ranks, -1).cpu().numpy()
+    replicas = plan_replicas(all_counts.sum(0), ranks, slots)
+    wait_for_weights = start_weights(experts, replicas, num_experts, channel) if replicas else None
+    shared = shares(all_counts, replicas)
+    sent, received = rows_to_send(all_counts, shared, rank), rows_to_receive(all_counts, shared, rank)
+    input_splits = torch.zeros(ranks, dtype=torch.int64).index_add(0, *map(torch.from_numpy, (sent.rank, sent.rows)))
+    num_sent = int(input_splits.sum())
+    computing = _repeat(sent.rank, sent.rows, device)
+    order = torch.cat([order[:num_sent][computing.argsort(stable=True)], order[num_sent:]])
+    output_splits = received.rows.reshape(ranks, -1).sum(1).tolist()
+    wait = channel.start(hidden_states[order[:num_sent] // top_k], output_splits, input_splits.tolist())
+    overlapped()
+    rows = wait()
+    mine = [replica.expert for replica in replicas if replica.rank == rank]
+    is_home = received.expert // own == rank
+    local = np.where(is_home, received.expert - own * rank, own + np.searchsorted(mine, received.expert))
+    local_index = _repeat(local, received.rows, device)
+    num_home = int(received.rows[is_home].sum())
+    by_home = (local_index >= own).argsort(stable=True)
+    home = _run(local_forward, rows[by_home[:num_home]], local_index[by_home[:num_home]])
+    outputs = [home]
+    if wait_for_weights is not None:
+        replica_forward = _with_weights(replica_module, experts, wait_for_weights(), slots)
+        outputs.append(_run(replica_forward, rows[by_home[num_home:]], local_index[by_home[num_home:]] - own))
+        vars(replica_module)["_parameters"] = {}  # autograd keeps what backward needs
+    back = torch.empty_like(by_home)
+    back[by_home] = torch.arange(len(by_home), device=device)
+    route = Route(channel, order, top_k, input_splits.tolist(), output_splits)
+    return combine(torch.cat(outputs)[back], top_k_weights, route).to(hidden_states.dtype)
+
+
+def start_weights(
+    experts: Any, replicas: list[Replica], num_experts: int, channel: Channel
+) -> Callable[[], dict[str, Tensor]]:
+    """Start to send the weights of replicated experts; returns a function that waits for those of this rank's replicas.
+
+    Lanes do not hand over in this wait: other expert-parallel groups may have no replicas in this layer.
+    """
+    ranks, rank = channel.group.size(), channel.group.rank()
+    own = num_experts // ranks
+    outgoing = sorted((replica.rank, replica.expert) for replica in replicas if replica.expert // own == rank)
+    incoming = [replica.expert // own for replica in replicas if replica.rank == rank]
+    parameters = {name: parameter for name, parameter in experts._parameters.items() if parameter is not None}
+    first = next(iter(parameters.values()))
+    chosen = torch.tensor([expert - own * rank for _, expert in outgoing], dtype=torch.int64, device=first.device)
+    rows = torch.cat([parameter.index_select(0, chosen).flatten(1) for parameter in parameters.values()], 1)
+    input_splits = [sum(to == other for to, _ in outgoing) for other in range(ranks)]
+    output_splits = [incoming.count(other) for other in range(ranks)]
+    wait = start_all_to_all(rows, channel.group, output_splits, input_splits)
+
+    def finish() -> dict[str, Tensor]:
+        parts = wait().split([parameter[0].numel() for parameter in parameters.values()], 1)
+        return {
+            name: part.view(-1, *parameter.shape[1:]).to(parameter.dtype)
+            for part, (name, parameter) in zip(parts, parameters.items(), strict=True)
+        }
+
+    return finish
+
+
+def _with_weights(
+    replicas: Any, experts: Any, weights: dict[str, Tensor], slots: int
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Forward of the class of an experts module with other experts; slots without a replica have weights of zero."""
+    padded = {
+        name: F.pad(weight, (0, 0) * (weight.ndim - 1) + (0, slots - len(weight))) for name, weight in weights.items()
+    }
+    vars(replicas).update({**vars(experts), "_parameters": padded, "num_experts": slots})
+    return lambda *args: type(replicas).forward(replicas, *args)
+
+
+def _run(forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, index: Tensor) -> Tensor:
+    """Forward of rows with one expert each; also without rows, as its backward sends gradients and makes those of weights."""
+    num_rows = len(rows)
+    if num_rows == 0:
+        rows, index = rows.new_zeros(1, rows.shape[1]) + rows.sum(), index.new_zeros(1)
+    return forward(rows, index[:, None], rows.new_ones(len(rows), 1))[:num_rows]
+
+
+def _repeat(values: Any, counts: Any, device: torch.device) -> Tensor:
+    """Values, each repeated by its count, on the device, without a wait."""
+    size = int(counts.sum())
+    on_device = (torch.from_numpy(array).to(device, non_blocking=True) for array in (values, counts))
+    return torch.repeat_interleave(*on_device, output_size=size)
