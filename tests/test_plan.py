@@ -51,6 +51,7 @@ def test_every_rule_can_be_broken_and_the_default_breaks_none() -> None:
         Plan(comm=Comm(overlap_chunks=2)),
         Plan(comm=Comm(expert_overlap="joint")),
         Plan(parallel=Parallel(expert_balance="replicate")),
+        Plan(parallel=Parallel(pp=2, ep=2), comm=Comm(expert_overlap="joint")),
         Plan(parallel=Parallel(expert_slots=3)),
         Plan(precision=Precision(param_dtype="fp16")),
         Plan(precision=Precision(update="fp16")),

@@ -380,6 +380,9 @@ def bytes_per_state_element(precision: Precision) -> float:
     return STATE_BYTES.get(precision.optimizer_state_dtype, BYTES[precision.update])
 
 
+JOINT_SCHEDULES = ("dualpipev", "interleaved-overlap")
+"""Named schedules in which a forward and a backward share a slot."""
+
 # A single table for runtime, planner and docs, so that all three refuse the same plans.
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -469,6 +472,18 @@ RULES: tuple[Rule, ...] = (
         reason="experts exchange rows only where expert parallelism splits them",
         fix="set plan.parallel.ep, or leave plan.comm.expert_overlap at auto",
         candidates={"comm.expert_overlap": ("auto",)},
+    ),
+    Rule(
+        name="joint experts in a pipeline without joint slots",
+        broken=lambda plan: (
+            plan.comm.expert_overlap == "joint"
+            and plan.parallel.pp > 1
+            and plan.pipeline.schedule not in JOINT_SCHEDULES
+            and not plan.pipeline.schedule.endswith(".csv")
+        ),
+        reason="in a pipeline, the schedule says which forward and backward run together",
+        fix='set plan.pipeline.schedule to "dualpipev" or "interleaved-overlap", or leave plan.comm.expert_overlap at auto',
+        candidates={"comm.expert_overlap": ("auto",), "pipeline.schedule": JOINT_SCHEDULES},
     ),
     Rule(
         name="expert_balance without ep",

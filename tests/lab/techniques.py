@@ -17,6 +17,8 @@ SPLITS: dict[str, Tables] = {
     "cp, ring": {"parallel": {"cp": 2}},
     "cp, Ulysses": {"parallel": {"cp": 2, "cp_ulysses": 2}},
     "ep": {"parallel": {"ep": 2}},
+    "ep, joint": {"parallel": {"ep": 2}, "comm": {"expert_overlap": "joint"}},
+    "ep, replicas": {"parallel": {"ep": 2, "expert_balance": "replicate"}},
     "pp, 1f1b": {"parallel": {"pp": 2}, "pipeline": {"schedule": "1f1b"}},
     "pp, zb-h1": {"parallel": {"pp": 2}, "pipeline": {"schedule": "zb-h1"}},
 }

@@ -1,5 +1,6 @@
 """Joint forwards and backwards: parity with one process, and the bits of the plain order."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.plan_schedule import runs_jointly
 from weft.parallel.runtime import runtime
 from weft.parallel.weights import to_local
-from weft.plan import Plan
+from weft.plan import Pipeline, Plan
 from weft.precision.dtypes import DTYPES
 from weft.topology.mesh import build_mesh, data_rank
 from weft.training.step import forward_backward
@@ -103,9 +104,13 @@ def test_the_bits_of_the_plain_order(layout: str, dtype: str) -> None:
             assert torch.equal(own[key], value), key
 
 
-def test_joint_is_refused_without_ep_and_without_joint_slots() -> None:
+def test_joint_is_refused_without_ep_and_without_joint_slots(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="expert_overlap without ep"):
         Plan.model_validate({"comm": {"expert_overlap": "joint"}}).resolve(2)
     plan = Plan.model_validate({"parallel": {"pp": 2, "ep": 2, "zero": 0}, "comm": {"expert_overlap": "joint"}})
-    with pytest.raises(PlanError, match="with the schedule 1f1b"):
+    with pytest.raises(PlanError, match="joint experts in a pipeline without joint slots"):
+        plan.resolve(4)
+    (tmp_path / "plain.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    plan = plan.model_copy(update={"pipeline": Pipeline(schedule=str(tmp_path / "plain.csv"))})
+    with pytest.raises(PlanError, match='expert_overlap = "joint" with the schedule'):
         runs_jointly(plan.resolve(4))

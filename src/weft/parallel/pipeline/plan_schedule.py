@@ -7,7 +7,7 @@ from weft.parallel.pipeline.schedule import WHERE, Schedule, parse_schedule
 from weft.parallel.pipeline.schedules import build_schedule, schedule_kind
 from weft.parallel.pipeline.simulate import ActionCosts, Timeline, simulate
 from weft.parallel.pipeline.verify import verify
-from weft.plan import Plan
+from weft.plan import JOINT_SCHEDULES, Plan
 
 
 def is_schedule_file(plan: Plan) -> bool:
@@ -70,20 +70,21 @@ def runs_jointly(plan: Plan) -> bool:
     """True if forwards and backwards of different micro-batches run together, in two lanes.
 
     Raises:
-        PlanError: the plan asks for it in a pipeline whose schedule has no joint slots; see also `load_schedule`.
+        PlanError: the plan asks for it, and its schedule file has no joint slots; see also `load_schedule`.
     """
     if plan.parallel.ep == 1 or plan.comm.expert_overlap == "off":
         return False
     if plan.parallel.pp == 1:
         return plan.comm.expert_overlap == "joint"
-    schedule = _read_table(plan, 1) if is_schedule_file(plan) else load_schedule(plan, 2 * plan.parallel.pp)
-    has_joint_slots = any(len(slot) > 1 for slots in schedule.slots for slot in slots)
+    if not is_schedule_file(plan):
+        return plan.pipeline.schedule in JOINT_SCHEDULES
+    has_joint_slots = any(len(slot) > 1 for slots in _read_table(plan, 1).slots for slot in slots)
     if not has_joint_slots and plan.comm.expert_overlap == "joint":
         raise PlanError(
             f'expert_overlap = "joint" with the schedule {plan.pipeline.schedule}',
             where="plan.comm.expert_overlap",
             rule="in a pipeline, the schedule says which forward and backward run together",
-            fix='set plan.pipeline.schedule to "interleaved-overlap" or "dualpipev", or leave plan.comm.expert_overlap at auto',
+            fix="write a forward and a backward into one cell, or leave plan.comm.expert_overlap at auto",
         )
     return has_joint_slots
 
