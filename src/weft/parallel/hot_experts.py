@@ -101,17 +101,22 @@ def balanced_forward(
     local = np.where(is_home, received.expert - own * rank, own + np.searchsorted(mine, received.expert))
     local_index = _repeat(local, received.rows, device)
     num_home = int(received.rows[is_home].sum())
-    by_home = (local_index >= own).argsort(stable=True)
-    home = _run(local_forward, rows[by_home[:num_home]], local_index[by_home[:num_home]])
-    outputs = [home]
-    if wait_for_weights is not None:
+    has_replica_rows = num_home < len(rows)
+    by_home = (local_index >= own).argsort(stable=True) if has_replica_rows else None
+    if by_home is not None:
+        rows, local_index = rows[by_home], local_index[by_home]
+    outputs = []
+    if wait_for_weights is not None:  # before the own experts, so that in backward the gradients of replicas are sent last
         replica_forward = _with_weights(replica_module, experts, wait_for_weights(), slots)
-        outputs.append(_run(replica_forward, rows[by_home[num_home:]], local_index[by_home[num_home:]] - own))
+        outputs.append(_run(replica_forward, rows[num_home:], local_index[num_home:] - own))
         vars(replica_module)["_parameters"] = {}  # autograd keeps what backward needs
-    back = torch.empty_like(by_home)
-    back[by_home] = torch.arange(len(by_home), device=device)
+    results = torch.cat([_run(local_forward, rows[:num_home], local_index[:num_home]), *outputs])
+    if by_home is not None:
+        back = torch.empty_like(by_home)
+        back[by_home] = torch.arange(len(by_home), device=device)
+        results = results[back]
     route = Route(channel, order, top_k, input_splits.tolist(), output_splits)
-    return combine(torch.cat(outputs)[back], top_k_weights, route).to(hidden_states.dtype)
+    return combine(results, top_k_weights, route).to(hidden_states.dtype)
 
 
 def start_weights(

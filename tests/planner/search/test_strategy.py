@@ -97,6 +97,18 @@ def test_the_models_own_code_moves_more_bytes() -> None:
     assert not of("cuda", kernels="reference").fused_loss
 
 
+def test_replicas_even_out_the_load_and_leave_plans_without_ep() -> None:
+    alone, balanced = (
+        stack_for(Precision(), Compute(), "cuda", expert_balance=value).imbalance for value in ("off", "replicate")
+    )
+    assert alone > balanced == pytest.approx(1.05)
+    tables = {"parallel": {"expert_balance": "replicate", "ep": 2}, "comm": {"expert_overlap": "joint"}}
+    base = Plan.model_validate(tables)
+    for layout in LAYOUTS[:200]:
+        plan = plan_of(layout, base).resolve(layout.num_devices)
+        assert (plan.parallel.expert_balance == "replicate") == (layout.ep > 1)
+
+
 def test_fp8_needs_a_device_with_fp8() -> None:
     fp8, emulated = Precision(matmul="fp8"), Precision(matmul="fp8", emulate_fp8=True)
     assert matmul_dtype(fp8, find_device("H100")) == "fp8"

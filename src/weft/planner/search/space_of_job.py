@@ -54,7 +54,8 @@ def space_of(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Space:
         )
     precision = job.plan.precision.resolve(cluster.device.native_bf16)
     dtype = matmul_dtype(precision, cluster.device)
-    stack = stack_for(precision, job.plan.compute, type_of(cluster))
+    balance = job.plan.parallel.expert_balance
+    stack = stack_for(precision, job.plan.compute, type_of(cluster), expert_balance=balance)
     return Space(
         shape_of(job),
         job.data.seq_len,
