@@ -3,6 +3,7 @@
     python benchmarks/hosts.py [--rate 100] [--repeats 3] [--steps 2] [--hosts 2] [--ranks 2]
     python benchmarks/hosts.py --loss-steps 60 --rows flat "pp between hosts"    # final losses of some rows instead of speed
     python benchmarks/hosts.py --scaling [--rate 100]    # 1 to 8 hosts of one rank
+    python benchmarks/hosts.py --models experts --ranks 1 --rate 400    # messages of experts in turn, and joint
 
 Hosts are network namespaces on this machine whose links have the rate of --rate Mbit/s in each direction (needs root and
 iproute2). Their ranks share its cores, so computation takes longer with more ranks. Two models of about 10 million
@@ -96,6 +97,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 64,
     },
 }
+MODELS["experts"] = {
+    "model_type": "qwen3_moe",
+    **SHAPE,
+    "head_dim": 64,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
 FLAT, NO_PREFETCH = {"hierarchy": "flat", "prefetch": 0}, {"prefetch": 0}
 SYSTEMS: dict[str, dict[str, System]] = {
     "dense": {
@@ -119,7 +131,13 @@ SYSTEMS: dict[str, dict[str, System]] = {
         "experts on each host, hierarchical, int8 between": ({"zero": 0, "ep": 2}, between("int8")),
         "experts on each host, pp between hosts": ({"zero": 0, "ep": 2, "pp": 2}, {}),
     },
+    "experts": {
+        f"zero {zero}, {name}": ({"zero": zero, "ep": -1}, {**FLAT, "expert_overlap": value})
+        for zero in (0, 2)
+        for name, value in (("in turn", "off"), ("joint", "joint"))
+    },
 }
+"""Systems by model; those of "experts" run micro-batches of one row."""
 
 ALONE = "no messages"
 SCALED: dict[str, System] = {
@@ -127,6 +145,11 @@ SCALED: dict[str, System] = {
     **{f"{codec} between": ({"zero": 0}, between(codec)) for codec in ("int8", "1-bit")},
 }
 """Plans measured by --scaling, beside untouched models."""
+
+
+def rows_of(model: str, ranks: int, scaling: bool = False) -> int:
+    """Rows of a step."""
+    return ROWS_EACH * ranks if scaling else 4 * ranks if model == "experts" else ROWS
 
 
 def text() -> Tensor:
@@ -157,7 +180,7 @@ def build(model: str, parallel: dict[str, Any], comm: dict[str, Any], freeze_ste
         mine = rows.chunk(plan.parallel.data_ranks)[data_rank(mesh)]
         batches = [
             MicroBatch(part[:, :-1].contiguous(), torch.arange(TOKENS).expand(len(part), -1), part[:, 1:].contiguous())
-            for part in mine.split(1 if plan.parallel.pp > 1 else len(mine))
+            for part in mine.split(1 if plan.parallel.pp > 1 or "expert_overlap" in comm else len(mine))
         ]
         return train_step(split, optimizer, batches, 1.0).loss
 
@@ -171,7 +194,7 @@ def rank_main(chosen: argparse.Namespace, measure: str, out: Path) -> None:
     tokens, generator = text(), torch.Generator().manual_seed(0)
     found: dict[str, Any] = {}
     for model in chosen.models:
-        rows = ROWS_EACH * dist.get_world_size() if measure == "scaling" else ROWS
+        rows = rows_of(model, dist.get_world_size(), measure == "scaling")
         starts = torch.randint(
             len(tokens) - TOKENS, (max(chosen.loss_steps, chosen.steps, 2), rows), generator=generator
         )
@@ -263,7 +286,7 @@ def run_ranks(chosen: argparse.Namespace, measure: str, rate: int | None) -> dic
 
 def show(model: str, rows: dict[str, Any], chosen: argparse.Namespace) -> None:
     first = next(iter(rows.values()))
-    tokens = ROWS * TOKENS / statistics.median(first["seconds"])
+    tokens = rows_of(model, chosen.hosts * chosen.ranks) * TOKENS / statistics.median(first["seconds"])
     table = Table(
         title=f"{model}, {chosen.hosts} hosts x {chosen.ranks} ranks, {chosen.rate} Mbit/s; first row: {tokens:,.0f} tokens/s"
     )
