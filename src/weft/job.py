@@ -193,6 +193,9 @@ class Train(Table):
     loss: Literal["cross_entropy"] | Function = "cross_entropy"
     """Loss: cross entropy, or a function of yours, "package.module:function": the sum of the loss over the targets, from
     (logits [rows, tokens, vocabulary], targets [rows, tokens], where -100 is none). tp and cp ranks get the full logits."""
+    router_bias_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Change of the correction biases of routers after each step, which keeps the load of experts even without an auxiliary
+    loss; 0.001 for DeepSeek-V3; 0: biases stay as they are. Only for families with such biases."""
     callbacks: tuple[Function, ...] = ()
     """Functions of yours, "package.module:function", called with the job on rank 0. Each returns an object with any of
     on_step(metrics), on_evaluation(evaluation), on_tasks(evaluation), on_checkpoint(folder) and on_end(folder)."""

@@ -14,6 +14,7 @@ from weft.checkpoint.huggingface import build_plain, materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.job import Model
+from weft.parallel.moe_aux_loss import largest_imbalance
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Pipeline, Plan
@@ -47,7 +48,7 @@ def rows() -> MicroBatch:
 
 def split(
     rank: int, ranks: int, model_source: Model, plan: Plan, micro_batch: int
-) -> tuple[dict[str, torch.Tensor], float]:
+) -> tuple[dict[str, torch.Tensor], float | None]:
     plan = plan.resolve(ranks)
     mesh = build_mesh(plan, "cpu", ranks)
     model = parallelize(build_on_meta(read_config(model_source), torch.float64), plan, mesh)
@@ -58,7 +59,8 @@ def split(
     mine = share(batch, data_rank(mesh), p.data_ranks, micro_batch)
     forward_backward(model, mine, p.gradient_ranks / tokens, p.gradient_ranks / len(batch.input_ids))
     gradients = {name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()}
-    return gradients, runtime(model).router_stats.take_load()
+    loads = runtime(model).router_stats.take_loads()
+    return gradients, None if loads is None else largest_imbalance(loads)
 
 
 @pytest.mark.thin(7)

@@ -106,7 +106,9 @@ def balanced_forward(
     if by_home is not None:
         rows, local_index = rows[by_home], local_index[by_home]
     outputs = []
-    if wait_for_weights is not None:  # before the own experts, so that in backward the gradients of replicas are sent last
+    if (
+        wait_for_weights is not None
+    ):  # before the own experts, so that in backward the gradients of replicas are sent last
         replica_forward = _with_weights(replica_module, experts, wait_for_weights(), slots)
         outputs.append(_run(replica_forward, rows[num_home:], local_index[num_home:] - own))
         vars(replica_module)["_parameters"] = {}  # autograd keeps what backward needs

@@ -1,9 +1,13 @@
-"""Load-balancing loss and load metric of Mixture-of-Experts routers, independent of the layout.
+"""Load-balancing loss, load metric and correction biases of Mixture-of-Experts routers, independent of the layout.
 
 The auxiliary loss of Switch Transformer (Fedus et al., 2021), as Transformers computes it from router logits, is a product of
 two means over tokens. Computed over the tokens of one rank, it would differ between layouts. Here it is computed separately for
 each row (as the sequence-wise loss of DeepSeek-V3, or Transformers with batches of one row) and averaged over the rows of the
 global batch. It is therefore additive over micro-batches and data ranks; the sums within a row are all-reduced over cp and tp.
+
+Without an auxiliary loss, a bias on the scores by which a router chooses keeps loads even (DeepSeek-V3 Technical Report,
+2024): after each step, the bias of each expert grows by a fixed amount if the expert had fewer copies of tokens in the global
+batch than the mean, and shrinks by it if it had more. Families with such a bias have it as a buffer, which checkpoints save.
 """
 
 from typing import Any
@@ -51,8 +55,12 @@ class RouterStats:
         """False while backward recomputes a block, whose forward has already been recorded."""
         self.counts_load = False
         self.load: dict[str, Tensor] = {}
-        """Token copies per expert since the last `take_load`, by layer, [num_experts] int64; tokens of this rank only."""
+        """Token copies per expert since the last `take_loads`, by layer, [num_experts] int64; tokens of this rank only."""
+        self.corrected: dict[str, nn.Module] = {}
+        """Router with a correction bias, by the name of its experts."""
         for block in anatomy.blocks:
+            if (router := find_corrected(model, block)) is not None:
+                self.corrected[block.experts[0]] = router
             for name in block.experts:
                 self._count_load(name, model.get_submodule(name))
             for name in block.router if self.coefficient else ():
@@ -112,24 +120,55 @@ class RouterStats:
         """Tokens per row in the routers of this rank; tp ranks split them with and without sequence parallelism."""
         return seq_len // ranks_along(self.mesh, *CONTEXT_AXES, "tp")
 
-    def take_load(self) -> float | None:
-        """Return the load imbalance of the least balanced layer since the last call, and reset it.
+    def take_loads(self) -> dict[str, Tensor] | None:
+        """Return the copies of tokens for each expert since the last call, over all ranks, and reset them.
 
-        The imbalance is the load of the busiest expert divided by the mean load. All ranks of a pipeline stage
-        return the same value.
+        All ranks of a pipeline stage return the same values.
 
         Returns:
-            The imbalance; 0 for a stage without experts; None if the model has no experts, or no experts whose load can be
-            counted.
+            [num_experts] int64 by the name of the experts of each layer; empty for a stage without experts; None if the model
+            has no experts, or no experts whose load can be counted.
         """
         if not self.counts_load:
             return None
         if not self.load:
-            return 0.0
-        loads = torch.stack(list(self.load.values()))
+            return {}
+        names, loads = list(self.load), torch.stack(list(self.load.values()))
         self.load = {}
         collectives.all_reduce(loads, self.mesh, tuple(axis for axis in AXES if axis != "pp"))
-        return max(load_imbalance(load) for load in loads)
+        return dict(zip(names, loads, strict=True))
+
+    @torch.no_grad()
+    def correct(self, loads: dict[str, Tensor], rate: float) -> None:
+        """Move the correction biases of routers by `rate`, towards even loads.
+
+        Args:
+            loads: result of `take_loads` for a global batch.
+            rate: amount by which each bias changes; 0.001 for DeepSeek-V3.
+        """
+        for name, router in self.corrected.items():
+            if name in loads:
+                load = loads[name].double()
+                bias = router.get_buffer(CORRECTION)
+                bias += (rate * (load.mean() - load).sign()).to(bias.dtype)
+
+
+CORRECTION = "e_score_correction_bias"
+"""Name in Transformers of the bias on the scores by which a router chooses experts."""
+
+
+def find_corrected(model: nn.Module, block: Block) -> nn.Module | None:
+    """Router of a block with a correction bias in a buffer; None without one."""
+    if len(block.experts) != 1:
+        return None
+    modules = model.get_submodule(block.name).modules()
+    found = [module for module in modules if CORRECTION in dict(module.named_buffers(recurse=False))]
+    return found[0] if len(found) == 1 else None
+
+
+def largest_imbalance(loads: dict[str, Tensor]) -> float:
+    """Load of the busiest expert divided by the mean load, in the least balanced layer; 0 without layers."""
+    return max((load_imbalance(load) for load in loads.values()), default=0.0)
 
 
 def router_sums(logits: list[Tensor], rows: int, top_k: int) -> Tensor:

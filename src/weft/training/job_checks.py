@@ -18,6 +18,7 @@ from weft.data import Prepared, count_micro_batches
 from weft.errors import CheckpointError, JobError
 from weft.job import Job
 from weft.parallel.documents import check_packed_documents
+from weft.parallel.moe_aux_loss import CORRECTION, find_corrected
 from weft.parallel.parallelize import check_axes
 from weft.parallel.sdc_check import check_sdc_plan
 from weft.parallel.sequence_sharding import row_multiple
@@ -49,6 +50,13 @@ def check_model(job: Job) -> tuple[PretrainedConfig, Anatomy]:
     train = job.train
     micro_batches = count_micro_batches(train.global_batch_size, train.micro_batch_size, job.plan.parallel.data_ranks)
     check_axes(model, anatomy, job.plan, job.data.seq_len, micro_batches)
+    if train.router_bias_rate and not any(find_corrected(model, block) for block in anatomy.blocks):
+        raise JobError(
+            f"train.router_bias_rate = {train.router_bias_rate} for {anatomy.family}",
+            where="train.router_bias_rate",
+            rule=f"it moves the buffer {CORRECTION} of routers, which this model does not have",
+            fix="leave train.router_bias_rate at 0; an auxiliary loss is set by model.config.output_router_logits",
+        )
     if job.guard.sdc_check_interval:
         check_sdc_plan(job.plan)
     return config, anatomy

@@ -28,6 +28,7 @@ from weft.memory.live_bytes import LiveBytes
 from weft.memory.quantized_weights import quantized_bytes
 from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import count_local_parameters, model_state_bytes
+from weft.parallel.moe_aux_loss import largest_imbalance
 from weft.parallel.runtime import runtime, set_dropout_seed
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -101,10 +102,12 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
                     check_states(optimizer.inner)  # now, not at the first checkpoint
                 if step == _last_uncompressed_step(job):
                     messages = []
-            load = routers.take_load()
-            values = session.device.peak_memory_bytes(), signals.first, load or 0.0
+            loads = routers.take_loads()
+            if loads and job.train.router_bias_rate and not result.problem:
+                routers.correct(loads, job.train.router_bias_rate)
+            values = session.device.peak_memory_bytes(), signals.first, largest_imbalance(loads or {})
             peak_memory, stop, largest_load = _agree_on_largest(session, *values)
-            imbalance = None if load is None else largest_load
+            imbalance = None if loads is None else largest_load
             seconds, comm = time.perf_counter() - start, communication_metrics(sent, clock)
             for observer in observers:
                 observer.step(

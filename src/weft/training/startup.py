@@ -77,8 +77,8 @@ def describe_device(device: Device, ranks: int, plan: Plan | None) -> str:
     hardware = ", ".join(filter(None, parts))
     if plan is None:
         return f"{ranks} rank{'s' * (ranks > 1)} on {hardware}; the planner chooses the plan"
-    degrees = {name: value for name, value in plan.parallel if name not in ("zero", "sp", "cp_ulysses") and value > 1}
-    layout = " x ".join(f"{name} {value}" for name, value in degrees.items())
+    degrees = {name: getattr(plan.parallel, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp")}
+    layout = " x ".join(f"{name} {value}" for name, value in degrees.items() if value > 1)
     return f"{ranks} rank{'s' * (ranks > 1)} on {hardware}" + (
         f": {layout}, zero {plan.parallel.zero}" if layout else ""
     )
