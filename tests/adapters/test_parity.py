@@ -18,7 +18,7 @@ from tests.lab.families import family
 from tests.lab.parity import plan_for
 from tests.lab.pool import run_ranks
 from weft.job import Adapter
-from weft.plan import Memory, Pipeline
+from weft.plan import Comm, Memory, Pipeline
 
 LLAMA: dict[str, Any] = family("llama")
 Start = tuple[Path, AdapterRecord]
@@ -50,12 +50,19 @@ def test_adapters_equal_those_of_peft(starts: dict[str, Start], kind: Any, paral
 
 
 def parity_of(
-    tmp_path: Path, config: dict[str, Any], kind: Any, targets: Any, ranks: int, memory: Any = None, **parallel: Any
+    tmp_path: Path,
+    config: dict[str, Any],
+    kind: Any,
+    targets: Any,
+    ranks: int,
+    memory: Any = None,
+    comm: Any = None,
+    **parallel: Any,
 ) -> None:
     folder = start_folder(tmp_path / "adapter", config, kind, targets)
     adapter = Adapter(kind=kind, r=4, alpha=8, path=str(folder), targets=targets)
     plan = plan_for("fp32", Pipeline(schedule="1f1b") if "pp" in parallel else None, **parallel)
-    job = job_for(config, plan.model_copy(update={"memory": memory or Memory()}), adapter)
+    job = job_for(config, plan.model_copy(update={"memory": memory or Memory(), "comm": comm or Comm()}), adapter)
     found = run_ranks(ranks, run_job, job, batches_for(config), 1)
     assert_adapter_parity(found, reference(config, folder, batches_for(config)), pipeline="pp" in parallel)
 
@@ -87,6 +94,12 @@ def test_adapters_of_experts(tmp_path: Path, name: str, ranks: int, parallel: di
 @pytest.mark.parametrize("recompute", ["block", "mlp"])
 def test_adapters_of_recomputed_experts(tmp_path: Path, recompute: Any) -> None:
     parity_of(tmp_path, family("qwen3_moe"), "lora", EXPERTS[1:], 2, Memory(recompute=(recompute,)), ep=2, zero=3)
+
+
+@pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3, "expert_balance": "replicate"}], ids=str)
+def test_adapters_of_joint_experts(tmp_path: Path, parallel: Any) -> None:
+    memory, comm = Memory(recompute=("block",)), Comm(expert_overlap="joint")
+    parity_of(tmp_path, family("qwen3_moe"), "lora", EXPERTS, 2, memory, comm, ep=2, **parallel)
 
 
 @pytest.mark.thin(5)

@@ -76,13 +76,15 @@ class ExpertAdapters:
             rank: rank of its ep group; 0 without one.
         """
         self.experts, self.wrappers, self.rank = experts, wrappers, rank
-        self.stored: list[tuple[str, Any]] = []
+        self.stored: list[list[tuple[nn.Module, str, Any]]] = []
+        """Weights before the change in each forward of the module that is running: a recompute may run inside of one."""
         experts.register_forward_pre_hook(self._enter)
         experts.register_forward_hook(self._leave, always_call=True)
         for wrapper in wrappers:  # not a hook, because a hook cannot leave out the parametrization
             wrapper.forward = wrapper.base_layer.__call__
 
     def _enter(self, *_: object) -> None:
+        self.stored.append([])
         for wrapper in self.wrappers:
             name = wrapper.parameter_name
             stored = weight = self.experts._parameters[name]
@@ -90,13 +92,12 @@ class ExpertAdapters:
                 continue
             for adapter in (adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A):
                 weight = self._add(wrapper, adapter, weight)
-            self.stored.append((name, stored))
+            self.stored[-1].append((self.experts, name, stored))
             self.experts._parameters[name] = weight
 
     def _leave(self, *_: object) -> None:
-        for name, stored in self.stored:
-            self.experts._parameters[name] = stored
-        self.stored = []
+        for owner, name, stored in self.stored.pop():
+            owner._parameters[name] = stored
 
     def _add(self, wrapper: Any, adapter: str, weight: Any) -> Any:
         """Weight of the experts of this rank plus the matmul of their matrices B and A."""

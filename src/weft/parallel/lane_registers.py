@@ -1,10 +1,11 @@
-"""State of a parallelized model that belongs to one of two lanes (`weft.comm.lanes`): FSDP2's, and local weights."""
+"""State of a parallelized model that belongs to one of two lanes (`weft.comm.lanes`): FSDP2's, and weights in a forward."""
 
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from weft.compat import FsdpUse, fsdp_use, hook_objects, set_fsdp_use
+from weft.parallel.expert_adapters import ExpertAdapters
 from weft.parallel.weights import LocalWeights
 
 
@@ -25,34 +26,35 @@ class FsdpRegisters:
         set_fsdp_use(self.model, values, other, self.kept)
 
 
-class StoredWeights(NamedTuple):
-    """Local weights of the unit whose forward a lane is in: (module, name, local weight), and the stored ones."""
+class SwappedWeights(NamedTuple):
+    """Weights of the unit whose forward a lane is in: (module, name, weight in forward), and what they replace."""
 
-    local: list[tuple[nn.Module, str, Any]]
+    used: list[tuple[nn.Module, str, Any]]
     stored: list[list[tuple[nn.Module, str, Any]]]
 
 
-class LocalWeightsRegisters:
-    """Local weights of a unit: a lane that is not in its forward sees the stored weights."""
+class WeightsRegisters:
+    """Weights that a unit has in its forward only: a lane that is not in it sees the stored ones."""
 
-    def __init__(self, unit: LocalWeights):
+    def __init__(self, unit: LocalWeights | ExpertAdapters):
         self.unit = unit
 
-    def take(self) -> StoredWeights:
+    def take(self) -> SwappedWeights:
         """See `weft.comm.lanes.Registers`."""
         stored = list(self.unit.stored)
-        local = [(owner, name, owner._parameters[name]) for owner, name, _ in stored[0]] if stored else []
-        return StoredWeights(local, stored)
+        used = [(owner, name, owner._parameters[name]) for owner, name, _ in stored[0]] if stored else []
+        return SwappedWeights(used, stored)
 
-    def give(self, values: StoredWeights, other: StoredWeights) -> None:
+    def give(self, values: SwappedWeights, other: SwappedWeights) -> None:
         """See `weft.comm.lanes.Registers`."""
         for owner, name, value in other.stored[0] if other.stored else ():
             owner._parameters[name] = value
-        for owner, name, value in values.local:
+        for owner, name, value in values.used:
             owner._parameters[name] = value
         self.unit.stored = values.stored
 
 
-def local_weights_registers(model: nn.Module) -> list[LocalWeightsRegisters]:
-    """Registers of all units of a model with local weights."""
-    return [LocalWeightsRegisters(unit) for unit in hook_objects(model, LocalWeights)]
+def weights_registers(model: nn.Module) -> list[WeightsRegisters]:
+    """Registers of all units of a model with other weights in forward; adapters first, which change local weights."""
+    units = [*hook_objects(model, ExpertAdapters), *hook_objects(model, LocalWeights)]
+    return [WeightsRegisters(unit) for unit in units]

@@ -33,7 +33,7 @@ from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.hot_experts import split_and_balance_experts
 from weft.parallel.labels import average_loss_over_targets
-from weft.parallel.lane_registers import FsdpRegisters, local_weights_registers
+from weft.parallel.lane_registers import FsdpRegisters, weights_registers
 from weft.parallel.linear_loss import choose_linear_loss, forwards_of, install_linear_loss
 from weft.parallel.moe_aux_loss import RouterStats
 from weft.parallel.pipeline.balance import check_pp_degree, split_blocks
@@ -176,7 +176,7 @@ def parallelize(
     elif lanes is not None and p.zero == 3:
         prefetch_backward(model, [[block.name for block in full_anatomy.blocks]])
     if lanes is not None:
-        lanes.registers += local_weights_registers(model)
+        lanes.registers += weights_registers(model)
         if p.zero > 0:
             lanes.registers.append(FsdpRegisters(model))
     model.register_forward_pre_hook(runtime)

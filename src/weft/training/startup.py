@@ -8,7 +8,7 @@ import torch
 
 from weft.adapters.model import build_model
 from weft.anatomy.roles import Anatomy
-from weft.data import Prepared
+from weft.data import Prepared, count_micro_batches
 from weft.device.device import Device
 from weft.job import Job, states_of
 from weft.parallel.operator_choice import choose_operators
@@ -58,6 +58,28 @@ def describe_operators(job: Job, anatomy: Anatomy, device_type: str) -> str:
     for row in choose_operators(build_model(job, torch.float32), anatomy, job.plan, device_type):
         names.setdefault(row.operator, []).append(row.implementation)
     return f"{'operators':<12}" + ", ".join(f"{name} {' and '.join(dict.fromkeys(own))}" for name, own in names.items())
+
+
+def explain_joint_experts(job: Job, device_type: str, hosts: int) -> list[str]:
+    """Line that says why joint forwards and backwards gain nothing in a run; empty where they gain or are not asked for.
+
+    Args:
+        job: job with a resolved plan.
+        device_type: "cpu", "cuda" or "npu".
+        hosts: number of hosts.
+    """
+    plan, train = job.plan, job.train
+    if plan is None or plan.comm.expert_overlap != "joint":
+        return []
+    count = count_micro_batches(train.global_batch_size, train.micro_batch_size, plan.parallel.data_ranks)
+    reason = ""
+    if count < 2:
+        reason = (
+            f"a step has {count} micro-batch, and no forward to run beside its backward; lower train.micro_batch_size"
+        )
+    elif device_type == "cpu" and hosts == 1:
+        reason = "the ranks of one CPU host exchange rows through shared memory, and compute nothing meanwhile"
+    return [f'{"overlap":<12}plan.comm.expert_overlap = "joint" gains nothing: {reason}'] if reason else []
 
 
 def checkpoint_bytes(job: Job, parameters: int) -> float:

@@ -99,6 +99,17 @@ def test_bubble_formula_of_dual_pipe_v(drawn: tuple[Schedule, int], forward: int
     assert max(timeline.bubble) == timeline.bubble[-1] == expected
 
 
+def test_waits_for_rows_are_hidden_in_joint_slots() -> None:
+    schedule = build_schedule("dualpipev", 2, 8, 2)
+    plain = simulate(schedule, ActionCosts(4, 3, 3))
+    waits = simulate(schedule, ActionCosts(4, 3, 3, forward_wait=1, backward_wait=2))
+    same = simulate(schedule, ActionCosts(4, 3, 3, joint=4 + 6 - 1 - 2))
+    assert waits.start == same.start
+    assert waits.makespan < plain.makespan
+    long = simulate(schedule, ActionCosts(4, 3, 3, forward_wait=0, backward_wait=6))  # only waiting
+    assert long.start == simulate(schedule, ActionCosts(4, 3, 3, joint=6)).start
+
+
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
 def test_zero_bubble_schedules_have_no_bubbles(p: int) -> None:
     """No bubbles with F = I = W, if ranks need not start together."""

@@ -22,7 +22,12 @@ class ActionCosts:
     communication: float = 0
     """Seconds from the end of an action until its result is on another rank; no rank is busy during this time."""
     joint: ByStage | None = None
-    """Seconds of a joint slot, by the stage of its forward; None: the sum of its two actions, without overlap."""
+    """Seconds of a joint slot, by the stage of its forward; None: the sum of its two actions, less what is hidden."""
+    forward_wait: ByStage = 0
+    """Part of `forward` in which the rank waits for rows of experts. In a joint slot it is hidden behind the other action's
+    computation (`weft.comm.lanes`)."""
+    backward_wait: ByStage = 0
+    """The same part of a full backward."""
 
     def of_slots(self, num_stages: int) -> "SlotSeconds":
         """Costs of all slots of a pipeline with this number of stages.
@@ -36,7 +41,11 @@ class ActionCosts:
         )
         full = tuple(i + w for i, w in zip(inputs, weights, strict=True))
         joint = None if self.joint is None else _by_stage(self.joint, num_stages, "joint")
-        return SlotSeconds({"F": forward, "B": full, "I": inputs, "W": weights}, joint)
+        waits = {
+            "F": _by_stage(self.forward_wait, num_stages, "forward_wait"),
+            "B": _by_stage(self.backward_wait, num_stages, "backward_wait"),
+        }
+        return SlotSeconds({"F": forward, "B": full, "I": inputs, "W": weights}, joint, waits)
 
 
 def _by_stage(value: ByStage, num_stages: int, name: str) -> tuple[float, ...]:
@@ -57,11 +66,19 @@ class SlotSeconds:
 
     of_kind: dict[str, tuple[float, ...]]
     joint: tuple[float, ...] | None
+    waits: dict[str, tuple[float, ...]]
 
     def __call__(self, slot: Slot) -> float:
         if len(slot) > 1 and self.joint is not None:
             return self.joint[slot[0].stage]
-        return sum(self.of_kind[action.kind][action.stage] for action in slot)
+        total = sum(self.of_kind[action.kind][action.stage] for action in slot)
+        if len(slot) == 1:
+            return total
+        parts = [
+            (self.of_kind[a.kind][a.stage], self.waits[a.kind][a.stage] if a.kind in self.waits else 0) for a in slot
+        ]
+        (first, first_wait), (second, second_wait) = parts
+        return total - min(first_wait, second - second_wait) - min(second_wait, first - first_wait)
 
 
 @dataclass(frozen=True)
