@@ -56,5 +56,8 @@ class WeightsRegisters:
 
 def weights_registers(model: nn.Module) -> list[WeightsRegisters]:
     """Registers of all units of a model with other weights in forward; adapters first, which change local weights."""
-    units = [*hook_objects(model, ExpertAdapters), *hook_objects(model, LocalWeights)]
+    units: list[LocalWeights | ExpertAdapters] = [
+        *hook_objects(model, ExpertAdapters),
+        *hook_objects(model, LocalWeights),
+    ]
     return [WeightsRegisters(unit) for unit in units]
