@@ -162,6 +162,7 @@ def test_any_routing(sizes: tuple[int, ...], allowed: tuple[int, ...], top_k: in
         assert_parity(name, Case(sizes, top_k, allowed, dtype, implementation))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("name", TABLES)
 def test_families(name: str, slots: int) -> None:
@@ -220,7 +221,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"])
 def test_parity_of_models(name: str, layout: str) -> None:

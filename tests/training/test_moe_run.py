@@ -44,6 +44,7 @@ def test_everything_on_equals_everything_off(steps: int, tmp_path: Path) -> None
     assert printed
 
 
+@pytest.mark.sweep
 def test_a_resumed_run_has_the_losses_of_one_run(tmp_path: Path) -> None:
     whole, _ = train_in_the_pool(job_of(tmp_path / "whole", EVERYTHING, 6), 2)
     checkpoint = {"every": 3, "keep": 0}
