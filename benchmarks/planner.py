@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.job import Job
+from weft.plan import Compute, Precision
 from weft.planner.costmodel.frameworks import STACKS
 from weft.planner.costmodel.hardware import GIB, ClusterSpec, cluster_of, find_device
 from weft.planner.costmodel.known_shapes import KNOWN
@@ -36,6 +37,7 @@ from weft.planner.search.propose import describe, planned
 from weft.planner.search.search import search
 from weft.planner.search.space import Choice, Space
 from weft.planner.search.space_of_job import space_of
+from weft.planner.search.strategy import stack_for
 
 PICTURE = Path(__file__).parents[1] / "docs" / "scaling.svg"
 LLAMA_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)
@@ -216,9 +218,10 @@ def scaling() -> Table:
     rates: dict[str, dict[int, float]] = {"Ascend 910B": {}, "H100": {}}
     for device, found in rates.items():
         preset = find_device(device)
+        stack = stack_for(Precision(), Compute(), "npu" if device.startswith("Ascend") else "cuda")
         for devices in (8, 64, 384, 1024, 8192):
             cluster = ClusterSpec(preset, devices // preset.per_host, preset.per_host)
-            best = search(Space(KNOWN["qwen330b"], 4096, 8 * devices, cluster, STACKS["weft"]), 1).best
+            best = search(Space(KNOWN["qwen330b"], 4096, 8 * devices, cluster, stack), 1).best
             if not best:
                 table.add_row(device, f"{devices:,}", "nothing fits", "", "", "")
                 continue
