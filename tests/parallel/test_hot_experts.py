@@ -154,6 +154,7 @@ ROUTINGS = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize(("sizes", "allowed", "top_k"), ROUTINGS)
 def test_any_routing(sizes: tuple[int, ...], allowed: tuple[int, ...], top_k: int, implementation: str) -> None:
@@ -221,7 +222,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(13)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe"])
 def test_parity_of_models(name: str, layout: str) -> None:

@@ -64,7 +64,7 @@ def config_of(name: str, layout: str) -> dict[str, Any]:
     return {**config, "num_hidden_layers": 4} if "pp" in LAYOUTS[layout][2]["parallel"] else config
 
 
-@pytest.mark.thin(11)
+@pytest.mark.thin(23)
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "int8"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parity(name: str, layout: str) -> None:
@@ -88,7 +88,7 @@ def gradients(rank: int, ranks: int, name: str, layout: str, dtype: str, overlap
     return {"loss": loss, "hand-overs": lanes.handovers if lanes else 0, **found}
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bits_of_the_plain_order(layout: str, dtype: str) -> None:
