@@ -58,6 +58,11 @@ class Parallel(Table):
     also compute replicas of the experts with the most rows (replicate). Nothing is dropped, and the result is the same."""
     expert_slots: Degree = 2
     """Most experts of other ranks that a rank computes in a layer, with expert_balance = "replicate"."""
+    expert_capacity: Annotated[float, Field(ge=0)] = 0.0
+    """Most copies of tokens that an expert computes, relative to an even load of the tokens of a rank in a micro-batch; copies
+    beyond it are dropped, which changes the loss, by the layout too. 0: nothing is dropped."""
+    expert_drop: Literal["probs", "position"] = "probs"
+    """Copies that expert_capacity drops: those with the smallest router weights (probs), or the last ones (position)."""
     pp: Degree = 1
     """Pipeline parallelism: ranks over which the blocks are split."""
 
@@ -498,6 +503,19 @@ RULES: tuple[Rule, ...] = (
         reason="a rank computes experts of other ranks with expert_balance alone",
         fix='set plan.parallel.expert_balance = "replicate", or leave out plan.parallel.expert_slots',
         candidates={"parallel.expert_balance": ("replicate",)},
+    ),
+    Rule(
+        name="expert_capacity below 1",
+        broken=lambda plan: 0 < plan.parallel.expert_capacity < 1,
+        reason="an expert could not even compute its part of an even load",
+        fix="set plan.parallel.expert_capacity to 1 or more, such as 1.1, or to 0 to drop nothing",
+    ),
+    Rule(
+        name="expert_drop without expert_capacity",
+        broken=lambda plan: plan.parallel.expert_drop != "probs" and plan.parallel.expert_capacity == 0,
+        reason="nothing is dropped without a capacity",
+        fix="set plan.parallel.expert_capacity, such as 1.1, or leave out plan.parallel.expert_drop",
+        candidates={"parallel.expert_drop": ("probs",)},
     ),
     Rule(
         name="dp_shard = 0",

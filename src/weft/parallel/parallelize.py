@@ -29,6 +29,7 @@ from weft.parallel.documents import check_masks
 from weft.parallel.dropout import replace_dropout
 from weft.parallel.expert import check_experts, split_experts
 from weft.parallel.expert_adapters import apply_expert_adapters
+from weft.parallel.expert_capacity import check_capacity, limit_capacity
 from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.fsdp import apply_fsdp, keeps_frozen_weights, prefetch_backward, prefetch_forward
 from weft.parallel.hot_experts import split_and_balance_experts
@@ -108,6 +109,9 @@ def parallelize(
         defer_expert_gradients(model, anatomy, queue)
     expert_mesh = build_expert_mesh(plan, mesh.device_type) if full_anatomy.has_experts and p.ep * p.tp > 1 else None
     lanes = runtime.lanes = Lanes() if runs_jointly(plan) else None
+    if p.expert_capacity:
+        for name in (name for block in anatomy.blocks for name in block.experts):
+            limit_capacity(model.get_submodule(name), p.expert_capacity, p.expert_drop, p.ep > 1)
     if expert_mesh is not None:
         apply_ep(model, anatomy, plan, expert_mesh, lanes)
     apply_expert_adapters(model, anatomy, expert_mesh)
@@ -257,6 +261,7 @@ def check_axes(
     p = plan.parallel
     check_head(anatomy, plan)
     check_experts(model, anatomy, p.ep)
+    check_capacity(model, anatomy, p.expert_capacity)
     if p.tp > 1:
         check_tp(model, anatomy, p.tp)
     check_masks(model, anatomy, plan, seq_len)

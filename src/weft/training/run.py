@@ -40,7 +40,7 @@ from weft.training.run_folder import (
     make_run_id,
 )
 from weft.training.run_summary import complete_summary
-from weft.training.startup import describe_operators, explain_joint_experts, startup_screen
+from weft.training.startup import describe_operators, explain_capacity, explain_joint_experts, startup_screen
 from weft.training.task_evaluation import check_tasks
 
 RANK_MODULE = "weft.training.rank"
@@ -158,7 +158,7 @@ def _lead_run(
         resolved = job.model_copy(update={"plan": plan})
         ranks_by_host = coordinator.ranks_by_host() if coordinator else [ranks]
         lines = [operators, *explain_links(plan, ranks_by_host)]
-        lines += explain_joint_experts(resolved, device.type, len(ranks_by_host))
+        lines += explain_joint_experts(resolved, device.type, len(ranks_by_host)) + explain_capacity(plan)
         prepared = prepare(job.data, model_folder=Path(job.model.path) if job.model.path else None, log=log)
         check_tokens(resolved, prepared, config)
         check_tasks(job.eval, prepared.tokenizer)

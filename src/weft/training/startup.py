@@ -82,6 +82,16 @@ def explain_joint_experts(job: Job, device_type: str, hosts: int) -> list[str]:
     return [f'{"overlap":<12}plan.comm.expert_overlap = "joint" gains nothing: {reason}'] if reason else []
 
 
+def explain_capacity(plan: Plan) -> list[str]:
+    """Line that says what a capacity of experts changes; empty without one."""
+    capacity = plan.parallel.expert_capacity
+    if not capacity:
+        return []
+    dropped = {"probs": "with the smallest router weights", "position": "of the last tokens"}[plan.parallel.expert_drop]
+    what = f"copies beyond {capacity:g} x an even load are dropped, those {dropped}"
+    return [f"{'experts':<12}{what}: the loss is another one, and depends on the layout"]
+
+
 def checkpoint_bytes(job: Job, parameters: int) -> float:
     """Bytes of a checkpoint: weights and optimizer state, without buffers, headers and random number generators.
 

@@ -1,0 +1,93 @@
+"""Capacity of experts: the copies of a plain loop over tokens are kept, and the others contribute and learn nothing."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig
+
+from tests.lab.families import family
+from tests.lab.parity import compare
+from tests.lab.pool import run_ranks
+from tests.parallel.test_expert import TOLERANCE, Case, build_model, experts_of, gradients
+from weft.anatomy.build import build_on_meta
+from weft.anatomy.transformers import read_anatomy
+from weft.errors import PlanError
+from weft.parallel.expert import split_experts
+from weft.parallel.expert_capacity import check_capacity, kept_copies, limit_capacity
+from weft.parallel.hot_experts import split_and_balance_experts
+from weft.plan import Parallel, Plan
+from weft.training.startup import explain_capacity
+
+
+def one_by_one(index: Tensor, weights: Tensor, num_experts: int, capacity: float, drop: str) -> Tensor:
+    """Kept copies, by a loop over copies in the order in which experts take them."""
+    most, taken = math.ceil(capacity * index.numel() / num_experts), [0] * (num_experts + 1)
+    kept, flat = torch.zeros(index.numel(), dtype=torch.bool), index.flatten().tolist()
+    order = list(range(index.numel()))
+    if drop == "probs":
+        order.sort(key=lambda copy: -weights.flatten()[copy].item())
+    for copy in order:
+        kept[copy] = taken[flat[copy]] < most
+        taken[flat[copy]] += 1
+    return kept.view(index.shape)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 12), st.integers(1, 3), st.sampled_from([1.0, 1.1, 2.0]), st.sampled_from(["probs", "position"]))
+def test_kept_copies(tokens: int, top_k: int, capacity: float, drop: str) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    index = torch.randint(0, 4, (tokens, top_k), generator=generator)
+    weights = torch.rand(tokens, top_k, generator=generator)
+    found = kept_copies(index, weights, 4, capacity, drop)
+    assert torch.equal(found, one_by_one(index, weights, 4, capacity, drop))
+
+
+def on_rank(rank: int, ranks: int, case: Case, drop: str, balanced: bool) -> dict[str, Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    experts = experts_of(build_model("qwen3_moe", case.dtype, "eager"))[-1]
+    limit_capacity(experts, 1.0, drop, is_split=ranks > 1)
+    if ranks > 1:
+        for key, parameter in list(experts.named_parameters()):
+            setattr(experts, key, torch.nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
+        if balanced:
+            split_and_balance_experts(experts, group, 2)
+        else:
+            split_experts(experts, group)
+    return gradients(experts, case.tokens()[rank])
+
+
+@pytest.mark.parametrize("drop", ["probs", "position"])
+@pytest.mark.parametrize(("sizes", "balanced"), [((9,), False), ((9, 14), False), ((9, 14), True)])
+def test_dropped_copies_contribute_nothing(sizes: tuple[int, ...], balanced: bool, drop: str) -> None:
+    case = Case(sizes, allowed=(0, 1, 3))
+    untouched = experts_of(build_model("qwen3_moe", case.dtype, "eager"))[-1]
+    tokens = case.tokens()
+    masks = [one_by_one(index, weights, 4, 1.0, drop) for _, index, weights, _ in tokens]
+    assert not all(mask.all() for mask in masks)
+    hidden, index, weights, gradient = (torch.cat(parts).detach() for parts in zip(*tokens, strict=True))
+    limited = (weights * torch.cat(masks)).requires_grad_()
+    expected = gradients(untouched, (hidden.requires_grad_(), index, limited, gradient))
+    expected["weights"] = expected["weights"] * torch.cat(masks)
+    found = run_ranks(len(sizes), on_rank, case, drop, balanced)
+    for key, value in expected.items():
+        parts = [part[key] for part in found]
+        compare(key, torch.cat(parts), value, TOLERANCE[case.dtype])
+
+
+def test_refusals_and_the_line_at_start() -> None:
+    with pytest.raises(PlanError, match="expert_capacity below 1"):
+        Plan(parallel=Parallel(expert_capacity=0.5)).resolve(1)
+    model = build_on_meta(AutoConfig.for_model(**family("llama")), torch.float32)
+    with pytest.raises(PlanError, match=r"expert_capacity = 1\.1 for llama"):
+        check_capacity(model, read_anatomy(model), 1.1)
+    assert explain_capacity(Plan()) == []
+    (line,) = explain_capacity(Plan(parallel=Parallel(expert_capacity=1.1, expert_drop="position")))
+    assert "1.1 x an even load" in line
+    assert "last tokens" in line
