@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from weft.observe.chart import (
+    MOST_COLUMNS,
     MOST_POINTS,
     BarRow,
     GanttBar,
     Series,
     bar_chart,
     gantt_chart,
+    heat_map,
     line_chart,
     linear_axis,
     log_axis,
@@ -85,3 +87,15 @@ def test_gantt_bars_are_positioned() -> None:
     )
     assert re.findall(r"left:(\S+?)%;width:(\S+?)%", html) == [("0", "25"), ("75", "25")]
     assert html.count('class="lane"') == 2
+
+
+def test_a_heat_map_shows_the_largest_value_of_each_column() -> None:
+    steps, even = np.arange(1.0, 301.0), np.ones(300)
+    hot = even.copy()
+    hot[7] = 3.0
+    html = heat_map({"layer 0": even, "layer <1>": hot}, steps, 1.0, "step")
+    assert html.count("<i ") == 2 * MOST_COLUMNS
+    assert html.count('opacity:1"') == 1
+    assert 'title="steps 6 to 10: 3"' in html
+    assert "layer &lt;1&gt;" in html
+    assert heat_map({"layer 0": even[:1]}, steps[:1], 1.0, "step").count('title="step 1: 1"') == 1

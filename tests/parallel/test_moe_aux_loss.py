@@ -14,7 +14,7 @@ from weft.checkpoint.huggingface import build_plain, materialize
 from weft.checkpoint.model_config import read_config
 from weft.data import MicroBatch
 from weft.job import Model
-from weft.parallel.moe_aux_loss import largest_imbalance
+from weft.parallel.moe_aux_loss import imbalances_of_blocks
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
 from weft.plan import Pipeline, Plan
@@ -60,7 +60,8 @@ def split(
     forward_backward(model, mine, p.gradient_ranks / tokens, p.gradient_ranks / len(batch.input_ids))
     gradients = {name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()}
     loads = runtime(model).router_stats.take_loads()
-    return gradients, None if loads is None else largest_imbalance(loads)
+    imbalances = None if loads is None else imbalances_of_blocks(runtime(model).anatomy, loads)
+    return gradients, None if imbalances is None else max(imbalances)
 
 
 @pytest.mark.thin(7)

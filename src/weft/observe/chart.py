@@ -26,6 +26,7 @@ TONES = (
 ACCENT, CONTRAST, NEUTRAL = "t0", "t1", "t7"
 MOST_POINTS = 800  # maximum points per line: the resolution of a screen; limits the page size of long runs
 MOST_STRIPS = 120
+MOST_COLUMNS = 60  # maximum columns of a heat map; a column shows the largest value of its steps
 FEW = 40  # lines with at most this number of points also mark them: a line through one point is invisible
 LABELLED = 2.5  # minimum width of a labelled span in percent of the frame
 
@@ -216,6 +217,43 @@ def gantt_chart(lanes: Mapping[str, Sequence[GanttBar]], title: str) -> str:
     return (
         f'<div class="chart gantt" style="--gutter:{gutter}ch">'
         f"{_head('', [(part, f'{tone} bar') for part, tone in tones.items()])}"
+        f'<div class="lanes">{body}</div><div class="scale">{_x_ticks(x)}</div>{_foot(title)}</div>'
+    )
+
+
+def heat_map(lanes: Mapping[str, np.ndarray], steps: np.ndarray, low: float, title: str) -> str:
+    """Heat map with one lane per name: the darker a cell, the larger its value.
+
+    Args:
+        lanes: values of each lane, float64 [num_steps].
+        steps: step of each value, float64 [num_steps].
+        low: value of an empty cell.
+        title: title of the step axis.
+    """
+    x = linear_axis(steps, tight=True)
+    high = max((float(np.nanmax(values)) for values in lanes.values()), default=low)
+    columns = np.array_split(np.arange(len(steps)), min(len(steps), MOST_COLUMNS))
+    width = 100 / max(len(columns), 1)
+
+    def cell(index: int, column: np.ndarray, values: np.ndarray) -> str:
+        value = float(np.nanmax(values[column]))
+        shade = (value - low) / (high - low) if high > low else 0.0
+        style = (
+            f"left:{_coordinate(index * width)}%;width:{_coordinate(width)}%;opacity:{_coordinate(max(shade, 0.02))}"
+        )
+        first, last = (format_value(float(steps[at])) for at in (column[0], column[-1]))
+        when = f"step {first}" if first == last else f"steps {first} to {last}"
+        return f'<i class="{ACCENT}" style="{style}" title="{escape(f"{when}: {format_value(value)}")}"></i>'
+
+    body = "".join(
+        f'<div class="lane"><span>{escape(name)}</span>'
+        f"{''.join(cell(index, column, values) for index, column in enumerate(columns))}</div>"
+        for name, values in lanes.items()
+    )
+    gutter = max(map(len, lanes), default=0)
+    legend = [(f"{format_value(low)} to {format_value(high)}", f"{ACCENT} bar")]
+    return (
+        f'<div class="chart gantt" style="--gutter:{gutter}ch">{_head("", legend)}'
         f'<div class="lanes">{body}</div><div class="scale">{_x_ticks(x)}</div>{_foot(title)}</div>'
     )
 

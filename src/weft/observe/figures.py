@@ -15,6 +15,7 @@ from weft.observe.chart import (
     bar_chart,
     format_value,
     gantt_chart,
+    heat_map,
     line_chart,
     linear_axis,
     log_axis,
@@ -117,6 +118,14 @@ def step_figure(
         median = float(np.median(known))
         series = [Series("each step", steps, values), _across(f"median {label(median)}", steps, median)]
     return line_chart(series, _step_axis(series), linear_axis(values, label, zero=True), ("step", title))
+
+
+def expert_load_figure(rows: Sequence[StepMetrics]) -> str:
+    """Heat map of the load of the busiest expert over the mean, by layer and step."""
+    known = [row for row in rows if row.expert_imbalances]
+    table = np.array([row.expert_imbalances for row in known], dtype=np.float64)
+    lanes = {f"layer {layer}": table[:, layer] for layer in range(table.shape[1]) if table[:, layer].any()}
+    return heat_map(lanes, _steps(known), 1.0, "step")
 
 
 def memory_figure(memory: Mapping[str, Mapping[str, float]]) -> str:

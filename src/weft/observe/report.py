@@ -206,6 +206,10 @@ def _optimization_plots(run: RunRecord) -> str:
             f"Maximum: {max(row.learning_rate for row in rows):.3g}.",
         ),
     ]
+    if any(row.expert_imbalances for row in rows):
+        largest = max(row.expert_imbalance or 0 for row in rows)
+        caption = f"Load of the busiest expert over the mean, by block with experts. Largest: {largest:.3g}; 1 is even."
+        plots.append(page.plot("plot-experts", figures.expert_load_figure(rows), "Load of experts", caption, wide=True))
     if any(row.loss_scale != 1 for row in rows):
         figure = figures.step_figure(rows, "loss_scale", "loss scale")
         plots.append(

@@ -166,9 +166,17 @@ def find_corrected(model: nn.Module, block: Block) -> nn.Module | None:
     return found[0] if len(found) == 1 else None
 
 
-def largest_imbalance(loads: dict[str, Tensor]) -> float:
-    """Load of the busiest expert divided by the mean load, in the least balanced layer; 0 without layers."""
-    return max((load_imbalance(load) for load in loads.values()), default=0.0)
+def imbalances_of_blocks(anatomy: Anatomy, loads: dict[str, Tensor]) -> list[float]:
+    """Load of the busiest expert divided by the mean load, for each block of a model; 0 for a block without loads.
+
+    Args:
+        anatomy: anatomy of the full model.
+        loads: result of `take_loads`.
+    """
+    return [
+        max((load_imbalance(loads[name]) for name in block.experts if name in loads), default=0.0)
+        for block in anatomy.blocks
+    ]
 
 
 def router_sums(logits: list[Tensor], rows: int, top_k: int) -> Tensor:

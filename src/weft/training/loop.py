@@ -28,7 +28,7 @@ from weft.memory.live_bytes import LiveBytes
 from weft.memory.quantized_weights import quantized_bytes
 from weft.parallel.dropout import STEPS_PER_SEED
 from weft.parallel.fsdp import count_local_parameters, model_state_bytes
-from weft.parallel.moe_aux_loss import largest_imbalance
+from weft.parallel.moe_aux_loss import imbalances_of_blocks
 from weft.parallel.runtime import runtime, set_dropout_seed
 from weft.precision.dtypes import DTYPES
 from weft.precision.scaling import LossScale
@@ -105,13 +105,14 @@ def train(session: Session, out: Path, heartbeat: Heartbeat) -> None:
             loads = routers.take_loads()
             if loads and job.train.router_bias_rate and not result.problem:
                 routers.correct(loads, job.train.router_bias_rate)
-            values = session.device.peak_memory_bytes(), signals.first, largest_imbalance(loads or {})
-            peak_memory, stop, largest_load = _agree_on_largest(session, *values)
-            imbalance = None if loads is None else largest_load
+            imbalances = None if loads is None else imbalances_of_blocks(session.anatomy, loads)
+            values = session.device.peak_memory_bytes(), signals.first, *(imbalances or ())
+            peak_memory, stop, *agreed = _agree_on_largest(session, *values)
+            imbalances = None if imbalances is None else agreed
             seconds, comm = time.perf_counter() - start, communication_metrics(sent, clock)
             for observer in observers:
                 observer.step(
-                    to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalance, blocked, peak)
+                    to_metrics(step, result, rate, scale, seconds, int(peak_memory), comm, imbalances, blocked, peak)
                 )
             if result.problem:
                 log(f"step {step} skipped, weights unchanged: {result.problem}")
@@ -309,7 +310,7 @@ def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
         seconds: float,
         peak_memory: int,
         comm: dict[str, dict[str, float]],
-        imbalance: float | None,
+        imbalances: Sequence[float] | None,
         blocked: float,
         peak: PeakMemory | None,
     ) -> StepMetrics:
@@ -328,7 +329,8 @@ def _step_metrics_builder(session: Session) -> Callable[..., StepMetrics]:
             loss_scale=scale.value,
             skipped=result.problem is not None,
             overflowed=result.overflowed,
-            expert_imbalance=imbalance,
+            expert_imbalance=None if imbalances is None else max(imbalances, default=0.0),
+            expert_imbalances=tuple(imbalances or ()),
             checkpoint_seconds=blocked,
             peak=peak.bytes_by_kind if peak else None,
             peak_operation=peak.operation if peak else None,

@@ -62,6 +62,8 @@ class StepMetrics:
     """pp ranks with non-finite gradients; (0,) without a pipeline."""
     expert_imbalance: float | None = None
     """Tokens of the busiest expert divided by the mean, in the most imbalanced layer; None without experts."""
+    expert_imbalances: tuple[float, ...] = ()
+    """The same ratio for each block of the model, 0 for a block without experts; empty without experts."""
     checkpoint_seconds: float = 0.0
     """Seconds that the previous checkpoint blocked training before this step."""
     comm: dict[str, dict[str, float]] | None = None
