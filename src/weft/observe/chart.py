@@ -13,16 +13,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-TONES = (
-    "t0",
-    "t1",
-    "t2",
-    "t3",
-    "t4",
-    "t5",
-    "t6",
-    "t7",
-)  # classes of the style sheet; all colours have enough contrast on white and on black
+TONES = tuple(f"t{index}" for index in range(8))
+"""Classes of the style sheet; all colours have enough contrast on white and on black."""
 ACCENT, CONTRAST, NEUTRAL = "t0", "t1", "t7"
 MOST_POINTS = 800  # maximum points per line: the resolution of a screen; limits the page size of long runs
 MOST_STRIPS = 120

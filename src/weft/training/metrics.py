@@ -75,8 +75,7 @@ class StepMetrics:
     peak_operation: str | None = None
     """Operation at peak memory, its results, and its part of the model."""
     pools: dict[str, dict[str, int]] | None = None
-    """Counters of the memory pools for offloaded activations and optimizer state on rank 0, in bytes: requested, reused, live,
-    peak live and held."""
+    """Bytes of the memory pools for offloaded tensors on rank 0: requested, reused, live, peak live and held."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
