@@ -50,10 +50,11 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     ),
 }
 """Ranks, rows of the global batch, and the plan."""
+COMPILED = {"compiled blocks": (2, 8, {"parallel": {"zero": 2, "ep": 2}, "compute": {"compile": "blocks"}})}
 
 
 def plan_of(layout: str, dtype: str = "fp32", overlap: str = "joint") -> tuple[int, int, Plan]:
-    ranks, rows, tables = LAYOUTS[layout]
+    ranks, rows, tables = (LAYOUTS | COMPILED)[layout]
     precision = {"param_dtype": dtype, "update": "fp32", "reduce_dtype": "fp32"}
     comm = {"expert_overlap": overlap, **tables.get("comm", {})}
     return ranks, rows, Plan.model_validate({"precision": precision, **tables, "comm": comm})
@@ -61,7 +62,7 @@ def plan_of(layout: str, dtype: str = "fp32", overlap: str = "joint") -> tuple[i
 
 def config_of(name: str, layout: str) -> dict[str, Any]:
     config = {**family(name), "first_k_dense_replace": 0}
-    return {**config, "num_hidden_layers": 4} if "pp" in LAYOUTS[layout][2]["parallel"] else config
+    return {**config, "num_hidden_layers": 4} if "pp" in (LAYOUTS | COMPILED)[layout][2]["parallel"] else config
 
 
 @pytest.mark.thin(23)
@@ -88,10 +89,19 @@ def gradients(rank: int, ranks: int, name: str, layout: str, dtype: str, overlap
     return {"loss": loss, "hand-overs": lanes.handovers if lanes else 0, **found}
 
 
+@pytest.mark.sweep
+def test_compiled_blocks_have_the_bits_of_the_plain_order() -> None:
+    check_bits("compiled blocks", "fp32")
+
+
 @pytest.mark.thin(7)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bits_of_the_plain_order(layout: str, dtype: str) -> None:
+    check_bits(layout, dtype)
+
+
+def check_bits(layout: str, dtype: str) -> None:
     ranks, rows, _ = plan_of(layout)
     name = "deepseek_v3" if "zero 3" in layout else "qwen3_moe"
     expected = run_ranks(ranks, gradients, name, layout, dtype, "off", rows)
