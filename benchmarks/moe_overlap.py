@@ -1,4 +1,4 @@
-"""Share of the all-to-all of experts that is hidden behind computation, on an emulated wire between eight ranks.
+"""Share of the all-to-all of experts that is overlapped with computation, on an emulated wire between eight ranks.
 
     python benchmarks/moe_overlap.py            # about ten minutes
     python benchmarks/moe_overlap.py --quick    # a smoke run
@@ -140,7 +140,7 @@ class Figures(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Share of the messages of rows that is hidden behind computation."""
+        """Share of the messages of rows that is overlapped with computation."""
         return 1 - self.waited / self.wire
 
 

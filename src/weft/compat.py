@@ -92,7 +92,7 @@ def end_fsdp_backward(model: Any) -> None:
 
 
 class FsdpUse(NamedTuple):
-    """What FSDP2 notes about a forward or backward that is running."""
+    """State of FSDP2 in a running forward or backward."""
 
     root: Any
     """Module state that began the forward."""
@@ -105,7 +105,7 @@ class FsdpUse(NamedTuple):
 
 
 def fsdp_use(model: Any) -> FsdpUse:
-    """What FSDP2 notes about the forward or backward that is running."""
+    """State of FSDP2 in the running forward or backward."""
     shared = model._get_fsdp_state()._state_ctx
     return FsdpUse(
         shared.iter_forward_root,

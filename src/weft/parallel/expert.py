@@ -57,7 +57,7 @@ class Channel(NamedTuple):
     lanes: Lanes | None = None
     """Lanes of joint forwards and backwards, which hand over before each wait for rows."""
     counts_group: dist.ProcessGroup | None = None
-    """Group of the same ranks for counts, which must not queue behind the rows of the other lane; None: `group`."""
+    """Group of the same ranks for counts, which must not wait for the rows of the other lane; None: `group`."""
 
     def start(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Wait:
         """Start an all-to-all of rows."""
@@ -105,10 +105,8 @@ def dispatch(
         expert, then token. R may be 0.
     """
     ranks, top_k = channel.group.size(), index.shape[1]
-    experts, order = index.flatten().sort(stable=True)
-    boundaries = torch.arange(num_experts + 1, dtype=index.dtype, device=index.device)
-    # Unlike bincount, searchsorted does not synchronise with the device.
-    counts = torch.searchsorted(experts, boundaries).diff().view(ranks, -1)
+    order, counts = sort_copies(index, num_experts)
+    counts = counts.view(ranks, -1)
     receive_counts = channel.exchange_counts(counts)
     # The only device synchronisation of a layer.
     input_splits, output_splits = torch.stack([counts.sum(1), receive_counts.sum(1)]).tolist()
@@ -118,6 +116,41 @@ def dispatch(
     local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
     local_index = local.repeat_interleave(receive_counts.flatten(), output_size=sum(output_splits))[:, None]
     return received, local_index, Route(channel, order, top_k, input_splits, output_splits)
+
+
+def sort_copies(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sort the copies of tokens by expert.
+
+    Args:
+        index: [T, K] integer: experts of each token; `num_experts` for a copy that is not sent.
+        num_experts: number of experts.
+
+    Returns:
+        order [T K] int64: index (token * K + k) of the copies, by expert, then token; counts [num_experts] int64.
+    """
+    experts, order = index.flatten().sort(stable=True)
+    boundaries = torch.arange(num_experts + 1, dtype=index.dtype, device=index.device)
+    # Unlike bincount, searchsorted does not synchronise with the device.
+    return order, torch.searchsorted(experts, boundaries).diff()
+
+
+def run_experts(forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, index: Tensor) -> Tensor:
+    """Forward of an experts module on rows with one expert each, without router weights.
+
+    Without rows it runs too, on a row of zeros: its backward exchanges gradients, and the parameters need zero gradients.
+
+    Args:
+        forward: forward of the module.
+        rows: [R, H].
+        index: [R, 1] int64.
+
+    Returns:
+        [R, H].
+    """
+    num_rows = len(rows)
+    if num_rows == 0:
+        rows, index = (torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])]) for tensor in (rows, index))
+    return forward(rows, index, rows.new_ones(len(rows), 1))[:num_rows]
 
 
 def dispatch_to_hosts(
@@ -252,11 +285,7 @@ def expert_parallel_forward(
         sums = expert_parallel_forward(local_forward, per_host, tuple(inside), rows, index, weights)
         return combine(sums, sums.new_ones(len(hidden_states), route.top_k), route)
     rows, index, route = dispatch(hidden_states, top_k_index, num_experts, channel, overlapped)
-    num_rows = len(rows)
-    if num_rows == 0:  # backward must run here too: it exchanges gradients, and the parameters need zero gradients
-        rows, index = (torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])]) for tensor in (rows, index))
-    outputs = local_forward(rows, index, rows.new_ones(len(rows), 1))[:num_rows]
-    return combine(outputs, top_k_weights, route).to(hidden_states.dtype)
+    return combine(run_experts(local_forward, rows, index), top_k_weights, route).to(hidden_states.dtype)
 
 
 def mixture_of_experts(

@@ -1,4 +1,4 @@
-"""Which ranks also compute the experts of others, for one micro-batch of one layer: replicas for even load.
+"""Plan of expert replicas that even out the load of ranks, for one micro-batch of one layer.
 
 Every rank knows the number of copies of tokens of each rank for each expert, and finds the same plan, in integers. The fullest
 rank gives a part of its largest expert to the emptiest rank that has a free slot, until no rank has more than tau times the

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.comm.collectives import gather_dim, start_all_to_all
 from weft.comm.lanes import Lanes
-from weft.parallel.expert import Channel, Route, combine
+from weft.parallel.expert import Channel, Route, combine, run_experts, sort_copies
 from weft.parallel.expert_balance import Replica, plan_replicas, rows_to_receive, rows_to_send, shares
 
 
@@ -79,9 +79,7 @@ def balanced_forward(
     """
     ranks, rank, device = channel.group.size(), channel.group.rank(), hidden_states.device
     own, top_k = num_experts // ranks, top_k_index.shape[1]
-    sorted_experts, order = top_k_index.flatten().sort(stable=True)
-    boundaries = torch.arange(num_experts + 1, dtype=top_k_index.dtype, device=device)
-    counts = torch.searchsorted(sorted_experts, boundaries).diff()
+    order, counts = sort_copies(top_k_index, num_experts)
     # The only device synchronisation of a layer.
     all_counts = gather_dim(counts, channel.counts_group or channel.group, 0).view(ranks, -1).cpu().numpy()
     replicas = plan_replicas(all_counts.sum(0), ranks, slots)
@@ -99,20 +97,19 @@ def balanced_forward(
     mine = [replica.expert for replica in replicas if replica.rank == rank]
     is_home = received.expert // own == rank
     local = np.where(is_home, received.expert - own * rank, own + np.searchsorted(mine, received.expert))
-    local_index = _repeat(local, received.rows, device)
+    local_index = _repeat(local, received.rows, device)[:, None]
     num_home = int(received.rows[is_home].sum())
     has_replica_rows = num_home < len(rows)
-    by_home = (local_index >= own).argsort(stable=True) if has_replica_rows else None
+    by_home = (local_index[:, 0] >= own).argsort(stable=True) if has_replica_rows else None
     if by_home is not None:
         rows, local_index = rows[by_home], local_index[by_home]
     outputs = []
-    if (
-        wait_for_weights is not None
-    ):  # before the own experts, so that in backward the gradients of replicas are sent last
+    # Replicas run before the own experts, so that in backward their gradients are sent last.
+    if wait_for_weights is not None:
         replica_forward = _with_weights(replica_module, experts, wait_for_weights(), slots)
-        outputs.append(_run(replica_forward, rows[num_home:], local_index[num_home:] - own))
+        outputs.append(run_experts(replica_forward, rows[num_home:], local_index[num_home:] - own))
         vars(replica_module)["_parameters"] = {}  # autograd keeps what backward needs
-    results = torch.cat([_run(local_forward, rows[:num_home], local_index[:num_home]), *outputs])
+    results = torch.cat([run_experts(local_forward, rows[:num_home], local_index[:num_home]), *outputs])
     if by_home is not None:
         back = torch.empty_like(by_home)
         back[by_home] = torch.arange(len(by_home), device=device)
@@ -159,14 +156,6 @@ def _with_weights(
     }
     vars(replicas).update({**vars(experts), "_parameters": padded, "num_experts": slots})
     return lambda *args: type(replicas).forward(replicas, *args)
-
-
-def _run(forward: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, index: Tensor) -> Tensor:
-    """Forward of rows with one expert each; also without rows, as its backward sends gradients and makes those of weights."""
-    num_rows = len(rows)
-    if num_rows == 0:
-        rows, index = rows.new_zeros(1, rows.shape[1]) + rows.sum(), index.new_zeros(1)
-    return forward(rows, index[:, None], rows.new_ones(len(rows), 1))[:num_rows]
 
 
 def _repeat(values: Any, counts: Any, device: torch.device) -> Tensor:

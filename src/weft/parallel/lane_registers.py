@@ -10,7 +10,7 @@ from weft.parallel.weights import LocalWeights
 
 
 class FsdpRegisters:
-    """What FSDP2 notes about a running forward or backward. Keeps the weights of units that the other lane uses."""
+    """State of FSDP2 in a running forward or backward. Keeps the weights of units that the other lane uses."""
 
     def __init__(self, model: Any):
         self.model = model

@@ -168,17 +168,16 @@ def parallelize(
         sharded = apply_fsdp(model, anatomy, plan, mesh, expert_mesh, runtime.feedback)
         runtime.gradient_reducer, runtime.reduce_scatters = sharded
     stages = [range(len(full_anatomy.blocks))] if p.pp == 1 else [stage_io.stages[stage] for stage in stage_io.own]
+    names_by_stage = [[full_anatomy.blocks[index].name for index in stage] for stage in stages]
     if p.zero == 3:
-        prefetch_forward(model, [[full_anatomy.blocks[index].name for index in stage] for stage in stages], plan, mesh)
+        prefetch_forward(model, names_by_stage, plan, mesh)
+    if p.zero == 3 and (p.pp > 1 or lanes is not None):  # backwards run in another order than FSDP2 records
+        prefetch_backward(model, names_by_stage)
     if p.pp > 1:
-        if p.zero == 3:
-            prefetch_backward(model, [[full_anatomy.blocks[index].name for index in stage] for stage in stages])
         install_stage_switch(model, full_anatomy, stage_io)
         runtime.pipeline = PipelineRuntime(
             model, full_anatomy, stage_io, plan, mesh, queue, runtime.router_stats, runtime.gradient_reducer, lanes
         )
-    elif lanes is not None and p.zero == 3:
-        prefetch_backward(model, [[block.name for block in full_anatomy.blocks]])
     if lanes is not None:
         lanes.registers += weights_registers(model)
         if p.zero > 0:

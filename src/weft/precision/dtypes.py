@@ -26,12 +26,7 @@ def check_dtypes(precision: Precision, device: Device) -> None:
         PlanError: names the key, its dtype, and a supported dtype.
     """
     if precision.matmul != "forward" and not precision.emulate_fp8 and not device.supports("float8"):
-        raise PlanError(
-            f"matmul = {precision.matmul!r} on {device.type} {device.name}",
-            where="plan.precision.matmul",
-            rule="this device has no FP8 matmuls",
-            fix='set plan.precision.emulate_fp8 = true to compute the same numbers in float32, or matmul = "forward"',
-        )
+        raise missing_fp8(precision.matmul, f"{device.type} {device.name}")
     if device.emulates:
         return
     known = [name for name in ("bf16", "fp16", "fp64") if device.supports(name)]
@@ -45,6 +40,21 @@ def check_dtypes(precision: Precision, device: Device) -> None:
                 fix=f'set plan.precision.{key} to "{"fp16" if key in ("param_dtype", "backward") else "fp32"}"'
                 + (' and plan.precision.loss_scale to "dynamic"' if key in ("param_dtype", "backward") else ""),
             )
+
+
+def missing_fp8(matmul: str, device: str) -> PlanError:
+    """Error for FP8 matmuls on a device without them.
+
+    Args:
+        matmul: value of `plan.precision.matmul`.
+        device: name of the device.
+    """
+    return PlanError(
+        f"matmul = {matmul!r} on {device}",
+        where="plan.precision.matmul",
+        rule="this device has no FP8 matmuls",
+        fix='set plan.precision.emulate_fp8 = true to compute the same numbers in float32, or matmul = "forward"',
+    )
 
 
 def explain_precision(written: Precision, device: Device) -> str:

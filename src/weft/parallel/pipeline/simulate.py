@@ -24,7 +24,7 @@ class ActionCosts:
     joint: ByStage | None = None
     """Seconds of a joint slot, by the stage of its forward; None: the sum of its two actions, less what is hidden."""
     forward_wait: ByStage = 0
-    """Part of `forward` in which the rank waits for rows of experts. In a joint slot it is hidden behind the other action's
+    """Part of `forward` in which the rank waits for rows of experts. In a joint slot it overlaps with the other action's
     computation (`weft.comm.lanes`)."""
     backward_wait: ByStage = 0
     """The same part of a full backward."""

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.errors import PlanError
 from weft.plan import BYTES, Compute, Plan, Precision, Prediction, bytes_per_state_element
 from weft.planner.costmodel.frameworks import STACKS, FrameworkModel
 from weft.planner.costmodel.hardware import ClusterSpec, DeviceSpec
@@ -12,6 +11,7 @@ from weft.planner.costmodel.layout import TrainingLayout
 from weft.planner.costmodel.shape import Shape
 from weft.planner.dryrun.trace import Trace
 from weft.planner.search.space import Choice, Space
+from weft.precision.dtypes import missing_fp8
 
 RECOMPUTE: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -44,12 +44,7 @@ def matmul_dtype(precision: Precision, device: DeviceSpec) -> str:
     if precision.matmul != "forward" and "fp8" in device.peak:
         return precision.matmul
     if precision.matmul != "forward" and not precision.emulate_fp8:
-        raise PlanError(
-            f"matmul = {precision.matmul!r} on {device.name}",
-            where="plan.precision.matmul",
-            rule="this device has no FP8 matmuls",
-            fix='set plan.precision.emulate_fp8 = true to compute the same numbers in float32, or matmul = "forward"',
-        )
+        raise missing_fp8(precision.matmul, device.name)
     is_fp32 = precision.matmul != "forward" or precision.resolve(device.native_bf16).param_dtype in ("fp32", "fp64")
     return "fp32" if is_fp32 else "bf16"
 
