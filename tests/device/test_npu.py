@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.lab import npu
+from tests.lab.pool import DEVICE_VARIABLE
 from weft.launch.store import STORE_VARIABLE, StoreServer
 
 RANKS = 2
@@ -60,3 +62,28 @@ def test_float64_is_reduced_without_loss_by_collectives_without_float64(results:
 def test_training_on_an_npu_equals_the_untouched_model(layout: str, results: dict[str, Any]) -> None:
     found, expected = results[layout]
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+SUITES = {
+    "parallel/test_axes.py": "",
+    "parallel/test_context.py": "",
+    "parallel/test_expert.py": "",
+    "parallel/test_fsdp.py": "not fp64 and not do_not_divide",
+    "parallel/test_hot_experts.py": "parity_of_models",
+    "parallel/test_joint.py": "",
+    "parallel/test_overlap.py": "families or techniques",
+    "parallel/pipeline/test_pipeline.py": "float32",
+    "memory/test_pairs.py": "",
+}
+"""Files with tests of parity, and which of their tests: HCCL reduces no float64, and live bytes are counted on a CPU."""
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(not npu.HAS_COMPILER, reason="compiles a device guard with g++")
+@pytest.mark.parametrize("file", SUITES)
+def test_parity_on_ranks_with_npu_tensors(file: str) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"tests/{file}"]
+    environment = os.environ | {DEVICE_VARIABLE: "npu"}
+    done = subprocess.run([*command, "-k", SUITES[file]], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -1,12 +1,18 @@
 """Stand-in for an NPU, for tests on CPU: torch's device type "npu" with host memory, and a process group backend "hccl".
 
 `install` changes the global state of torch, so that it runs in a process without other tests. Operators of npu tensors compute
-on CPU tensors with the same memory. Like HCCL, the backend refuses dtypes that are not in `SENT`.
+on CPU tensors with the same memory. Like HCCL, the backend refuses to reduce dtypes that are not in `REDUCED`.
 """
 
 import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +25,15 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from weft.device.cpu import NoEvent, NoStream
 
 aten = torch.ops.aten
-SENT = (torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16)
-"""Dtypes of the collectives of HCCL."""
+REDUCED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16)
+"""Dtypes that HCCL reduces."""
+COPIED = (*REDUCED, torch.uint8, torch.bool, torch.float64)
+"""Dtypes of its other collectives."""
 DLPACK_CPU, DLPACK_NPU = 1, 12  # device types of DLPack: kDLCPU and kDLExtDev
 CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 MISSING = ("aten::_grouped_mm",)  # operators that torch has on CPU and CUDA alone
+RESIZE_ON_HOST = torch.UntypedStorage.resize_
+HAS_COMPILER = shutil.which("g++") is not None
 VIEWS = ("as_strided", "view", "_reshape_alias", "unfold")  # their CPU kernels only change metadata
 
 
@@ -40,6 +50,7 @@ class _DlpackTensor(ctypes.Structure):
 def install() -> list[torch.library.Library]:
     """Register the device and the backend, once per process; keep the result alive."""
     _setup_privateuseone_for_python_backend("npu")
+    ctypes.CDLL(str(_compile_guard()))
     torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]  # of devices from Python, torch has none
     for name, function in _module().items():
         setattr(torch.npu, name, function)  # type: ignore[attr-defined]
@@ -49,15 +60,30 @@ def install() -> list[torch.library.Library]:
     for name in VIEWS:
         operators.impl(name, _redispatch(getattr(aten, name).default), "PrivateUse1")
     operators.impl("_copy_from", _copy_from, "PrivateUse1")
+    operators.impl("record_stream", lambda tensor, stream: None, "PrivateUse1")
     operators.impl("_local_scalar_dense", lambda tensor: on_cpu(tensor).item(), "PrivateUse1")
     dist.Backend.register_backend("hccl", HcclGroup, devices=["npu"])
     return [fallback, operators]
+
+
+def _compile_guard() -> Path:
+    """Compile the device guard, once for each version of it and of torch."""
+    source, folder = Path(__file__).with_name("npu_guard.cpp"), Path(torch.__file__).parent
+    key = hashlib.sha256(source.read_bytes() + torch.__version__.encode() + str(folder).encode()).hexdigest()[:16]
+    library = Path(tempfile.gettempdir()) / f"weft-npu-guard-{os.getuid()}-{key}.so"
+    if not library.exists():
+        draft = library.with_suffix(f".{os.getpid()}")
+        options = ["-std=c++17", "-shared", "-fPIC", f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-lc10"]
+        subprocess.run(["g++", str(source), "-o", str(draft), *options], check=True)
+        draft.rename(library)
+    return library
 
 
 def _module() -> dict[str, Any]:
     """Functions of torch.npu that torch's placeholder lacks; streams are synchronous."""
     return {
         "is_bf16_supported": lambda: True,
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
         "Stream": lambda *_, **__: NoStream(),
@@ -69,7 +95,8 @@ def _module() -> dict[str, Any]:
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     """FSDP frees gathered weights by a size of 0; storages of devices from Python keep their memory."""
-    assert storage.device.type == "npu"
+    if storage.device.type != "npu":
+        return RESIZE_ON_HOST(storage, size)
     assert size in (0, storage.nbytes())
     return storage
 
@@ -112,6 +139,9 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
     empty = {name: kwargs[name] for name in _outputs(operator) if name in kwargs and kwargs[name].numel() == 0}
     with torch.no_grad():
         own_args, own_kwargs = tree_map(to_cpu, (args, kwargs))
+        own_args = [
+            _as_tensor(value, wanted) for value, wanted in zip(own_args, operator._schema.arguments, strict=False)
+        ]
         own_kwargs |= {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in empty.items()}
         result = operator(*own_args, **own_kwargs)
         for name, tensor in empty.items():  # memory of DLPack cannot grow
@@ -125,6 +155,11 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         return known.get(id(value), on_npu(value)) if isinstance(value, Tensor) else value
 
     return tree_map(to_npu, result)
+
+
+def _as_tensor(value: Any, argument: torch.Argument) -> Any:
+    """A number that torch has passed for a tensor (`bits & 1`) as a tensor; other values unchanged."""
+    return torch.tensor(value) if isinstance(value, int | float) and str(argument.type) == "Tensor" else value
 
 
 def _outputs(operator: Any) -> list[str]:
@@ -143,9 +178,11 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
 def _by_gloo(name: str) -> Any:
     """Method that sends npu tensors by gloo, if HCCL has their dtype."""
 
+    known = REDUCED if "reduce" in name else COPIED
+
     def call(self: "HcclGroup", *args: Any) -> dist.Work:
         def checked(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.device.type == "npu" and value.dtype not in SENT:
+            if isinstance(value, Tensor) and value.device.type == "npu" and value.dtype not in known:
                 raise TypeError(f"HCCL has no {name} of {value.dtype}")
             return on_cpu(value)
 

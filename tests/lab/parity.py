@@ -168,14 +168,17 @@ def run_plan(
 ) -> ParityRecord:
     """Train the same steps by Weft, on one rank of several."""
     config = read_config(source)
-    plan = plan.resolve(world_size)
-    mesh = build_mesh(plan, "cpu", world_size)
+    plan, device = plan.resolve(world_size), detect()
+    mesh = build_mesh(plan, device.type, world_size)
     model = parallelize(build_on_meta(config, DTYPES[plan.precision.update]), plan, mesh)
-    materialize(model, source, torch.device("cpu"))
+    materialize(model, source, device.torch_device(0))
     model.train()
-    optimizer = DistributedOptimizer(build_optimizer(model, settings), model, detect())
+    optimizer = DistributedOptimizer(build_optimizer(model, settings), model, device)
     data_ranks, gradient_ranks = plan.parallel.data_ranks, plan.parallel.gradient_ranks
-    shares = [share(batch, data_rank(mesh), data_ranks, micro_batch) for batch in batches]
+    shares = [
+        [part.to(device.torch_device(0)) for part in share(batch, data_rank(mesh), data_ranks, micro_batch)]
+        for batch in batches
+    ]
     tokens = int((batches[0].targets != -100).sum())
     set_dropout_seed(model, 0)
     forward_backward(model, shares[0], gradient_ranks / tokens)
@@ -198,9 +201,9 @@ def run_plan(
     return ParityRecord(
         losses,
         norms,
-        torch.cat(logits) if logits else torch.empty(0),
-        gradients,
-        gather_weights(model),
+        torch.cat(logits).cpu() if logits else torch.empty(0),
+        {name: gradient.cpu() for name, gradient in gradients.items()},
+        {name: weight.cpu() for name, weight in gather_weights(model).items()},
         held_out,
         data_rank(mesh),
     )
@@ -225,7 +228,7 @@ def logits_of_all(model: Any, batches: list[MicroBatch], mesh: DeviceMesh) -> li
 
 def full_logits(logits: torch.Tensor, batch: MicroBatch, mesh: DeviceMesh) -> torch.Tensor:
     """Logits of the full vocabulary and of full rows, in natural order."""
-    logits = torch.cat(gather_objects(logits, mesh.get_group("tp")), -1)
+    logits = torch.cat(gather_objects(logits.cpu(), mesh.get_group("tp")), -1)
     if mesh[CONTEXT_AXES].size() == 1:
         return logits
     seq_len = batch.input_ids.shape[1]

@@ -32,11 +32,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.lab import npu
+
 # Errors of a rank about a lost peer: consequences of another rank's failure, not its cause.
 SECONDARY = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 GRACE_SECONDS = 0.5
 TASKS_OF_A_POOL = 50  # then ranks are forked again, because every process group of a test leaves threads of gloo
 START_SECONDS = 60
+DEVICE_VARIABLE = "WEFT_LAB_DEVICE"  # "npu": ranks run on the stand-in for an NPU
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 
@@ -53,11 +56,15 @@ class Pool:
 
     def __init__(self, world_size: int):
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        fork = multiprocessing.get_context("fork")
+        if (device := os.environ.get(DEVICE_VARIABLE, "cpu")) == "cpu":
+            fork: Any = multiprocessing.get_context("fork")
+        else:  # after a backward, torch's threads for devices are not known to a fork
+            fork = multiprocessing.get_context("forkserver")
+            fork.set_forkserver_preload([__name__, "transformers", "weft.parallel.parallelize"])
         self.connections, self.processes, self.num_tasks = [], [], 0
         for rank in range(world_size):
             parent_end, child_end = fork.Pipe()
-            arguments = (rank, world_size, child_end, Path(self.folder.name), os.getpid())
+            arguments = (rank, world_size, child_end, Path(self.folder.name), device)
             process = fork.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             child_end.close()
@@ -185,7 +192,7 @@ def close_pools() -> None:
         _pools.popitem()[1].kill()
 
 
-def _serve(rank: int, world_size: int, connection: Connection, folder: Path, parent: int) -> None:
+def _serve(rank: int, world_size: int, connection: Connection, folder: Path, device: str) -> None:
     """Main loop of a rank: join the group, then run one task after the other."""
     gc.freeze()  # do not collect garbage of the test process: a store's destructor waits for a thread that the fork lacks
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C and kills its ranks
@@ -194,11 +201,15 @@ def _serve(rank: int, world_size: int, connection: Connection, folder: Path, par
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(str(folder / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+        backend, parent = "gloo", multiprocessing.parent_process()
+        assert parent is not None
+        if device == "npu":
+            libraries, backend = npu.install(), "cpu:gloo,npu:hccl"  # noqa: F841  # alive as long as the rank
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
         connection.send_bytes(pickle.dumps((True, None)))  # ready
         while True:
             while not connection.poll(1):
-                if os.getppid() != parent:  # the test process was killed
+                if not parent.is_alive():  # the test process was killed
                     os._exit(1)
             task = connection.recv_bytes()
             _reset()
