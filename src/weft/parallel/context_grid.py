@@ -24,8 +24,6 @@ class ContextParallel:
     ring: int
     rank: int
     """Rank along cp."""
-    tile: int = 256
-    """Largest side of a block that is computed with a mask, in tokens; larger blocks are cut further."""
     ulysses_chunks: int = 1
     """Maximum number of head chunks per Ulysses all-to-all. The number used is the max_side common divisor with the KV heads of
     a rank."""

@@ -13,6 +13,7 @@ from weft.anatomy.roles import Anatomy, standard_name
 from weft.anatomy.transformers import ATTENTION, document_masks
 from weft.errors import ModelError, PlanError
 from weft.parallel.attention_interface import IMPLEMENTATION, replace_attention
+from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.checks import check_decoder
 from weft.parallel.context_grid import ContextParallel, check_heads, own_positions, sequence_parts
 from weft.parallel.dropout import DropoutContext, has_attention_dropout
@@ -37,7 +38,7 @@ def apply_cp(
     mesh: DeviceMesh,
     ulysses_chunks: int = 1,
     dropout: DropoutContext | None = None,
-) -> None:
+) -> AttentionPlans:
     """Replace the attention of a model by context-parallel attention, in place; `shard_inputs` splits the rows.
 
     Args:
@@ -46,6 +47,9 @@ def apply_cp(
         mesh: device mesh with the axes of `weft.topology.mesh`.
         ulysses_chunks: maximum number of head chunks per Ulysses all-to-all.
         dropout: seed and rows of layout-invariant dropout.
+
+    Returns:
+        The plans that the attention modules share.
     """
     ulysses, ring = mesh["cp_ulysses"], mesh["cp_ring"]
     context = ContextParallel(
@@ -56,7 +60,9 @@ def apply_cp(
         context_rank(mesh),
         ulysses_chunks=ulysses_chunks,
     )
-    replace_attention(model, [name for block in anatomy.blocks for name in block.attention], context, dropout)
+    plans = AttentionPlans(mesh.device_type)
+    replace_attention(model, [name for block in anatomy.blocks for name in block.attention], context, plans, dropout)
+    return plans
 
 
 def row_multiple(anatomy: Anatomy, plan: Plan) -> int:
