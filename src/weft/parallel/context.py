@@ -28,7 +28,7 @@ from weft.compute.sequences import VarlenKernel
 from weft.compute.varlen_attention import choose_kernel
 from weft.errors import PlanError
 from weft.parallel.attention_plan import AttentionPlans
-from weft.parallel.context_grid import ContextParallel, check_heads, check_sequence, ring_chunks
+from weft.parallel.context_grid import ContextParallel, check_heads, check_sequence
 from weft.parallel.ring_attention import RingAttention, RingConfig
 
 
@@ -132,7 +132,7 @@ def attend(
         context.ring_group,
         context.ring,
         context.ring_rank,
-        [ring_chunks(seq_len, context.ring, rank) for rank in range(context.ring)],
+        seq_len,
         steps,
         kernel,
         scale,

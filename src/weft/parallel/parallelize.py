@@ -127,12 +127,13 @@ def parallelize(
         runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan), split_inputs)
     if replaces_attention:
         runtime.attention_plans = apply_cp(model, anatomy, mesh, plan.comm.ulysses_chunks, runtime.dropout)
+    context_plans = runtime.attention_plans
     if by_documents:  # before `shard_inputs`, which makes masks where there are none
         runtime.attention_plans = AttentionPlans(mesh.device_type)
         runtime.varlen = install_varlen(model, anatomy, runtime.attention_plans)
     runtime.takes_full_rows = p.tp > 1 or replaces_attention
     if runtime.takes_full_rows:
-        shard_inputs(model, full_anatomy, plan, mesh)
+        shard_inputs(model, full_anatomy, plan, mesh, context_plans)
     multiple = row_multiple(full_anatomy, plan) if runtime.takes_full_rows else None
     average_loss_over_targets(model, mesh, multiple, library_num_items)
     if queue is not None:

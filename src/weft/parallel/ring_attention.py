@@ -6,7 +6,6 @@ backward passes the merged result to the kernel (`weft.compute.sequences`). One 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from weft.compute.attention import accumulation_dtype, merge_attention
 from weft.compute.sequences import TokenDropout, VarlenKernel
 from weft.parallel.attention_plan import Call, Steps
+from weft.parallel.context_grid import zigzag_indices
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class RingConfig:
     group: dist.ProcessGroup | None
     ranks: int
     rank: int
-    chunks: list[tuple[range, ...]]
-    """Natural positions of the tokens of each ring rank."""
+    seq_len: int
+    """Tokens of a full row."""
     steps: Steps
     kernel: VarlenKernel
     scale: float
@@ -41,16 +41,12 @@ class RingConfig:
         """Softcap and dropout of a call, given all queries of this rank."""
         if self.dropout == 0:
             return self.softcap, None
-        arange = partial(torch.arange, device=q.device)
-
-        def positions(rank: int) -> Tensor:
-            return torch.cat([arange(chunk.start, chunk.stop) for chunk in self.chunks[rank]])
-
-        queries, keys = positions(self.rank), positions((self.rank - step) % self.ranks)
+        holders = self.rank, (self.rank - step) % self.ranks
+        queries, keys = (zigzag_indices(self.seq_len, self.ranks, rank, q.device) for rank in holders)
         rows, tokens = len(self.row_ids), (call.queries, call.queries, call.keys)
         of_tokens = self.row_ids.repeat_interleave(len(queries)), queries.repeat(rows), keys.repeat(rows)
         taken = (take(x, slices) for x, slices in zip(of_tokens, tokens, strict=True))
-        heads = arange(self.first_head, self.first_head + q.shape[1])
+        heads = torch.arange(self.first_head, self.first_head + q.shape[1], device=q.device)
         return self.softcap, TokenDropout(self.dropout, self.seed, heads, *taken)
 
 
