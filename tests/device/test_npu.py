@@ -60,3 +60,9 @@ def test_float64_is_reduced_without_loss_by_collectives_without_float64(results:
 def test_training_on_an_npu_equals_the_untouched_model(layout: str, results: dict[str, Any]) -> None:
     found, expected = results[layout]
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["data parallel", "context parallel"])
+def test_documents_are_computed_by_the_operator_of_the_npu(layout: str, results: dict[str, Any]) -> None:
+    calls = results[f"{layout}: calls"]
+    assert calls["forward"] > calls["backward"] > 0  # the evaluation has no backward

@@ -5,6 +5,7 @@ layout in memory that MindSpeed reads: heads before tokens inside of each sequen
 """
 
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -20,8 +21,14 @@ class NpuAttention(ModuleType):
         self, convert: Callable[[Tensor], Tensor] = lambda x: x, back: Callable[[Tensor], Tensor] = lambda x: x
     ) -> None:
         super().__init__("torch_npu")
+        self.__spec__ = ModuleSpec("torch_npu", None)
         self.convert, self.back = convert, back
         self.calls: list[str] = []
+
+    def take_calls(self) -> dict[str, int]:
+        """Number of calls since the last time, by direction."""
+        calls, self.calls = self.calls, []
+        return {name: calls.count(name) for name in ("forward", "backward")}
 
     def npu_fusion_attention(
         self, query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, **arguments: Any

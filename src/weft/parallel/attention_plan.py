@@ -185,7 +185,7 @@ def _copy_borders(
         for side in (0, 1)
     ]
     joined = torch.tensor([end for ends in borders for end in ends], dtype=torch.int32)
-    if device.type != "cpu" and torch.accelerator.is_available():
+    if device.type == "cuda":
         joined = joined.pin_memory()
     return iter(joined.to(device, non_blocking=True).split([len(ends) for ends in borders]))
 

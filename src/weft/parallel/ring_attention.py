@@ -57,18 +57,9 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: RingConfig) -> Tensor:
         keys, values, kv = k, v, _join(k, v, ring)
         merged: tuple[Tensor, Tensor] | None = None
-        for step, calls in enumerate(ring.steps):
+        for step in range(ring.ranks):
             transfer = _send_recv(kv, ring, tag=0) if step < ring.ranks - 1 else None
-            for call in calls:
-                part = ring.kernel.forward(
-                    take(q, call.queries),
-                    take(keys, call.keys),
-                    take(values, call.keys),
-                    call.sequences,
-                    ring.scale,
-                    *ring.options(call, step, q),
-                )
-                merged = part if merged is None else _merge(*merged, call.queries, *part)
+            merged = attend_step(ring, step, q, keys, values, merged)
             if transfer is not None:
                 kv = transfer.wait()
                 keys, values = kv.split([k.shape[-1], v.shape[-1]], -1)
@@ -90,18 +81,9 @@ class RingAttention(torch.autograd.Function):
         keys, values, kv = k, v, _join(k, v, ring)
         dq = dk = dv = None
         gradients: _RingTransfer | None = None
-        for step, calls in enumerate(ring.steps):
+        for step in range(ring.ranks):
             transfer = _send_recv(kv, ring, tag=0) if step < ring.ranks - 1 else None
-            dk = dv = None
-            for call in calls:
-                of_queries = [take(x, call.queries) for x in (grad, q)]
-                of_keys = [take(x, call.keys) for x in (keys, values)]
-                results = take(out, call.queries), take(lse, call.queries, 1)
-                options = ring.options(call, step, q)
-                parts = ring.kernel.backward(*of_queries, *of_keys, *results, call.sequences, ring.scale, *options)
-                dq = _add(dq, q, call.queries, parts[0])
-                dk = _add(dk, keys, call.keys, parts[1])
-                dv = _add(dv, values, call.keys, parts[2])
+            dq, dk, dv = attend_step_backward(ring, step, grad, q, keys, values, out, lse, dq)
             if ring.ranks > 1:
                 dtype = accumulation_dtype(k.dtype)
                 pairs = ((dk, k), (dv, v))
@@ -122,6 +104,69 @@ class RingAttention(torch.autograd.Function):
             share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # probability of the sink in each softmax
             dsinks = -(share * (grad.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+
+
+def attend_step(
+    ring: RingConfig, step: int, q: Tensor, keys: Tensor, values: Tensor, merged: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor] | None:
+    """Merge the attention over the keys of a step into the result of the steps before it.
+
+    Args:
+        ring: the plan and the kernel; no message is sent.
+        step: number of the step, from 0.
+        q: queries of this rank.
+        keys: keys that this rank holds in this step.
+        values: values that this rank holds in this step.
+        merged: out and lse of the steps before; None in the first step.
+    """
+    for call in ring.steps[step]:
+        part = ring.kernel.forward(
+            take(q, call.queries),
+            take(keys, call.keys),
+            take(values, call.keys),
+            call.sequences,
+            ring.scale,
+            *ring.options(call, step, q),
+        )
+        merged = part if merged is None else _merge(*merged, call.queries, *part)
+    return merged
+
+
+def attend_step_backward(
+    ring: RingConfig,
+    step: int,
+    grad: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Sum of the gradients of the queries so far, and gradients of the keys and values of a step; None for zero.
+
+    Args:
+        ring: see `attend_step`.
+        step: see `attend_step`.
+        grad: gradient of the output.
+        q: queries of this rank.
+        keys: keys that this rank holds in this step.
+        values: values that this rank holds in this step.
+        out: output of all steps.
+        lse: log-sum-exp of all steps.
+        dq: gradient of the queries in the steps before.
+    """
+    dk = dv = None
+    for call in ring.steps[step]:
+        of_queries = [take(x, call.queries) for x in (grad, q)]
+        of_keys = [take(x, call.keys) for x in (keys, values)]
+        results = take(out, call.queries), take(lse, call.queries, 1)
+        options = ring.options(call, step, q)
+        parts = ring.kernel.backward(*of_queries, *of_keys, *results, call.sequences, ring.scale, *options)
+        dq = _add(dq, q, call.queries, parts[0])
+        dk = _add(dk, keys, call.keys, parts[1])
+        dv = _add(dv, values, call.keys, parts[2])
+    return dq, dk, dv
 
 
 def take(x: Tensor, tokens: tuple[slice, ...] | None, dim: int = 0) -> Tensor:
