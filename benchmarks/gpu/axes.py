@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/axes.py            # about two minutes on an H200
 
-Checks on the device: attention with log-sum-exp and its backward (`weft.compute.attention`) against plain attention in
-float32, and against SDPA for speed; attention of a packed causal row, merged from blocks; the experts' grouped matmul against
-a loop; the vocabulary-parallel loss in two parts against cross entropy. Prints error and speed.
+Checks on the device: attention with log-sum-exp and its backward (`weft.compute.varlen_attention`) against matmuls in
+float32, and against SDPA for speed; the experts' grouped matmul against a loop; the vocabulary-parallel loss in two parts
+against cross entropy. Prints error and speed.
 """
 
 import statistics
@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.compute.attention import PLAIN, primitive
+from weft.compute.varlen_attention import choose_kernel
+from weft.compute.varlen_blocks import PLAIN_BLOCKS
 from weft.device.detect import detect
+from weft.parallel.attention_plan import plan_attention
 from weft.parallel.context import attend
 from weft.parallel.context_grid import ContextParallel
 from weft.parallel.expert import mixture_of_experts
@@ -41,20 +43,22 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def attention(torch_device: torch.device) -> dict[str, float]:
-    """Largest relative errors of the device's attention primitive against plain attention in float32."""
+    """Largest relative errors of the device's attention kernel against matmuls in float32."""
     generator = torch.Generator(torch_device).manual_seed(0)
-    q, k, v, g = (torch.randn(2, h, 512, 64, device=torch_device, generator=generator) for h in (8, 2, 2, 8))
-    found = primitive(torch_device.type)
+    q, k, v, g = (torch.randn(1024, h, 64, device=torch_device, generator=generator) for h in (8, 2, 2, 8))
+    documents = (torch.arange(512) // 300).expand(2, -1)
     errors = {}
     for dtype in (torch.float32, torch.bfloat16):
-        for causal in (True, False):
+        kernel, _ = choose_kernel(torch_device.type, dtype, 64, 64)
+        for window in (None, 64):
+            ((call,),) = plan_attention(documents, 2, 512, 1, 0, window, torch_device)
             low = [x.to(dtype) for x in (q, k, v, g)]
             wide = [x.float() for x in low]
-            out, lse = found.forward(*low[:3], None, causal, 0.125)
-            expected, expected_lse = PLAIN.forward(*wide[:3], None, causal, 0.125)
-            gradients = found.backward(low[3], *low[:3], out, lse, None, causal, 0.125)
-            references = PLAIN.backward(wide[3], *wide[:3], expected, expected_lse, None, causal, 0.125)
-            name = f"attention {str(dtype).removeprefix('torch.')}{' causal' if causal else ''}"
+            out, lse = kernel.forward(*low[:3], call.sequences, 0.125)
+            expected, expected_lse = PLAIN_BLOCKS.forward(*wide[:3], call.sequences, 0.125)
+            gradients = kernel.backward(low[3], *low[:3], out, lse, call.sequences, 0.125)
+            references = PLAIN_BLOCKS.backward(wide[3], *wide[:3], expected, expected_lse, call.sequences, 0.125)
+            name = f"attention {str(dtype).removeprefix('torch.')}{' window' if window else ''}"
             errors[f"{name}: out, lse"] = max(relative(out, expected), relative(lse, expected_lse))
             pairs = zip(gradients, references, strict=True)
             errors[f"{name}: gradients"] = max(relative(a, b) for a, b in pairs)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench import Bench, Rows, markdown
-from kernel_stages import attention, ceilings, kernels, matmuls
+from kernel_stages import attention, ceilings, kernels, matmuls, ring
 from run_stages import killed_run, memory, predict_memory, snapshot
 from step_stages import compiled, experts, fp8, parity, profile, profile_experts, speed, waits
 
@@ -38,6 +38,7 @@ STAGES: dict[str, Callable[[Bench], Rows]] = {
         waits,
         kernels,
         attention,
+        ring,
         matmuls,
         killed_run,
         memory,

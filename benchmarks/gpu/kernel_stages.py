@@ -9,10 +9,17 @@ from systems import random_batch
 from torch import Tensor
 
 from weft.compute import gated_activation, rms_norm
-from weft.compute.attention import varlen_attention
 from weft.compute.cross_entropy import LogitTransform, Vocabulary, fused_loss_and_gradient, loss_and_gradient
 from weft.compute.cross_entropy_kernels import can_launch
 from weft.compute.fp8 import block_shapes, fp8_matmul, quantize
+from weft.compute.sequences import VarlenKernel
+from weft.compute.varlen_attention import choose_kernel
+from weft.compute.varlen_blocks import PLAIN_BLOCKS
+from weft.parallel.attention_plan import AttentionPlans, plan_attention
+from weft.parallel.context import attend
+from weft.parallel.context_grid import zigzag_indices
+from weft.parallel.ring_attention import RingConfig, attend_step, attend_step_backward
+from weft.parallel.varlen import ONE_RANK
 
 
 def ceilings(bench: Bench) -> Rows:
@@ -98,19 +105,15 @@ def attention(bench: Bench) -> Rows:
         q, k, v = (torch.randn(batch, h, length, size, **shape).requires_grad_() for h in (heads, kv_heads, kv_heads))
         ids = ((positions == 0).cumsum(1)).to(bench.torch_device)
         mask = (ids[:, :, None] == ids[:, None]).tril()[:, None]
-        ends = torch.cat([(positions.flatten() == 0).nonzero().flatten(), torch.tensor([batch * length])])
-        borders, longest = ends.int().to(bench.torch_device), int(ends.diff().max())
+        documents = (positions == 0).cumsum(1)
         systems: dict[str, tuple[Any, ...]] = {
             "SDPA with a mask": (_with_mask, q, k, v, mask),
             "SDPA, causal, without documents": (_causal, q, k, v),
-            "by documents": (_by_documents, q, k, v, borders, longest),
+            "by documents": (_by_documents, q, k, v, documents, AttentionPlans(bench.device.type)),
         }
         row: dict[str, Any] = {"documents of": document}
         for title, (run, *arguments) in systems.items():
-            try:
-                row[title] = f"{bench.seconds(run, *arguments) * 1e3:.2f}"
-            except NotImplementedError:  # the operator of CUDA on another device
-                row[title] = "-"
+            row[title] = f"{bench.seconds(run, *arguments) * 1e3:.2f}"
         rows.append(row)
     return rows
 
@@ -126,9 +129,84 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> None:
     torch.autograd.grad(out.sum(), (q, k, v))
 
 
-def _by_documents(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int) -> None:
-    out = varlen_attention(q, k, v, borders, longest, q.shape[-1] ** -0.5, None)
+def _by_documents(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, plans: AttentionPlans) -> None:
+    out = attend(q, k, v, documents, ONE_RANK, scale=q.shape[-1] ** -0.5, plans=plans)
     torch.autograd.grad(out.sum(), (q, k, v))
+
+
+def ring(bench: Bench) -> Rows:
+    """Attention of packed rows over an emulated ring, forward and backward of all its ranks one after the other.
+
+    One rank is one call of the kernel. The error is that of out and gradients, relative to matmuls in float32.
+    """
+    rows: Rows = []
+    batch, length, heads, kv_heads, size = (2, 256, 4, 2, 64) if bench.small else (2, 8192, 32, 8, 128)
+    window = 64 if bench.small else 1024
+    shape: Any = {"dtype": torch.bfloat16, "device": bench.torch_device}
+    grad, q, k, v = (torch.randn(batch * length, h, size, **shape) for h in (heads, heads, kv_heads, kv_heads))
+    kernel, reason = choose_kernel(bench.device.type, q.dtype, size, size)
+    for name, document, hidden in (
+        ("300 tokens", 300, None),
+        ("rows", length, None),
+        (f"rows, window {window}", length, window),
+    ):
+        documents = (torch.arange(length) // document).expand(batch, -1)
+        wide = [x.float() for x in (grad, q, k, v)]
+        expected = _emulate_ring(*wide, _rings(documents, 1, hidden, PLAIN_BLOCKS, bench.torch_device))
+        row: dict[str, Any] = {"documents of": name, "kernel": kernel.name + (f": {reason}" if reason else "")}
+        for ranks in (1, 2, 4):
+            rings = _rings(documents, ranks, hidden, kernel, bench.torch_device)
+            found = _emulate_ring(grad, q, k, v, rings)
+            error = max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True))
+            row[f"{ranks} steps, error"] = f"{error:.1e}"
+            row[f"{ranks} steps, ms"] = f"{bench.seconds(_emulate_ring, grad, q, k, v, rings) * 1e3:.2f}"
+        rows.append(row)
+        del wide, expected, found
+        bench.free()
+    return rows
+
+
+def _rings(
+    documents: Tensor, ranks: int, window: int | None, kernel: VarlenKernel, device: torch.device
+) -> list[RingConfig]:
+    """Plan of each rank of a ring."""
+    rows, length = documents.shape
+    ids = torch.arange(rows, device=device)
+    plans = [plan_attention(documents, rows, length, ranks, rank, window, device) for rank in range(ranks)]
+    common = (kernel, 0.1, None, 0.0, 0, 0, ids)
+    return [RingConfig(None, ranks, rank, length, plan, *common) for rank, plan in enumerate(plans)]
+
+
+def _emulate_ring(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rings: list[RingConfig]) -> list[Tensor]:
+    """out, dq, dk and dv of the tokens of all ranks, in natural order."""
+    ranks, rows = len(rings), len(rings[0].row_ids)
+    own = [zigzag_indices(rings[0].seq_len, ranks, rank, q.device) for rank in range(ranks)]
+    if ranks > 1:  # the tokens of a rank are one tensor, as in a real ring
+        grads, queries, keys, values = (
+            [x.unflatten(0, (rows, -1))[:, index].flatten(0, 1) for index in own] for x in (grad, q, k, v)
+        )
+    else:
+        grads, queries, keys, values = [grad], [q], [k], [v]
+    outs, dqs = [], []
+    dks, dvs = ([torch.zeros_like(x, dtype=torch.float32) for x in own_side] for own_side in (keys, values))
+    for rank, config in enumerate(rings):
+        merged = dq = None
+        for step in range(ranks):
+            holder = (rank - step) % ranks
+            merged = attend_step(config, step, queries[rank], keys[holder], values[holder], merged)
+        out, lse = merged[0].to(q.dtype), merged[1]
+        for step in range(ranks):
+            holder = (rank - step) % ranks
+            side = queries[rank], keys[holder], values[holder]
+            dq, dk, dv = attend_step_backward(config, step, grads[rank], *side, out, lse, dq)
+            for total, part in ((dks[holder], dk), (dvs[holder], dv)):
+                if part is not None:
+                    total += part
+        outs.append(out)
+        dqs.append(dq)
+    order = torch.cat(own).argsort()
+    parts = (torch.cat([x.unflatten(0, (rows, -1)) for x in side], 1) for side in (outs, dqs, dks, dvs))
+    return [x[:, order].flatten(0, 1) for x in parts]
 
 
 def matmuls(bench: Bench) -> Rows:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.compute.attention import PLAIN, PRIMITIVES, Primitive, merge_attention, primitive
+from weft.compute.attention import CPU, PLAIN, Primitive, merge_attention
 from weft.compute.dropout import dropout_mask
 
-IMPLEMENTATIONS = {"plain": PLAIN, "cpu": PRIMITIVES["cpu"]}
+IMPLEMENTATIONS = {"plain": PLAIN, "cpu": CPU}
 SCALE = 0.3
 # heads of queries, of keys, queries, keys, head dim, value dim
 SHAPES = [(4, 4, 9, 9, 8, 8), (4, 2, 7, 13, 8, 8), (4, 1, 6, 6, 5, 3), (6, 2, 5, 5, 4, 8), (2, 2, 1, 1, 3, 3)]
@@ -84,7 +84,7 @@ def test_hidden_tiles_before_the_first_visible_key() -> None:
     """Hides full tiles of the flash operator, which processes hundreds of keys at a time."""
     bias = torch.zeros(1, 1, 3, 1300, dtype=torch.float64)
     bias[..., 1, :1100] = -math.inf
-    compare(PRIMITIVES["cpu"], tensors((2, 1, 3, 1300, 4, 4)), bias, False)
+    compare(CPU, tensors((2, 1, 3, 1300, 4, 4)), bias, False)
 
 
 def test_softcap_matches_the_definition() -> None:
@@ -140,8 +140,3 @@ def test_dropout_mask_depends_on_position_only() -> None:
     assert torch.equal(part, keep[1:3, 4:, 7:9, ::5])
     other = dropout_mask(6, *indices, rate=0.25)
     assert abs(((keep == 0) & (other == 0)).double().mean().item() - 0.25**2) < 0.01
-
-
-def test_every_device_type_has_an_implementation() -> None:
-    assert primitive("cpu") is PRIMITIVES["cpu"]
-    assert primitive("npu") is PLAIN

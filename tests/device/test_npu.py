@@ -87,3 +87,9 @@ def test_parity_on_ranks_with_npu_tensors(file: str) -> None:
     environment = os.environ | {DEVICE_VARIABLE: "npu"}
     done = subprocess.run([*command, "-k", SUITES[file]], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("layout", ["data parallel", "context parallel"])
+def test_documents_are_computed_by_the_operator_of_the_npu(layout: str, results: dict[str, Any]) -> None:
+    calls = results[f"{layout}: calls"]
+    assert calls["forward"] > calls["backward"] > 0  # the evaluation has no backward

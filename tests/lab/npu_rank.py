@@ -4,6 +4,7 @@ Its variables are those of torchrun, or of Weft's launcher.
 """
 
 import json
+import sys
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.lab import npu
 from tests.lab.families import family
+from tests.lab.npu_attention import NpuAttention
 from tests.lab.parity import SETTINGS, STEPS, packed_batches, plan_for, reference, share
 from weft.anatomy.build import build_on_meta
 from weft.checkpoint.huggingface import materialize
@@ -39,9 +41,12 @@ def reduce_float64(mesh: DeviceMesh, rank: int, device: torch.device) -> list[An
     return [*found, all_reduce(values[0].to(device, copy=True), mesh, AXES).item(), clip_grad_norm_(weight, 1.0).item()]
 
 
-def train(name: str, device: torch.device, world_size: int, **parallel: int) -> list[list[float]]:
-    """Losses, gradient norms and held-out loss on npu ranks, and those of the untouched model on the CPU."""
-    source = Model(config=family(name))
+def train(name: str, device: torch.device, world_size: int, head_dim: int = 8, **parallel: int) -> list[list[float]]:
+    """Losses, gradient norms and held-out loss on npu ranks, and those of the untouched model on the CPU.
+
+    The attention operator of torch_npu takes heads of multiples of 16 elements; smaller heads are computed by matmuls.
+    """
+    source = Model(config={**family(name), "head_dim": head_dim})
     batches = packed_batches(read_config(source).vocab_size)
     plan = plan_for("fp32", **parallel).resolve(world_size)
     mesh = build_mesh(plan, device.type, world_size)
@@ -62,7 +67,7 @@ def train(name: str, device: torch.device, world_size: int, **parallel: int) -> 
     return [[*found, evaluate(model, shares[0])], [*expected.losses, *expected.norms, expected.held_out]]
 
 
-def main() -> None:
+def main(attention: NpuAttention) -> None:
     """Connect, and run everything."""
     device = detect()
     rank, world_size, local_rank = connect(device)
@@ -75,11 +80,13 @@ def main() -> None:
         "axis of one rank": alone.tolist(),
         "float64 on the device": reduce_float64(mesh, rank, torch_device),
         "float64 on the host": reduce_float64(mesh, rank, torch.device("cpu")),
-        "data parallel": train("llama", torch_device, world_size, zero=0),
+        "data parallel": train("llama", torch_device, world_size, head_dim=16, zero=0),
+        "data parallel: calls": attention.take_calls(),
         "ZeRO 3": train("llama", torch_device, world_size, zero=3),
         "tensor parallel": train("qwen3_moe", torch_device, world_size, zero=3, tp=2, sp=True),
         "expert parallel": train("qwen3_moe", torch_device, world_size, zero=3, ep=2),
-        "context parallel": train("llama", torch_device, world_size, zero=3, cp=2),
+        "context parallel": train("llama", torch_device, world_size, head_dim=16, zero=3, cp=2),
+        "context parallel: calls": attention.take_calls(),
         "pipeline": train("llama", torch_device, world_size, zero=1, pp=2),
     }
     if rank == 0:
@@ -90,4 +97,5 @@ def main() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     libraries = npu.install()
-    main()
+    sys.modules["torch_npu"] = operators = NpuAttention(npu.on_cpu, npu.on_npu)
+    main(operators)

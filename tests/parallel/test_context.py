@@ -1,7 +1,7 @@
 """Context-parallel attention compared with masked attention over the full sequence: outputs and all gradients."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +18,13 @@ from tests.lab.families import FAMILIES
 from tests.lab.parity import logits_of
 from tests.lab.pool import run_ranks
 from weft.backends.hierarchical import register_backend
+from weft.compute.attention import PLAIN
+from weft.compute.sequences import VarlenKernel
+from weft.compute.varlen_blocks import STRIP, blocks_kernel
 from weft.data import MicroBatch
 from weft.errors import ModelError, PlanError
 from weft.parallel.attention_interface import AttentionSettings, context_attention, replace_attention
+from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.context import attend
 from weft.parallel.context_grid import ContextParallel, check_heads, check_sequence, natural_positions, zigzag_indices
 
@@ -43,7 +47,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.float64
-    tile: int = 4
+    kernel: VarlenKernel | None = None
     dropout: float = 0.0
     ulysses_chunks: int = 1
 
@@ -90,7 +94,7 @@ def full_attention(case: Case) -> list[Tensor]:
     return [out.detach(), *gradients]
 
 
-def make_context(rank: int, ulysses: int, ring: int, tile: int, ulysses_chunks: int = 1) -> ContextParallel:
+def make_context(rank: int, ulysses: int, ring: int, ulysses_chunks: int = 1) -> ContextParallel:
     """Process groups of the grid, with consecutive Ulysses ranks."""
     ranks = torch.arange(ulysses * ring).view(ring, ulysses)
 
@@ -98,7 +102,7 @@ def make_context(rank: int, ulysses: int, ring: int, tile: int, ulysses_chunks: 
         groups = [dist.new_group(row.tolist(), backend=register_backend()) for row in rows] if size > 1 else []
         return next((group for row, group in zip(rows, groups, strict=False) if rank in row.tolist()), None)
 
-    return ContextParallel(group(ranks, ulysses), group(ranks.T, ring), ulysses, ring, rank, tile, ulysses_chunks)
+    return ContextParallel(group(ranks, ulysses), group(ranks.T, ring), ulysses, ring, rank, ulysses_chunks)
 
 
 class CountCalls(TorchDispatchMode):
@@ -121,7 +125,7 @@ def run_case(
     rank: int, world_size: int, case: Case, ulysses: int, ring: int
 ) -> tuple[list[Tensor], Tensor, Counter[str]]:
     """Output and gradients for the tokens of one rank, positions of the tokens, and counted pairs."""
-    context = make_context(rank, ulysses, ring, case.tile, case.ulysses_chunks)
+    context = make_context(rank, ulysses, ring, case.ulysses_chunks)
     positions = natural_positions(case.seq_len, ulysses, ring, rank)
     tensors, grad = case.tensors()
     *local, sinks = tensors
@@ -139,6 +143,7 @@ def run_case(
             sinks=sinks if case.sinks else None,
             dropout=case.dropout,
             seed=5,
+            kernel=case.kernel,
         )
         out.backward(grad[:, :, positions].transpose(2, 3).contiguous().transpose(2, 3))
     gradients = [x.grad for x in (*leaves, *([sinks] if case.sinks else []))]
@@ -170,13 +175,15 @@ def assert_parity(case: Case, ulysses: int, ring: int) -> list[Counter[str]]:
     return pairs
 
 
+REFERENCE = blocks_kernel("reference", PLAIN, strip=3, largest=40)
+"""Definition of attention, for a few queries at a time."""
 GRIDS = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]
 PACKED = ((5, 1, 20, 6), (32,))
 CASES = {
-    "plain causal": Case(tile=512),
+    "plain causal": Case(),
     "packed": Case(documents=PACKED),
-    "packed, in masked tiles": Case(documents=PACKED, tile=512),
     "window": Case(window=7),
+    "window as long as a chunk": Case(window=4),
     "window, packed, sinks": Case(window=5, documents=PACKED, sinks=True),
     "one head of keys, short values": Case(kv_heads=1, value_dim=5),
     "as many heads of keys, long values": Case(kv_heads=4, head_dim=4),
@@ -190,6 +197,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str, ulysses: int, ring: int) -> None:
     assert_parity(CASES[name], ulysses, ring)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dtype == torch.float64])
+def test_parity_of_the_definition(name: str) -> None:
+    """The leaf alone differs: plan, ring and merge are those of every kernel."""
+    assert_parity(replace(CASES[name], kernel=REFERENCE), 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -238,13 +251,13 @@ def test_dropout_is_equal_on_every_grid(ulysses: int, ring: int) -> None:
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 2), (2, 2), (1, 4)])
-def test_work_is_balanced_and_hidden_blocks_are_skipped(ulysses: int, ring: int) -> None:
+def test_work_is_balanced_and_hidden_chunks_are_skipped(ulysses: int, ring: int) -> None:
     """Chunks hidden by causality are skipped, and every rank computes the same number of pairs."""
     seq_len = 64
-    pairs = assert_parity(Case(seq_len=seq_len, tile=512), ulysses, ring)
+    pairs = assert_parity(Case(seq_len=seq_len), ulysses, ring)
     chunk = seq_len // (2 * ring)
-    visible_chunks = 2 * ring + 1  # per rank, of 4 x ring pairs of chunks
-    assert [count["forward"] for count in pairs] == [ROWS * visible_chunks * chunk**2] * (ulysses * ring)
+    visible = 4 + 2 * (ring - 1)  # pairs of chunks: own chunks as one causal sequence, and two at each further step
+    assert [count["forward"] for count in pairs] == [ROWS * visible * chunk**2] * (ulysses * ring)
     assert [count["backward"] for count in pairs] == [count["forward"] for count in pairs]
 
 
@@ -253,8 +266,8 @@ def test_documents_and_windows_reduce_the_computed_pairs() -> None:
     documents = ((16, 16, 16, 16),) * ROWS
     for pairs in assert_parity(Case(seq_len=64, documents=documents), 2, 1):
         assert pairs["forward"] == pairs["backward"] == ROWS * 4 * 16**2
-    for pairs in assert_parity(Case(seq_len=64, window=4, kv_heads=1), 2, 1):
-        assert pairs["forward"] == ROWS * (16 + 15) * 4**2  # tiles of 4 on the diagonal and below it
+    for pairs in assert_parity(Case(seq_len=3 * STRIP, window=4, kv_heads=1), 2, 1):
+        assert pairs["forward"] == ROWS * (STRIP + 2 * (STRIP + 3)) * STRIP
 
 
 @given(ring=st.integers(1, 8), ulysses=st.integers(1, 4), size=st.integers(1, 3))
@@ -299,7 +312,9 @@ def test_documents_of_partial_rows_are_refused() -> None:
 def attention_module(**config: Any) -> Any:
     module: Any = torch.nn.Module()
     module.config, module.layer_idx, module.is_causal = SimpleNamespace(**config), 0, True
-    module.register_forward_pre_hook(AttentionSettings("attention", ContextParallel(None, None, 1, 1, 0)))
+    module.register_forward_pre_hook(
+        AttentionSettings("attention", ContextParallel(None, None, 1, 1, 0), AttentionPlans("cpu"))
+    )
     return module
 
 
@@ -377,11 +392,11 @@ def model_and_tokens(name: str) -> tuple[PreTrainedModel, Tensor, Tensor, Tensor
 def run_model(rank: int, world_size: int, name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Logits of one rank's tokens, their positions, and the gradients they give to the weights."""
     model, tokens, positions, grad = model_and_tokens(name)
-    context = make_context(rank, 1, 2, tile=4)
+    context = make_context(rank, 1, 2)
     is_attention = {
         name: hasattr(module, "layer_idx") and hasattr(module, "config") for name, module in model.named_modules()
     }
-    replace_attention(model, [name for name, found in is_attention.items() if found], context)
+    replace_attention(model, [name for name, found in is_attention.items() if found], context, AttentionPlans("cpu"))
     mine = natural_positions(32, 1, 2, rank)
     documents = Case(documents=PACKED).document_ids()
     assert documents is not None

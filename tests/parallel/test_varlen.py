@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,10 +21,10 @@ from weft.anatomy.build import build_on_meta
 from weft.anatomy.transformers import read_anatomy
 from weft.checkpoint.huggingface import build_plain, materialize
 from weft.checkpoint.model_config import read_config
-from weft.compute.attention import varlen_attention
 from weft.device.detect import detect
 from weft.errors import PlanError
 from weft.job import Model
+from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
 from weft.parallel.runtime import runtime
@@ -90,7 +89,7 @@ def test_masks_and_positions_of_a_caller_are_those_of_transformers() -> None:
     model = plain("llama")
     model.set_attn_implementation("sdpa")
     expected = [model(input_ids=tokens, use_cache=False, **call).logits for call in calls]
-    install_varlen(model, read_anatomy(model), flash=False)
+    install_varlen(model, read_anatomy(model), AttentionPlans("cpu"))
     found = [model(input_ids=tokens, use_cache=False, **call).logits for call in calls]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     generated = model.generate(input_ids=tokens[1:], max_new_tokens=3, do_sample=False)
@@ -115,7 +114,7 @@ def test_auto_takes_it_where_the_result_is_kept(
     model = build_on_meta(read_config(Model(config=config_of(name, changes))), torch.float32)
     anatomy = read_anatomy(model)
     assert uses_varlen(model, anatomy, plan_for("fp32", **plan), "cpu") is expected
-    assert not uses_varlen(model, anatomy, plan_for("fp32", **plan), "npu")
+    assert not uses_varlen(model, anatomy, plan_for("fp32", **plan), "cuda")
 
 
 def test_asked_for_where_it_does_not_apply() -> None:
@@ -126,15 +125,6 @@ def test_asked_for_where_it_does_not_apply() -> None:
     assert 'set plan.compute.attention = "auto"' in str(refusal.value)
     with pytest.raises(PlanError, match=r"compute\.attention with cp"):
         plan_for("fp32", cp=2).model_copy(update={"compute": Compute(attention="sdpa")}).resolve(2)
-
-
-def test_the_kernel_of_cuda_has_the_shape_of_the_attention() -> None:
-    with FakeTensorMode():
-        shape: Any = {"dtype": torch.bfloat16, "device": "cuda"}
-        q, k, v = (torch.empty(2, heads, 64, 32, **shape) for heads in (8, 2, 2))
-        borders = torch.empty(5, dtype=torch.int32, device="cuda")
-        out = varlen_attention(q, k, v, borders, 40, 0.2, 16)
-        assert out.shape == (2, 64, 8, 32)
 
 
 class Waits(TorchFunctionMode):
@@ -183,23 +173,24 @@ def counted() -> Iterator[Counter[str]]:
         yield waits.calls
 
 
-ON_THE_HOST = ("varlen.", "attention.", "sequence_sharding.encode_documents", "batches.", "context.attend")
+ON_THE_HOST = ("attention_plan._documents", "sequence_sharding.encode_documents", "batches.")
 """Functions that read documents, which are in host memory."""
 
 
-def waits_of_a_step(rank: int, world_size: int, name: str, zero: int) -> dict[str, int]:
+def waits_of_a_step(rank: int, world_size: int, name: str, zero: int, cp: int = 1) -> dict[str, int]:
     source = Model(config=family(name))
-    plan = plan_for("fp32", zero=zero).resolve(world_size)
+    plan = plan_for("fp32", zero=zero, cp=cp).resolve(world_size)
     mesh = build_mesh(plan, "cpu", world_size)
     model = parallelize(build_on_meta(read_config(source), torch.float32), plan, mesh)
     materialize(model, source, torch.device("cpu"))
     model.train()
     optimizer = DistributedOptimizer(build_optimizer(model, SETTINGS), model, detect())
-    assert runtime(model).varlen is not None
+    assert runtime(model).attention_plans is not None
     first, second, _ = packed_batches(96, rows=4)
     train_step(model, optimizer, [first, second], 1.0)
     with counted() as calls:
         train_step(model, optimizer, [first, second], 1.0)
+    assert calls["attention_plan._documents: tolist"] == 2  # once a micro-batch, for all layers
     return {where: count for where, count in calls.items() if not where.startswith(ON_THE_HOST)}
 
 
@@ -207,6 +198,11 @@ def waits_of_a_step(rank: int, world_size: int, name: str, zero: int) -> dict[st
 def test_the_host_waits_once_in_a_step(zero: int) -> None:
     (calls,) = run_ranks(1, waits_of_a_step, "llama", zero)
     assert calls == {"step.compute_gradients: tolist": 1}
+
+
+def test_context_parallelism_adds_no_waits() -> None:
+    for calls in run_ranks(2, waits_of_a_step, "llama", 3, 2):
+        assert calls == {"step.compute_gradients: tolist": 1}
 
 
 def test_only_the_router_adds_waits() -> None:

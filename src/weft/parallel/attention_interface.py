@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from weft.compat import find_hook
 from weft.errors import ModelError
+from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.context import attend
 from weft.parallel.context_grid import ContextParallel
 from weft.parallel.dropout import DropoutContext
@@ -26,6 +27,8 @@ class AttentionSettings:
     name: str
     """Name of the module in its model."""
     context: ContextParallel
+    plans: AttentionPlans
+    """Plans that the attention modules of the model share."""
     dropout: DropoutContext | None = None
     """Seed and rows of layout-invariant dropout; None: seeds come from the default generator of torch on the host."""
 
@@ -34,7 +37,11 @@ class AttentionSettings:
 
 
 def replace_attention(
-    model: PreTrainedModel, names: list[str], context: ContextParallel, dropout: DropoutContext | None = None
+    model: PreTrainedModel,
+    names: list[str],
+    context: ContextParallel,
+    plans: AttentionPlans,
+    dropout: DropoutContext | None = None,
 ) -> None:
     """Let the attention modules of a model compute `context_attention`, in place.
 
@@ -42,6 +49,7 @@ def replace_attention(
         model: model whose attention goes through Transformers' AttentionInterface.
         names: names of its attention modules.
         context: groups and position of this rank.
+        plans: empty plans.
         dropout: seed and rows of layout-invariant dropout.
     """
     AttentionInterface.register(IMPLEMENTATION, context_attention)
@@ -49,7 +57,7 @@ def replace_attention(
     model.set_attn_implementation(IMPLEMENTATION)
     for name in names:
         attention: Any = model.get_submodule(name)
-        attention.register_forward_pre_hook(AttentionSettings(name, context, dropout))
+        attention.register_forward_pre_hook(AttentionSettings(name, context, plans, dropout))
         # Tensor parallelism may have given the module a copy of the configuration.
         attention.config._attn_implementation = IMPLEMENTATION
 
@@ -102,13 +110,14 @@ def context_attention(
         query,
         key,
         value,
-        None if attention_mask is None else attention_mask[:, 0, 0],
+        attention_mask,
         settings.context,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=kwargs.get("sliding_window") or None,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         dropout=dropout,
+        plans=settings.plans,
         **drop,
     )
     return out.transpose(1, 2).contiguous(), None

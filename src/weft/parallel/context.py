@@ -11,8 +11,8 @@ over its Ulysses ranks. Attention then takes three steps:
                     (Liu et al., Ring Attention, 2023)
     all-to-all      inverse of the first step
 
-Token i attends to key j if both belong to the same document and 0 <= i - j < window. The visible pairs of two chunks are cut
-into blocks, most of which need no mask. Blocks without visible pairs are skipped.
+Token i attends to key j if both belong to the same document and 0 <= i - j < window. Each document is a sequence of a kernel
+for packed sequences (`weft.compute.varlen_attention`), also without a ring; `attention_plan.py` plans the calls.
 """
 
 import math
@@ -24,17 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.collectives import start_all_to_all
-from weft.compute.attention import (
-    PLAIN,
-    primitive,
-    read_visibility,
-    visible_blocks,
-)
+from weft.compute.sequences import VarlenKernel
+from weft.compute.varlen_attention import choose_kernel
 from weft.errors import PlanError
-from weft.parallel.context_grid import ContextParallel, check_heads, check_sequence, ring_chunks
+from weft.parallel.attention_plan import AttentionPlans
+from weft.parallel.context_grid import ContextParallel, check_heads, check_sequence
 from weft.parallel.ring_attention import RingAttention, RingConfig
-
-PLAIN_BLOCK = 2048  # max_side side of a block, in tokens, where the score matrix is materialised
 
 
 def _gather_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
@@ -45,13 +40,14 @@ def _gather_tokens(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Calla
         group: ranks of Ulysses.
 
     Returns:
-        A function that waits for the all-to-all and returns [B, H / ranks, S * ranks, *] for each tensor.
+        A function that waits for the all-to-all and returns [B * ranks * S, H / ranks, *] for each tensor.
     """
     wait = start_all_to_all(torch.cat([x.flatten(1) for x in tensors], 1), group)
 
     def wait_for_tokens() -> list[Tensor]:
         pieces = wait().split([x[0].numel() for x in tensors], 1)
-        return [piece.view(x.shape).movedim(0, 2).flatten(2, 3) for piece, x in zip(pieces, tensors, strict=True)]
+        parts = [piece.view(x.shape) for piece, x in zip(pieces, tensors, strict=True)]
+        return [part.permute(1, 0, 3, 2, 4).flatten(0, 2) for part in parts]
 
     return wait_for_tokens
 
@@ -77,6 +73,8 @@ def attend(
     seed: int = 0,
     rows: Tensor | None = None,
     first_head: int = 0,
+    plans: AttentionPlans | None = None,
+    kernel: VarlenKernel | None = None,
 ) -> Tensor:
     """Differentiable causal attention of the tokens of this rank over the full sequence.
 
@@ -84,20 +82,22 @@ def attend(
         q: [B, Hq, S / cp, D], tokens in the order of `natural_positions`.
         k: [B, Hkv, S / cp, D]; Hq is a multiple of Hkv.
         v: [B, Hkv, S / cp, Dv].
-        documents: integers [B, S], document index of every token of the full rows in natural order, the same on all ranks;
-            None if every row is one document. A document is a run of equal indices. The tensor is read on the host: keep it
-            in host memory, otherwise every call synchronises with the device.
+        documents: integers [B, S] or [B, 1, 1, S], document index of every token of the full rows in natural order, the same
+            on all ranks; None if every row is one document. A document is a run of equal indices. The tensor is read on the
+            host: keep it in host memory, otherwise the host waits for the device.
         context: groups and position of this rank.
         scale: factor on the scores.
         window: maximum number of keys that a token attends to, including itself; None for all.
-        softcap: cap of the scores as in Gemma 2; disables the fused operators.
+        softcap: cap of the scores as in Gemma 2; computed by matmuls.
         sinks: [Hq], one more score per head in the denominator of the softmax (GPT-OSS). Its gradient is a partial sum: add
             the gradients of all cp ranks.
-        dropout: fraction of the probabilities to drop; disables the fused operators.
+        dropout: fraction of the probabilities to drop; computed by matmuls.
         seed: seed of the dropout; use another one for each layer and step. With the same seed on all ranks, every grid drops
             the same probabilities.
         rows: int64 [B], identifiers of the rows for dropout; 0, 1, ... by default.
         first_head: index of the first local query head, if tensor parallelism has split the heads.
+        plans: plans of the model, to read a tensor of documents once for all layers; None: plan this call.
+        kernel: kernel to use; None: `choose_kernel`.
 
     Returns:
         [B, Hq, S / cp, Dv]
@@ -108,45 +108,43 @@ def attend(
     heads, kv_heads, seq_len = q.shape[1], k.shape[1], q.shape[2] * context.ulysses * context.ring
     check_sequence(seq_len, context.ulysses, context.ring)
     check_heads(heads, kv_heads, context.ulysses)
-    if documents is not None:
-        if documents.shape != (len(q), seq_len):
-            raise PlanError(
-                f"documents of shape {tuple(documents.shape)} for {len(q)} rows of {seq_len} tokens",
-                where="context parallelism",
-                rule="documents has an index for every token of the full rows, on all ranks of cp",
-                fix="pass the documents of the full rows, before the rows are split",
-            )
-        documents = documents.cpu()
-    rows = torch.arange(len(q), device=q.device) if rows is None else rows
-    plain = softcap is not None or dropout > 0 or primitive(q.device.type) is PLAIN
-    chunks = [ring_chunks(seq_len, context.ring, rank) for rank in range(context.ring)]
-    own_chunks, max_side = chunks[context.ring_rank], PLAIN_BLOCK if plain else None
-    steps = [
-        [
-            block
-            for rows, visibility in read_visibility(documents, window)
-            for block in visible_blocks(
-                rows, visibility, own_chunks, chunks[context.ring_rank - step], context.tile, max_side
-            )
-        ]
-        for step in range(context.ring)
-    ]
+    if documents is not None and (documents.numel() != len(q) * seq_len or documents.shape[-1] != seq_len):
+        raise PlanError(
+            f"documents of shape {tuple(documents.shape)} for {len(q)} rows of {seq_len} tokens",
+            where="context parallelism",
+            rule="documents has an index for every token of the full rows, on all ranks of cp",
+            fix="pass the documents of the full rows, before the rows are split",
+        )
+    plans = AttentionPlans(q.device.type) if plans is None else plans
+    steps = plans.steps(documents, len(q), seq_len, context.ring, context.ring_rank, window, q.device)
+    if kernel is None:
+        kernel, _ = choose_kernel(
+            plans.device_type,
+            q.dtype,
+            q.shape[-1],
+            v.shape[-1],
+            window=window,
+            ring=context.ring,
+            softcap=softcap,
+            dropout=dropout,
+        )
     ring = RingConfig(
         context.ring_group,
         context.ring,
         context.ring_rank,
-        chunks,
+        seq_len,
         steps,
-        PLAIN if plain else primitive(q.device.type),
+        kernel,
         scale,
         softcap,
         dropout,
         seed,
         first_head,
-        rows,
+        torch.arange(len(q), device=q.device) if rows is None else rows,
     )
     if context.ulysses_group is None:
-        return RingAttention.apply(q, k, v, sinks, ring)
+        tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        return RingAttention.apply(*tokens, sinks, ring).unflatten(0, (len(q), -1)).transpose(1, 2)
     return _attend_ulysses(q, k, v, sinks, ring, context, context.ulysses_group)
 
 
@@ -175,5 +173,5 @@ def _attend_ulysses(
         first = context.ulysses_rank * size * num_chunks + index * size
         own_sinks = None if sinks is None else sinks[first : first + size]
         out = RingAttention.apply(*wait_for_tokens(), own_sinks, replace(ring, first_head=ring.first_head + first))
-        outputs.append(_gather_heads(out, group, ranks))
+        outputs.append(_gather_heads(out.unflatten(0, (len(q), -1)).transpose(1, 2), group, ranks))
     return torch.cat([wait() for wait in outputs], 2).flatten(1, 2)

@@ -24,8 +24,6 @@ class ContextParallel:
     ring: int
     rank: int
     """Rank along cp."""
-    tile: int = 256
-    """Largest side of a block that is computed with a mask, in tokens; larger blocks are cut further."""
     ulysses_chunks: int = 1
     """Maximum number of head chunks per Ulysses all-to-all. The number used is the max_side common divisor with the KV heads of
     a rank."""
@@ -78,21 +76,23 @@ def ring_chunks(seq_len: int, ring: int, rank: int) -> tuple[range, ...]:
     return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * ring - 1 - rank))
 
 
-def zigzag_indices(seq_len: int, ranks: int, rank: int) -> Tensor:
-    """Natural positions of the tokens of a ring rank, int64 [seq_len / ranks]."""
-    return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in ring_chunks(seq_len, ranks, rank)])
+def zigzag_indices(seq_len: int, ranks: int, rank: int, device: torch.device | None = None) -> Tensor:
+    """Natural positions of the tokens of a ring rank, int64 [seq_len / ranks], made on a device."""
+    chunks = ring_chunks(seq_len, ranks, rank)
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
-def natural_positions(seq_len: int, ulysses: int, ring: int, rank: int) -> Tensor:
-    """Natural positions of the tokens of a cp rank, int64 [seq_len / (ulysses * ring)].
+def natural_positions(seq_len: int, ulysses: int, ring: int, rank: int, device: torch.device | None = None) -> Tensor:
+    """Natural positions of the tokens of a cp rank, int64 [seq_len / (ulysses * ring)], made on a device.
 
     Raises:
         PlanError: the sequence cannot be split over this grid.
     """
     check_sequence(seq_len, ulysses, ring)
-    return zigzag_indices(seq_len, ring, rank // ulysses).chunk(ulysses)[rank % ulysses]
+    return zigzag_indices(seq_len, ring, rank // ulysses, device).chunk(ulysses)[rank % ulysses]
 
 
-def own_positions(seq_len: int, mesh: DeviceMesh) -> Tensor:
+def own_positions(seq_len: int, mesh: DeviceMesh, device: torch.device | None = None) -> Tensor:
     """Natural positions of the tokens of this rank, int64 [seq_len / cp]; see `natural_positions`."""
-    return natural_positions(seq_len, ranks_along(mesh, "cp_ulysses"), ranks_along(mesh, "cp_ring"), context_rank(mesh))
+    ulysses, ring = ranks_along(mesh, "cp_ulysses"), ranks_along(mesh, "cp_ring")
+    return natural_positions(seq_len, ulysses, ring, context_rank(mesh), device)

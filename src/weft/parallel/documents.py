@@ -11,6 +11,7 @@ from weft.anatomy.transformers import document_masks, read_anatomy
 from weft.device.detect import detect
 from weft.errors import JobError, PlanError
 from weft.parallel.attention_interface import replace_attention
+from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.context_grid import ContextParallel
 from weft.parallel.sequence_sharding import encode_documents, uses_context_attention
 from weft.parallel.varlen import uses_varlen
@@ -89,6 +90,6 @@ def _run_masked(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
 def _run_context(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Logits of rows with the attention of context parallelism, on one rank."""
     names = [name for block in read_anatomy(model).blocks for name in block.attention]
-    replace_attention(model, names, ContextParallel(None, None, 1, 1, 0))
+    replace_attention(model, names, ContextParallel(None, None, 1, 1, 0), AttentionPlans("cpu"))
     documents = encode_documents(position_ids, None, model.config.get_text_config())
     return model(input_ids=input_ids, position_ids=position_ids, attention_mask=documents, use_cache=False).logits

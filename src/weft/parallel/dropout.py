@@ -126,7 +126,7 @@ def replace_dropout(
         if tokens is not None:
             context.rows = hash_rows(tokens)
             padded = tokens.shape[1] + -tokens.shape[1] % multiple
-            context.positions = own_positions(padded, mesh).to(tokens.device)
+            context.positions = own_positions(padded, mesh, tokens.device)
 
     model.register_forward_pre_hook(update, with_kwargs=True)
     return context

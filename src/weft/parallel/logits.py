@@ -64,7 +64,7 @@ def gather_tokens(model: nn.Module, values: Tensor, tokens: int) -> Tensor:
             raise _refusal(
                 f"{tokens} tokens for logits of {values.shape[1]} tokens on each of {parallelized.plan.parallel.cp} cp ranks"
             )
-        values = _GatherTokens.apply(values, mesh, own_positions(length, mesh).to(values.device))
+        values = _GatherTokens.apply(values, mesh, own_positions(length, mesh, values.device))
     return values[:, :tokens]
 
 
@@ -84,7 +84,7 @@ def tokens_of_rank(model: nn.Module, values: Tensor, count: int, fill: int) -> T
     padded = F.pad(values, (0, count * parallelized.plan.parallel.cp - values.shape[1]), value=fill)
     if parallelized.plan.parallel.cp == 1:
         return padded
-    return padded[:, own_positions(padded.shape[1], parallelized.mesh).to(values.device)]
+    return padded[:, own_positions(padded.shape[1], parallelized.mesh, values.device)]
 
 
 def _refusal(what: str) -> ModelError:

@@ -4,11 +4,10 @@ from typing import Any, NamedTuple
 
 from weft.anatomy.roles import Anatomy
 from weft.compute.kernels import OPERATORS, apply_kernels
-from weft.parallel.attention_interface import IMPLEMENTATION as CONTEXT
 from weft.parallel.fp8_layers import apply_fp8
 from weft.parallel.linear_loss import choose_linear_loss, find_transform
 from weft.parallel.sequence_sharding import uses_context_attention
-from weft.parallel.varlen import reason_against, uses_varlen
+from weft.parallel.varlen import kernel_of, reason_against, uses_varlen
 from weft.plan import Plan
 
 
@@ -50,12 +49,15 @@ def choose_operators(model: Any, anatomy: Anatomy, plan: Plan, device_type: str)
 
 
 def _attention(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> OperatorChoice:
+    why = ""
     if uses_context_attention(model, anatomy, plan):
-        return OperatorChoice(
-            "attention", CONTEXT, "document by document, for context parallelism or attention dropout"
-        )
-    if uses_varlen(model, anatomy, plan, device_type):
-        return OperatorChoice("attention", "varlen", "packed rows document by document, without masks")
+        why = "context parallelism" if plan.parallel.cp > 1 else "attention dropout of every layout alike"
+    elif uses_varlen(model, anatomy, plan, device_type):
+        why = "packed rows without masks"
+    if why:
+        kernel, reason = kernel_of(model, plan, device_type)
+        detail = f"document by document, for {why}{f'; by {kernel.name}: {reason}' if reason else ''}"
+        return OperatorChoice("attention", f"varlen ({kernel.name})", detail)
     asked, own = plan.compute.attention, model.config._attn_implementation
     reason = "the plan asks for it"
     if asked == "auto":

@@ -23,6 +23,7 @@ from weft.memory.offload import build_offload
 from weft.memory.recompute import apply_recompute, patch_library_recompute
 from weft.memory.weights import split_weights
 from weft.own_code import load_function
+from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.checks import check_head, check_tp
 from weft.parallel.ddp import apply_ddp
 from weft.parallel.documents import check_masks
@@ -125,12 +126,14 @@ def parallelize(
     if not full_anatomy.is_plain:  # whose dropout acts on tokens
         runtime.dropout = replace_dropout(model, mesh, row_multiple(full_anatomy, plan), split_inputs)
     if replaces_attention:
-        apply_cp(model, anatomy, mesh, plan.comm.ulysses_chunks, runtime.dropout)
+        runtime.attention_plans = apply_cp(model, anatomy, mesh, plan.comm.ulysses_chunks, runtime.dropout)
+    context_plans = runtime.attention_plans
     if by_documents:  # before `shard_inputs`, which makes masks where there are none
-        runtime.varlen = install_varlen(model, anatomy, flash=mesh.device_type == "cuda")
+        runtime.attention_plans = AttentionPlans(mesh.device_type)
+        runtime.varlen = install_varlen(model, anatomy, runtime.attention_plans)
     runtime.takes_full_rows = p.tp > 1 or replaces_attention
     if runtime.takes_full_rows:
-        shard_inputs(model, full_anatomy, plan, mesh)
+        shard_inputs(model, full_anatomy, plan, mesh, context_plans)
     multiple = row_multiple(full_anatomy, plan) if runtime.takes_full_rows else None
     average_loss_over_targets(model, mesh, multiple, library_num_items)
     if queue is not None:

@@ -1,8 +1,11 @@
-"""Ring attention: queries stay, keys and values are sent around (Liu et al., Ring Attention, 2023)."""
+"""Ring attention: queries stay, keys and values are sent around (Liu et al., Ring Attention, 2023).
 
-import math
+Each step is one call of a kernel for packed sequences, or a few with windows. Partial results are merged by log-sum-exp, and
+backward passes the merged result to the kernel (`weft.compute.sequences`). One rank is a ring without messages.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,26 +13,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.compute.attention import (
-    AttentionBlock,
-    Primitive,
-    accumulation_dtype,
-    merge_attention,
-)
-from weft.compute.dropout import dropout_mask
+from weft.compute.attention import accumulation_dtype, merge_attention
+from weft.compute.sequences import TokenDropout, VarlenKernel
+from weft.parallel.attention_plan import Call, Steps
+from weft.parallel.context_grid import zigzag_indices
 
 
 @dataclass(frozen=True)
 class RingConfig:
-    """Non-tensor arguments of ring attention: the group, and the blocks that this rank computes at each step."""
+    """Non-tensor arguments of ring attention: the group, the calls of each step, and the kernel."""
 
     group: dist.ProcessGroup | None
     ranks: int
     rank: int
-    chunks: list[tuple[range, ...]]
-    """Natural positions of the tokens of each ring rank."""
-    steps: list[list[AttentionBlock]]
-    primitive: Primitive
+    seq_len: int
+    """Tokens of a full row."""
+    steps: Steps
+    kernel: VarlenKernel
     scale: float
     softcap: float | None
     dropout: float
@@ -37,114 +37,180 @@ class RingConfig:
     first_head: int
     row_ids: Tensor
 
-    def query_index(self, block: AttentionBlock) -> tuple[slice, slice, slice]:
-        """Index of the queries of a block in the queries of this rank."""
-        return block.rows, slice(None), _local(block.queries, self.chunks[self.rank])
-
-    def key_index(self, block: AttentionBlock, step: int) -> tuple[slice, slice, slice]:
-        """Index of the keys of a block in the keys that this rank holds at a step."""
-        return block.rows, slice(None), _local(block.keys, self.chunks[(self.rank - step) % self.ranks])
-
-    def arguments(self, block: AttentionBlock, q: Tensor) -> dict[str, Any]:
-        """Keyword arguments of the attention primitive for a block, given the local queries of all rows."""
-        arguments: dict[str, Any] = {"bias": None, "causal": block.kind == "causal", "scale": self.scale}
-        if block.kind == "masked":
-            hidden = ~block.visibility.mask(block.queries, block.keys)
-            bias = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -math.inf)
-            arguments["bias"] = bias.to(q.device, non_blocking=True)[None, None]
-        if self.softcap is not None:
-            arguments["softcap"] = self.softcap
-        if self.dropout > 0:
-            arange = partial(torch.arange, device=q.device)
-            rows, heads = self.row_ids[block.rows], arange(self.first_head, self.first_head + q.shape[1])
-            queries, keys = (arange(tokens.start, tokens.stop) for tokens in (block.queries, block.keys))
-            arguments["keep"] = dropout_mask(self.seed, rows, heads, queries, keys, rate=self.dropout)
-        return arguments
+    def options(self, call: Call, step: int, q: Tensor) -> tuple[float | None, TokenDropout | None]:
+        """Softcap and dropout of a call, given all queries of this rank."""
+        if self.dropout == 0:
+            return self.softcap, None
+        holders = self.rank, (self.rank - step) % self.ranks
+        queries, keys = (zigzag_indices(self.seq_len, self.ranks, rank, q.device) for rank in holders)
+        rows, tokens = len(self.row_ids), (call.queries, call.queries, call.keys)
+        of_tokens = self.row_ids.repeat_interleave(len(queries)), queries.repeat(rows), keys.repeat(rows)
+        taken = (take(x, slices) for x, slices in zip(of_tokens, tokens, strict=True))
+        heads = torch.arange(self.first_head, self.first_head + q.shape[1], device=q.device)
+        return self.softcap, TokenDropout(self.dropout, self.seed, heads, *taken)
 
 
 class RingAttention(torch.autograd.Function):
+    """Attention of the tokens of a ring rank, with the tensors of `weft.compute.sequences`."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: RingConfig) -> Tensor:
-        own = kv = torch.cat([k, v], -1)
-        key_size, value_size = k.shape[-1], v.shape[-1]
-        out = q.new_empty((*q.shape[:-1], value_size), dtype=accumulation_dtype(q.dtype))
-        lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-        for step, blocks in enumerate(ring.steps):
-            last = step == ring.ranks - 1
-            if not last:
-                next_kv = _send_recv(kv, ring, tag=0)
-            keys, values = kv.split([key_size, value_size], -1)
-            for block in blocks:
-                q_slice, k_slice = ring.query_index(block), ring.key_index(block, step)
-                part, part_lse = ring.primitive.forward(
-                    q[q_slice], keys[k_slice], values[k_slice], **ring.arguments(block, q)
-                )
-                if block.queries == block.keys:  # the first block of these queries
-                    out[q_slice], lse[q_slice] = part, part_lse
-                else:
-                    merge_attention(out[q_slice], lse[q_slice], part, part_lse)
-            if not last:
-                kv = next_kv.wait()
+        keys, values, kv = k, v, _join(k, v, ring)
+        merged: tuple[Tensor, Tensor] | None = None
+        for step in range(ring.ranks):
+            transfer = _send_recv(kv, ring, tag=0) if step < ring.ranks - 1 else None
+            merged = attend_step(ring, step, q, keys, values, merged)
+            if transfer is not None:
+                kv = transfer.wait()
+                keys, values = kv.split([k.shape[-1], v.shape[-1]], -1)
+        assert merged is not None
+        out, lse = merged
         if sinks is not None:  # an attention sink is one more key for every query, with value zero
-            sink = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
-            merge_attention(out, lse, torch.zeros((), dtype=out.dtype, device=out.device), sink)
+            sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
+            out, lse = _merge(out, lse, None, out.new_zeros(()).expand_as(out), sink)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, own, out, lse, sinks)
-        ctx.ring, ctx.sizes = ring, (key_size, value_size)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.ring = ring
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, kv, out, lse, sinks = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         ring: RingConfig = ctx.ring
-        dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
-        dkv_transfer: _RingTransfer | None = None
-        for step, blocks in enumerate(ring.steps):
-            last = step == ring.ranks - 1
-            if not last:
-                next_kv = _send_recv(kv, ring, tag=0)
-            keys, values = kv.split(ctx.sizes, -1)
-            dkv = torch.zeros_like(kv, dtype=accumulation_dtype(kv.dtype))
-            dk, dv = dkv.split(ctx.sizes, -1)
-            for block in blocks:
-                q_slice, k_slice = ring.query_index(block), ring.key_index(block, step)
-                block_dq, block_dk, block_dv = ring.primitive.backward(
-                    grad[q_slice],
-                    q[q_slice],
-                    keys[k_slice],
-                    values[k_slice],
-                    out[q_slice],
-                    lse[q_slice],
-                    **ring.arguments(block, q),
-                )
-                dq[q_slice] += block_dq
-                dk[k_slice] += block_dk
-                dv[k_slice] += block_dv
-            if dkv_transfer is not None:  # gradients of these keys that earlier ranks computed
-                dkv += dkv_transfer.wait()
+        keys, values, kv = k, v, _join(k, v, ring)
+        dq = dk = dv = None
+        gradients: _RingTransfer | None = None
+        for step in range(ring.ranks):
+            transfer = _send_recv(kv, ring, tag=0) if step < ring.ranks - 1 else None
+            dq, dk, dv = attend_step_backward(ring, step, grad, q, keys, values, out, lse, dq)
             if ring.ranks > 1:
-                dkv_transfer = _send_recv(dkv, ring, tag=1)
-            if not last:
-                kv = next_kv.wait()
-        if dkv_transfer is not None:  # the last transfer returned the gradients to the rank of their keys
-            dkv = dkv_transfer.wait()
-        dk, dv = dkv.to(kv.dtype).split(ctx.sizes, -1)
+                dtype = accumulation_dtype(k.dtype)
+                pairs = ((dk, k), (dv, v))
+                dkv = torch.cat([x.new_zeros(x.shape, dtype=dtype) if d is None else d.to(dtype) for d, x in pairs], -1)
+                if gradients is not None:  # of these keys, by the ranks that held them before
+                    dkv += gradients.wait()
+                gradients = _send_recv(dkv, ring, tag=1)
+            if transfer is not None:
+                kv = transfer.wait()
+                keys, values = kv.split([k.shape[-1], v.shape[-1]], -1)
+        if gradients is not None:  # the last transfer returned the gradients to the rank of their keys
+            dk, dv = gradients.wait().split([k.shape[-1], v.shape[-1]], -1)
+        assert dq is not None
+        assert dk is not None
+        assert dv is not None
         dsinks = None
         if sinks is not None:
             share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # probability of the sink in each softmax
-            dsinks = -(share * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        return dq.to(q.dtype), dk, dv, dsinks, None
+            dsinks = -(share * (grad.to(lse.dtype) * out).sum(-1).T).sum(1).to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 
-def _local(tokens: range, chunks: tuple[range, ...]) -> slice:
-    """Slice of tokens of one chunk within the tokens of a rank, given its chunks."""
-    offset = 0
-    for chunk in chunks:
-        if tokens.start in chunk:
-            break
-        offset += len(chunk)
-    return slice(offset + tokens.start - chunk.start, offset + tokens.stop - chunk.start)
+def attend_step(
+    ring: RingConfig, step: int, q: Tensor, keys: Tensor, values: Tensor, merged: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor] | None:
+    """Merge the attention over the keys of a step into the result of the steps before it.
+
+    Args:
+        ring: the plan and the kernel; no message is sent.
+        step: number of the step, from 0.
+        q: queries of this rank.
+        keys: keys that this rank holds in this step.
+        values: values that this rank holds in this step.
+        merged: out and lse of the steps before; None in the first step.
+    """
+    for call in ring.steps[step]:
+        part = ring.kernel.forward(
+            take(q, call.queries),
+            take(keys, call.keys),
+            take(values, call.keys),
+            call.sequences,
+            ring.scale,
+            *ring.options(call, step, q),
+        )
+        merged = part if merged is None else _merge(*merged, call.queries, *part)
+    return merged
+
+
+def attend_step_backward(
+    ring: RingConfig,
+    step: int,
+    grad: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Sum of the gradients of the queries so far, and gradients of the keys and values of a step; None for zero.
+
+    Args:
+        ring: see `attend_step`.
+        step: see `attend_step`.
+        grad: gradient of the output.
+        q: queries of this rank.
+        keys: keys that this rank holds in this step.
+        values: values that this rank holds in this step.
+        out: output of all steps.
+        lse: log-sum-exp of all steps.
+        dq: gradient of the queries in the steps before.
+    """
+    dk = dv = None
+    for call in ring.steps[step]:
+        of_queries = [take(x, call.queries) for x in (grad, q)]
+        of_keys = [take(x, call.keys) for x in (keys, values)]
+        results = take(out, call.queries), take(lse, call.queries, 1)
+        options = ring.options(call, step, q)
+        parts = ring.kernel.backward(*of_queries, *of_keys, *results, call.sequences, ring.scale, *options)
+        dq = _add(dq, q, call.queries, parts[0])
+        dk = _add(dk, keys, call.keys, parts[1])
+        dv = _add(dv, values, call.keys, parts[2])
+    return dq, dk, dv
+
+
+def take(x: Tensor, tokens: tuple[slice, ...] | None, dim: int = 0) -> Tensor:
+    """Tokens of a tensor; a view if they are all tokens or one slice."""
+    if tokens is None:
+        return x
+    parts = [x.narrow(dim, own.start, own.stop - own.start) for own in tokens]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _slices(tokens: tuple[slice, ...] | None, count: int) -> Sequence[slice]:
+    return (slice(0, count),) if tokens is None else tokens
+
+
+def _merge(
+    out: Tensor, lse: Tensor, tokens: tuple[slice, ...] | None, part: Tensor, part_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge attention of some queries over further keys into a result, which is then in the accumulation dtype."""
+    out, start = out.to(accumulation_dtype(out.dtype)), 0
+    for own in _slices(tokens, len(out)):
+        stop = start + own.stop - own.start
+        merge_attention(
+            out[own].transpose(0, 1), lse[:, own], part[start:stop].transpose(0, 1), part_lse[:, start:stop]
+        )
+        start = stop
+    return out, lse
+
+
+def _add(total: Tensor | None, like: Tensor, tokens: tuple[slice, ...] | None, part: Tensor) -> Tensor:
+    """Add the gradient of some tokens to a sum in the accumulation dtype; a gradient of all tokens alone stays as it is."""
+    if total is None and tokens is None:
+        return part
+    dtype, start = accumulation_dtype(like.dtype), 0
+    total = like.new_zeros(like.shape, dtype=dtype) if total is None else total.to(dtype)
+    for own in _slices(tokens, len(like)):
+        stop = start + own.stop - own.start
+        total[own] += part[start:stop]
+        start = stop
+    return total
+
+
+def _join(k: Tensor, v: Tensor, ring: RingConfig) -> Tensor:
+    """Keys and values in one message; empty without a ring."""
+    return torch.cat([k, v], -1) if ring.ranks > 1 else k.new_empty(0)
 
 
 class _RingTransfer(NamedTuple):

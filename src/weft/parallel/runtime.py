@@ -25,6 +25,7 @@ from weft.errors import ModelError
 from weft.memory.offload import Offload
 from weft.memory.quantized_weights import to_empty
 from weft.parallel.async_reduce_scatter import PendingReduceScatters
+from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.ddp import GradientReducer
 from weft.parallel.dropout import DropoutContext
 from weft.parallel.linear_loss import LinearLoss
@@ -68,6 +69,8 @@ class Runtime:
     """Stages of this rank; None without pipeline parallelism."""
     kernels: tuple[KernelRow, ...] = ()
     """Implementations of the fused operators, and why not where there is none."""
+    attention_plans: AttentionPlans | None = None
+    """Plans of attention by documents, with or without context parallelism; None: by masks."""
     varlen: Varlen | None = None
     """Attention of packed rows by documents; None: by masks, or by the attention of context parallelism."""
     linear_loss: LinearLoss | None = None

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from weft.anatomy.roles import Anatomy, standard_name
 from weft.anatomy.transformers import ATTENTION, document_masks
 from weft.errors import ModelError, PlanError
-from weft.parallel.attention_interface import IMPLEMENTATION, replace_attention
+from weft.parallel.attention_interface import replace_attention
+from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.checks import check_decoder
 from weft.parallel.context_grid import ContextParallel, check_heads, own_positions, sequence_parts
 from weft.parallel.dropout import DropoutContext, has_attention_dropout
@@ -37,7 +38,7 @@ def apply_cp(
     mesh: DeviceMesh,
     ulysses_chunks: int = 1,
     dropout: DropoutContext | None = None,
-) -> None:
+) -> AttentionPlans:
     """Replace the attention of a model by context-parallel attention, in place; `shard_inputs` splits the rows.
 
     Args:
@@ -46,6 +47,9 @@ def apply_cp(
         mesh: device mesh with the axes of `weft.topology.mesh`.
         ulysses_chunks: maximum number of head chunks per Ulysses all-to-all.
         dropout: seed and rows of layout-invariant dropout.
+
+    Returns:
+        The plans that the attention modules share.
     """
     ulysses, ring = mesh["cp_ulysses"], mesh["cp_ring"]
     context = ContextParallel(
@@ -56,7 +60,9 @@ def apply_cp(
         context_rank(mesh),
         ulysses_chunks=ulysses_chunks,
     )
-    replace_attention(model, [name for block in anatomy.blocks for name in block.attention], context, dropout)
+    plans = AttentionPlans(mesh.device_type)
+    replace_attention(model, [name for block in anatomy.blocks for name in block.attention], context, plans, dropout)
+    return plans
 
 
 def row_multiple(anatomy: Anatomy, plan: Plan) -> int:
@@ -71,7 +77,9 @@ def row_multiple(anatomy: Anatomy, plan: Plan) -> int:
     return math.lcm(sequence_parts(p.cp_ulysses, p.cp // p.cp_ulysses), p.cp * p.tp if splits_tokens else 1)
 
 
-def shard_inputs(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> None:
+def shard_inputs(
+    model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh, plans: AttentionPlans | None = None
+) -> None:
     """Let a split model accept full rows, the same on all ranks of tp and cp, in place.
 
     The model is called with `input_ids` and, if rows hold several documents, with `position_ids` that restart at each document.
@@ -84,11 +92,11 @@ def shard_inputs(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> 
         anatomy: roles of the full model.
         plan: resolved.
         mesh: device mesh with the axes of `weft.topology.mesh`.
+        plans: plans of `apply_cp`; None: the model has another attention.
     """
     config = model.config.get_text_config()
-    context_attention_used = model.config._attn_implementation == IMPLEMENTATION
     multiple = row_multiple(anatomy, plan)
-    sees_full_rows = multiple == 1 and not context_attention_used
+    sees_full_rows = multiple == 1 and plans is None
     lengths: list[int] = []
 
     def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,16 +126,19 @@ def shard_inputs(model: Any, anatomy: Anatomy, plan: Plan, mesh: DeviceMesh) -> 
         by_token = isinstance(mask, Tensor) and mask.ndim == 2
         if positions is None:
             positions = _positions(anatomy.family, rows, mask if by_token else None)
+        on_host = positions if plans is None else plans.take_positions(positions)
         lengths.append(rows.shape[1])
         if rows.shape[1] % multiple:
             # A classifier reads its result at the last token that is not padding.
             padding = 0 if anatomy.head else config.pad_token_id
             _check_padding(mask, rows.shape[1], multiple, padding)
             # Position 0 is valid in every model, and makes each padding token a separate document.
-            rows, positions = pad_rows(rows, multiple, padding), pad_rows(positions, multiple, 0)
+            rows, positions, on_host = (
+                pad_rows(x, multiple, value) for x, value in ((rows, padding), (positions, 0), (on_host, 0))
+            )
             mask = mask if mask is None else pad_rows(mask, multiple, 0)
-        if context_attention_used:
-            mask = encode_documents(positions, mask, config)
+        if plans is not None:
+            mask = encode_documents(on_host, mask, config)
         elif mask is None or by_token:
             mask = document_masks(model, positions, mask)
         own = {"input_ids": shard_sequence(rows, mesh), "position_ids": shard_sequence(positions, mesh)}
@@ -189,7 +200,7 @@ def shard_sequence(rows: Tensor, mesh: DeviceMesh) -> Tensor:
     """Tokens of this rank from full rows [batch, seq_len, ...], by the zigzag order that balances causal work."""
     if ranks_along(mesh, *CONTEXT_AXES) == 1:
         return rows
-    return rows[:, own_positions(rows.shape[1], mesh).to(rows.device)]
+    return rows[:, own_positions(rows.shape[1], mesh, rows.device)]
 
 
 def uses_context_attention(model: PreTrainedModel, anatomy: Anatomy, plan: Plan) -> bool:

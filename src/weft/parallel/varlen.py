@@ -1,20 +1,17 @@
 """Attention of packed rows by documents, without masks.
 
 A mask of a packed row has tokens^2 elements, and the kernels that take one compute all pairs of tokens. Here each document is
-a range of tokens: on CUDA for the variable-length kernel of torch (Dao et al., FlashAttention, 2022), elsewhere for blocks of
-visible pairs (`weft.compute.attention`).
+a sequence of a kernel for packed sequences (`weft.compute.varlen_attention`).
 
 The documents of a micro-batch are known on the host, so that no device waits for them. They go through a model in place of its
 attention mask. Any other mask, and rows without one, are computed by Transformers' SDPA as before.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -24,41 +21,32 @@ from weft.anatomy.roles import Anatomy
 from weft.anatomy.shrink import memo_of
 from weft.anatomy.transformers import read_anatomy
 from weft.compat import find_hook
-from weft.compute.attention import PLAIN, flash_applies, primitive, varlen_attention
+from weft.compute.sequences import VarlenKernel
+from weft.compute.varlen_attention import choose_kernel
 from weft.data import MicroBatch
 from weft.errors import PlanError
 from weft.parallel.attention_interface import check_attention_arguments
+from weft.parallel.attention_plan import AttentionPlans
 from weft.parallel.context import attend
 from weft.parallel.context_grid import ContextParallel
 from weft.parallel.dropout import has_attention_dropout
 from weft.parallel.sequence_sharding import check_context_attention, encode_documents
 from weft.plan import Plan
+from weft.precision.dtypes import DTYPES
 
 IMPLEMENTATION = "weft_varlen"
 """Name of the function in Transformers' AttentionInterface."""
 ONE_RANK = ContextParallel(None, None, 1, 1, 0)
 
 
-class Ranges(NamedTuple):
-    """Documents of a micro-batch as ranges of its tokens, counted over all rows."""
-
-    borders: Tensor
-    """int32 [documents + 1] on the device: 0 and the end of each document."""
-    longest: int
-    """Tokens of the longest document."""
-    are_rows: bool
-    """True if each row is one document."""
-
-
 @dataclass
 class Varlen:
-    """Documents of the next forward of a model, and the ranges of earlier ones; a forward pre-hook of model and attention."""
+    """Documents of the next forward of a model, and the plans of earlier ones; a forward pre-hook of model and attention."""
 
-    flash: bool
-    """True to use the variable-length kernel where it applies; a dry run sets it for an accelerator that is absent."""
+    plans: AttentionPlans
+    """Plans that the attention modules of the model share."""
     documents: Any = None
     """Mask in place of the attention mask, from `encode_documents`; None: the model makes its own masks."""
-    ranges: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def set(self, batch: MicroBatch, config: Any) -> None:
         """Set the documents of the next forward, or of the next forward of each stage."""
@@ -70,18 +58,6 @@ class Varlen:
             return None
         documents, self.documents = self.documents, None
         return args, kwargs | {"attention_mask": documents}
-
-    def ranges_of(self, documents: Tensor, device: torch.device) -> Ranges:
-        """Ranges of the documents of a mask, made once for all layers."""
-        found = self.ranges.get(documents)
-        if found is None:
-            rows = documents[:, 0, 0]
-            is_start = F.pad(rows.diff() != 0, (1, 0), value=True).flatten()
-            borders = F.pad(is_start.nonzero().flatten(), (0, 1), value=is_start.numel()).to(torch.int32)
-            longest, are_rows = int(borders.diff().max()), len(borders) == len(rows) + 1
-            pinned = borders.pin_memory() if device.type == "cuda" else borders
-            found = self.ranges[documents] = Ranges(pinned.to(device, non_blocking=True), longest, are_rows)
-        return found
 
 
 def uses_varlen(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> bool:
@@ -104,8 +80,7 @@ def uses_varlen(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> b
         return False  # context parallelism and attention dropout have an attention by documents already
     reason = reason_against(model, anatomy, plan)
     if asked == "auto":
-        fast = primitive(device_type) is not PLAIN
-        return not reason and fast and (device_type == "cpu" or plan.precision.param_dtype in ("auto", "bf16", "fp16"))
+        return not reason and not kernel_of(model, plan, device_type)[1]
     if reason:
         raise PlanError(
             f'attention = "varlen" for {anatomy.family}: {reason}',
@@ -115,6 +90,32 @@ def uses_varlen(model: Any, anatomy: Anatomy, plan: Plan, device_type: str) -> b
             fix='set plan.compute.attention = "auto"',
         )
     return True
+
+
+def kernel_of(model: Any, plan: Plan, device_type: str) -> tuple[VarlenKernel, str]:
+    """Kernel of most attention modules of a model, and the reason why it is not the fast one of the device.
+
+    Args:
+        model: model of Transformers; may be on the meta device.
+        plan: resolved; its forward dtype may be "auto", which accelerators compute in bf16.
+        device_type: "cpu", "cuda" or "npu".
+    """
+    config = model.config.get_text_config()
+    dtype = DTYPES[plan.precision.resolve(native_bf16=True).param_dtype]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    if getattr(config, "qk_nope_head_dim", None):  # multi-head latent attention
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return choose_kernel(
+        device_type,
+        dtype,
+        head_dim,
+        value_dim,
+        window=getattr(config, "sliding_window", None),
+        ring=plan.parallel.cp // plan.parallel.cp_ulysses,
+        softcap=getattr(config, "attn_logit_softcapping", None),
+        dropout=1.0 if has_attention_dropout(model) else 0.0,
+    )
 
 
 def reason_against(model: Any, anatomy: Anatomy, plan: Plan) -> str:
@@ -136,23 +137,23 @@ def reason_against(model: Any, anatomy: Anatomy, plan: Plan) -> str:
 
 def run_documents(model: Any, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Logits of rows of documents, by the attention of this file."""
-    install_varlen(model, read_anatomy(model), flash=False)
+    install_varlen(model, read_anatomy(model), AttentionPlans("cpu"))
     documents = encode_documents(position_ids, None, model.config.get_text_config())
     return model(input_ids=input_ids, position_ids=position_ids, attention_mask=documents, use_cache=False).logits
 
 
-def install_varlen(model: Any, anatomy: Anatomy, flash: bool) -> Varlen:
+def install_varlen(model: Any, anatomy: Anatomy, plans: AttentionPlans) -> Varlen:
     """Let the attention modules of a model compute `document_attention`, in place.
 
     Args:
         model: model for which `uses_varlen` is true.
         anatomy: its roles; in a pipeline, those of the blocks of this rank.
-        flash: True on CUDA.
+        plans: empty plans.
     """
     AttentionInterface.register(IMPLEMENTATION, document_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
     model.set_attn_implementation(IMPLEMENTATION)
-    varlen = Varlen(flash)
+    varlen = Varlen(plans)
     for name in (name for block in anatomy.blocks for name in block.attention):
         attention: Any = model.get_submodule(name)
         attention.register_forward_pre_hook(varlen, with_kwargs=True)
@@ -192,13 +193,21 @@ def document_attention(
     check_attention_arguments(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, softcap, sinks = kwargs.get("sliding_window") or None, kwargs.get("softcap"), kwargs.get("s_aux")
-    plain = softcap is None and sinks is None
-    ranges = varlen.ranges_of(attention_mask, query.device)
-    if plain and ranges.are_rows and (window is None or window >= query.shape[2]):
-        return sdpa_attention_forward(module, query, key, value, None, 0.0, scaling, is_causal=True)
-    if varlen.flash and plain and flash_applies(query, value, None):
-        out = varlen_attention(query, key, value, ranges.borders, ranges.longest, scale, window)
-        return out, None
-    documents = attention_mask[:, 0, 0]
-    out = attend(query, key, value, documents, ONE_RANK, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if softcap is None and sinks is None and (window is None or window >= query.shape[2]):
+        shape = len(query), query.shape[2]
+        (own,) = varlen.plans.steps(attention_mask, *shape, 1, 0, window, query.device)
+        if len(own[0].sequences.queries) == len(query) + 1:  # each row is one document
+            return sdpa_attention_forward(module, query, key, value, None, 0.0, scaling, is_causal=True)
+    out = attend(
+        query,
+        key,
+        value,
+        attention_mask,
+        ONE_RANK,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        plans=varlen.plans,
+    )
     return out.transpose(1, 2).contiguous(), None

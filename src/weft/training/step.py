@@ -67,6 +67,8 @@ def forward(model: PreTrainedModel, batch: MicroBatch, *, loss_only: bool = Fals
     if parallelized is not None and parallelized.varlen is not None:
         parallelized.varlen.set(batch, model.config.get_text_config())
         makes_masks = False
+    elif parallelized is not None and parallelized.attention_plans is not None:
+        parallelized.attention_plans.positions_on_host = batch.host_positions()
     return model(input_ids=batch.input_ids, **row_arguments(model, batch.position_ids, masks=makes_masks))
 
 

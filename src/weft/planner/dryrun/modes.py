@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.anatomy.roles import Anatomy
 from weft.comm.recorder import find_group, find_tensors
 from weft.compat import extend_fake_backend
-from weft.compute.attention import FLASH_HEAD_DIM
 from weft.compute.kernels import OPERATORS, replace_forwards
+from weft.compute.varlen_attention import FLASH_HEAD_DIM
 from weft.errors import JobError
 from weft.parallel.expert import takes_indices
 from weft.plan import Kernels, Plan

@@ -178,8 +178,8 @@ def trace_rank(job: Job, world_size: int, rank: int, device_type: str = "cpu", i
         fused = absent and device_type == "cuda"
         traced = without_device(plan)
         parallelize(model, fuse_operators(model, anatomy, traced) if fused else traced, mesh)
-        if fused and (varlen := runtime(model).varlen):
-            varlen.flash = True
+        if fused and (attention_plans := runtime(model).attention_plans):
+            attention_plans.device_type = device_type
         use_loss(model, job.train.loss)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(RealControlTensors())
