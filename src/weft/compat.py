@@ -39,8 +39,8 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Functions that `optimizer.step` calls before and after the update, those of all optimizers included."""
     shared: Any = import_module("torch.optim.optimizer")
     own: Any = optimizer
-    tables = (own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)
-    tables += (shared._global_optimizer_pre_hooks, shared._global_optimizer_post_hooks)
+    tables = [own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks]
+    tables += [shared._global_optimizer_pre_hooks, shared._global_optimizer_post_hooks]
     return [hook for table in tables for hook in table.values()]
 
 

@@ -142,7 +142,12 @@ def check_codes() -> dict[str, float]:
         for block in torch.cat(near).split(255):
             values.append(torch.cat([torch.ones(1), block, torch.zeros(255 - len(block))]))
             values.append(values[-1] * -3)
-    values += [torch.zeros(256), torch.tensor([1.0, -1.0] * 128), torch.tensor([-2.0, 2.0] * 128), torch.full((256,), -1e-30)]
+    values += [
+        torch.zeros(256),
+        torch.tensor([1.0, -1.0] * 128),
+        torch.tensor([-2.0, 2.0] * 128),
+        torch.full((256,), -1e-30),
+    ]
     gradient, different = torch.cat(values), {}
     empty: Any = [BlockState.empty(gradient.shape, gradient.device, "int8", signed=signed) for signed in (True, False)]
     for state in empty:
@@ -153,7 +158,9 @@ def check_codes() -> dict[str, float]:
     )
     op.launch([tensor], 1.0, MAPS)  # without betas, the moments are the gradient and its square
     for index, moment in enumerate((gradient, gradient.square())):
-        for name, found, expected in zip(("codes", "scale"), states[index], stored(moment, "int8", not index), strict=True):
+        for name, found, expected in zip(
+            ("codes", "scale"), states[index], stored(moment, "int8", not index), strict=True
+        ):
             different[f"{name} {index}"] = float((found != expected).sum())
     return different
 
@@ -169,7 +176,10 @@ def check_settings() -> dict[str, float]:
             errors[f"step {step} {index}"] = relative_error(tensor.weight[0], value) / 1e-6
     flat = torch.randn(5, 1001).flatten()[1:]
     odd = next(tensors("fp32", "fp32", "fp32"))._replace(
-        weight=(flat[:1000],), gradient=flat[1001:2001], first=(flat[2002:3002].zero_(),), second=(flat[3003:4003].zero_(),)
+        weight=(flat[:1000],),
+        gradient=flat[1001:2001],
+        first=(flat[2002:3002].zero_(),),
+        second=(flat[3003:4003].zero_(),),
     )
     empty = odd._replace(**dict.fromkeys(("weight", "first", "second"), (torch.empty(0),)), gradient=torch.empty(0))
     empty = empty._replace(step=torch.tensor(4.0))

@@ -20,8 +20,8 @@ from weft.compute.kernels import Operator
 from weft.device.cpu import Cpu
 from weft.errors import PlanError
 from weft.job import Model
-from weft.memory.weights import split_weights
 from weft.memory.quantized_state import quantize_states
+from weft.memory.weights import split_weights
 from weft.optimizers import one_pass
 from weft.parallel.distributed_optimizer import DistributedOptimizer
 from weft.parallel.parallelize import parallelize
@@ -179,9 +179,10 @@ def check_states() -> dict[str, float]:
                         parameter.grad.mul_(0.5)
                 optimizer.step()
             sides.append([parameter.detach() + 0 for parameter in parameters])
-            assert type(optimizer.state[parameters[0]]["exp_avg"]).__name__ == {
-                None: "Tensor", "bf16": "HalfState", "int8": "BlockState", "int4": "BlockState"
-            }[states]
+            assert (
+                type(optimizer.state[parameters[0]]["exp_avg"]).__name__
+                == {None: "Tensor", "bf16": "HalfState", "int8": "BlockState", "int4": "BlockState"}[states]
+            )
         for index, (found, expected) in enumerate(zip(*sides, strict=True)):
             tolerance = 2e-2 if states == "bf16" else 1e-3 if states == "int8" else 2e-6
             errors[f"{weights} {states} {index}"] = relative_error(found, expected) / tolerance

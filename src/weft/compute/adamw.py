@@ -5,7 +5,7 @@ clipping are a factor of the gradient, so that they need no pass of their own:
 
     weight                       moments             bytes per element with fp32 gradients
     fp32                         fp32                28
-    bf16 and 16 remaining bits   fp32                28, where joining, AdamW and splitting move 52
+    bf16 and 16 remaining bits   fp32                28, where operations of torch move about 72
     fp32, or the two planes      bf16                20
     fp32, or the two planes      int8 in blocks      16, and 1/32 for scales
 
@@ -16,7 +16,7 @@ tensor y is updated by the programs (x, y). The table is one copy from the host 
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor

@@ -65,7 +65,14 @@ class Usage:
 
 def kernels() -> list[Kernel]:
     """All kernels, as the launch functions start them for common sizes of models."""
-    return [*_norm_kernels(), *_gated_kernels(), *_rotary_kernels(), *_expert_kernels(), *_loss_kernels(), *_update_kernels()]
+    return [
+        *_norm_kernels(),
+        *_gated_kernels(),
+        *_rotary_kernels(),
+        *_expert_kernels(),
+        *_loss_kernels(),
+        *_update_kernels(),
+    ]
 
 
 def _norm_kernels() -> Iterable[Kernel]:
@@ -146,7 +153,7 @@ def _update_kernels() -> Iterable[Kernel]:
     signature = {"table": "*i64", "coefficients": "*fp32", "entries": "*fp32"}
     for weight, moments in product(("fp32", "split", "split_even"), ("fp32", "bf16", "int8")):
         for aligned in (True, False) if (weight, moments) == ("fp32", "fp32") else (True,):
-            constants = {"WEIGHT": weight, "GRADIENT": "fp32", "MOMENTS": moments, "ALIGNED": aligned}
+            constants: dict[str, Any] = {"WEIGHT": weight, "GRADIENT": "fp32", "MOMENTS": moments, "ALIGNED": aligned}
             constants |= {"ROWS": adamw.rows_of(moments), "WIDTH": adamw.WIDTH, "COLUMNS": adamw.COLUMNS}
             name = f"adamw {weight}, moments {moments}{'' if aligned else ', not aligned'}"
             yield Kernel(name, adamw.update_kernel, signature, constants, adamw.WARPS)

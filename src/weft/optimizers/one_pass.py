@@ -107,7 +107,7 @@ def supports_group(group: dict[str, Any]) -> bool:
 def _tensor_of(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> AdamWTensor | None:
     """Plain tensors of a parameter and its state on this rank; None if one is stored in another way than the kernel reads."""
     weight, gradient = local_part(parameter), local_part(parameter.grad)  # type: ignore[arg-type]
-    planes = (weight,)
+    planes: tuple[Tensor, ...] = (weight,)
     if isinstance(weight, SplitWeight):
         planes = (weight.high, weight.low) if weight.ties is None else (weight.high, weight.low, weight.ties)
     elif type(weight) not in (Tensor, torch.nn.Parameter):

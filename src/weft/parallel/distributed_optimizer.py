@@ -63,7 +63,9 @@ class DistributedOptimizer:
             (row.op, row.implementation) == ("adamw", "triton") for row in self.runtime.kernels
         )
         """True if one kernel updates the parameters that it supports."""
-        self.kernel_reads_all = plan.precision.optimizer_state_dtype != "int4" and plan.memory.optimizer_device == "device"
+        self.kernel_reads_all = (
+            plan.precision.optimizer_state_dtype != "int4" and plan.memory.optimizer_device == "device"
+        )
         """True if the kernel needs no temporary memory for any parameter."""
         if plan.compute.kernels.adamw == "triton" and not self.has_kernel:
             raise _missing_kernel(inner)
