@@ -5,9 +5,10 @@
 
 The matrices are those of the blocks of a Llama, as DTensors that are cut by rows; gradients are random. Every repeat runs all
 optimizers, one after the other. "PyTorch" is `torch.optim.Muon` on the same DTensors: each rank gathers and orthogonalizes
-every matrix. "Clip pass" multiplies the gradients before the update, "clip inside" lets torch's fused update multiply them. The share of the peak is that of the orthogonalization's floating-point operations, at the rate of a matmul of the
-same dtype and number of threads on this machine. CPU time is that of the process of rank 0, which other programs on the machine
-change less.
+every matrix. "Clip pass" multiplies the gradients before the update, "clip inside" lets torch's fused update multiply them.
+The share of the peak is that of the orthogonalization's floating-point operations, at the rate of a matmul of the same dtype
+and number of threads on this machine. CPU time is that of the process of rank 0, which other programs on the machine change
+less.
 """
 
 import os

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lab.pool import run_ranks
@@ -82,8 +83,8 @@ def test_step_hooks_of_an_optimizer_are_found() -> None:
     assert step_hooks(optimizer) == [], "an optimizer without hooks has none"
     hooks: list[Any] = [lambda *_: None for _ in range(4)]
     handles = [optimizer.register_step_pre_hook(hooks[0]), optimizer.register_step_post_hook(hooks[1])]
-    handles.append(torch.optim.optimizer.register_optimizer_step_pre_hook(hooks[2]))
-    handles.append(torch.optim.optimizer.register_optimizer_step_post_hook(hooks[3]))
+    handles.append(register_optimizer_step_pre_hook(hooks[2]))
+    handles.append(register_optimizer_step_post_hook(hooks[3]))
     found = step_hooks(optimizer)
     for handle in handles:
         handle.remove()

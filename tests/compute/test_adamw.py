@@ -73,6 +73,13 @@ def exact(tensor: op.AdamWTensor, factor: float) -> tuple[Tensor, ...]:
     return w * (1 - tensor.lr * tensor.weight_decay) - tensor.lr * m / (1 - beta1**step) / denominator, m, v
 
 
+def launch(tensors: list[op.AdamWTensor], factor: float | Tensor) -> None:
+    groups: dict[Any, list[op.AdamWTensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(op.format_of(tensor), []).append(tensor)
+    op.launch(groups, factor, MAPS)
+
+
 def check_values() -> dict[str, float]:
     """Errors of weights and moments relative to the tolerance of their format."""
     errors = {}
@@ -80,7 +87,7 @@ def check_values() -> dict[str, float]:
         found = list(tensors(*case))
         expected, gradients = [exact(tensor, 0.3) for tensor in found], [tensor.gradient.clone() for tensor in found]
         steps = [tensor.step.item() for tensor in found]
-        op.launch(found, 0.3, MAPS)
+        launch(found, 0.3)
         for index, (tensor, (w, m, v)) in enumerate(zip(found, expected, strict=True)):
             assert tensor.step.item() == steps[index] + 1
             assert torch.equal(tensor.gradient, gradients[index])
@@ -105,8 +112,8 @@ def check_formats() -> dict[str, float]:
             for target, values in ((a.weight, values_of(b.weight)), (a.first, values_of(b.first, True))):
                 target[0].copy_(values)
             a.second[0].copy_(values_of(b.second, False))
-        op.launch(plain, 0.7, MAPS)
-        op.launch(found, 0.7, MAPS)
+        launch(plain, 0.7)
+        launch(found, 0.7)
         for index, (a, b) in enumerate(zip(plain, found, strict=True)):
             pairs = [*zip(stored(a.first[0], moments, True), b.first, strict=True)]
             pairs += zip(stored(a.second[0], moments, False), b.second, strict=True)
@@ -128,7 +135,7 @@ def check_bits_of_weights() -> dict[str, float]:
         parts = planes_of(values, kind)
         before = [part.clone() for part in parts]
         tensor = op.AdamWTensor(parts, zeros[0], *moments, torch.tensor(0.0), 0.0, (0.9, 0.95), 1e-8, 0.0)
-        op.launch([tensor], 1.0, MAPS)
+        launch([tensor], 1.0)
         different[kind] = float(not all(torch.equal(*pair) for pair in zip(parts, before, strict=True)))
     return different
 
@@ -156,7 +163,7 @@ def check_codes() -> dict[str, float]:
     tensor = op.AdamWTensor(
         (torch.zeros(len(gradient)),), gradient, *states, torch.tensor(0.0), 0.0, (0.0, 0.0), 1.0, 0.0
     )
-    op.launch([tensor], 1.0, MAPS)  # without betas, the moments are the gradient and its square
+    launch([tensor], 1.0)  # without betas, the moments are the gradient and its square
     for index, moment in enumerate((gradient, gradient.square())):
         for name, found, expected in zip(
             ("codes", "scale"), states[index], stored(moment, "int8", not index), strict=True
@@ -171,7 +178,7 @@ def check_settings() -> dict[str, float]:
     for step in (0, 1, 10**6):
         found = [t._replace(lr=torch.tensor(t.lr), betas=(0.9, 0.999)) for t in tensors("fp32", "fp32", "fp32", step)]
         expected = [exact(tensor._replace(lr=float(tensor.lr)), 0.5)[0] for tensor in found]
-        op.launch(found, torch.tensor(0.5, dtype=torch.float64), MAPS)
+        launch(found, torch.tensor(0.5, dtype=torch.float64))
         for index, (tensor, value) in enumerate(zip(found, expected, strict=True)):
             errors[f"step {step} {index}"] = relative_error(tensor.weight[0], value) / 1e-6
     flat = torch.randn(5, 1001).flatten()[1:]
@@ -184,7 +191,7 @@ def check_settings() -> dict[str, float]:
     empty = odd._replace(**dict.fromkeys(("weight", "first", "second"), (torch.empty(0),)), gradient=torch.empty(0))
     empty = empty._replace(step=torch.tensor(4.0))
     expected, rest = [exact(odd, 1.0)[0]], flat[4003:].clone()
-    op.launch([odd, empty], 1.0, MAPS)
+    launch([odd, empty], 1.0)
     assert empty.step == 5
     errors["changed neighbours"] = float(not torch.equal(flat[4003:], rest))
     errors["view"] = relative_error(odd.weight[0], expected[0]) / 1e-6

@@ -14,14 +14,13 @@ same bits. All tensors that are stored alike share a launch: a table on the devi
 tensor y is updated by the programs (x, y). The table is one copy from the host for which nobody waits.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft.compute.jit import device_of, has_triton, jit, num_multiprocessors, tl, triton
+from weft.compute.jit import device_of, jit, num_multiprocessors, tl
 
 WIDTH = 256
 """Elements per scale of moments in blocks."""
@@ -31,8 +30,13 @@ PROGRAMS = 8
 COLUMNS = 16
 """64-bit entries of the table per tensor: elements, 8 addresses, and settings in float64."""
 SETTINGS = 9
-"""First column of the settings: learning rate, weight decay, two betas, eps, factor of the gradient."""
+"""First column of the settings: learning rate, weight decay, two betas, eps."""
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+SPLIT = (torch.bfloat16, torch.int16)
+WEIGHTS = {(dtype,): name for dtype, name in FORMATS.items()} | {SPLIT: "split", (*SPLIT, torch.uint8): "split_even"}
+"""Format of a weight by the dtypes of its tensors."""
+MOMENTS = {(dtype, dtype): name for dtype, name in FORMATS.items()} | {(torch.uint8, torch.float32) * 2: "int8"}
+"""Format of the moments by the dtypes of the tensors of both."""
 
 
 class AdamWTensor(NamedTuple):
@@ -71,57 +75,46 @@ class Format(NamedTuple):
 def format_of(tensor: AdamWTensor) -> Format | None:
     """Format of a tensor; None if the kernel does not support it."""
     parts = (*tensor.weight, tensor.gradient, *tensor.first, *tensor.second)
-    size = tensor.gradient.numel()
-    dtypes = tuple(part.dtype for part in tensor.weight)
-    weight = FORMATS.get(dtypes[0], "") if len(dtypes) == 1 else ""
-    if dtypes[:2] == (torch.bfloat16, torch.int16):
-        weight = "split" if len(dtypes) == 2 else "split_even"
-        if tensor.weight[1].storage_offset():  # the bits of ties are numbered from the start of the storage
-            weight = weight if weight == "split" else ""
-    gradient = FORMATS.get(tensor.gradient.dtype, "")
-    stored = [tuple(part.dtype for part in moment) for moment in (tensor.first, tensor.second)]
-    moments = FORMATS.get(stored[0][0], "") if len(stored[0]) == 1 else ""
-    if stored[0] == (torch.uint8, torch.float32) and tensor.first[0].shape[1:] == (WIDTH,):
-        moments = "int8"
-    known = weight and gradient and moments and stored[0] == stored[1]
-    same_device = len({part.device for part in (*parts, tensor.step)}) == 1
-    if not known or not same_device or not all(part.is_contiguous() for part in parts):
+    dtypes = tuple([part.dtype for part in parts])  # of weight, gradient, and the two moments
+    planes, end = len(tensor.weight), len(dtypes) - 2 * len(tensor.first)
+    weight, gradient = WEIGHTS.get(dtypes[:planes]), FORMATS.get(dtypes[planes])
+    moments = MOMENTS.get(dtypes[end:]) if len(tensor.first) == len(tensor.second) else None
+    if weight is None or gradient is None or moments is None:
         return None
-    aligned = size % 16 == 0 and all(part.data_ptr() % 16 == 0 for part in parts)
+    if weight == "split_even" and tensor.weight[1].storage_offset():  # from which the bits of ties are counted
+        return None
+    if moments == "int8" and tensor.first[0].shape[1:] != (WIDTH,):
+        return None
+    device = tensor.step.device
+    if not all(part.is_contiguous() and part.device == device for part in parts):
+        return None
+    aligned = tensor.gradient.numel() % 16 == 0 and all(part.data_ptr() % 16 == 0 for part in parts)
     return Format(weight, gradient, moments, aligned, isinstance(tensor.lr, Tensor))
 
 
-def can_launch(tensor: AdamWTensor) -> bool:
-    """True if the kernel supports a tensor."""
-    return has_triton() and format_of(tensor) is not None
-
-
-def launch(tensors: Sequence[AdamWTensor], factor: float | Tensor, maps: tuple[Tensor, Tensor]) -> None:
+def launch(
+    tensors: Mapping[Format, Sequence[AdamWTensor]], factor: float | Tensor, maps: tuple[Tensor, Tensor]
+) -> None:
     """Update tensors in place.
 
     Args:
-        tensors: tensors of one device that `can_launch` accepts.
+        tensors: tensors of one device, by their format.
         factor: factor of the gradients, which stay unchanged; a scalar on the device needs no wait for its value.
         maps: [256] float32 values of the codes of first and second moments in blocks, ascending, on any device.
     """
-    if not tensors:
-        return
-    torch._foreach_add_([tensor.step for tensor in tensors], 1)
-    groups: dict[Format | None, list[AdamWTensor]] = defaultdict(list)
-    for tensor in tensors:
-        if tensor.gradient.numel():
-            groups[format_of(tensor)].append(tensor)
-    device = tensors[0].step.device
-    entries = torch.stack(maps).to(device, non_blocking=True)
-    for kind, group in groups.items():
-        assert kind is not None
+    for kind, group in tensors.items():
+        device = group[0].step.device
+        torch._foreach_add_([tensor.step for tensor in group], 1)
+        rows, largest = rows_of(kind.moments), max(tensor.gradient.numel() for tensor in group)
+        programs = min(-(-largest // (rows * WIDTH)), PROGRAMS * num_multiprocessors(group[0].step))
+        if not programs:  # a rank has no elements if there are more ranks than rows
+            continue
         table = _table(group).to(device, non_blocking=True)
-        rows = rows_of(kind.moments)
-        largest = max(tensor.gradient.numel() for tensor in group)
-        programs = min(triton.cdiv(largest, rows * WIDTH), PROGRAMS * num_multiprocessors(tensors[0].step))
-        with device_of(tensors[0].step):
+        with device_of(group[0].step):
             update_kernel[(programs, len(group))](
-                *(table, _coefficients(table, group, factor, kind.lr_is_tensor), entries),
+                table,
+                _coefficients(table, group, factor, kind.lr_is_tensor),
+                torch.stack(maps).to(device, non_blocking=True),
                 WEIGHT=kind.weight,
                 GRADIENT=kind.gradient,
                 MOMENTS=kind.moments,
@@ -314,10 +307,7 @@ def _nearest_code(q, entries, SIGNED: tl.constexpr):  # type: ignore[no-untyped-
         largest = tl.where(above, 10.0 ** (exponent - 5), largest)
     place = ((tl.div_rn(size, largest) - 0.1) * (1 / 0.9) * steps.to(tl.float32)).to(tl.int32)
     place = tl.minimum(tl.maximum(place, 0), steps - 1)
-    if SIGNED:
-        code = 127 + tl.where(q < 0, -(steps + place), steps + place)
-    else:
-        code = steps - 1 + place
+    code = 127 + tl.where(q < 0, -(steps + place), steps + place) if SIGNED else steps - 1 + place
     return code + (q >= _border(entries, code)).to(tl.int32) - (q < _border(entries, code - 1)).to(tl.int32)
 
 

@@ -7,6 +7,7 @@ Both run inside of `optimizer.step`, so that hooks of the optimizer and schedule
 clipped gradients: with these, gradients are scaled in a separate pass.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.compat import step_hooks
-from weft.compute.adamw import AdamWTensor, can_launch, launch
+from weft.compute.adamw import AdamWTensor, Format, format_of, launch
 from weft.memory.quantized_state import BlockState, HalfState, build_map
 from weft.memory.storages import local_part
 from weft.memory.weights import SplitWeight
@@ -78,9 +79,10 @@ def update_in_one_pass(
     Returns:
         Gradients of the updated parameters, which are detached from them: `optimizer.step` then updates the others.
     """
-    tensors: dict[Tensor, AdamWTensor] = {}
+    tensors: dict[Format, list[AdamWTensor]] = defaultdict(list)
+    gradients: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
-        for parameter in group["params"] if supports_group(group) else ():
+        for parameter in group["params"] if _supports_group(group) else ():
             if parameter.grad is None:
                 continue
             state = optimizer.state[parameter]
@@ -89,16 +91,17 @@ def update_in_one_pass(
                 if quantize is not None:
                     quantize(parameter)
             tensor = _tensor_of(parameter, state, group)
-            if tensor is not None and can_launch(tensor):
-                tensors[parameter] = tensor
-    launch(list(tensors.values()), factor, (build_map(8, signed=True), build_map(8, signed=False)))
-    gradients = {parameter: parameter.grad for parameter in tensors}
-    for parameter in tensors:
+            kind = format_of(tensor) if tensor is not None else None
+            if tensor is not None and kind is not None:
+                tensors[kind].append(tensor)
+                gradients[parameter] = parameter.grad
+    launch(tensors, factor, (build_map(8, signed=True), build_map(8, signed=False)))
+    for parameter in gradients:
         parameter.grad = None
-    return gradients  # type: ignore[return-value]
+    return gradients
 
 
-def supports_group(group: dict[str, Any]) -> bool:
+def _supports_group(group: dict[str, Any]) -> bool:
     """True if the kernel computes the update of a parameter group."""
     decoupled = group["decoupled_weight_decay"] or group["weight_decay"] == 0
     return decoupled and not (group["amsgrad"] or group["maximize"] or group["differentiable"])
@@ -114,7 +117,8 @@ def _tensor_of(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) 
         return None
     first, second = _moment(state["exp_avg"], signed=True), _moment(state["exp_avg_sq"], signed=False)
     same = parameter.shape == parameter.grad.shape and weight.shape == gradient.shape  # type: ignore[union-attr]
-    if first is None or second is None or type(gradient) is not Tensor or not same:
+    is_plain = type(gradient) is Tensor and gradient.layout is torch.strided
+    if first is None or second is None or not is_plain or not same:
         return None
     settings = group["lr"], group["betas"], group["eps"], group["weight_decay"]
     return AdamWTensor(planes, gradient, first, second, state["step"], *settings)
